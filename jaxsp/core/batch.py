@@ -1,0 +1,71 @@
+"""The arrays that go from the data room to the training step, and what each number in them means.
+
+One row of 8 tokens holding a document of 3 tokens (7 8 9), one of 4 (4 5 6 7) and one token of padding, M = 3:
+
+    tokens     7  8  9  4  5  6  7  0
+    labels     8  9 -1  5  6  7 -1 -1      (-1 stands for -100 here)
+    positions  0  1  2  0  1  2  3  0
+    starts     0  3  0                     (unused slots are (0, 0), at the end)
+    lengths    3  4  0
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Int32
+
+from jaxsp.core import axes
+
+NO_LABEL = -100
+"""A token whose next token is not learned from."""
+
+MAX_POSITION = 2**25
+"""Positions are below this: the longest document, in tokens, that the model has angles for (33,554,432)."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The rows of one step: turns, one after another, each of B rows over the whole mesh.
+
+    Shapes: `turns` is the leading dim; inside the step's scan it is gone, and inside shard_map B and L are this device's.
+    Contract: labels are already the *next* token, made on whole documents before any cut; starts count from the row's
+        first token, strictly increasing; a token of no piece is padding (token 0, label -100, position 0).
+    """
+
+    tokens_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
+    labels_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
+    positions_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
+    starts_BM: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B M"]
+    lengths_BM: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B M"]
+
+
+PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)
+PER_ROW = PartitionSpec(None, axes.GROUPS)
+
+SPECS = {
+    "tokens_BL": PER_TOKEN,
+    "labels_BL": PER_TOKEN,
+    "positions_BL": PER_TOKEN,
+    "starts_BM": PER_ROW,
+    "lengths_BM": PER_ROW,
+}
+"""How a step's arrays [turns, B, ...] are split over the mesh."""
+
+
+def num_turns(*, rows_per_step: int, rows_per_turn: int) -> int:
+    """How often a step goes through the model: each turn takes `rows_per_turn` rows over the whole mesh."""
+    assert rows_per_step % rows_per_turn == 0, (rows_per_step, rows_per_turn)
+    return rows_per_step // rows_per_turn
+
+
+def row_of_step(turn: int, slot: int, *, num_groups: int, rows_at_once: int) -> int:
+    """Which row of the step lies in `slot` of a turn's B rows.
+
+    Rows are dealt to the groups in turn: row i goes to group i % num_groups, as its (i // num_groups)-th row. Slot
+    b of group g is slot g * rows_at_once + b of the turn, because B is split over the groups in contiguous blocks.
+    """
+    group, place = divmod(slot, rows_at_once)
+    return (turn * rows_at_once + place) * num_groups + group

@@ -1,0 +1,44 @@
+"""The device mesh: replica x data x seq."""
+
+import jax
+
+from jaxsp.core import axes, config, errors
+
+
+def use_virtual_devices(count: int | None) -> None:
+    """Splits the CPU into `count` devices; machines with an accelerator ignore it. Call before JAX counts devices."""
+    if count is not None:
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
+    """Size of each axis, with data = -1 filled in. Raises: UserError if the mesh does not fit the devices."""
+    inner = mesh.replica * mesh.seq
+    data = num_devices // inner if mesh.data == -1 else mesh.data
+    if data * inner != num_devices:
+        degrees = [seq for seq in range(1, num_devices + 1) if num_devices % seq == 0]
+        asked = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
+        raise errors.UserError(
+            f"{asked}: does not use exactly the {num_devices} devices that are here. "
+            f"Use mesh.data=-1 mesh.replica=1 and mesh.seq one of {errors.choices(degrees)}, "
+            "or set mesh.virtual_cpu_devices where there is no accelerator."
+        )
+    return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
+
+
+def make(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+    """A mesh of these axis sizes; devices that share rows are neighbours, so that `seq` stays within a node."""
+    lengths = tuple(sizes[axis] for axis in axes.ALL)
+    # jax.make_mesh makes Explicit axes unless told otherwise
+    types = (jax.sharding.AxisType.Auto,) * len(axes.ALL)
+    return jax.make_mesh(lengths, axes.ALL, axis_types=types, devices=devices)
+
+
+def num_groups(mesh: jax.sharding.Mesh) -> int:
+    """Groups of devices that each work on rows of their own."""
+    return mesh.shape[axes.REPLICA] * mesh.shape[axes.DATA]
+
+
+def num_shards(mesh: jax.sharding.Mesh) -> int:
+    """Parts that a sharded weight is cut into."""
+    return mesh.shape[axes.DATA] * mesh.shape[axes.SEQ]
