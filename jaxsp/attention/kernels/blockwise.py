@@ -1,0 +1,211 @@
+"""Attention over blocks of keys with an online softmax: memory linear in length, on any device.
+
+A block of queries visits the blocks of keys from the first token of its earliest piece to itself, so that blocks of other
+pieces and of the future are never read: below, `x` is computed, for pieces of 3, 2 and 3 blocks.
+
+    x . . . . . . .
+    x x . . . . . .
+    x x x . . . . .
+    . . . x . . . .
+    . . . x x . . .
+    . . . . . x . .
+    . . . . . x x .
+    . . . . . x x x
+
+Source: the forward pass is Rabe and Staats 2021, arXiv:2112.05682; the backward pass Dao 2023, arXiv:2307.08691, sec. 3.1.2,
+with dq, dk and dv in one walk because the blocks are visited one after another.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxsp.attention.kernels import pieces
+
+OUT = "attention_out"
+LSE = "attention_lse"
+"""Names of the residuals, so that a remat policy can keep them: then attention is not recomputed in the backward pass."""
+
+BLOCK = 512
+"""Tokens of a block: 8 heads' float32 scores take 8 MiB."""
+
+_NEVER = -1e30
+"""The maximum of no scores: finite, so that exp(x - maximum) is never NaN."""
+
+
+class _Row(NamedTuple):
+    """One row in blocks: n blocks of C tokens, g key heads, r query heads for each."""
+
+    q: Float[Array, "n g rC K"]
+    k: Float[Array, "n g C K"]
+    v: Float[Array, "n g C K"]
+    piece: Int32[Array, "n C"]
+    first_block: Int32[Array, "n"]
+    """The first block of keys that a block of queries needs; n where it needs none, being all padding."""
+
+
+@jax.custom_vjp
+def attention(
+    q_BLhK: Float[Array, "B L h K"],
+    k_BLgK: Float[Array, "B L g K"],
+    v_BLgK: Float[Array, "B L g K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+) -> Float[Array, "B L h K"]:
+    """Causal softmax attention inside each piece, scores and sums in float32; 0 at padding.
+
+    Units: memory grows with L; time with the sum of the squares of the pieces' lengths.
+    """
+    return _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)[0]
+
+
+def _forward(
+    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array
+) -> tuple[Array, Float32[Array, "B h L"]]:
+    B, L, h, K = q_BLhK.shape
+    piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
+
+    def row(one: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        blocks = _blocks(*one)
+        out, lse = jax.lax.map(lambda i: _forward_block(blocks, i), jnp.arange(len(blocks.q)))
+        return _join(out, L, h), _join(lse[..., None], L, h)[..., 0]
+
+    out_BLhK, lse_BLh = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL))
+    return out_BLhK.astype(q_BLhK.dtype), lse_BLh.swapaxes(1, 2)
+
+
+def _attention_fwd(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, tuple]:
+    out_BLhK, lse_BhL = _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
+    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, OUT), checkpoint_name(lse_BhL, LSE)
+    return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
+
+
+def _attention_bwd(residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
+    q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = residuals
+    B, L, h, K = q_BLhK.shape
+    piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
+    delta_BLh = jnp.einsum("BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32)
+    lse_BLh = lse_BhL.swapaxes(1, 2)
+
+    def row(one: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        q, k, v, piece, dout, lse, delta = one
+        blocks = _blocks(q, k, v, piece)
+        g = k.shape[1]
+        dout, lse, delta = (_cut(x, g) for x in (dout, lse[..., None], delta[..., None]))
+
+        def query_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+            dk, dv, dq = _backward_block(blocks, i, dout[i], lse[i], delta[i], *sums)
+            return (dk, dv), dq
+
+        zeros = jnp.zeros(blocks.k.shape, jnp.float32)
+        (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), jnp.arange(len(blocks.q)))
+        return _join(dq, L, h), _join(dk, L, g), _join(dv, L, g)
+
+    dq, dk, dv = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL, dout_BLhK, lse_BLh, delta_BLh))
+    return dq.astype(q_BLhK.dtype), dk.astype(k_BLgK.dtype), dv.astype(v_BLgK.dtype), None, None
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _forward_block(row: _Row, i: Array) -> tuple[Float32[Array, "g rC K"], Float32[Array, "g rC"]]:
+    """Output and log-sum-exp of the i-th block of queries."""
+    q = row.q[i]
+
+    def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        out, total, maximum = sums
+        scores, mask = _scores(row, q, i, j), _mask(row, i, j, q.shape[1])
+        scores = jnp.where(mask, scores, _NEVER)
+        new_maximum = jnp.maximum(maximum, scores.max(-1))
+        weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)
+        shrink = jnp.exp(maximum - new_maximum)
+        v = row.v[j]
+        out = out * shrink[..., None] + _dot("gqk,gkK->gqK", weights.astype(v.dtype), v)
+        return out, total * shrink + weights.sum(-1), new_maximum
+
+    none = jnp.zeros(q.shape[:-1], jnp.float32)
+    start = (jnp.zeros(q.shape, jnp.float32), none, jnp.full_like(none, _NEVER))
+    out, total, maximum = jax.lax.fori_loop(row.first_block[i], i + 1, visit, start)
+    seen = total > 0
+    total = jnp.where(seen, total, 1.0)
+    return out / total[..., None], jnp.where(seen, maximum + jnp.log(total), 0.0)
+
+
+def _backward_block(
+    row: _Row, i: Array, dout: Array, lse: Array, delta: Array, dk: Array, dv: Array
+) -> tuple[Array, Array, Array]:
+    """dk and dv with what the i-th block of queries adds to them, and its dq, all float32."""
+    q = row.q[i]
+
+    def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        dk, dv, dq = sums
+        mask = _mask(row, i, j, q.shape[1])
+        weights = jnp.where(mask, jnp.exp(_scores(row, q, i, j) - lse), 0.0)
+        dweights = _dot("gqK,gkK->gqk", dout, row.v[j])
+        dscores = jnp.where(mask, weights * (dweights - delta), 0.0) * q.shape[-1] ** -0.5
+        weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
+        dq += _dot("gqk,gkK->gqK", dscores, row.k[j])
+        dk = dk.at[j].add(_dot("gqk,gqK->gkK", dscores, q))
+        dv = dv.at[j].add(_dot("gqk,gqK->gkK", weights, dout))
+        return dk, dv, dq
+
+    return jax.lax.fori_loop(row.first_block[i], i + 1, visit, (dk, dv, jnp.zeros(q.shape, jnp.float32)))
+
+
+def _scores(row: _Row, q: Array, i: Array, j: Array) -> Float32[Array, "g rC C"]:
+    return _dot("gqK,gkK->gqk", q, row.k[j]) * q.shape[-1] ** -0.5
+
+
+def _mask(row: _Row, i: Array, j: Array, num_queries: int) -> Bool[Array, "1 rC C"]:
+    """Which keys of block j the queries of block i see: those of their own piece that are not later."""
+    piece_q, piece_k = row.piece[i], row.piece[j]
+    C = len(piece_q)
+    place = jnp.arange(C, dtype=jnp.int32)
+    not_later = (i * C + place)[:, None] >= (j * C + place)[None, :]
+    sees = (piece_q[:, None] == piece_k[None, :]) & (piece_q[:, None] >= 0) & not_later
+    return jnp.tile(sees, (num_queries // C, 1))[None]
+
+
+def _dot(dims: str, a: Array, b: Array) -> Float32[Array, "..."]:
+    precision = "highest" if a.dtype == jnp.float32 else None
+    return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32, precision=precision)
+
+
+def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array) -> _Row:
+    L, g = len(piece_L), k_LgK.shape[1]
+    C = min(BLOCK, L)
+    n = -(-L // C)
+    piece_L = jnp.pad(piece_L, (0, n * C - L), constant_values=-1)
+    place_L = jnp.arange(n * C, dtype=jnp.int32)
+    # Pieces are contiguous, so a token's piece begins where the piece's number last changed.
+    begins_L = jnp.concatenate([jnp.ones(1, bool), piece_L[1:] != piece_L[:-1]])
+    first_L = jax.lax.cummax(jnp.where(begins_L, place_L, 0))
+    first_L = jnp.where(piece_L >= 0, first_L, n * C)
+    return _Row(
+        q=_cut(q_LhK, g),
+        k=_cut(k_LgK, g),
+        v=_cut(v_LgK, g),
+        piece=piece_L.reshape(n, C),
+        first_block=first_L.reshape(n, C).min(1) // C,
+    )
+
+
+def _cut(x_LhK: Array, num_kv_heads: int) -> Float[Array, "n g rC K"]:
+    """Blocks of tokens; the query heads that share a key head stand one below the other, to make one product of them."""
+    L, h, K = x_LhK.shape
+    C = min(BLOCK, L)
+    n = -(-L // C)
+    x = jnp.pad(x_LhK, ((0, n * C - L), (0, 0), (0, 0)))
+    x = x.reshape(n, C, num_kv_heads, h // num_kv_heads, K).transpose(0, 2, 3, 1, 4)
+    return x.reshape(n, num_kv_heads, -1, K)
+
+
+def _join(x: Float[Array, "n g rC K"], num_tokens: int, num_heads: int) -> Float[Array, "L h K"]:
+    """Undoes _cut."""
+    n, g, rC, K = x.shape
+    r = num_heads // g
+    x = x.reshape(n, g, r, rC // r, K).transpose(0, 3, 1, 2, 4)
+    return x.reshape(-1, num_heads, K)[:num_tokens]

@@ -1,0 +1,30 @@
+"""Attention with the whole score matrix written out: the slow and obvious oracle, for tests."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxsp.attention.kernels import pieces
+
+
+def attention(
+    q_BLhK: Float[Array, "B L h K"],
+    k_BLgK: Float[Array, "B L g K"],
+    v_BLgK: Float[Array, "B L g K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+) -> Float[Array, "B L h K"]:
+    """Causal softmax attention inside each piece, computed in float32; the output at padding means nothing.
+
+    Units: memory and time grow with L * L.
+    """
+    B, L, h, K = q_BLhK.shape
+    g = k_BLgK.shape[2]
+    piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
+    mask_BLL = (piece_BL[:, :, None] == piece_BL[:, None, :]) & jnp.tril(jnp.ones((L, L), bool))[None]
+    q_BLgrK = q_BLhK.reshape(B, L, g, h // g, K).astype(jnp.float32)
+    k_BLgK, v32_BLgK = k_BLgK.astype(jnp.float32), v_BLgK.astype(jnp.float32)
+    scores = jnp.einsum("BqgrK,BkgK->Bgrqk", q_BLgrK, k_BLgK, precision="highest") * K**-0.5
+    weights = jax.nn.softmax(jnp.where(mask_BLL[:, None, None], scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("Bgrqk,BkgK->BqgrK", weights, v32_BLgK, precision="highest")
+    return out.reshape(B, L, h, K).astype(q_BLhK.dtype)

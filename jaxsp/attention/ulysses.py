@@ -1,0 +1,52 @@
+"""Ulysses: an all-to-all swaps shares of the row for shares of the heads, and back after attention."""
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxsp.core import axes, errors
+
+
+def problems(*, num_heads: int, seq: int) -> list[str]:
+    """What is wrong with sharing this many query heads by `seq` devices; empty when nothing is."""
+    if num_heads % seq == 0:
+        return []
+    fits = [degree for degree in range(1, num_heads + 1) if num_heads % degree == 0]
+    return [f"mesh.seq = {seq}: {num_heads} query heads cannot be shared by {seq} devices. Use {errors.choices(fits)}."]
+
+
+def attend(
+    q_BlHK: Float[Array, "B l H K"],
+    k_BlGK: Float[Array, "B l G K"],
+    v_BlGK: Float[Array, "B l G K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    kernel: Callable[..., Float[Array, "B L h K"]],
+    seq: int,
+) -> Float[Array, "B l H K"]:
+    """Attention over whole rows when each of `seq` devices holds a share of them.
+
+    Shapes: inside shard_map over `seq`; shares are contiguous and in the devices' order. G' is G repeated up to the
+        least common multiple of G and seq, so that each device gets whole K/V heads, those of its own query heads.
+    Moves:  2 all-to-alls forward (q, k and v travel in one); per device B * l * (2 H + 2 G') * K * itemsize * (1 - 1/seq)
+        bytes, and as much backward, where the first is also made again.
+    Raises: what `problems` finds is the caller's to report; here it is an assertion.
+    Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated when seq does not divide them.
+    """
+    B, l, H, K = q_BlHK.shape  # noqa: E741  # l is this device's share of L
+    G = k_BlGK.shape[2]
+    assert not problems(num_heads=H, seq=seq)
+    repeats = math.lcm(G, seq) // G
+    k_BlGK, v_BlGK = jnp.repeat(k_BlGK, repeats, axis=2), jnp.repeat(v_BlGK, repeats, axis=2)
+    h, g = H // seq, G * repeats // seq
+    # for each destination its heads of q, of k and of v, side by side
+    parts = [x.reshape(B, l, seq, -1, K) for x in (q_BlHK, k_BlGK, v_BlGK)]
+    mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
+    mixed_BLxK = jax.lax.all_to_all(mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, tiled=True)
+    q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
+    out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
+    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, tiled=True)

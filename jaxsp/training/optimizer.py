@@ -1,0 +1,87 @@
+"""How weights move: a learning-rate schedule, and an optax transform for each weight, one layer at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxsp.core import config
+from jaxsp.model import layers
+
+
+def learning_rates(settings: config.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
+    """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    rest = max(1, num_steps - warmup)
+    after = {
+        "cosine": optax.cosine_decay_schedule(peak, rest),
+        "linear": optax.linear_schedule(peak, 0.0, rest),
+        "constant": optax.constant_schedule(peak),
+    }[settings.schedule]
+
+    def rate(step: Array) -> Array:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+            growing = peak * (step + 1) / max(1, warmup)
+            return jnp.where(step < warmup, growing, after(step - warmup)).astype(jnp.float32)
+
+    return rate
+
+
+def transform(settings: config.Optimizer, row: layers.Parameter) -> optax.GradientTransformation:
+    """What happens to one layer's gradient before the learning rate; only matrices decay."""
+    decay = optax.add_decayed_weights(settings.weight_decay if row.is_matrix else 0.0)
+    if settings.name == "sgd":
+        return decay
+    return optax.chain(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps), decay)
+
+
+def init(settings: config.Optimizer, table: layers.Weights, master: layers.Weights) -> Any:
+    """Optimizer state of every weight, in the shape of `master`; stacked weights have a state for each layer."""
+
+    def one(row: layers.Parameter, weight: Array) -> Any:
+        start = transform(settings, row).init
+        return start(weight) if row.num_layers is None else jax.vmap(start)(weight)
+
+    return jax.tree.map(one, table, master)
+
+
+def update(
+    settings: config.Optimizer,
+    table: layers.Weights,
+    gradients: layers.Weights,
+    state: Any,
+    master: layers.Weights,
+    *,
+    rate: Float32[Array, ""],
+    scale: Float32[Array, ""],
+    accept: Bool[Array, ""],
+) -> tuple[layers.Weights, Any]:
+    """Weights and state after a step with the gradients times `scale`; both as they were unless `accept`.
+
+    Layers are walked one after another, in place, so that one layer's temporaries exist at a time.
+    """
+
+    def one(row: layers.Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
+        move = transform(settings, row).update
+
+        def layer(gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
+            with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+                moves, new_state = move(gradient * scale, state, weight)
+                new = (weight - rate * moves, new_state)
+            return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, (weight, state))
+
+        if row.num_layers is None:
+            return layer(gradient, state, weight)
+
+        def at(i: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
+            weight, state = jax.tree.map(lambda x: x[i], carry)
+            return jax.tree.map(lambda x, new: x.at[i].set(new), carry, layer(gradient[i], state, weight))
+
+        return jax.lax.fori_loop(0, row.num_layers, at, (weight, state))
+
+    pairs = jax.tree.map(one, table, gradients, state, master, is_leaf=lambda x: isinstance(x, layers.Parameter))
+    is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], jax.Array)  # noqa: E731
+    return tuple(jax.tree.map(lambda pair, k=k: pair[k], pairs, is_leaf=is_pair) for k in (0, 1))  # type: ignore[return-value]

@@ -1,0 +1,216 @@
+"""The training step: the same loss, gradients and counts whatever the mesh.
+
+Loss and gradients are computed inside one shard_map over the whole mesh. What is differentiated there is this device's *sum*
+of token losses, with no collective on it; sums over devices come afterwards, each exactly once, and gradients are divided
+once by the loss tokens of the whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gathered mean, and
+its gradients are `seq` times too large under ZeRO 0 to 2.)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float32, Int32
+
+from jaxsp import attention
+from jaxsp.core import axes, batch, config
+from jaxsp.core import mesh as meshes
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import loss, optimizer, sharding
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """All that training carries from step to step."""
+
+    master: layers.Weights
+    """Float32 weights."""
+    opt: Any
+    step: Int32[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What a step says of itself, summed over the whole mesh, each token once."""
+
+    loss: Float32[Array, ""]
+    """Mean over the step's loss tokens; 0 where there is none."""
+    token_accuracy: Float32[Array, ""]
+    """Share of loss tokens that were the likeliest token."""
+    grad_norm: Float32[Array, ""]
+    """Global, before clipping."""
+    learning_rate: Float32[Array, ""]
+    num_rows: Int32[Array, ""]
+    num_tokens: Int32[Array, ""]
+    num_loss_tokens: Int32[Array, ""]
+    finite: Bool[Array, ""]
+    """Loss and gradient norm are finite; else nothing was updated."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of the step's mean token loss, sharded like the weights, and the step's counts."""
+
+    gradients: layers.Weights
+    loss: Float32[Array, ""]
+    num_correct: Int32[Array, ""]
+    num_rows: Int32[Array, ""]
+    num_tokens: Int32[Array, ""]
+    num_loss_tokens: Int32[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """What a step is made of."""
+
+    config: config.Config
+    model: ModelConfig
+    mesh: Mesh
+    attend: layers.Attend
+    num_steps: int
+
+    @property
+    def table(self) -> layers.Weights:
+        return decoder.table(self.model)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.config.model.compute_dtype)
+
+    @property
+    def gather(self) -> sharding.Gather:
+        reduce_dtype = jnp.dtype(self.config.memory.grad_reduce_dtype)
+        return sharding.Gather(num_shards=meshes.num_shards(self.mesh), compute_dtype=self.dtype, reduce_dtype=reduce_dtype)
+
+
+def start(program: Program, *, seed: int) -> State:
+    """Random weights and an empty optimizer, each on its devices."""
+    return with_weights(program, sharding.random_weights(program.table, seed=seed, mesh=program.mesh))
+
+
+def with_weights(program: Program, master: layers.Weights) -> State:
+    """These weights and an empty optimizer."""
+    places = shardings(program)
+    opt = jax.jit(lambda w: optimizer.init(program.config.optimizer, program.table, w), out_shardings=places.opt)(master)
+    return State(master=master, opt=opt, step=jax.device_put(jnp.int32(0), places.step))
+
+
+def shardings(program: Program) -> State:
+    """Where each array of the state lies: a State of NamedShardings; optimizer state lies with its weight."""
+    table, mesh = program.table, program.mesh
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    master = sharding.shardings(table, mesh)
+
+    def of_weight(row: layers.Parameter, place: NamedSharding) -> Any:
+        shape = sharding.place(row, meshes.num_shards(mesh)).stored
+        stacked = shape if row.num_layers is None else (row.num_layers, *shape)
+        state = jax.eval_shape(
+            lambda w: optimizer.init(program.config.optimizer, row, w), jax.ShapeDtypeStruct(stacked, jnp.float32)
+        )
+        return jax.tree.map(lambda x: place if x.shape == stacked else everywhere, state)
+
+    return State(master=master, opt=jax.tree.map(of_weight, table, master), step=everywhere)
+
+
+def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:
+    """Gradients and counts of a step's rows; the one place where loss meets mesh. Call under jit."""
+    table, gather = program.table, program.gather
+    head = decoder.head(table)
+    local_tokens = rows.tokens_BL[0].size // (meshes.num_groups(program.mesh) * program.mesh.shape[axes.SEQ])
+    asked = program.config.memory.loss_tile_tokens
+    tile = loss.tile_tokens(num_tokens=local_tokens, vocab_size=head.shape[0], asked=asked)
+
+    def turn_loss(shards: layers.Weights, rows: batch.Batch) -> tuple[Array, Array]:
+        hidden_BlD = decoder.hidden_states(
+            shards, rows, config=program.model, attend=program.attend, gather=gather, dtype=program.dtype
+        )
+        sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=gather, row=head, shard=decoder.head(shards), tile=tile)
+        return sums.loss, sums.num_correct
+
+    def local(shards: layers.Weights, rows: batch.Batch) -> Gradients:
+        def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
+            (loss_sum, num_correct), grads = jax.value_and_grad(turn_loss, has_aux=True)(shards, rows)
+            return jax.tree.map(jnp.add, sums, (loss_sum, num_correct, grads)), None
+
+        zeros = (jnp.float32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, shards))
+        (loss_sum, num_correct, grads), _ = jax.lax.scan(turn, zeros, rows)
+
+        def count(values: Array, over: tuple[str, ...]) -> Array:
+            return jax.lax.psum(values.sum(dtype=jnp.int32), over)
+
+        # Labels are split over the whole mesh; starts and lengths are the same along seq, where they count once.
+        num_loss_tokens = count(rows.labels_BL != batch.NO_LABEL, axes.ALL)
+        divisor = jnp.maximum(num_loss_tokens, 1).astype(jnp.float32)
+        return Gradients(
+            gradients=jax.tree.map(lambda g: g / divisor, gather.finish(table, grads)),
+            loss=jax.lax.psum(loss_sum, axes.ALL) / divisor,
+            num_correct=jax.lax.psum(num_correct, axes.ALL),
+            num_rows=count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
+            num_tokens=count(rows.lengths_BM, axes.GROUPS),
+            num_loss_tokens=num_loss_tokens,
+        )
+
+    weight_specs = sharding.specs(table, gather.num_shards)
+    row_specs = jax.tree.unflatten(jax.tree.structure(rows), batch.SPECS.values())
+    # Built without __init__, whose fields are arrays, not specs
+    fields = [field.name for field in dataclasses.fields(Gradients)]
+    out_specs = object.__new__(Gradients)
+    out_specs.__dict__.update({name: weight_specs if name == "gradients" else PartitionSpec() for name in fields})
+    on_mesh = jax.shard_map(local, mesh=program.mesh, in_specs=(weight_specs, row_specs), out_specs=out_specs, check_vma=False)
+    return on_mesh(master, rows)
+
+
+def make(program: Program) -> Callable[[State, batch.Batch], tuple[State, Metrics]]:
+    """The jitted step; it takes the state's memory for the new state."""
+    settings, table = program.config.optimizer, program.table
+    rates = optimizer.learning_rates(settings, program.num_steps)
+
+    def step(state: State, rows: batch.Batch) -> tuple[State, Metrics]:
+        done = gradients(program, state.master, rows)
+        norm = jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(done.gradients)), start=jnp.float32(0)))
+        limit = settings.max_grad_norm
+        scale = jnp.float32(1) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
+        rate = rates(state.step)
+        finite = jnp.isfinite(done.loss) & jnp.isfinite(norm)
+        # without a single label there is nothing to learn, and decay and momentum alone should not move the weights
+        accept = finite & (done.num_loss_tokens > 0)
+        master, opt = optimizer.update(
+            settings, table, done.gradients, state.opt, state.master, rate=rate, scale=scale, accept=accept
+        )
+        accuracy = done.num_correct.astype(jnp.float32) / jnp.maximum(done.num_loss_tokens, 1).astype(jnp.float32)
+        metrics = Metrics(
+            loss=done.loss,
+            token_accuracy=accuracy,
+            grad_norm=norm,
+            learning_rate=rate,
+            num_rows=done.num_rows,
+            num_tokens=done.num_tokens,
+            num_loss_tokens=done.num_loss_tokens,
+            finite=finite,
+        )
+        return State(master=master, opt=opt, step=state.step + 1), metrics
+
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(program), None))
+
+
+def compile(program: Program, state: State, rows: batch.Batch) -> Callable[[State, batch.Batch], tuple[State, Metrics]]:
+    """The step compiled for these arrays (or their shapes), after a look at what it does.
+
+    Raises: RuntimeError when rows are split over devices, but attention does not communicate: each device would attend to
+        its own share only, with plausible losses. (Somebody once trained 20,000 steps of another system that way.)
+    """
+    compiled = make(program).lower(state, rows).compile()
+    seq = program.mesh.shape[axes.SEQ]
+    if seq > 1 and not attention.collectives(compiled.as_text()):
+        raise RuntimeError(
+            f"mesh.seq = {seq}, but the compiled step holds no attention collective: rows would be cut into "
+            f"{seq} unrelated parts. This is a bug in attention; mesh.seq=1 is right meanwhile."
+        )
+    return compiled
