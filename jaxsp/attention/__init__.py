@@ -9,7 +9,6 @@ and is causal inside each piece, with nothing between pieces. Tokens of no piece
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +23,10 @@ SCOPE = "attend"
 RESIDUALS = (blockwise.OUT, blockwise.LSE)
 """What a kernel names for its backward pass."""
 
-KERNELS = {"blockwise": blockwise.attention, "reference": reference.attention}
+KERNELS: dict[str, Callable[..., Array]] = {"blockwise": blockwise.attention, "reference": reference.attention}
 
-Kernel = Callable[[Array, Array, Array, Array, Array], Array]
-
-
-class Attend(Protocol):
-    """See the module's docstring."""
-
-    def __call__(
-        self,
-        q_BlHK: Float[Array, "B l H K"],
-        k_BlGK: Float[Array, "B l G K"],
-        v_BlGK: Float[Array, "B l G K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-    ) -> Float[Array, "B l H K"]: ...
+Attend = Callable[[Array, Array, Array, Array, Array], Array]
+"""See the module's docstring."""
 
 
 def problems(*, num_heads: int, seq: int) -> list[str]:
@@ -57,15 +44,21 @@ def kernel_name(kernel: str) -> str:
     return "blockwise" if kernel == "auto" else kernel
 
 
-def make_attend(*, seq: int, kernel: str | Kernel) -> Attend:
+def make_attend(*, seq: int, kernel: str | Callable[..., Array]) -> Attend:
     """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own."""
     named = KERNELS[kernel_name(kernel)] if isinstance(kernel, str) else kernel
     isolated = functools.partial(_isolated, kernel=named)
     inner = functools.partial(ulysses.attend, kernel=isolated, seq=seq) if seq > 1 else isolated
 
-    def attend(*args: Array) -> Array:
+    def attend(
+        q_BlHK: Float[Array, "B l H K"],
+        k_BlGK: Float[Array, "B l G K"],
+        v_BlGK: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> Float[Array, "B l H K"]:
         with jax.named_scope(SCOPE):
-            return inner(*args)
+            return inner(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
     return attend
 
@@ -77,7 +70,9 @@ def collectives(program: str) -> list[str]:
     return [line for line in lines if f"/{SCOPE}/" in line and any(f" {word}" in line for word in words)]
 
 
-def _isolated(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, *, kernel: Kernel) -> Array:
+def _isolated(
+    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, *, kernel: Callable[..., Array]
+) -> Array:
     """The kernel with padding kept out by value, forward and backward: whatever it computes there, even NaN, is dropped."""
     inside_BL11 = pieces.in_a_piece(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
     q_BLhK, k_BLgK, v_BLgK = (jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK))

@@ -12,9 +12,8 @@ One row of 8 tokens holding a document of 3 tokens (7 8 9), one of 4 (4 5 6 7) a
 import dataclasses
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Int32
+from jaxtyping import Array, Int32
 
 from jaxsp.core import axes
 
@@ -35,11 +34,11 @@ class Batch:
         first token, strictly increasing; a token of no piece is padding (token 0, label -100, position 0).
     """
 
-    tokens_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
-    labels_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
-    positions_BL: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B L"]
-    starts_BM: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B M"]
-    lengths_BM: Int32[jax.Array | np.ndarray | jax.ShapeDtypeStruct, "*turns B M"]
+    tokens_BL: Int32[Array, "*turns B L"]
+    labels_BL: Int32[Array, "*turns B L"]
+    positions_BL: Int32[Array, "*turns B L"]
+    starts_BM: Int32[Array, "*turns B M"]
+    lengths_BM: Int32[Array, "*turns B M"]
 
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)

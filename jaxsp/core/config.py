@@ -1,7 +1,8 @@
 """Everything a run can be told: a YAML file plus `key.path=value`, checked before anything happens."""
 
 import pathlib
-from typing import Annotated, Any, Literal, get_args, get_origin
+import re
+from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import pydantic
 import yaml
@@ -10,7 +11,10 @@ from jaxsp.core import errors
 
 
 class Group(pydantic.BaseModel):
-    """A group of fields: frozen, unknown keys forbidden, documented by the docstring under each field."""
+    """A group of fields: frozen, unknown keys forbidden, documented by the docstring under each field.
+
+    A field without a default that works for everyone carries an example, for the end of an error's sentence.
+    """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
@@ -21,33 +25,31 @@ Number = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
+def _like(*examples: Any, **rules: Any) -> Any:
+    return pydantic.Field(examples=list(examples), **rules)
+
+
 class Run(Group):
     """How long to train, and where to write."""
 
-    directory: Annotated[str, pydantic.Field(min_length=1)]
+    directory: Annotated[str, _like("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, checkpoints/. Must not hold a run already."""
     seed: NotNegative = 0
     """Decides the random weights and the order of the rows."""
-    steps: Positive | None = None
+    steps: Annotated[Positive | None, _like(1000)] = None
     """Optimizer updates. Give this or epochs."""
-    epochs: Positive | None = None
+    epochs: Annotated[Positive | None, _like(1)] = None
     """Passes over the training data. Give this or steps."""
     log_every: Positive = 1
     """Steps between two lines of metrics.jsonl."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_length(self) -> "Run":
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give run.steps or run.epochs, one of them, for example run.epochs=1")
-        return self
 
 
 class Model(Group):
     """What is trained."""
 
-    config: dict[str, Any]
+    config: Annotated[dict[str, Any], _like("{model_type: llama, hidden_size: 256}")]
     """Fields of a Hugging Face config.json, with model_type (llama, qwen2 or qwen3); the weights start random."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str | None, _like("bytes")] = None
     """`bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer. `tokens` records need none."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, of gathered weights and of weights on the wire. Master weights are float32."""
@@ -62,14 +64,14 @@ class Mesh(Group):
     """Groups of devices within a replica, each with rows of its own. -1: as many as the devices allow."""
     seq: Positive = 1
     """Devices that share each row of a group (the degree of sequence parallelism)."""
-    virtual_cpu_devices: Positive | None = None
+    virtual_cpu_devices: Annotated[Positive | None, _like(8)] = None
     """Split the CPU into so many devices, where there is no accelerator; for trying a mesh without GPUs."""
 
     @pydantic.field_validator("data")
     @classmethod
     def _no_zero(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("there is no mesh of 0 groups; use -1 for as many as the devices allow")
+            raise ValueError("there is no mesh of 0 groups")
         return value
 
 
@@ -84,19 +86,19 @@ class Attention(Group):
 class Source(Group):
     """One place that documents come from."""
 
-    source: Annotated[str, pydantic.Field(min_length=1)]
+    source: Annotated[str, _like("notes/*.txt", min_length=1)]
     """A file or a glob: .jsonl or .json lines, .parquet, or plain text (one document a file). `{stdlib}` stands for the
     folder of Python's own library."""
-    format: Literal["text", "tokens"]
+    format: Annotated[Literal["text", "tokens"], _like("text")]
     """text: records with `text`. tokens: records with `input_ids` and optionally `labels` (not shifted, -100: no loss)."""
 
 
 class Data(Group):
     """What is learned from, and how it is cut into rows."""
 
-    train: Annotated[tuple[Source, ...], pydantic.Field(min_length=1, strict=False)]
+    train: Annotated[tuple[Source, ...], _like("[{source: notes/*.txt, format: text}]", min_length=1, strict=False)]
     """The training documents."""
-    row_tokens: Positive
+    row_tokens: Annotated[Positive, _like(8192)]
     """Length of a row in tokens; documents are packed into rows, longer ones are split over several."""
     max_documents_per_row: Positive = 64
     """The most pieces (documents or parts of them) in one row."""
@@ -107,7 +109,7 @@ class Data(Group):
 class Batch(Group):
     """How many rows make a step."""
 
-    rows_per_step: Positive
+    rows_per_step: Annotated[Positive, _like(8)]
     """Rows that one optimizer update learns from, over the whole mesh, whatever the mesh."""
     rows_at_once: Positive = 1
     """Rows that a group of devices works on at the same time; the rest of a step's rows follow in turns."""
@@ -118,7 +120,7 @@ class Optimizer(Group):
 
     name: Literal["adamw", "sgd"] = "adamw"
     """adamw, or sgd (no momentum)."""
-    learning_rate: Number
+    learning_rate: Annotated[Number, _like(1e-5)]
     """The peak, reached after warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """After warm-up: cosine or linear to 0 at the last step, or constant."""
@@ -130,16 +132,16 @@ class Optimizer(Group):
     """adamw: decay of the gradient's average."""
     beta2: Share = 0.95
     """adamw: decay of the squared gradient's average."""
-    eps: Annotated[float, pydantic.Field(gt=0)] = 1e-8
+    eps: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] = 1e-8
     """adamw: added to the root of the squared gradient's average."""
-    max_grad_norm: Annotated[float, pydantic.Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Gradients are scaled down to this global norm, of the whole step; null: never."""
 
 
 class Memory(Group):
     """What memory is traded for."""
 
-    loss_tile_tokens: Positive | None = None
+    loss_tile_tokens: Annotated[Positive | None, _like(1024)] = None
     """Tokens of a device whose logits exist at a time; null: as many as keep them under 256 MiB."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over devices."""
@@ -156,6 +158,9 @@ class Config(Group):
     batch: Batch
     optimizer: Optimizer
     memory: Memory = Memory()
+
+
+_GROUPS = {name: cast(type[Group], field.annotation) for name, field in Config.model_fields.items()}
 
 
 ELSEWHERE = {
@@ -181,19 +186,41 @@ ELSEWHERE = {
 """What users of DeepSpeed, Accelerate, TRL and Axolotl look for, and what it is called here."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers (PyYAML's 1.1 reads 3e-4 as text), and no key twice (PyYAML takes the last without a word)."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that _Loader would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789"))
+
+
 def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
     """The config in a YAML file, changed by `key.path=value` words.
 
     Raises: UserError with every problem of the file and of the words at once.
     """
     try:
-        fields = yaml.safe_load(pathlib.Path(path).read_text(encoding="utf-8"))
+        text = pathlib.Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise errors.UserError(f"{path}: no such file. Try configs/quickstart.yaml.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UserError(f"{path}: cannot be read: {error}.") from None
-    except yaml.YAMLError as error:
-        raise errors.UserError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    try:
+        fields = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
+        raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
         raise errors.UserError(f"{path}: holds no `group: {{field: value}}` pairs. See configs/quickstart.yaml.")
     problems = [problem for word in overrides if (problem := _override(fields, word))]
@@ -202,11 +229,13 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
 
 def parse(fields: dict[str, Any], *, problems: list[str] | None = None) -> Config:
     """The config that nested fields describe. Raises: UserError with all `problems` and every one found here."""
-    problems = list(problems or [])
+    problems = [*(problems or []), *_across(fields)]
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:
-        problems += [_problem(found) for found in error.errors()]
+        found = error.errors()
+        # a list whose only entry is bad counts as empty
+        problems += [_problem(one) for one in found if not (one["type"] == "too_short" and one["input"])]
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
     return config
@@ -214,15 +243,16 @@ def parse(fields: dict[str, Any], *, problems: list[str] | None = None) -> Confi
 
 def save(config: Config, path: pathlib.Path) -> None:
     """Writes the config with every default filled in, so that `load(path, [])` gives it back."""
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    path.write_text(text, encoding="utf-8")
 
 
 def describe() -> str:
     """Every field with its type, default and meaning, for --help."""
     lines = []
-    for name, group in Config.model_fields.items():
-        lines.append(f"{name}: {group.annotation.__doc__.splitlines()[0]}")
-        lines += _describe(group.annotation, f"  {name}.")
+    for name, group in _GROUPS.items():
+        lines.append(f"{name}: {group.__doc__}")
+        lines += _describe(group, f"  {name}.")
     return "\n".join(lines)
 
 
@@ -239,73 +269,97 @@ def _describe(group: type[Group], prefix: str) -> list[str]:
 
 
 def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return " | ".join(get_args(annotation))
     if get_origin(annotation) is Annotated:
         return _type_name(get_args(annotation)[0])
-    if annotation is type(None):
-        return "null"
-    if get_origin(annotation) is tuple:
-        return "list"
-    if inner := [arg for arg in get_args(annotation) if get_origin(annotation) is not dict]:
-        return " | ".join(_type_name(arg) for arg in inner)
-    return getattr(annotation, "__name__", "mapping")
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    plain = {dict: "mapping", tuple: "list", str: "text", type(None): "null"}
+    if (name := plain.get(get_origin(annotation) or annotation)) is not None:
+        return name
+    return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__
 
 
 def _yaml(value: object) -> str:
-    return "null" if value is None else str(value)
+    """A value as one would write it in the file, on one line, its beginning if it is long."""
+    if isinstance(value, float):
+        return repr(value)
+    try:
+        text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+    except yaml.YAMLError:
+        text = repr(value)
+    text = " ".join(text.removesuffix("...\n").split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _override(fields: dict[str, Any], word: str) -> str | None:
     """Sets one `key.path=value` in `fields`, or returns the problem with it."""
     key, equals, text = word.partition("=")
-    if not equals or not key:
+    *groups, name = key.split(".")
+    if not equals or not all([*groups, name]):
         return f"{word}: is not key.path=value, for example mesh.seq=4."
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return f"{key} = {text}: is not a YAML value. Quote it: {key}='\"...\"'."
-    *groups, name = key.split(".")
+        value = yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):
+        return f"{key} = {text}: is not a YAML value. Quote it: '{key}=\"...\"'."
     place: Any = fields
-    for depth, group in enumerate([*groups, name]):
+    for depth, part in enumerate([*groups, name]):
+        above = ".".join(groups[:depth])
+        index: Any = part
         if isinstance(place, list):
-            if not group.isdigit() or int(group) >= len(place):
-                return f"{key}: {'.'.join(groups[:depth])} is a list of {len(place)}; name an entry by its number from 0."
-            group = int(group)  # type: ignore[assignment]  # a list is indexed by number
+            if not part.isdecimal() or int(part) >= len(place):
+                entries = errors.choices(f"{above}.{number}" for number in range(len(place))) or f"{above}=[...]"
+                return f"{key} = {text}: {above} is a list of {len(place)}. Use {entries}."
+            index = int(part)
         elif not isinstance(place, dict):
-            return f"{key}: {'.'.join(groups[:depth])} is a value, not a group of fields."
+            return f"{key} = {text}: {above} = {_yaml(place)} is a value, not a group of fields."
         if depth == len(groups):
-            place[group] = value
-        elif isinstance(place, dict):
-            place = place.setdefault(group, {})
+            place[index] = value
         else:
-            place = place[group]
+            if isinstance(place, dict) and place.get(index) is None:
+                place[index] = {}
+            place = place[index]
     return None
+
+
+def _across(fields: dict[str, Any]) -> list[str]:
+    """Problems of several fields together, seen in the raw fields, so that another problem does not hide them."""
+    run = fields.get("run")
+    if not isinstance(run, dict):
+        return []
+    if run.get("steps") is None and run.get("epochs") is None:
+        return ["run.steps, run.epochs: both missing. One says how long to train, for example run.epochs=1."]
+    if run.get("steps") is not None and run.get("epochs") is not None:
+        given = f"run.steps = {_yaml(run['steps'])}, run.epochs = {_yaml(run['epochs'])}"
+        return [f"{given}: only one may say how long to train. Leave one out, or write run.steps=null."]
+    return []
 
 
 def _problem(found: Any) -> str:
     """One line for one of pydantic's findings: field, value, rule and a way out."""
     path = [str(part) for part in found["loc"]]
-    key, value = ".".join(path), found["input"]
-    if found["type"] == "extra_forbidden":
-        if path[-1] in ELSEWHERE:
-            return f"{key}: unknown. Here it is called {ELSEWHERE[path[-1]]}."
-        return f"{key}: unknown.{_nearest_key(path)}"
-    if found["type"] == "missing":
-        return f"{key}: missing.{_meaning(path)}"
-    if found["type"] == "value_error":
-        return f"{key}: {found['ctx']['error']}."
-    rule = found["msg"][0].lower() + found["msg"][1:]
-    return f"{key} = {value!r}: {rule}.{_hint(value)}{_meaning(path)}"
-
-
-def _hint(value: object) -> str:
-    """YAML 1.1 reads 3e-4 as text, the most frequent surprise in a learning rate."""
-    try:
-        number = float(value) if isinstance(value, str) else None
-    except ValueError:
-        return ""
-    return "" if number is None else f" YAML reads {value} as text; write {number:.1e}." if "e" in str(value) else ""
+    key, given = ".".join(path), f"{'.'.join(path)} = {_yaml(found['input'])}"
+    match found["type"]:
+        case "extra_forbidden" if path[-1] in ELSEWHERE:
+            return f"{given}: unknown. Here it is called {ELSEWHERE[path[-1]]}."
+        case "extra_forbidden":
+            return f"{given}: unknown.{_nearest_key(path)}"
+        case "missing":
+            return f"{key}: missing.{_meaning(path)}"
+        case "value_error":
+            rule = str(found["ctx"]["error"])
+        case "tuple_type":
+            rule = "must be a list"
+        case "too_short":
+            rule = "must have at least 1 entry"
+        case "dict_type" | "model_type":
+            rule = "must be a group of fields"
+        case "string_type":
+            rule = "must be text, in quotes where it looks like something else"
+        case "string_too_short":
+            rule = "must not be empty"
+        case _:
+            rule = found["msg"].replace("Input should be", "must be")
+    return f"{given}: {rule}.{_meaning(path)}"
 
 
 def _group(path: list[str]) -> type[Group] | None:
@@ -327,13 +381,18 @@ def _group(path: list[str]) -> type[Group] | None:
 def _nearest_key(path: list[str]) -> str:
     group = _group(path)
     here = list(group.model_fields) if group else []
-    everywhere = {field: f"{name}.{field}" for name, g in Config.model_fields.items() for field in g.annotation.model_fields}
+    everywhere = {field: f"{name}.{field}" for name, other in _GROUPS.items() for field in other.model_fields}
     if path[-1] in everywhere:
         return f" Did you mean {everywhere[path[-1]]}?"
-    return errors.nearest(path[-1], here) or f" Known here: {', '.join(here)}."
+    return errors.nearest(path[-1], here) or errors.nearest(path[-1], everywhere) or f" Known here: {', '.join(here)}."
 
 
 def _meaning(path: list[str]) -> str:
-    group = _group(path)
+    """What a field means, and a value that works; of a group, what it is and its fields."""
+    group, inner = _group(path), _group([*path, ""])
     field = group.model_fields.get(path[-1]) if group else None
-    return " " + " ".join(field.description.split()) if field and field.description else ""
+    if field and field.description:
+        works = field.examples[0] if field.examples else field.default
+        example = works if isinstance(works, str) else _yaml(works)
+        return f" {' '.join(field.description.split())} For example {'.'.join(path)}={example}."
+    return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""

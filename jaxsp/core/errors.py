@@ -1,7 +1,7 @@
 """What a user did wrong, said in one line per problem."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class UserError(ValueError):
@@ -22,7 +22,13 @@ def choices(values: Iterable[object]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """` Did you mean x?`, or nothing when no known word is near."""
+def nearest(word: str, known: Iterable[str] | Mapping[str, str]) -> str:
+    """` Did you mean x?`, or nothing when no known word is near. A mapping says what to call the word it finds."""
     found = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {found[0]}?" if found else ""
+    if not found:
+        return ""
+    return f" Did you mean {known[found[0]] if isinstance(known, Mapping) else found[0]}?"
+
+
+class Stopped(Exception):
+    """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 1."""

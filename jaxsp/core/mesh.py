@@ -15,13 +15,16 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
     """Size of each axis, with data = -1 filled in. Raises: UserError if the mesh does not fit the devices."""
     inner = mesh.replica * mesh.seq
     data = num_devices // inner if mesh.data == -1 else mesh.data
-    if data * inner != num_devices:
-        degrees = [seq for seq in range(1, num_devices + 1) if num_devices % seq == 0]
+    if data < 1 or data * inner != num_devices:
         asked = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
+        needed = f"a multiple of {inner}" if mesh.data == -1 else f"{mesh.data * inner}"
+        replica = mesh.replica if num_devices % mesh.replica == 0 else 1
+        left = num_devices // replica
+        degrees = errors.choices(seq for seq in range(1, left + 1) if left % seq == 0)
         raise errors.UserError(
-            f"{asked}: does not use exactly the {num_devices} devices that are here. "
-            f"Use mesh.data=-1 mesh.replica=1 and mesh.seq one of {errors.choices(degrees)}, "
-            "or set mesh.virtual_cpu_devices where there is no accelerator."
+            f"{asked}: uses {needed} devices, and JAX sees {num_devices}. "
+            f"Use mesh.replica={replica} mesh.data=-1 and mesh.seq={degrees}, or, where there is no accelerator, "
+            f"mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
         )
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def table(config: ModelConfig) -> layers.Weights:
     return {**_rows(layers.Ends(config)), "layers": jax.tree.map(stacked, _rows(layers.Block(config)))}
 
 
-def head(tree: layers.Weights) -> layers.Parameter | Array:
+def head(tree: layers.Weights) -> Any:
     """The leaf that turns hidden states into logits: the embedding's, where the two are tied."""
     return tree["head"] if "head" in tree else tree["embedding"]
 
@@ -37,7 +38,7 @@ def hidden_states(
     rows: batch.Batch,
     *,
     config: ModelConfig,
-    attend: layers.Attend,
+    attend: attention.Attend,
     gather: layers.Gather,
     dtype: jnp.dtype,
 ) -> Float[Array, "B l D"]:

@@ -7,7 +7,7 @@ V vocabulary. Matrices are stored as Hugging Face stores them, [out, in], so tha
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxsp import attention
 from jaxsp.core import batch
 from jaxsp.model.config import ModelConfig
 
@@ -52,6 +53,7 @@ class Parameter:
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
 
+@runtime_checkable
 class Gather(Protocol):
     """Makes whole weights, in the compute dtype, of what a device holds of them; the model knows no mesh."""
 
@@ -63,12 +65,6 @@ class Gather(Protocol):
 
     def split(self, row: Parameter, gradient: Array) -> Array:
         """This device's shard, float32, of the sum of every device's gradient: the transpose of `join`."""
-
-
-class Attend(Protocol):
-    """Attention as the decoder calls it: see jaxsp.attention."""
-
-    def __call__(self, q_BlHK: Array, k_BlGK: Array, v_BlGK: Array, starts_BM: Array, lengths_BM: Array) -> Array: ...
 
 
 def _declare(row: Parameter) -> nnx.Param:
@@ -120,7 +116,7 @@ class Attention(nnx.Module):
         self.head_dim = K
 
     def __call__(
-        self, x: Float[Array, "B l D"], angles: "Angles", attend: Attend, starts_BM: Array, lengths_BM: Array
+        self, x: Float[Array, "B l D"], angles: "Angles", attend: attention.Attend, starts_BM: Array, lengths_BM: Array
     ) -> Float[Array, "B l D"]:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
@@ -155,7 +151,7 @@ class Block(nnx.Module):
         self.mlp = MLP(config)
 
     def __call__(
-        self, x: Float[Array, "B l D"], angles: "Angles", attend: Attend, starts_BM: Array, lengths_BM: Array
+        self, x: Float[Array, "B l D"], angles: "Angles", attend: attention.Attend, starts_BM: Array, lengths_BM: Array
     ) -> Float[Array, "B l D"]:
         x = x + self.attention(self.attention_norm(x), angles, attend, starts_BM, lengths_BM)
         return x + self.mlp(self.mlp_norm(x))
@@ -202,7 +198,8 @@ def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np
     frequencies = rope_frequencies(config)
     coarse = np.arange(batch.MAX_POSITION // STRIDE)[:, None] * STRIDE * frequencies[None]
     fine = np.arange(STRIDE)[:, None] * frequencies[None]
-    return tuple(f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin))  # type: ignore[return-value]
+    cos_a, sin_a, cos_b, sin_b = (f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin))
+    return cos_a, sin_a, cos_b, sin_b
 
 
 def rope_frequencies(config: ModelConfig) -> np.ndarray:

@@ -1,5 +1,6 @@
 """How weights move: a learning-rate schedule, and an optax transform for each weight, one layer at a time."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -38,14 +39,22 @@ def transform(settings: config.Optimizer, row: layers.Parameter) -> optax.Gradie
     return optax.chain(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps), decay)
 
 
-def init(settings: config.Optimizer, table: layers.Weights, master: layers.Weights) -> Any:
-    """Optimizer state of every weight, in the shape of `master`; stacked weights have a state for each layer."""
+def init(settings: config.Optimizer, table: Any, master: Any) -> Any:
+    """Optimizer state of every weight of a tree, or of one; stacked weights have a state for each layer."""
 
     def one(row: layers.Parameter, weight: Array) -> Any:
         start = transform(settings, row).init
         return start(weight) if row.num_layers is None else jax.vmap(start)(weight)
 
     return jax.tree.map(one, table, master)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """A weight and its state: one leaf, not a tree."""
+
+    weight: Array
+    state: Any
 
 
 def update(
@@ -82,6 +91,5 @@ def update(
 
         return jax.lax.fori_loop(0, row.num_layers, at, (weight, state))
 
-    pairs = jax.tree.map(one, table, gradients, state, master, is_leaf=lambda x: isinstance(x, layers.Parameter))
-    is_pair = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], jax.Array)  # noqa: E731
-    return tuple(jax.tree.map(lambda pair, k=k: pair[k], pairs, is_leaf=is_pair) for k in (0, 1))  # type: ignore[return-value]
+    moved = jax.tree.map(lambda *leaf: _Moved(*one(*leaf)), table, gradients, state, master)
+    return jax.tree.map(lambda m: m.weight, moved), jax.tree.map(lambda m: m.state, moved)

@@ -7,7 +7,6 @@ its gradients are `seq` times too large under ZeRO 0 to 2.)
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -31,7 +30,8 @@ class State:
     master: layers.Weights
     """Float32 weights."""
     opt: Any
-    step: Int32[Array, ""]
+    step: Any
+    """Updates so far, an int32 scalar."""
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +73,7 @@ class Program:
     config: config.Config
     model: ModelConfig
     mesh: Mesh
-    attend: layers.Attend
+    attend: attention.Attend
     num_steps: int
 
     @property
@@ -134,7 +134,7 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
         sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=gather, row=head, shard=decoder.head(shards), tile=tile)
         return sums.loss, sums.num_correct
 
-    def local(shards: layers.Weights, rows: batch.Batch) -> Gradients:
+    def local(shards: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
         def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
             (loss_sum, num_correct), grads = jax.value_and_grad(turn_loss, has_aux=True)(shards, rows)
             return jax.tree.map(jnp.add, sums, (loss_sum, num_correct, grads)), None
@@ -148,26 +148,23 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
         # Labels are split over the whole mesh; starts and lengths are the same along seq, where they count once.
         num_loss_tokens = count(rows.labels_BL != batch.NO_LABEL, axes.ALL)
         divisor = jnp.maximum(num_loss_tokens, 1).astype(jnp.float32)
-        return Gradients(
-            gradients=jax.tree.map(lambda g: g / divisor, gather.finish(table, grads)),
-            loss=jax.lax.psum(loss_sum, axes.ALL) / divisor,
-            num_correct=jax.lax.psum(num_correct, axes.ALL),
-            num_rows=count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
-            num_tokens=count(rows.lengths_BM, axes.GROUPS),
-            num_loss_tokens=num_loss_tokens,
-        )
+        return {
+            "gradients": jax.tree.map(lambda g: g / divisor, gather.finish(table, grads)),
+            "loss": jax.lax.psum(loss_sum, axes.ALL) / divisor,
+            "num_correct": jax.lax.psum(num_correct, axes.ALL),
+            "num_rows": count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
+            "num_tokens": count(rows.lengths_BM, axes.GROUPS),
+            "num_loss_tokens": num_loss_tokens,
+        }
 
     weight_specs = sharding.specs(table, gather.num_shards)
     row_specs = jax.tree.unflatten(jax.tree.structure(rows), batch.SPECS.values())
-    # Built without __init__, whose fields are arrays, not specs
-    fields = [field.name for field in dataclasses.fields(Gradients)]
-    out_specs = object.__new__(Gradients)
-    out_specs.__dict__.update({name: weight_specs if name == "gradients" else PartitionSpec() for name in fields})
+    out_specs = {field.name: PartitionSpec() for field in dataclasses.fields(Gradients)} | {"gradients": weight_specs}
     on_mesh = jax.shard_map(local, mesh=program.mesh, in_specs=(weight_specs, row_specs), out_specs=out_specs, check_vma=False)
-    return on_mesh(master, rows)
+    return Gradients(**on_mesh(master, rows))
 
 
-def make(program: Program) -> Callable[[State, batch.Batch], tuple[State, Metrics]]:
+def make(program: Program) -> jax.stages.Wrapped:
     """The jitted step; it takes the state's memory for the new state."""
     settings, table = program.config.optimizer, program.table
     rates = optimizer.learning_rates(settings, program.num_steps)
@@ -200,7 +197,7 @@ def make(program: Program) -> Callable[[State, batch.Batch], tuple[State, Metric
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(program), None))
 
 
-def compile(program: Program, state: State, rows: batch.Batch) -> Callable[[State, batch.Batch], tuple[State, Metrics]]:
+def compile(program: Program, state: State, rows: batch.Batch) -> jax.stages.Compiled:
     """The step compiled for these arrays (or their shapes), after a look at what it does.
 
     Raises: RuntimeError when rows are split over devices, but attention does not communicate: each device would attend to
@@ -208,7 +205,7 @@ def compile(program: Program, state: State, rows: batch.Batch) -> Callable[[Stat
     """
     compiled = make(program).lower(state, rows).compile()
     seq = program.mesh.shape[axes.SEQ]
-    if seq > 1 and not attention.collectives(compiled.as_text()):
+    if seq > 1 and not attention.collectives(compiled.as_text() or ""):
         raise RuntimeError(
             f"mesh.seq = {seq}, but the compiled step holds no attention collective: rows would be cut into "
             f"{seq} unrelated parts. This is a bug in attention; mesh.seq=1 is right meanwhile."

@@ -1,0 +1,140 @@
+"""Which pieces of which documents lie in which row, planned from the lengths alone.
+
+Four documents of 5, 3, 11 and 2 tokens in rows of 8 (a letter is a token, a dot is padding):
+
+    document 0   a a a a a
+    document 1   b b b
+    document 2   c c c c c c c c | c c c      longer than a row: a piece of 8 and a piece of 3
+    document 3   d d
+
+    row 0        c c c c c c c c
+    row 1        d d c c c . . .
+    row 2        a a a a a b b b
+
+is the plan  document    2 | 3 2 | 0 1
+             first       0 | 0 8 | 0 0      the piece's first token within its document
+             length      8 | 2 3 | 5 3
+             row_starts  0   1     3     5   row r is the entries from row_starts[r] to row_starts[r + 1]
+"""
+
+import bisect
+import dataclasses
+import functools
+import threading
+
+import numpy as np
+
+_PLANS_KEPT = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """The pieces of one row, one after another from its first token."""
+
+    document: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where in the row each piece begins."""
+        return np.cumsum(self.length) - self.length
+
+
+EMPTY = Row(document=np.zeros(0, np.int64), first=np.zeros(0, np.int64), length=np.zeros(0, np.int64))
+"""A row of padding, for the places of a run's last step that no row is left for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """A plan: every piece once, by rows."""
+
+    document: np.ndarray
+    first: np.ndarray
+    length: np.ndarray
+    row_starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def row(self, index: int) -> Row:
+        """The pieces of one row."""
+        part = slice(self.row_starts[index], self.row_starts[index + 1])
+        return Row(document=self.document[part], first=self.first[part], length=self.length[part])
+
+
+def plan(lengths: np.ndarray, *, row_tokens: int, max_pieces: int, seed: int | tuple[int, ...]) -> Rows:
+    """All documents of these lengths, packed into rows: best fit in random order, then the rows in random order.
+
+    Source: best fit as in TRL's `bfd`, without the decreasing order: under a cap on pieces that leaves rows of only
+        short documents (91 % full at 64 pieces, against 99.9 %).
+    """
+    random = np.random.default_rng(seed)
+    document, first, length = _cut(lengths, row_tokens)
+    order = random.permutation(len(length))
+    row_of_piece = _best_fit(length[order], row_tokens, max_pieces)
+    num_rows = int(row_of_piece.max(initial=-1)) + 1
+    row_of_piece = random.permutation(num_rows)[row_of_piece]
+    by_row = order[np.argsort(row_of_piece, kind="stable")]
+    row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece, minlength=num_rows))])
+    return Rows(document=document[by_row], first=first[by_row], length=length[by_row], row_starts=row_starts)
+
+
+class Epochs:
+    """The endless sequence of rows: one plan after another without a gap, each epoch's drawn anew. Thread-safe."""
+
+    def __init__(self, lengths: np.ndarray, *, row_tokens: int, max_pieces: int, seed: int):
+        assert lengths.sum() > 0, "no document, no row"
+        self._plan = functools.lru_cache(_PLANS_KEPT)(
+            lambda epoch: plan(lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=(seed, epoch))
+        )
+        self._ends = [0]
+        self._lock = threading.RLock()
+
+    def rows_in(self, epochs: int) -> int:
+        """Rows of the first `epochs` epochs. Plans those that were not planned yet."""
+        with self._lock:
+            while len(self._ends) <= epochs:
+                self._ends.append(self._ends[-1] + len(self._plan(len(self._ends) - 1)))
+            return self._ends[epochs]
+
+    def epoch_of(self, index: int) -> int:
+        """The epoch, from 0, of the row that comes after `index` others since step 0."""
+        with self._lock:
+            while self._ends[-1] <= index:
+                self.rows_in(len(self._ends))
+            return bisect.bisect_right(self._ends, index) - 1
+
+    def row(self, index: int) -> Row:
+        """The row that comes after `index` others since step 0."""
+        with self._lock:
+            epoch = self.epoch_of(index)
+            return self._plan(epoch).row(index - self._ends[epoch])
+
+
+def _cut(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Document, first token and length of every piece; only the last piece of a document is shorter than a row."""
+    num_pieces = -(-lengths // row_tokens)
+    document = np.repeat(np.arange(len(lengths)), num_pieces)
+    first = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * row_tokens
+    return document, first, np.minimum(lengths[document] - first, row_tokens)
+
+
+def _best_fit(lengths: np.ndarray, row_tokens: int, max_pieces: int) -> np.ndarray:
+    """The row of each piece: the one with the least space that is enough, or a new one."""
+    # sorted; an entry is space * 2**32 + row, because comparing integers is three times faster than tuples
+    open_rows: list[int] = []
+    num_pieces: list[int] = []
+    row_of_piece = []
+    for length in lengths.tolist():
+        place = bisect.bisect_left(open_rows, length << 32)
+        if place < len(open_rows):
+            space, row = divmod(open_rows.pop(place), 1 << 32)
+        else:
+            space, row = row_tokens, len(num_pieces)
+            num_pieces.append(0)
+        row_of_piece.append(row)
+        num_pieces[row] += 1
+        if space > length and num_pieces[row] < max_pieces:
+            bisect.insort(open_rows, (space - length) << 32 | row)
+    return np.array(row_of_piece, dtype=np.int64)

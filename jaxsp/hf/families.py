@@ -1,0 +1,340 @@
+"""Hugging Face's config.json and our ModelConfig, both ways; everything that differs from family to family is here.
+
+A config.json describes more than jaxsp does. What we implement is read, what does not change training is let through, and
+everything else is refused by name: a feature that is silently left out gives plausible losses of another model.
+"""
+
+import copy
+import dataclasses
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from jaxsp.core import errors
+from jaxsp.model.config import Llama3Rope, ModelConfig
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What a `model_type` means beyond the fields of its config.json."""
+
+    architecture: str
+    """The class that transformers loads an export with."""
+    switches: tuple[str, ...] = ()
+    """Its fields for biases."""
+    required: tuple[str, ...] = ()
+    """Fields with a default of one published size, which a smaller model would get without a word."""
+    qkv_bias: bool = False
+    """Always there, whatever the config says."""
+    qk_norm: bool = False
+    sliding_window: bool = False
+    """Has `use_sliding_window`; where that is false, `sliding_window` and `max_window_layers` mean nothing."""
+
+
+FAMILIES = {
+    "llama": Family(architecture="LlamaForCausalLM", switches=("attention_bias", "mlp_bias")),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", required=("num_key_value_heads",), qkv_bias=True, sliding_window=True),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        switches=("attention_bias",),
+        required=("num_key_value_heads", "head_dim"),
+        qk_norm=True,
+        sliding_window=True,
+    ),
+}
+
+_SIZES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+}
+"""Sizes, each with an example; the two of grouped heads may be left out where the family derives them from the others."""
+
+_DERIVED = ("num_key_value_heads", "head_dim")
+
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
+
+_PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *_ROPE, "rms_norm_eps", "initializer_range", "max_position_embeddings")
+"""What transformers gets to see."""
+
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu",), "the MLP is gated by silu here, no other function"),
+    "attention_dropout": ((0, None), "there is no dropout here"),
+    "use_sliding_window": ((False, None), "every layer attends to the whole document here"),
+    "sliding_window": ((None,), "every layer attends to the whole document here"),
+    "pretraining_tp": ((1, None), "matrix products are not cut into slices here"),
+    "partial_rotary_factor": ((1, None), "whole heads are rotated here"),
+    "rope_interleaved": ((False, None), "elements i and i + head_dim/2 are rotated together here"),
+    "use_mrope": ((False, None), "positions have one dim here"),
+    "quantization_config": ((None,), "weights are float32, bfloat16 or float16 here"),
+    "is_encoder_decoder": ((False, None), "models are decoders alone here"),
+    "add_cross_attention": ((False, None), "models are decoders alone here"),
+    "per_layer_config": ((None,), "all layers are alike here"),
+}
+"""Fields that have to say what the decoder does: the values that do, and the reason."""
+
+_WITHOUT_EFFECT = {
+    "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
+    "layer_types", "max_window_layers", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
+    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward",
+    "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "tokenizer_class",
+    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "num_beams",
+    "num_return_sequences", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
+"""Fields that do not change training, or that are looked at elsewhere in this file."""
+
+_LLAMA3 = tuple(field.name for field in dataclasses.fields(Llama3Rope))
+
+
+def model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
+    """The decoder that the fields of a config.json describe; defaults are those of transformers.
+
+    Args:
+        field: what the fields are called where the user wrote them, for example `model.config`.
+    Raises: UserError with a line for everything that is missing, unknown, of the wrong type or not implemented.
+    """
+    return _read(fields, field)[0]
+
+
+def config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
+    """What an export's config.json holds, readable by transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`,
+    `rope_scaling`, `torch_dtype`: it would fall back to its default rotation without them).
+
+    Args:
+        fields: that `model_config` took.
+        token_ids: of `token_ids`.
+    """
+    config, resolved = _read(fields, "config.json")
+    scaling = None
+    if config.rope_llama3 is not None:
+        scaling = {"rope_type": "llama3", **dataclasses.asdict(config.rope_llama3)}
+    return {
+        **resolved.to_diff_dict(),
+        **token_ids,
+        "architectures": [FAMILIES[fields["model_type"]].architecture],
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+    }
+
+
+def token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    """Ids of special tokens: the tokenizer's, else those given in the config, else null.
+
+    Never a family's default: Llama's eos_token_id = 2 is a byte like any other in a tokenizer of bytes.
+    """
+    return {name: fields.get(name) if (own := getattr(tokenizer, name, None)) is None else own for name in _TOKEN_IDS}
+
+
+def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
+    """Our config, and transformers' own, whose defaults ours takes."""
+    import huggingface_hub.errors
+    import transformers
+
+    fields = {str(name): value for name, value in fields.items()}
+    family = _family(fields, path)
+    defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
+    problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
+    problems += _rope(fields, path)
+    # sums of what is missing or no number would only repeat that
+    problems = problems or _heads(fields, path)
+    if problems:
+        raise errors.UserError(problems)
+    # a null head_dim would reach transformers' attention as it is; and it fills in the very dicts that it is given
+    passed = copy.deepcopy({name: fields[name] for name in _PASSED if fields.get(name) is not None})
+    try:
+        resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
+    except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise errors.UserError(f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}") from None
+    given = resolved.to_dict()
+    rope = given["rope_parameters"]
+    scaling = Llama3Rope(**{name: rope[name] for name in _LLAMA3}) if rope["rope_type"] == "llama3" else None
+    attention_bias = given.get("attention_bias", False)
+    config = ModelConfig(
+        vocab_size=given["vocab_size"],
+        hidden_size=given["hidden_size"],
+        num_layers=given["num_hidden_layers"],
+        num_heads=given["num_attention_heads"],
+        num_kv_heads=given["num_key_value_heads"] if "num_key_value_heads" in passed else given["num_attention_heads"],
+        head_dim=given.get("head_dim", given["hidden_size"] // given["num_attention_heads"]),
+        intermediate_size=given["intermediate_size"],
+        rms_norm_eps=given["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"]),
+        rope_llama3=scaling,
+        qkv_bias=family.qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=given.get("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        tie_embeddings=given["tie_word_embeddings"],
+        initializer_range=float(given["initializer_range"]),
+    )
+    return config, resolved
+
+
+def _family(fields: dict[str, Any], path: str) -> Family:
+    given = fields.get("model_type")
+    if given is None:
+        raise errors.UserError(f"{path}.model_type: missing. jaxsp has {errors.choices(FAMILIES)}.")
+    if not isinstance(given, str) or given not in FAMILIES:
+        hint = errors.nearest(str(given), list(FAMILIES))
+        raise errors.UserError(
+            f"{path}.model_type = {_text(given)}: is not implemented. jaxsp has {errors.choices(FAMILIES)}.{hint}"
+        )
+    return FAMILIES[given]
+
+
+def _missing(fields: dict[str, Any], family: Family, path: str) -> list[str]:
+    required = [name for name in _SIZES if name not in _DERIVED or name in family.required]
+    return [
+        f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZES[name]}."
+        for name in required
+        if fields.get(name) is None
+    ]
+
+
+def _types(fields: dict[str, Any], path: str) -> list[str]:
+    """Values of the wrong kind among the fields that we read."""
+    whole = (lambda x: _is_whole(x) and x > 0, "must be a whole number from 1")
+    positive = (lambda x: _is_number(x) and x > 0, "must be a number above 0")
+    share = (lambda x: _is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1")
+    switch = (lambda x: isinstance(x, bool), "must be true or false")
+    ids = (
+        lambda x: all(_is_whole(one) for one in (x if isinstance(x, list) else [x])),
+        "must be a token id, a list of them, or null",
+    )
+    rules = {
+        **dict.fromkeys((*_SIZES, "max_position_embeddings"), whole),
+        **dict.fromkeys(("rms_norm_eps", "rope_theta"), positive),
+        "initializer_range": share,
+        **dict.fromkeys(_SWITCHES, switch),
+        **dict.fromkeys(_TOKEN_IDS, ids),
+    }
+    return [
+        f"{path}.{name} = {_text(fields[name])}: {words}."
+        for name, (is_right, words) in rules.items()
+        if fields.get(name) is not None and not is_right(fields[name])
+    ]
+
+
+def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str) -> list[str]:
+    """Fields that ask for what we do not implement, and those that nobody knows."""
+    read = {*_PASSED, *_ONLY, *_WITHOUT_EFFECT} - ({*_SWITCHES} - {*family.switches, "tie_word_embeddings"})
+    problems = []
+    for name, value in fields.items():
+        given = f"{path}.{name} = {_text(value)}"
+        if name in _ONLY:
+            values, reason = _ONLY[name]
+            ignored = name == "sliding_window" and family.sliding_window
+            if value not in values and not ignored:
+                problems.append(f"{given}: is not implemented: {reason}. Use {_text(values[0])} or leave it out.")
+        elif name == "layer_types" and value is not None:
+            if not isinstance(value, list) or any(kind != "full_attention" for kind in value):
+                problems.append(f"{given}: is not implemented: every layer has full_attention here. Leave it out.")
+        elif name == "architectures" and value not in (None, [family.architecture]):
+            problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
+        elif name not in read and value is not None and (name not in defaults or value != defaults[name]):
+            # a field of another family is no typing error
+            hint = "" if name in _PASSED else errors.nearest(name, sorted({*read, *_SWITCHES}))
+            problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
+    return problems
+
+
+def _rope(fields: dict[str, Any], path: str) -> list[str]:
+    """Problems of the rotation, which comes as `rope_parameters` (transformers 5), or `rope_scaling` beside `rope_theta`."""
+    problems = []
+    meanings = {}
+    for form in ("rope_parameters", "rope_scaling"):
+        given, where = fields.get(form), f"{path}.{form}"
+        if not given:
+            continue
+        if not isinstance(given, dict):
+            problems.append(f"{where} = {_text(given)}: must be a group of fields, or null.")
+            continue
+        given = {"rope_theta": fields.get("rope_theta"), **given}
+        kinds = [given.pop(name) for name in ("rope_type", "type") if name in given] or ["default"]
+        if any(kind not in ("default", "llama3") or kind != kinds[0] for kind in kinds):
+            problems.append(f"{where}.rope_type = {errors.choices(kinds)}: is not implemented. Use default or llama3.")
+            continue
+        meanings[form] = (kinds[0], {name: value for name, value in given.items() if value is not None})
+        problems += _rope_group(given, kinds[0], where)
+        theta = fields.get("rope_theta")
+        if theta is not None and given["rope_theta"] != theta:
+            problems.append(
+                f"{path}.rope_theta = {_text(theta)}: {where}.rope_theta = {_text(given['rope_theta'])} says otherwise. "
+                "Leave one out."
+            )
+    if len(meanings) == 2 and meanings["rope_parameters"] != meanings["rope_scaling"]:
+        problems.append(f"{path}.rope_scaling: {path}.rope_parameters says otherwise. Leave one out.")
+    return problems
+
+
+def _rope_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
+    problems = []
+    numbers = ("rope_theta", *(_LLAMA3 if kind == "llama3" else ()))
+    for name, value in given.items():
+        if name == "partial_rotary_factor" and value in _ONLY[name][0]:
+            continue
+        if value is not None and name not in numbers:
+            hint = errors.nearest(str(name), numbers)
+            problems.append(
+                f"{where}.{name} = {_text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
+            )
+    for name in numbers:
+        value = given.get(name)
+        if value is None:
+            if name != "rope_theta":
+                problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
+        elif not _is_number(value) or value <= 0 or (name == _LLAMA3[-1] and not _is_whole(value)):
+            problems.append(f"{where}.{name} = {_text(value)}: must be a {'whole ' * (name == _LLAMA3[-1])}number above 0.")
+    if kind == "llama3" and not problems and given["low_freq_factor"] >= given["high_freq_factor"]:
+        problems.append(
+            f"{where}.low_freq_factor = {given['low_freq_factor']}: must be below high_freq_factor, "
+            f"which is {given['high_freq_factor']}. Llama 3.1 has 1 and 4."
+        )
+    return problems
+
+
+def _heads(fields: dict[str, Any], path: str) -> list[str]:
+    """Problems of the sizes together."""
+    problems = []
+    heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+    kv_heads, head_dim = fields.get("num_key_value_heads") or heads, fields.get("head_dim")
+    if heads % kv_heads:
+        divisors = errors.choices(number for number in range(1, heads + 1) if heads % number == 0)
+        problems.append(
+            f"{path}.num_key_value_heads = {kv_heads}: must divide num_attention_heads, which is {heads}. Use {divisors}."
+        )
+    if head_dim is None and hidden % heads:
+        problems.append(f"{path}.hidden_size = {hidden}: must be a multiple of num_attention_heads, which is {heads}.")
+    elif (head_dim or hidden // heads) % 2:
+        problems.append(
+            f"{path}.head_dim = {head_dim or hidden // heads}: must be even: elements are rotated in pairs. Use 64 or 128."
+        )
+    return problems
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    """A value as one would write it, its beginning if it is long."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,172 @@
+"""What a run says of itself in plain words, before its first step and after its last."""
+
+import dataclasses
+import time
+from collections.abc import Iterable
+
+import jax
+import rich.console
+import rich.progress
+import rich.table
+import rich.text
+
+from jaxsp import attention
+from jaxsp.core import axes
+from jaxsp.core import mesh as meshes
+from jaxsp.data import packing, rows
+from jaxsp.training import loss, metrics, sharding
+from jaxsp.training.step import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Material:
+    """What there is to learn from."""
+
+    documents: rows.Documents
+    epochs: packing.Epochs
+    total_rows: int
+    """Rows that the run consumes."""
+
+
+def before(program: Program, material: Material) -> list[tuple[str, str]]:
+    """The banner: pairs of a word and what is to be known about it."""
+    config, model, mesh = program.config, program.model, program.mesh
+    row_tokens, rows_per_step, at_once = config.data.row_tokens, config.batch.rows_per_step, config.batch.rows_at_once
+    groups, seq = meshes.num_groups(mesh), mesh.shape[axes.SEQ]
+    devices = mesh.devices.flatten()
+    table = program.table
+
+    placed = [(row, sharding.place(row, meshes.num_shards(mesh))) for row in jax.tree.leaves(table)]
+    repeated = sum(4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None)
+    held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
+    turns = rows_per_step // (groups * at_once)
+    per_epoch = material.epochs.rows_in(1)
+    documents, tokens = material.documents, int(material.documents.lengths.sum())
+    kv = max(model.num_kv_heads, seq) // seq
+    heads = f"; a device gets {model.num_heads // seq} of {model.num_heads} query heads" if seq > 1 else ""
+    repeats = f", and {kv} K/V head{_s(kv)} ({model.num_kv_heads} in all)" if seq > 1 else ""
+    tile = loss.tile_tokens(
+        num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
+    )
+    settings = config.optimizer
+    clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
+    return [
+        ("devices", f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"),
+        ("mesh", f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {_count(groups, 'group')} of {seq}"),
+        (
+            "model",
+            f"{_model_type(config.model.config)} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
+            f"float32 weights; {repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded",
+        ),
+        (
+            "step",
+            f"{_count(rows_per_step, 'row')} of {row_tokens:,} tokens ({rows_per_step * row_tokens:,} in all); "
+            f"a group works on {held}; {_count(turns, 'turn')}",
+        ),
+        (
+            "run",
+            f"{_count(program.num_steps, 'step')} over {_count(material.total_rows, 'row')}; an epoch is "
+            f"{_count(-(-per_epoch // rows_per_step), 'step')}",
+        ),
+        (
+            "data",
+            f"{_count(len(documents.lengths), 'document')}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} with a "
+            f"loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
+        ),
+        ("attention", f"{attention.kind(seq=seq)}, {attention.kernel_name(config.attention.kernel)} kernel{heads}{repeats}"),
+        (
+            "memory",
+            f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
+            f"attention not; gradients summed in {config.memory.grad_reduce_dtype}",
+        ),
+        (
+            "optimizer",
+            f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
+            f"{_count(settings.warmup_steps, 'step')} of warm-up{clip}",
+        ),
+        ("writes", f"{config.run.directory}: config.yaml, banner.txt, metrics.jsonl, checkpoints/"),
+    ]
+
+
+def after(program: Program, first: metrics.Line, last: metrics.Line, *, seconds: float) -> list[tuple[str, str]]:
+    """The summary, with the next command to type."""
+    directory = program.config.run.directory
+    losses = [f"{line.loss:.4f}" if line.loss is not None else "none" for line in (first, last)]
+    return [
+        ("trained", f"{_count(last.step, 'step')}, {_count(last.num_tokens_total, 'token')} in {_duration(seconds)}"),
+        ("loss", f"{losses[0]} at step {first.step}, {losses[1]} at step {last.step}"),
+        ("speed", f"{last.num_tokens_total / seconds:,.0f} tokens/s"),
+        ("wrote", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
+        ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
+    ]
+
+
+def text(pairs: Iterable[tuple[str, str]]) -> str:
+    """Pairs as lines."""
+    return "".join(f"{word:<10} {meaning}\n" for word, meaning in pairs)
+
+
+def show(console: rich.console.Console, pairs: Iterable[tuple[str, str]]) -> None:
+    """Prints pairs, the words dimmed, long lines folded under their beginning."""
+    grid = rich.table.Table.grid(padding=(0, 2))
+    grid.add_column(style="bold cyan", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for word, meaning in pairs:
+        grid.add_row(word, rich.text.Text(meaning))
+    console.print(grid)
+
+
+class Progress:
+    """A bar with loss, tokens/s and time left; where output is no terminal, a line now and then."""
+
+    SECONDS_BETWEEN_LINES = 10.0
+
+    def __init__(self, console: rich.console.Console, *, num_steps: int):
+        self._console, self._num_steps = console, num_steps
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed}/{task.total}"),
+            rich.progress.BarColumn(),
+            rich.progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("steps", total=num_steps, loss="-", speed="-")
+        self._printed = time.perf_counter()
+
+    def __enter__(self) -> "Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def show(self, line: metrics.Line) -> None:
+        """Shows a finished step."""
+        loss_now, speed = "none" if line.loss is None else f"{line.loss:.4f}", f"{line.tokens_per_s:,.0f}"
+        self._bar.update(self._task, completed=line.step, loss=loss_now, speed=speed)
+        ends = line.step in (1, self._num_steps)
+        if not self._console.is_terminal and (ends or time.perf_counter() - self._printed > self.SECONDS_BETWEEN_LINES):
+            self._printed = time.perf_counter()
+            self._console.print(f"step {line.step}/{self._num_steps}  loss {loss_now}  {speed} tokens/s", highlight=False)
+
+
+def _shared(seq: int) -> str:
+    return f"shared by {seq} devices" if seq > 1 else "on one device"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{_s(number)}"
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+
+
+def _model_type(fields: dict) -> str:
+    return str(fields.get("model_type"))
