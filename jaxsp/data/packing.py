@@ -41,7 +41,7 @@ class Row:
         return np.cumsum(self.length) - self.length
 
 
-EMPTY = Row(document=np.zeros(0, np.int64), first=np.zeros(0, np.int64), length=np.zeros(0, np.int64))
+EMPTY = Row(document=np.zeros(0, np.int32), first=np.zeros(0, np.int32), length=np.zeros(0, np.int32))
 """A row of padding, for the places of a run's last step that no row is left for."""
 
 
@@ -76,8 +76,9 @@ def plan(lengths: np.ndarray, *, row_tokens: int, max_pieces: int, seed: int | t
     num_rows = int(row_of_piece.max(initial=-1)) + 1
     row_of_piece = random.permutation(num_rows)[row_of_piece]
     by_row = order[np.argsort(row_of_piece, kind="stable")]
+    document, first, length = (pieces[by_row].astype(np.int32) for pieces in (document, first, length))
     row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece, minlength=num_rows))])
-    return Rows(document=document[by_row], first=first[by_row], length=length[by_row], row_starts=row_starts)
+    return Rows(document=document, first=first, length=length, row_starts=row_starts)
 
 
 class Epochs:

@@ -57,12 +57,11 @@ class Documents:
         self._chunks = [chunk for dataset in tokenized for chunk in _chunks(dataset)]
         lengths = [np.diff(chunk.offsets) for chunk in self._chunks]
         kept = [np.flatnonzero(some) for some in lengths]
-        self._chunk_of = np.repeat(np.arange(len(kept)), [len(some) for some in kept])
-        self._places = np.concatenate([*kept, np.zeros(0, np.int64)])
-        self.lengths = np.concatenate([np.zeros(0, np.int64), *lengths])
-        self.num_empty = int(np.sum(self.lengths == 0))
-        self.lengths = self.lengths[self.lengths > 0].astype(np.int64)
+        self.lengths = np.concatenate([some[there] for some, there in zip(lengths, kept, strict=True)]).astype(np.int64)
+        self.num_empty = sum(map(len, lengths)) - len(self.lengths)
         self.num_loss_tokens = sum(chunk.num_loss_tokens for chunk in self._chunks)
+        # where document d is: in which chunk, and as which of its documents
+        self._chunk_of, self._place_of = np.repeat(np.arange(len(kept)), list(map(len, kept))), np.concatenate(kept)
         longest = int(self.lengths.max(initial=0))
         if longest > batch.MAX_POSITION:
             raise errors.UserError(
@@ -107,7 +106,7 @@ class Documents:
 
     def _document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         chunk = self._chunks[self._chunk_of[index]]
-        part = slice(*chunk.offsets[self._places[index] :][:2])
+        part = slice(*chunk.offsets[self._place_of[index] :][:2])
         return chunk.tokens[part], chunk.labels[part]
 
 

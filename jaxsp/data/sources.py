@@ -1,5 +1,6 @@
 """Documents as they lie on disk: files and globs, read once into an Arrow file that is mapped into memory from then on."""
 
+import contextlib
 import glob
 import json
 import pathlib
@@ -15,9 +16,6 @@ from jaxsp.core import config, errors
 
 if TYPE_CHECKING:
     import datasets
-
-CONTENT = {"text": "text", "tokens": "input_ids"}
-"""The field that a record of each format must have."""
 
 _VERSION = 1
 """Part of the cache's name: count up when the same file would be read differently."""
@@ -48,10 +46,10 @@ def read(source: config.Source, *, field: str) -> "datasets.Dataset":
         cached = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint / "records.arrow"
         if not cached.exists():
             _write(_documents(files, kind, names), names, cached)
-    except errors.UserError as problem:
+    except (errors.UserError, PermissionError) as problem:
         raise errors.UserError(f"{field} = {source.source}: {problem}") from None
     dataset = datasets.Dataset.from_file(str(cached))
-    # what later steps are cached under: the same on every machine, where from_file's own depends on the clock
+    # tokens are cached under this; from_file's own would go by the time at which the cache was written
     dataset._fingerprint = fingerprint
     return dataset
 
@@ -93,9 +91,10 @@ def _kind(files: list[str], record_format: str) -> str:
 
 def _names(files: list[str], kind: str, record_format: str) -> list[str]:
     """The fields that are read: `labels` where the first record has them."""
+    if record_format == "text":
+        return ["text"]
     _, first = next((found for file in files for found in _records(file, kind)), ("", {}))
-    labels = record_format == "tokens" and isinstance(first, dict) and first.get("labels") is not None
-    return [CONTENT[record_format]] + ["labels"] * labels
+    return ["input_ids", "labels"] if isinstance(first, dict) and first.get("labels") is not None else ["input_ids"]
 
 
 def _documents(files: list[str], kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -168,7 +167,7 @@ def _parquet(file: str) -> Iterator[tuple[str, Any]]:
     number = 0
     try:
         table = parquet.ParquetFile(file)
-        names = [name for name in table.schema_arrow.names if name in (*CONTENT.values(), "labels")]
+        names = [name for name in table.schema_arrow.names if name in ("text", "input_ids", "labels")]
         for batch in table.iter_batches(columns=names, batch_size=64):
             for row in range(batch.num_rows):
                 number += 1
@@ -213,13 +212,9 @@ def _text(value: Any, place: str) -> str:
 
 
 def _ids(value: Any, place: str) -> np.ndarray:
-    rule = "is not a list of whole numbers below 2,147,483,648"
-    try:
+    with contextlib.suppress(ValueError):  # lists of different lengths are no array
         array = np.asarray(value)
-    except ValueError:
-        raise errors.UserError(f"{place} {rule}.") from None
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise errors.UserError(f"{place} {rule}.")
-    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
-        raise errors.UserError(f"{place} {rule}.")
-    return array.astype(np.int32)
+        ids = array.astype(np.int32) if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size) else None
+        if ids is not None and np.array_equal(ids, array):
+            return ids
+    raise errors.UserError(f"{place} is not a list of whole numbers below 2,147,483,648.")

@@ -99,9 +99,9 @@ def tokenize(
             # one worker is this process
             num_proc=min(workers, len(dataset)) if workers > 1 else None,
             new_fingerprint=datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _files(tokenizer))),
-            desc=f"Tokenizing {source.source}",
+            desc=f"Tokenising {source.source}",
         )
-    for column in set(tokenized.column_names) - {"place"}:
+    for column in (name for name in tokenized.column_names if name != "place"):
         _check_ids(tokenized, column, vocab_size=vocab_size, asked=f"{field} = {source.source}")
     return tokenized.remove_columns("place")
 

@@ -84,14 +84,15 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields that have to say what the decoder does: the values that do, and the reason."""
 
-_WITHOUT_EFFECT = {
-    "model_type", "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "_name_or_path",
-    "layer_types", "max_window_layers", "use_cache", "return_dict", "output_attentions", "output_hidden_states",
-    "attn_implementation", "_attn_implementation", "_attn_implementation_autoset", "chunk_size_feed_forward",
-    "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "tokenizer_class",
-    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "num_beams",
-    "num_return_sequences", "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
-}  # fmt: skip
+_WITHOUT_EFFECT = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path layer_types max_window_layers
+    use_cache return_dict output_attentions output_hidden_states attn_implementation _attn_implementation
+    _attn_implementation_autoset chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params
+    tokenizer_class max_length min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
+    num_return_sequences is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    """.split()
+)
 """Fields that do not change training, or that are looked at elsewhere in this file."""
 
 _LLAMA3 = tuple(field.name for field in dataclasses.fields(Llama3Rope))

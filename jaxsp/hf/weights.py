@@ -4,7 +4,6 @@ import json
 import pathlib
 import secrets
 import shutil
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -23,18 +22,23 @@ if TYPE_CHECKING:
 
 
 class _Tensor(NamedTuple):
-    """One tensor of the export, still where training left it."""
+    """One tensor of the export, not fetched yet."""
 
     row: layers.Parameter
-    stored: Any
+    stack: Any
     layer: int | None
+
+    def whole(self, dtype: np.dtype) -> np.ndarray:
+        array = self.stack if self.layer is None else self.stack[self.layer]
+        assert array.shape == self.row.shape, f"{self.row.hf_name}: {array.shape} is not {self.row.shape}"
+        # safetensors writes the memory behind a view as it lies there
+        return np.ascontiguousarray(array.astype(dtype))
 
 
 def export(
     master: layers.Weights,
     *,
     table: layers.Weights,
-    cut: Callable[[layers.Parameter, Any], Any],
     fields: dict[str, Any],
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     directory: str | pathlib.Path,
@@ -46,11 +50,10 @@ def export(
     The folder appears under its name when it is complete; until then it is `NAME.incomplete-...` beside it.
 
     Args:
-        master: float32 weights like `table`, jax arrays on any mesh of this process, or numpy arrays.
-        cut: training.sharding.cut: makes a layer of a weight whole, without the zeros it is stored with.
+        master: whole float32 weights like `table`, in numpy or jax, without the zeros that shards are filled with.
         fields: of the config.json that the model was made of.
         tokenizer: None where training read tokens; the folder has none then.
-    Memory: the host holds the weights of one file of `max_shard_size` at a time, in `dtype`.
+    Memory: beside `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError when the folder holds something already, or cannot be written.
     """
     # rename would not replace a link
@@ -66,7 +69,7 @@ def export(
         _write_json(incomplete / "generation_config.json", {name: ids for name, ids in token_ids.items() if ids is not None})
         if tokenizer is not None:
             tokenizer.save_pretrained(incomplete)
-        _write_weights(incomplete, _tensors(master, table), cut=cut, dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
+        _write_weights(incomplete, _tensors(master, table), dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
         incomplete.rename(target)
     except (OSError, safetensors.SafetensorError) as error:
         raise errors.UserError(f"{directory}: cannot be written: {error}.") from error
@@ -77,26 +80,14 @@ def export(
 def _tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _Tensor]:
     """All tensors by their Hugging Face name; a layer's are neighbours, so that they mostly share a file."""
     leaves = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
-    found = {row.hf_name: _Tensor(row, stored, None) for row, stored in leaves if row.num_layers is None}
-    stacks = [(row, stored) for row, stored in leaves if row.num_layers is not None]
+    found = {row.hf_name: _Tensor(row, array, None) for row, array in leaves if row.num_layers is None}
+    stacks = [(row, array) for row, array in leaves if row.num_layers is not None]
     for layer in range(stacks[0][0].num_layers):
-        found |= {row.hf_name.format(layer=layer): _Tensor(row, stored, layer) for row, stored in stacks}
+        found |= {row.hf_name.format(layer=layer): _Tensor(row, stack, layer) for row, stack in stacks}
     return found
 
 
-def _write_weights(
-    folder: pathlib.Path,
-    tensors: dict[str, _Tensor],
-    *,
-    cut: Callable[[layers.Parameter, Any], Any],
-    dtype: np.dtype,
-    max_shard_size: str | int,
-) -> None:
-    def whole(tensor: _Tensor) -> np.ndarray:
-        stored = tensor.stored if tensor.layer is None else tensor.stored[tensor.layer]
-        # safetensors writes the memory behind a view as it lies there
-        return np.ascontiguousarray(cut(tensor.row, stored).astype(dtype))
-
+def _write_weights(folder: pathlib.Path, tensors: dict[str, _Tensor], *, dtype: np.dtype, max_shard_size: str | int) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.row.size * dtype.itemsize,
@@ -104,7 +95,7 @@ def _write_weights(
         max_shard_size=max_shard_size,
     )
     for name, members in plan.filename_to_tensors.items():
-        shard = {member: whole(tensors[member]) for member in members}
+        shard = {member: tensors[member].whole(dtype) for member in members}
         # transformers refuses files that do not say which layout their tensors have
         safetensors.numpy.save_file(shard, folder / name, metadata={"format": "pt"})
         # before the next file's weights are fetched

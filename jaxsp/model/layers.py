@@ -173,8 +173,8 @@ class Ends(nnx.Module):
 class Angles:
     """Cosine and sine of each token's rotations, one for each pair of a head's elements."""
 
-    cos: Float32[Array, "B l K/2"]
-    sin: Float32[Array, "B l K/2"]
+    cos: Float32[Array, "B l pairs"]
+    sin: Float32[Array, "B l pairs"]
 
 
 STRIDE = 4096

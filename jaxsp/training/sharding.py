@@ -67,7 +67,7 @@ def pad(row: layers.Parameter, whole: Array, num_shards: int) -> Array:
     return jnp.pad(whole, [(0, 0)] * (whole.ndim - len(stored)) + [(0, s - n) for s, n in zip(stored, row.shape, strict=True)])
 
 
-def cut(row: layers.Parameter, stored: Array) -> Array:
+def cut(row: layers.Parameter, stored: Any) -> Any:
     """The whole weight, or one layer of it, without the zeros it is stored with."""
     return stored[(..., *(slice(size) for size in row.shape))]
 

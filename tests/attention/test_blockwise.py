@@ -1,0 +1,134 @@
+"""The blockwise kernel against the reference, what it never reads, and how much memory it takes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention.kernels import blockwise, pieces, reference
+from tests import batches, tolerances
+
+L = 100
+"""Tokens of a row: no multiple of the blocks below but the one it is."""
+
+STARTS = [[0, 30, 64, 0], [0, 5, 0, 0], [0, 8, 16, 17], [0, 0, 0, 0], [0, 0, 0, 0], [12, 40, 60, 0]]
+LENGTHS = [[30, 34, 36, 0], [5, 90, 0, 0], [8, 8, 1, 33], [100, 0, 0, 0], [0, 0, 0, 0], [20, 20, 1, 0]]
+"""Full; padding at the end; pieces that end on blocks and one of one token; one piece; no piece; padding everywhere."""
+
+
+def arrays(B, L, h, g, K, dtype=jnp.float32):
+    """q, k, v and a cotangent of the output."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [jax.random.normal(key, (B, L, heads, K), dtype) for key, heads in zip(keys, (h, g, g, h), strict=True)]
+
+
+def results(attend, q, k, v, dout, starts, lengths):
+    """The output, dq, dk and dv."""
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
+
+
+SHAPES = [(8, 8, 16), (8, 4, 8), (8, 2, 512), (8, 1, 100), (6, 3, 16)]
+"""Query heads, K/V heads, tokens of a block."""
+
+
+@pytest.mark.parametrize(("h", "g", "block"), SHAPES)
+def test_blockwise_equals_the_reference(h, g, block, monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", block)
+    inputs = [*arrays(len(STARTS), L, h, g, K=16), jnp.int32(STARTS), jnp.int32(LENGTHS)]
+    found, right = (
+        jax.jit(functools.partial(results, attention.make_attend(seq=1, kernel=kernel)))(*inputs)
+        for kernel in ("blockwise", "reference")
+    )
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
+
+
+def test_the_output_at_padding_is_zero(monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    q, k, v, _ = arrays(len(STARTS), L, 8, 2, K=16)
+    starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
+    out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
+    inside = np.asarray(pieces.in_a_piece(starts, lengths, L))
+    assert (out[~inside] == 0).all()
+    assert np.abs(out[inside]).max(-1).min() > 0
+
+
+@pytest.mark.parametrize("poisoned", ["other piece before", "other piece after", "the future"])
+def test_blocks_of_other_pieces_and_of_the_future_are_never_read(poisoned, monkeypatch):
+    """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
+    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    q, k, v, dout = arrays(1, 64, 4, 2, K=8)
+    starts, lengths = jnp.int32([[0, 24, 0]]), jnp.int32([[24, 40, 0]])
+    poison, clean = {
+        "other piece before": (slice(0, 24), slice(24, 64)),
+        "other piece after": (slice(24, 64), slice(0, 24)),
+        "the future": (slice(40, 64), slice(0, 40)),
+    }[poisoned]
+    k, v = k.at[:, poison].set(jnp.nan), v.at[:, poison].set(jnp.nan)
+    if poisoned != "the future":  # there, k and v do get gradients from the queries after them
+        q, dout = q.at[:, poison].set(jnp.nan), dout.at[:, poison].set(jnp.nan)
+    found = jax.jit(functools.partial(results, blockwise.attention))(q, k, v, dout, starts, lengths)
+    for name in ("out", "dq") if poisoned == "the future" else found:
+        assert np.isfinite(found[name][:, clean]).all(), name
+        assert np.isnan(found[name][:, poison]).any(), name
+
+
+LONG = 64 * 1024
+
+
+@functools.cache
+def compiled(length):
+    """Forward and backward over one row of one small head and pieces of up to 1000 tokens."""
+    num_pieces = -(-length // 1000)
+    shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)] * 4
+    slots = [jax.ShapeDtypeStruct((1, num_pieces), jnp.int32)] * 2
+    return jax.jit(functools.partial(results, blockwise.attention)).lower(*shapes, *slots).compile()
+
+
+def test_memory_is_linear_in_length(record_property):
+    """The score matrix of 65,536 tokens alone would take 16 GiB; doubling the length would take four times as much."""
+    taken = {length: compiled(length).memory_analysis().temp_size_in_bytes for length in (LONG // 4, LONG // 2, LONG)}
+    for length, size in taken.items():
+        record_property(f"temporary MiB at {length} tokens", round(size / 2**20, 2))
+    quarter, half, whole = taken.values()
+    assert (whole - half) / (half - quarter) == pytest.approx(2, rel=tolerances.LINEAR), taken
+    assert whole < 2 * half < 4 * quarter
+
+
+def test_a_row_of_65536_tokens_runs():
+    """Each of its pieces alone gives the same; the last is looked at."""
+    starts = jnp.arange(66, dtype=jnp.int32)[None] * 1000
+    lengths = jnp.minimum(1000, LONG - starts)
+    q, k, v, dout = arrays(1, LONG, 1, 1, K=8)
+    found = compiled(LONG)(q, k, v, dout, starts, lengths)
+    assert all(np.isfinite(x).all() for x in found.values())
+    last = slice(65_000, LONG)
+    alone = [x[:, last] for x in (q, k, v, dout)]
+    right = jax.jit(functools.partial(results, reference.attention))(*alone, jnp.int32([[0]]), jnp.int32([[LONG - 65_000]]))
+    for name in right:
+        assert batches.difference(found[name][:, last], right[name]) < tolerances.KERNEL, name
+
+
+def num_forward_passes(policy):
+    """Attention forward passes in a checkpointed function and its gradient: only they look for a maximum."""
+    q, k, v, _ = arrays(1, 64, 4, 2, K=8)
+    starts, lengths = jnp.int32([[0]]), jnp.int32([[64]])
+    attend = attention.make_attend(seq=1, kernel="blockwise")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(q):
+        return attend(2 * q, k, v, starts, lengths) ** 2
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda q: layer(q).sum()))(q)
+    return sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr))
+
+
+def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(*attention.RESIDUALS)) == 1
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS[0])) == 2
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS[1])) == 2
+    assert num_forward_passes(jax.checkpoint_policies.nothing_saveable) == 2

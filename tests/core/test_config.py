@@ -1,0 +1,219 @@
+"""What a user may write in a config, and what is said about everything else."""
+
+import pathlib
+import re
+
+import pytest
+
+from jaxsp.core import config, errors
+
+SOUND = """
+run: {directory: runs/first, steps: 3}
+model: {config: {model_type: llama}}
+data: {train: [{source: a.txt, format: text}, {source: b.txt, format: text}], row_tokens: 128}
+batch: {rows_per_step: 8}
+optimizer: {learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> pathlib.Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(SOUND)
+    return path
+
+
+def problems(file: pathlib.Path, *words: str) -> list[str]:
+    with pytest.raises(errors.UserError) as caught:
+        config.load(file, list(words))
+    assert not any("\n" in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def test_defaults_are_filled_in(file):
+    found = config.load(file, [])
+    assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (3, None, -1, "adamw")
+
+
+def test_words_change_the_file(file):
+    words = ["mesh.seq=4", "data.train.1.source=c/*.txt", "run.steps=null", "run.epochs=2", "model.config.hidden_size=64"]
+    found = config.load(file, words)
+    assert found.mesh.seq == 4
+    assert [source.source for source in found.data.train] == ["a.txt", "c/*.txt"]
+    assert (found.run.steps, found.run.epochs) == (None, 2)
+    assert found.model.config == {"model_type": "llama", "hidden_size": 64}
+
+
+def test_a_word_fills_a_group_that_the_file_leaves_empty(file):
+    file.write_text(SOUND + "mesh:\n")
+    assert config.load(file, ["mesh.seq=2"]).mesh.seq == 2
+
+
+@pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
+def test_numbers_are_read_as_everyone_writes_them(file, number):
+    """PyYAML reads 3e-4 as text."""
+    assert config.load(file, [f"optimizer.learning_rate={number}"]).optimizer.learning_rate == pytest.approx(3e-4)
+    file.write_text(SOUND.replace("1.0e-3", number))
+    assert config.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize("directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "])
+def test_what_is_saved_is_read_back(file, tmp_path, directory):
+    first = config.load(file, ["mesh.seq=2"])
+    first = first.model_copy(update={"run": first.run.model_copy(update={"directory": directory})})
+    config.save(first, tmp_path / "saved.yaml")
+    assert config.load(tmp_path / "saved.yaml", []) == first
+
+
+def test_all_problems_are_told_at_once(file):
+    file.write_text(SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace("steps: 3", "epochs: [1], steps: x"))
+    found = problems(file, "mesh.seq=two", "mesh", "data.train.7.source=x", "nonsense=1", "data.train.0.format=json")
+    starts = [
+        "mesh: is not key.path=value",
+        "data.train.7.source = x: data.train is a list of 2. Use data.train.0 or data.train.1.",
+        "run.steps = x, run.epochs = [1]: only one",
+        "run.steps = x: must be a valid integer",
+        "run.epochs = [1]: must be a valid integer",
+        "mesh.seq = two: must be a valid integer",
+        "data.train.0.format = json: must be 'text' or 'tokens'",
+        "batch.rows_per_step = 0: must be greater than or equal to 1",
+        "nonsense = 1: unknown",
+    ]
+    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [True] * len(starts), found
+
+
+SAID = {
+    "mesh.sq=4": "mesh.sq = 4: unknown. Did you mean seq?",
+    "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
+    "learning_rate=1": "learning_rate = 1: unknown. Did you mean optimizer.learning_rate?",
+    "model.learning_rat=1": "model.learning_rat = 1: unknown. Did you mean optimizer.learning_rate?",
+    "memory.xyz=1": "memory.xyz = 1: unknown. Known here: loss_tile_tokens, grad_reduce_dtype.",
+    "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean source?",
+    "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. .* For example run.steps=1000.",
+    "run.steps=null": "run.steps, run.epochs: both missing. .* for example run.epochs=1.",
+    "run.epochs=1": "run.steps = 3, run.epochs = 1: only one .* write run.steps=null.",
+    "run.directory=7": "run.directory = 7: must be text, in quotes .* For example run.directory=runs/first.",
+    "run.directory=''": "run.directory = '': must not be empty. .*",
+    "mesh.data=0": "mesh.data = 0: there is no mesh of 0 groups. .* For example mesh.data=-1.",
+    "mesh.data=-2": "mesh.data = -2: must be greater than or equal to -1. .*",
+    "mesh.seq=2.0": "mesh.seq = 2.0: must be a valid integer. .*",
+    "mesh=4": "mesh = 4: must be a group of fields. .* Its fields: replica, data, seq, virtual_cpu_devices.",
+    "mesh=null": "mesh = null: must be a group of fields. .*",
+    "data.train=[]": "data.train = []: must have at least 1 entry. .* For example data.train=[{source: .*}].",
+    "data.train=a.txt": "data.train = a.txt: must be a list. .*",
+    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format.",
+    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text' or 'tokens'. .*=text.",
+    "data.train.x=1": "data.train.x = 1: data.train is a list of 2. Use data.train.0 or data.train.1.",
+    "data.train.2.source=c.txt": "data.train.2.source = c.txt: data.train is a list of 2. Use .*",
+    "data.train.²=1": "data.train.² = 1: data.train is a list of 2. Use .*",
+    "run.steps.x=1": "run.steps.x = 1: run.steps = 3 is a value, not a group of fields.",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate = nan: must be a finite number. .*",
+    "optimizer.learning_rate=fast": "optimizer.learning_rate = fast: must be a valid number. .*=1e-05.",
+    "optimizer.learning_rate=true": "optimizer.learning_rate = true: must be a valid number. .*",
+    "optimizer.eps=.inf": "optimizer.eps = inf: must be a finite number. .*",
+    "optimizer.beta1=1": "optimizer.beta1 = 1: must be less than 1. .* For example optimizer.beta1=0.9.",
+    "run.directory=2026-13-01": "run.directory = 2026-13-01: is not a YAML value. Quote it: 'run.directory=\"...\"'.",
+    "run.directory={a}/b": "run.directory = {a}/b: is not a YAML value. Quote it: .*",
+    "mesh.seq": "mesh.seq: is not key.path=value, for example mesh.seq=4.",
+    "=4": "=4: is not key.path=value, .*",
+    "mesh..seq=4": "mesh..seq=4: is not key.path=value, .*",
+}
+
+
+@pytest.mark.parametrize(("word", "said"), SAID.items())
+def test_one_mistake_is_one_line_that_names_field_value_rule_and_way_out(file, word, said):
+    (found,) = problems(file, word)
+    pattern = ".*".join(re.escape(part) for part in said.split(".*"))
+    assert re.fullmatch(pattern, found), found
+
+
+@pytest.mark.parametrize(("theirs", "ours"), config.ELSEWHERE.items())
+def test_names_of_other_systems_are_answered_with_ours(file, theirs, ours):
+    assert problems(file, f"{theirs}=4") == [f"{theirs} = 4: unknown. Here it is called {ours}."]
+    group, _, field = ours.split()[0].partition(".")
+    assert f"{group}.{field}  (" in config.describe()
+
+
+def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
+    file.write_text("data: {}\nrun: {}\n")
+    found = problems(file)
+    names = ["data.row_tokens", "data.train", "run.directory"]
+    for name in names:
+        (line,) = [line for line in found if line.startswith(f"{name}: missing. ")]
+        assert f"For example {name}=" in line
+    assert "model: missing. What is trained. Its fields: config, tokenizer, compute_dtype." in found
+    assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
+
+
+def test_the_values_that_errors_propose_are_accepted(file):
+    for group, name, _ in fields():
+        key = f"{group}.{name}"
+        (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}=[]")), re.MULTILINE)
+        config.load(file, [example, *(["run.steps=null"] if key == "run.epochs" else [])])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"a: [1", "cannot be read as YAML: while parsing"),
+        (b"run: {}\nmesh: {}\nrun: {}\n", "cannot be read as YAML: run is there twice"),
+        (b"run: {seed: 1, seed: 2}\n", "cannot be read as YAML: seed is there twice"),
+        (b"run: 2026-13-01\n", "cannot be read as YAML: month must be in 1..12"),
+        (b"- 1\n", "holds no `group: {field: value}` pairs"),
+        (b"", "holds no `group: {field: value}` pairs"),
+        (b"\xff\xfe\xff", "cannot be read: "),
+    ],
+)
+def test_a_file_that_holds_no_config_is_one_line(file, text, says):
+    file.write_bytes(text)
+    (found,) = problems(file)
+    assert found.startswith(f"{file}: {says}")
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    assert problems(tmp_path / "x.yaml") == [f"{tmp_path}/x.yaml: no such file. Try configs/quickstart.yaml."]
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"{tmp_path}: cannot be read: ")
+
+
+def test_a_long_value_is_cut(file):
+    (found,) = problems(file, f"mesh.seq={'x' * 1000}")
+    assert len(found) < 300
+
+
+def fields() -> list:
+    return [
+        (group, name, field)
+        for group, outer in config.Config.model_fields.items()
+        for name, field in outer.annotation.model_fields.items()
+    ]
+
+
+def test_every_field_has_a_docstring_and_is_in_the_help():
+    text = config.describe()
+    inner = [("data", f"train[].{name}", field) for name, field in config.Source.model_fields.items()]
+    for group, name, field in [*fields(), *inner]:
+        assert field.description, f"{group}.{name} has no docstring"
+        assert f"  {group}.{name}  (" in text
+        assert " ".join(field.description.split()) in text
+    for name, outer in config.Config.model_fields.items():
+        assert f"{name}: {outer.annotation.__doc__}" in text
+
+
+def test_the_help_says_types_and_defaults():
+    text = config.describe()
+    for line in (
+        "run.steps  (int | null; default null)",
+        "model.config  (mapping; required)",
+        "model.tokenizer  (text | null; default null)",
+        "model.compute_dtype  (bfloat16 | float32; default bfloat16)",
+        "data.train  (list; required)",
+        "optimizer.eps  (float; default 1e-08)",
+    ):
+        assert line in text
+
+
+def test_nothing_can_be_changed_afterwards(file):
+    found = config.load(file, [])
+    with pytest.raises(ValueError, match="frozen"):
+        found.mesh.seq = 2

@@ -1,0 +1,58 @@
+"""Sizes of the mesh's axes, and where its devices stand."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.core import config, errors, mesh
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_devices", "sizes"),
+    [
+        ({}, 8, (1, 8, 1)),
+        ({"seq": 4}, 8, (1, 2, 4)),
+        ({"seq": 8}, 8, (1, 1, 8)),
+        ({"replica": 2, "seq": 2}, 8, (2, 2, 2)),
+        ({"data": 3}, 3, (1, 3, 1)),
+        ({}, 1, (1, 1, 1)),
+    ],
+)
+def test_data_takes_the_devices_that_are_left(asked, num_devices, sizes):
+    assert tuple(mesh.shape(config.Mesh(**asked), num_devices).values()) == sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "num_devices", "says"),
+    [
+        ({"seq": 3}, 8, "mesh.seq = 3: uses a multiple of 3 devices, and JAX sees 8."),
+        ({"seq": 16}, 8, "mesh.seq = 16: uses a multiple of 16 devices, and JAX sees 8."),
+        ({"data": 2, "seq": 2}, 8, "mesh.data = 2, mesh.seq = 2: uses 4 devices, and JAX sees 8."),
+        ({"replica": 2, "data": 2, "seq": 4}, 8, "mesh.replica = 2, mesh.data = 2, mesh.seq = 4: uses 16 devices"),
+        ({"replica": 3}, 8, "mesh.replica = 3, mesh.data = -1, mesh.seq = 1: uses a multiple of 3 devices"),
+        ({"seq": 4}, 1, "mesh.seq = 4: uses a multiple of 4 devices, and JAX sees 1."),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devices, says):
+    with pytest.raises(errors.UserError, match=re.escape(says)) as caught:
+        mesh.shape(config.Mesh(**asked), num_devices)
+    (said,) = caught.value.problems
+    replica, degrees, virtual = re.search(
+        r"mesh.replica=(\d+) mesh.data=-1 and mesh.seq=(.*), or, .*devices=(\d+)\.$", said
+    ).groups()
+    for seq in re.findall(r"\d+", degrees):
+        mesh.shape(config.Mesh(replica=int(replica), seq=int(seq)), num_devices)
+    mesh.shape(config.Mesh(**asked), int(virtual))
+
+
+def test_devices_that_share_rows_are_neighbours():
+    if jax.device_count() != 8:
+        pytest.skip("needs 8 devices")
+    made = mesh.make({"replica": 2, "data": 2, "seq": 2})
+    assert made.axis_names == ("replica", "data", "seq")
+    assert set(made.axis_types) == {jax.sharding.AxisType.Auto}
+    ids = np.vectorize(lambda device: device.id)(made.devices)
+    assert (ids == np.arange(8).reshape(2, 2, 2)).all()
+    assert (mesh.num_groups(made), mesh.num_shards(made)) == (4, 4)

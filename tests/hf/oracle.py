@@ -1,0 +1,123 @@
+"""Small models of every family in transformers and torch, with the same weights for both sides."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.core import batch
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import loss, sharding
+from tests import batches
+
+torch = pytest.importorskip("torch", reason="torch is not installed: it is what transformers computes with (extra `test`)")
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 56,
+}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama3": {
+        **SIZES,
+        "model_type": "llama",
+        "head_dim": 16,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_theta": 500.0,
+        "rope_scaling": LLAMA3,
+    },
+    "llama tied": {**SIZES, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**SIZES, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 8},
+    "qwen3": {**SIZES, "model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+}
+"""Fields of a config.json. What a family can switch on is on in one of its models."""
+
+
+def torch_model(fields: dict[str, Any]) -> Any:
+    """A model with random values everywhere, so that no bias is 0 and no norm is 1, and attention is far from even."""
+    config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+    return model
+
+
+def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
+    """Tensors by their Hugging Face name, as our nested dict; every one is used, and used once."""
+    left = {name: tensor.detach().numpy() for name, tensor in named.items()}
+
+    def one(row: layers.Parameter) -> np.ndarray:
+        if row.num_layers is None:
+            return left.pop(row.hf_name)
+        return np.stack([left.pop(row.hf_name.format(layer=layer)) for layer in range(row.num_layers)])
+
+    weights = jax.tree.map(one, table)
+    assert not left, f"jaxsp has no place for {sorted(left)}"
+    return weights
+
+
+def gradients(model: Any, documents: list[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, Any]]:
+    """Mean token loss, logits of each document, and all gradients; each document is run alone."""
+    model.zero_grad()
+    losses, logits = [], []
+    for document in documents:
+        tokens = torch.from_numpy(document.astype(np.int64))
+        logits.append(model(tokens[None]).logits[0])
+        losses.append(torch.nn.functional.cross_entropy(logits[-1][:-1], tokens[1:], reduction="sum"))
+    mean = sum(losses) / sum(len(document) - 1 for document in documents)
+    mean.backward()
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    return mean.item(), [one.detach().numpy() for one in logits], grads
+
+
+@functools.cache
+def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], tuple[Any, Any, layers.Weights]]:
+    """Mean token loss, logits [rows, tokens, vocabulary] and all gradients, by the code that training runs."""
+    table, dtype = decoder.table(config), jnp.dtype("float32")
+    gather = sharding.Gather(num_shards=1, compute_dtype=dtype, reduce_dtype=dtype)
+    attend = attention.make_attend(seq=1, kernel="auto")
+
+    @jax.jit
+    def run(weights: layers.Weights, rows: batch.Batch) -> tuple[Any, Any, layers.Weights]:
+        def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
+            hidden = decoder.hidden_states(weights, rows, config=config, attend=attend, gather=gather, dtype=dtype)
+            head = decoder.head(weights)
+            sums = loss.token_losses(hidden, rows.labels_BL, gather=gather, row=decoder.head(table), shard=head, tile=7)
+            count = (rows.labels_BL != batch.NO_LABEL).sum().astype(dtype)
+            return sums.loss / count, hidden @ head.T
+
+        (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)
+        return mean, logits, grads
+
+    return run
+
+
+def rows(pieces: batches.Pieces, *, vocab_size: int) -> dict[str, np.ndarray]:
+    """Rows of 24 tokens with random documents, and always four slots, so that a model is compiled once."""
+    arrays = batches.packed(pieces, num_tokens=24, vocab_size=vocab_size, seed=2)
+    slots = {name: np.pad(arrays[name], ((0, 0), (0, 4 - arrays[name].shape[1]))) for name in ("starts_BM", "lengths_BM")}
+    return arrays | slots
