@@ -74,16 +74,20 @@ def prepare(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Prog
     documents = rows.Documents(tokenized)
     row_tokens, max_pieces = settings.data.row_tokens, settings.data.max_documents_per_row
     epochs = packing.Epochs(documents.lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=settings.run.seed)
-    rows_per_step = settings.batch.rows_per_step
-    if settings.run.steps is not None:
-        num_steps, total_rows = settings.run.steps, settings.run.steps * rows_per_step
-    else:
-        assert settings.run.epochs is not None
-        total_rows = epochs.rows_in(settings.run.epochs)
-        num_steps = -(-total_rows // rows_per_step)
+    num_steps, total_rows = length(settings, epochs)
     attend = attention.make_attend(seq=sizes[axes.SEQ], kernel=settings.attention.kernel)
     program = Program(config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=num_steps)
     return program, Material(documents=documents, epochs=epochs, total_rows=total_rows)
+
+
+def length(settings: config.Config, epochs: packing.Epochs) -> tuple[int, int]:
+    """Steps of the run, and rows that it consumes; the last step of a number of epochs may be filled with empty rows."""
+    rows_per_step = settings.batch.rows_per_step
+    if settings.run.steps is not None:
+        return settings.run.steps, settings.run.steps * rows_per_step
+    assert settings.run.epochs is not None, "core.config asks for one of them"
+    total_rows = epochs.rows_in(settings.run.epochs)
+    return -(-total_rows // rows_per_step), total_rows
 
 
 def _check_directory(name: str) -> None:
@@ -107,7 +111,7 @@ def _divisions(settings: config.Config, sizes: dict[str, int]) -> list[str]:
         near = errors.choices(_multiples(per_step, groups * at_once))
         found.append(
             f"batch.rows_per_step = {per_step}: is no whole number of turns of {groups * at_once} rows "
-            f"({groups} groups, {at_once} rows at once). Use {near}."
+            f"({groups} groups, {at_once} row{'s' * (at_once > 1)} at once). Use {near}."
         )
     return found
 

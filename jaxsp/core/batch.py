@@ -10,10 +10,10 @@ One row of 8 tokens holding a document of 3 tokens (7 8 9), one of 4 (4 5 6 7) a
 """
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Int32
 
 from jaxsp.core import axes
 
@@ -24,21 +24,29 @@ MAX_POSITION = 2**25
 """Positions are below this: the longest document, in tokens, that the model has angles for (33,554,432)."""
 
 
+if TYPE_CHECKING:
+    Leaf = jax.Array
+else:
+    # JAX also makes such records of shapes, shardings and specs, so what they hold cannot be checked when they are made
+    Leaf = Any
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
     """The rows of one step: turns, one after another, each of B rows over the whole mesh.
 
-    Shapes: `turns` is the leading dim; inside the step's scan it is gone, and inside shard_map B and L are this device's.
+    Shapes: [turns, B, L] and [turns, B, M], int32. Inside the step's scan `turns` is gone, and inside shard_map B and L
+        are this device's.
     Contract: labels are already the *next* token, made on whole documents before any cut; starts count from the row's
         first token, strictly increasing; a token of no piece is padding (token 0, label -100, position 0).
     """
 
-    tokens_BL: Int32[Array, "*turns B L"]
-    labels_BL: Int32[Array, "*turns B L"]
-    positions_BL: Int32[Array, "*turns B L"]
-    starts_BM: Int32[Array, "*turns B M"]
-    lengths_BM: Int32[Array, "*turns B M"]
+    tokens_BL: Leaf
+    labels_BL: Leaf
+    positions_BL: Leaf
+    starts_BM: Leaf
+    lengths_BM: Leaf
 
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)

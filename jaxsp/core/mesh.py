@@ -1,14 +1,21 @@
 """The device mesh: replica x data x seq."""
 
+import pathlib
+
 import jax
 
 from jaxsp.core import axes, config, errors
 
 
 def use_virtual_devices(count: int | None) -> None:
-    """Splits the CPU into `count` devices; machines with an accelerator ignore it. Call before JAX counts devices."""
-    if count is not None:
-        jax.config.update("jax_num_cpu_devices", count)
+    """Splits the CPU into `count` devices where there is no GPU; call before JAX counts devices."""
+    if count is None:
+        return
+    jax.config.update("jax_num_cpu_devices", count)
+    dev = pathlib.Path("/dev")
+    if not any(dev.glob("nvidia[0-9]*")) and not (dev / "dxg").exists():  # dxg: a GPU under WSL
+        # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
+        jax.config.update("jax_platforms", "cpu")
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

@@ -74,16 +74,19 @@ def tokenize(
     """The records of `sources.read` as `tokens` and, where the records have them, `labels` (not shifted yet).
 
     A text gets the tokenizer's own special tokens, then its end token, if it has one and the text does not end with it
-    already (as in TRL). A text without any token stays empty. Call it before JAX has devices: workers are forked.
+    already (as in TRL). A text without any token stays empty.
 
     Raises: UserError for a token id that the model has no embedding for.
     """
     import datasets
+    import multiprocess
 
     if source.format == "tokens":
         tokenized = dataset.rename_column("input_ids", "tokens")
     else:
         assert tokenizer is not None, "the config asks for a tokenizer where a source is text"
+        # the workers of `datasets`: forking a process in which JAX has threads can hang
+        multiprocess.set_start_method("spawn", force=True)
         mean_bytes = max(dataset.data.nbytes // len(dataset), 1)
         batch_size = min(max(_BATCH_BYTES // mean_bytes, 1), 1000)
         tokenized = dataset.map(

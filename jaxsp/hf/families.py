@@ -70,17 +70,17 @@ _PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *_ROPE, "rms_norm_eps", "initialize
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP is gated by silu here, no other function"),
-    "attention_dropout": ((0, None), "there is no dropout here"),
-    "use_sliding_window": ((False, None), "every layer attends to the whole document here"),
-    "sliding_window": ((None,), "every layer attends to the whole document here"),
-    "pretraining_tp": ((1, None), "matrix products are not cut into slices here"),
-    "partial_rotary_factor": ((1, None), "whole heads are rotated here"),
-    "rope_interleaved": ((False, None), "elements i and i + head_dim/2 are rotated together here"),
-    "use_mrope": ((False, None), "positions have one dim here"),
-    "quantization_config": ((None,), "weights are float32, bfloat16 or float16 here"),
-    "is_encoder_decoder": ((False, None), "models are decoders alone here"),
-    "add_cross_attention": ((False, None), "models are decoders alone here"),
-    "per_layer_config": ((None,), "all layers are alike here"),
+    "attention_dropout": ((0,), "there is no dropout here"),
+    "use_sliding_window": ((False,), "every layer attends to the whole document here"),
+    "sliding_window": ((), "every layer attends to the whole document here"),
+    "pretraining_tp": ((1,), "matrix products are not cut into slices here"),
+    "partial_rotary_factor": ((1,), "whole heads are rotated here"),
+    "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together here"),
+    "use_mrope": ((False,), "positions have one dim here"),
+    "quantization_config": ((), "weights are not quantized here"),
+    "is_encoder_decoder": ((False,), "models are decoders alone here"),
+    "add_cross_attention": ((False,), "models are decoders alone here"),
+    "per_layer_config": ((), "all layers are alike here"),
 }
 """Fields that have to say what the decoder does: the values that do, and the reason."""
 
@@ -133,11 +133,15 @@ def config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
 
 
 def token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """Ids of special tokens: the tokenizer's, else those given in the config, else null.
+    """Ids of special tokens: the tokenizer's, else those given in the config, else null; a list that has it stays whole.
 
     Never a family's default: Llama's eos_token_id = 2 is a byte like any other in a tokenizer of bytes.
     """
-    return {name: fields.get(name) if (own := getattr(tokenizer, name, None)) is None else own for name in _TOKEN_IDS}
+    found = {}
+    for name in _TOKEN_IDS:
+        own, given = getattr(tokenizer, name, None), fields.get(name)
+        found[name] = given if own is None or (isinstance(given, list) and own in given) else own
+    return found
 
 
 def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
@@ -145,7 +149,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
     import huggingface_hub.errors
     import transformers
 
-    fields = {str(name): value for name, value in fields.items()}
+    fields = _without_nulls(fields)
     family = _family(fields, path)
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
@@ -154,8 +158,8 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
     problems = problems or _heads(fields, path)
     if problems:
         raise errors.UserError(problems)
-    # a null head_dim would reach transformers' attention as it is; and it fills in the very dicts that it is given
-    passed = copy.deepcopy({name: fields[name] for name in _PASSED if fields.get(name) is not None})
+    # transformers fills in the very dicts that it is given
+    passed = copy.deepcopy({name: fields[name] for name in _PASSED if name in fields})
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -169,7 +173,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         hidden_size=given["hidden_size"],
         num_layers=given["num_hidden_layers"],
         num_heads=given["num_attention_heads"],
-        num_kv_heads=given["num_key_value_heads"] if "num_key_value_heads" in passed else given["num_attention_heads"],
+        num_kv_heads=given["num_key_value_heads"],
         head_dim=given.get("head_dim", given["hidden_size"] // given["num_attention_heads"]),
         intermediate_size=given["intermediate_size"],
         rms_norm_eps=given["rms_norm_eps"],
@@ -183,6 +187,15 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         initializer_range=float(given["initializer_range"]),
     )
     return config, resolved
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """Null says what leaving out says, but transformers' attention would meet a null head_dim as it is."""
+    groups = {
+        str(name): _without_nulls(value) if name in _ROPE and isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+    return {name: value for name, value in groups.items() if value is not None}
 
 
 def _family(fields: dict[str, Any], path: str) -> Family:
@@ -202,7 +215,7 @@ def _missing(fields: dict[str, Any], family: Family, path: str) -> list[str]:
     return [
         f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZES[name]}."
         for name in required
-        if fields.get(name) is None
+        if name not in fields
     ]
 
 
@@ -226,7 +239,7 @@ def _types(fields: dict[str, Any], path: str) -> list[str]:
     return [
         f"{path}.{name} = {_text(fields[name])}: {words}."
         for name, (is_right, words) in rules.items()
-        if fields.get(name) is not None and not is_right(fields[name])
+        if name in fields and not is_right(fields[name])
     ]
 
 
@@ -240,13 +253,14 @@ def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], 
             values, reason = _ONLY[name]
             ignored = name == "sliding_window" and family.sliding_window
             if value not in values and not ignored:
-                problems.append(f"{given}: is not implemented: {reason}. Use {_text(values[0])} or leave it out.")
-        elif name == "layer_types" and value is not None:
+                use = "".join(f"Use {_text(value)}, or " for value in values) or "Write null, or "
+                problems.append(f"{given}: is not implemented: {reason}. {use}leave it out.")
+        elif name == "layer_types":
             if not isinstance(value, list) or any(kind != "full_attention" for kind in value):
                 problems.append(f"{given}: is not implemented: every layer has full_attention here. Leave it out.")
-        elif name == "architectures" and value not in (None, [family.architecture]):
+        elif name == "architectures" and value != [family.architecture]:
             problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
-        elif name not in read and value is not None and (name not in defaults or value != defaults[name]):
+        elif name not in read and (name not in defaults or value != defaults[name]):
             # a field of another family is no typing error
             hint = "" if name in _PASSED else errors.nearest(name, sorted({*read, *_SWITCHES}))
             problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
@@ -257,6 +271,7 @@ def _rope(fields: dict[str, Any], path: str) -> list[str]:
     """Problems of the rotation, which comes as `rope_parameters` (transformers 5), or `rope_scaling` beside `rope_theta`."""
     problems = []
     meanings = {}
+    outside = {name: fields[name] for name in ("rope_theta",) if name in fields}
     for form in ("rope_parameters", "rope_scaling"):
         given, where = fields.get(form), f"{path}.{form}"
         if not given:
@@ -264,41 +279,39 @@ def _rope(fields: dict[str, Any], path: str) -> list[str]:
         if not isinstance(given, dict):
             problems.append(f"{where} = {_text(given)}: must be a group of fields, or null.")
             continue
-        given = {"rope_theta": fields.get("rope_theta"), **given}
+        given = outside | given
         kinds = [given.pop(name) for name in ("rope_type", "type") if name in given] or ["default"]
         if any(kind not in ("default", "llama3") or kind != kinds[0] for kind in kinds):
             problems.append(f"{where}.rope_type = {errors.choices(kinds)}: is not implemented. Use default or llama3.")
             continue
-        meanings[form] = (kinds[0], {name: value for name, value in given.items() if value is not None})
+        meanings[form] = (kinds[0], given)
         problems += _rope_group(given, kinds[0], where)
-        theta = fields.get("rope_theta")
-        if theta is not None and given["rope_theta"] != theta:
-            problems.append(
-                f"{path}.rope_theta = {_text(theta)}: {where}.rope_theta = {_text(given['rope_theta'])} says otherwise. "
-                "Leave one out."
-            )
+        for name, value in outside.items():
+            if given[name] != value:
+                problems.append(
+                    f"{path}.{name} = {_text(value)}: {where}.{name} = {_text(given[name])} differs. Leave one out."
+                )
     if len(meanings) == 2 and meanings["rope_parameters"] != meanings["rope_scaling"]:
-        problems.append(f"{path}.rope_scaling: {path}.rope_parameters says otherwise. Leave one out.")
+        problems.append(f"{path}.rope_scaling: {path}.rope_parameters differs. Leave one out.")
     return problems
 
 
 def _rope_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
-    problems = []
+    problems: list[str] = []
     numbers = ("rope_theta", *(_LLAMA3 if kind == "llama3" else ()))
     for name, value in given.items():
         if name == "partial_rotary_factor" and value in _ONLY[name][0]:
             continue
-        if value is not None and name not in numbers:
+        if name not in numbers:
             hint = errors.nearest(str(name), numbers)
             problems.append(
                 f"{where}.{name} = {_text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
             )
     for name in numbers:
-        value = given.get(name)
-        if value is None:
-            if name != "rope_theta":
-                problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
-        elif not _is_number(value) or value <= 0 or (name == _LLAMA3[-1] and not _is_whole(value)):
+        value: Any = given.get(name)
+        if name not in given and name != "rope_theta":
+            problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
+        elif name in given and (not _is_number(value) or value <= 0 or (name == _LLAMA3[-1] and not _is_whole(value))):
             problems.append(f"{where}.{name} = {_text(value)}: must be a {'whole ' * (name == _LLAMA3[-1])}number above 0.")
     if kind == "llama3" and not problems and given["low_freq_factor"] >= given["high_freq_factor"]:
         problems.append(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array
 
 from jaxsp import attention
 from jaxsp.core import axes, batch, config
@@ -30,7 +30,7 @@ class State:
     master: layers.Weights
     """Float32 weights."""
     opt: Any
-    step: Any
+    step: batch.Leaf
     """Updates so far, an int32 scalar."""
 
 
@@ -39,17 +39,17 @@ class State:
 class Metrics:
     """What a step says of itself, summed over the whole mesh, each token once."""
 
-    loss: Float32[Array, ""]
+    loss: batch.Leaf
     """Mean over the step's loss tokens; 0 where there is none."""
-    token_accuracy: Float32[Array, ""]
+    token_accuracy: batch.Leaf
     """Share of loss tokens that were the likeliest token."""
-    grad_norm: Float32[Array, ""]
+    grad_norm: batch.Leaf
     """Global, before clipping."""
-    learning_rate: Float32[Array, ""]
-    num_rows: Int32[Array, ""]
-    num_tokens: Int32[Array, ""]
-    num_loss_tokens: Int32[Array, ""]
-    finite: Bool[Array, ""]
+    learning_rate: batch.Leaf
+    num_rows: batch.Leaf
+    num_tokens: batch.Leaf
+    num_loss_tokens: batch.Leaf
+    finite: batch.Leaf
     """Loss and gradient norm are finite; else nothing was updated."""
 
 
@@ -59,11 +59,11 @@ class Gradients:
     """Gradients of the step's mean token loss, sharded like the weights, and the step's counts."""
 
     gradients: layers.Weights
-    loss: Float32[Array, ""]
-    num_correct: Int32[Array, ""]
-    num_rows: Int32[Array, ""]
-    num_tokens: Int32[Array, ""]
-    num_loss_tokens: Int32[Array, ""]
+    loss: batch.Leaf
+    num_correct: batch.Leaf
+    num_rows: batch.Leaf
+    num_tokens: batch.Leaf
+    num_loss_tokens: batch.Leaf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,8 @@ def shardings(program: Program) -> State:
         )
         return jax.tree.map(lambda x: place if x.shape == stacked else everywhere, state)
 
-    return State(master=master, opt=jax.tree.map(of_weight, table, master), step=everywhere)
+    opt = jax.tree.map(of_weight, table, master)
+    return State(master=master, opt=opt, step=everywhere)  # type: ignore[arg-type]  # a record of shardings
 
 
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:

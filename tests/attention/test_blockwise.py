@@ -19,16 +19,20 @@ LENGTHS = [[30, 34, 36, 0], [5, 90, 0, 0], [8, 8, 1, 33], [100, 0, 0, 0], [0, 0,
 """Full; padding at the end; pieces that end on blocks and one of one token; one piece; no piece; padding everywhere."""
 
 
-def arrays(B, L, h, g, K, dtype=jnp.float32):
-    """q, k, v and a cotangent of the output."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, (B, L, heads, K), dtype) for key, heads in zip(keys, (h, g, g, h), strict=True)]
+def arrays(B, L, h, g, K):
+    """q, k, v and a cotangent of the output. Made by numpy, as are the results' comparisons: jax would compile each step."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (h, g, g, h)]
 
 
 def results(attend, q, k, v, dout, starts, lengths):
-    """The output, dq, dk and dv."""
+    """The output, dq, dk and dv. Called under jit."""
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
+
+
+def run(attend, *inputs):
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(results, attend))(*inputs))
 
 
 SHAPES = [(8, 8, 16), (8, 4, 8), (8, 2, 512), (8, 1, 100), (6, 3, 16)]
@@ -38,18 +42,15 @@ SHAPES = [(8, 8, 16), (8, 4, 8), (8, 2, 512), (8, 1, 100), (6, 3, 16)]
 @pytest.mark.parametrize(("h", "g", "block"), SHAPES)
 def test_blockwise_equals_the_reference(h, g, block, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
-    inputs = [*arrays(len(STARTS), L, h, g, K=16), jnp.int32(STARTS), jnp.int32(LENGTHS)]
-    found, right = (
-        jax.jit(functools.partial(results, attention.make_attend(seq=1, kernel=kernel)))(*inputs)
-        for kernel in ("blockwise", "reference")
-    )
+    inputs = [*arrays(len(STARTS), L, h, g, K=16), np.int32(STARTS), np.int32(LENGTHS)]
+    found, right = (run(attention.make_attend(seq=1, kernel=kernel), *inputs) for kernel in ("blockwise", "reference"))
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", 16)
-    q, k, v, _ = arrays(len(STARTS), L, 8, 2, K=16)
+    q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
     inside = np.asarray(pieces.in_a_piece(starts, lengths, L))
@@ -62,16 +63,16 @@ def test_blocks_of_other_pieces_and_of_the_future_are_never_read(poisoned, monke
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
     monkeypatch.setattr(blockwise, "BLOCK", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
-    starts, lengths = jnp.int32([[0, 24, 0]]), jnp.int32([[24, 40, 0]])
+    starts, lengths = np.int32([[0, 24, 0]]), np.int32([[24, 40, 0]])
     poison, clean = {
         "other piece before": (slice(0, 24), slice(24, 64)),
         "other piece after": (slice(24, 64), slice(0, 24)),
         "the future": (slice(40, 64), slice(0, 40)),
     }[poisoned]
-    k, v = k.at[:, poison].set(jnp.nan), v.at[:, poison].set(jnp.nan)
-    if poisoned != "the future":  # there, k and v do get gradients from the queries after them
-        q, dout = q.at[:, poison].set(jnp.nan), dout.at[:, poison].set(jnp.nan)
-    found = jax.jit(functools.partial(results, blockwise.attention))(q, k, v, dout, starts, lengths)
+    # of the future, q stays: its queries do give gradients to the k and v before them
+    for x in (k, v) if poisoned == "the future" else (q, k, v, dout):
+        x[:, poison] = np.nan
+    found = run(blockwise.attention, q, k, v, dout, starts, lengths)
     for name in ("out", "dq") if poisoned == "the future" else found:
         assert np.isfinite(found[name][:, clean]).all(), name
         assert np.isnan(found[name][:, poison]).any(), name
@@ -101,21 +102,21 @@ def test_memory_is_linear_in_length(record_property):
 
 def test_a_row_of_65536_tokens_runs():
     """Each of its pieces alone gives the same; the last is looked at."""
-    starts = jnp.arange(66, dtype=jnp.int32)[None] * 1000
-    lengths = jnp.minimum(1000, LONG - starts)
+    starts = np.arange(66, dtype=np.int32)[None] * 1000
+    lengths = np.minimum(1000, LONG - starts)
     q, k, v, dout = arrays(1, LONG, 1, 1, K=8)
-    found = compiled(LONG)(q, k, v, dout, starts, lengths)
+    found = jax.tree.map(np.asarray, compiled(LONG)(q, k, v, dout, starts, lengths))
     assert all(np.isfinite(x).all() for x in found.values())
     last = slice(65_000, LONG)
     alone = [x[:, last] for x in (q, k, v, dout)]
-    right = jax.jit(functools.partial(results, reference.attention))(*alone, jnp.int32([[0]]), jnp.int32([[LONG - 65_000]]))
+    right = run(reference.attention, *alone, np.int32([[0]]), np.int32([[LONG - 65_000]]))
     for name in right:
         assert batches.difference(found[name][:, last], right[name]) < tolerances.KERNEL, name
 
 
 def num_forward_passes(policy):
     """Attention forward passes in a checkpointed function and its gradient: only they look for a maximum."""
-    q, k, v, _ = arrays(1, 64, 4, 2, K=8)
+    q, k, v, _ = map(jnp.asarray, arrays(1, 64, 4, 2, K=8))
     starts, lengths = jnp.int32([[0]]), jnp.int32([[64]])
     attend = attention.make_attend(seq=1, kernel="blockwise")
 

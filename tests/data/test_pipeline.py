@@ -170,10 +170,13 @@ class Recorded(rows.Documents):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_each_token_is_read_once(mesh):
+def test_each_token_is_read_once(mesh, monkeypatch):
+    slots_of, slots_made = rows.slots, []
+    monkeypatch.setattr(rows, "slots", lambda row, max_pieces: slots_made.append(row) or slots_of(row, max_pieces))
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
     feed.read(0)
+    assert len(slots_made) == 16, "devices that share a row have its pieces from one reading"
     assert len(documents.read) == len(set(documents.read)) == 16 * mesh[2]
     assert sum(end - begin for _, begin, end in documents.read) == 16 * 32
 

@@ -98,12 +98,13 @@ def test_the_cache_knows_a_tokenizer_by_its_content(tmp_path):
 
 
 def test_workers_change_nothing(tmp_path):
-    """In a process of its own, as `train` does it: workers are forked before JAX has threads."""
+    """Also where JAX has its threads already, which a fork would not survive (it warns)."""
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"document {number}"}) for number in range(20)))
     program = """
-import sys
+import jax
 from jaxsp.core import config
 from jaxsp.data import sources, text
+jax.devices()
 source = config.Source(source="a.jsonl", format="text")
 records = sources.read(source, field="f")
 args = dict(source=source, tokenizer=text.bytes_tokenizer(), vocab_size=257, workers=2, field="f")
@@ -112,6 +113,7 @@ print(text.tokenize(records, **args)["tokens"][:])
     ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "num_proc=2" in ran.stderr, "the bar says how many work"
+    assert "os.fork" not in ran.stderr, ran.stderr
     assert json.loads(ran.stdout) == tokenize("a.jsonl")["tokens"][:]
 
 

@@ -3,7 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,8 +80,18 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     return weights
 
 
-def gradients(model: Any, documents: list[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, Any]]:
-    """Mean token loss, logits of each document, and all gradients; each document is run alone."""
+class Result(NamedTuple):
+    """What both sides compute."""
+
+    loss: Any
+    """Mean over all labels."""
+    logits: Any
+    gradients: Any
+    """By Hugging Face name on transformers' side, a nested dict on ours."""
+
+
+def gradients(model: Any, documents: list[np.ndarray]) -> Result:
+    """By transformers and torch, each document alone; logits are a list with an array for each."""
     model.zero_grad()
     losses, logits = [], []
     for document in documents:
@@ -91,18 +101,18 @@ def gradients(model: Any, documents: list[np.ndarray]) -> tuple[float, list[np.n
     mean = sum(losses) / sum(len(document) - 1 for document in documents)
     mean.backward()
     grads = {name: weight.grad for name, weight in model.named_parameters()}
-    return mean.item(), [one.detach().numpy() for one in logits], grads
+    return Result(mean.item(), [one.detach().numpy() for one in logits], grads)
 
 
 @functools.cache
-def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], tuple[Any, Any, layers.Weights]]:
-    """Mean token loss, logits [rows, tokens, vocabulary] and all gradients, by the code that training runs."""
+def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], Result]:
+    """By the code that training runs; logits are [rows, tokens, vocabulary]."""
     table, dtype = decoder.table(config), jnp.dtype("float32")
     gather = sharding.Gather(num_shards=1, compute_dtype=dtype, reduce_dtype=dtype)
     attend = attention.make_attend(seq=1, kernel="auto")
 
     @jax.jit
-    def run(weights: layers.Weights, rows: batch.Batch) -> tuple[Any, Any, layers.Weights]:
+    def run(weights: layers.Weights, rows: batch.Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
             hidden = decoder.hidden_states(weights, rows, config=config, attend=attend, gather=gather, dtype=dtype)
             head = decoder.head(weights)
@@ -111,7 +121,7 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], tuple[A
             return sums.loss / count, hidden @ head.T
 
         (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)
-        return mean, logits, grads
+        return Result(mean, logits, grads)
 
     return run
 

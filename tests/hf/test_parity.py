@@ -29,10 +29,12 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays = oracle.rows(pieces, vocab_size=config.vocab_size)
     places = [(row, slice(start, start + length)) for row, found in enumerate(pieces) for start, length in found]
     documents = [arrays["tokens_BL"][place] for place in places]
-    loss, logits, grads = oracle.gradients(model, documents)
-    right = {"loss": loss, "logits": np.concatenate(logits), **batches.by_name(oracle.stacked(grads, table))}
-    loss, logits, grads = oracle.ours(config)(weights, batch.Batch(**jax.tree.map(jnp.asarray, arrays)))
-    found = {"loss": loss, "logits": np.concatenate([logits[place] for place in places]), **batches.by_name(grads)}
+    done = oracle.gradients(model, documents)
+    right = {"loss": done.loss, "logits": np.concatenate(done.logits)}
+    right |= batches.by_name(oracle.stacked(done.gradients, table))
+    done = oracle.ours(config)(weights, batch.Batch(**jax.tree.map(jnp.asarray, arrays)))
+    found = {"loss": done.loss, "logits": np.concatenate([done.logits[place] for place in places])}
+    found |= batches.by_name(done.gradients)
     return found, right
 
 

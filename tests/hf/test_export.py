@@ -1,0 +1,193 @@
+"""An exported folder is what transformers expects, bit for bit, and there is none when the export fails."""
+
+import json
+import pathlib
+import tracemalloc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp.core import batch, errors
+from jaxsp.data import text
+from jaxsp.hf import families, weights
+from jaxsp.model import decoder, layers
+from tests import tolerances
+from tests.hf import oracle
+
+TINY = {**oracle.MODELS["llama3"], "vocab_size": 257}
+"""Has biases, scaled rotations and an explicit head_dim; the vocabulary of the tokenizer of bytes."""
+
+
+def random_master(config: Any) -> layers.Weights:
+    rng = np.random.default_rng(3)
+    return jax.tree.map(lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32), decoder.table(config))
+
+
+def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
+    """Random weights, exported; returns them."""
+    config = families.model_config(fields, field="model.config")
+    master = changes.pop("master", None) or random_master(config)
+    settings = {"tokenizer": None, "dtype": "float32"} | changes
+    weights.export(master, table=decoder.table(config), fields=fields, directory=directory, **settings)
+    return master
+
+
+def load(directory: pathlib.Path) -> Any:
+    """The model as transformers loads it, in the dtype that the folder names."""
+    model, info = oracle.transformers.AutoModelForCausalLM.from_pretrained(
+        directory, output_loading_info=True, attn_implementation="eager", dtype="auto"
+    )
+    assert not any(info.values()), info
+    return model
+
+
+@pytest.mark.parametrize("name", oracle.MODELS)
+def test_float32_comes_back_bit_for_bit_and_gives_our_loss(tmp_path, name):
+    fields = oracle.MODELS[name]
+    config = families.model_config(fields, field="model.config")
+    master = export(tmp_path / "out", fields)
+    model = load(tmp_path / "out")
+    back = oracle.stacked(dict(model.named_parameters()), decoder.table(config))
+    jax.tree.map(np.testing.assert_array_equal, back, master)
+
+    arrays = oracle.rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
+    right = oracle.gradients(model, list(arrays["tokens_BL"])).loss
+    found = oracle.ours(config)(master, batch.Batch(**jax.tree.map(jnp.asarray, arrays))).loss
+    assert abs(found - right) < tolerances.FP32_PARITY * right
+
+
+def test_bfloat16_is_the_rounded_weights_and_the_default(tmp_path):
+    config = families.model_config(TINY, field="model.config")
+    master = random_master(config)
+    # jax arrays, as they are at the end of a run
+    table = decoder.table(config)
+    weights.export(jax.tree.map(jnp.asarray, master), table=table, fields=TINY, tokenizer=None, directory=tmp_path / "out")
+    model = load(tmp_path / "out")
+    assert {weight.dtype for weight in model.parameters()} == {oracle.torch.bfloat16}
+    back = oracle.stacked({name: weight.float() for name, weight in model.named_parameters()}, table)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y.astype(jnp.bfloat16), np.float32)), back, master)
+
+
+def test_weights_in_several_files_have_an_index_and_load(tmp_path):
+    master = export(tmp_path / "out", TINY, max_shard_size="60KB")
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 2
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in jax.tree.leaves(master))
+    for file in files:
+        with safetensors.safe_open(tmp_path / "out" / file, "np") as tensors:
+            assert all(index["weight_map"][name] == file for name in tensors.keys())  # noqa: SIM118
+            assert tensors.metadata() == {"format": "pt"}
+    config = families.model_config(TINY, field="model.config")
+    back = oracle.stacked(dict(load(tmp_path / "out").named_parameters()), decoder.table(config))
+    jax.tree.map(np.testing.assert_array_equal, back, master)
+
+
+def test_views_are_written_as_they_read(tmp_path):
+    """safetensors writes the memory behind a transposed view in the wrong order, without a word."""
+    config = families.model_config(TINY, field="model.config")
+    master = random_master(config)
+    views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
+    export(tmp_path / "views", TINY, master=views)
+    export(tmp_path / "plain", TINY, master=master)
+    assert (tmp_path / "views/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+def test_a_tied_head_is_not_written(tmp_path):
+    export(tmp_path / "out", oracle.MODELS["llama tied"])
+    assert "lm_head.weight" not in safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+
+
+def test_host_memory_holds_one_file_at_a_time(tmp_path):
+    fields = {**TINY, "vocab_size": 300, "num_hidden_layers": 24, "hidden_size": 128, "intermediate_size": 256}
+    config = families.model_config(fields, field="model.config")
+    master = random_master(config)
+    export(tmp_path / "warm", TINY)
+    tracemalloc.start()
+    try:
+        export(tmp_path / "out", fields, master=master, max_shard_size=10**6)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sum(array.nbytes for array in jax.tree.leaves(master)) > 10 * 10**6
+    assert peak < 2 * 10**6
+
+
+@pytest.mark.parametrize("name", oracle.MODELS)
+def test_the_config_read_back_is_the_same_model(tmp_path, name):
+    fields = oracle.MODELS[name]
+    right = families.model_config(fields, field="model.config")
+    export(tmp_path / "out", fields, dtype="bfloat16")
+    path = tmp_path / "out/config.json"
+    written = json.loads(path.read_text())
+    assert families.model_config(written, field="config.json") == right
+    loaded = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert loaded.architectures == [type(oracle.torch_model(fields)).__name__]
+    assert loaded.dtype == oracle.torch.bfloat16
+    assert families.model_config(loaded.to_dict(), field="config.json") == right
+
+    # what was written before transformers 5
+    legacy = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")}
+    assert families.model_config(legacy, field="config.json") == right
+    path.write_text(json.dumps(legacy))
+    old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert old.dtype == loaded.dtype
+    assert old.rope_parameters == loaded.rope_parameters
+
+
+def test_the_tokenizer_and_its_special_tokens_come_along(tmp_path):
+    tokenizer = text.bytes_tokenizer()
+    export(tmp_path / "out", {**TINY, "bos_token_id": 7, "eos_token_id": 2}, tokenizer=tokenizer)
+    loaded = oracle.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded("naïve <eos>")["input_ids"] == list("naïve <eos>".encode())
+    for found in (load(tmp_path / "out").generation_config, load(tmp_path / "out").config):
+        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (7, 256, None)
+
+
+def test_without_a_tokenizer_no_special_tokens_are_made_up(tmp_path):
+    """Left to transformers, a llama ends a text with token 2, whatever token 2 is."""
+    export(tmp_path / "out", TINY)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    model = load(tmp_path / "out")
+    assert model.config.eos_token_id is None
+    assert model.generation_config.eos_token_id is None
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_export_leaves_nothing_behind(tmp_path, monkeypatch, error):
+    save, calls = safetensors.numpy.save_file, []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise error
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    with pytest.raises((errors.UserError, KeyboardInterrupt)) as raised:
+        export(tmp_path / "out", TINY, max_shard_size="60KB")
+    if isinstance(error, OSError):
+        assert f"{tmp_path}/out: cannot be written: [Errno 28] No space left on device." in str(raised.value)
+    assert len(calls) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_new_or_an_empty_folder_is_written_to(tmp_path):
+    (tmp_path / "empty").mkdir()
+    export(tmp_path / "empty", TINY)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    for name in ("empty", "empty/config.json"):
+        with pytest.raises(errors.UserError, match=f"{name}: exists already"):
+            export(tmp_path / name, TINY)
+    with pytest.raises(errors.UserError, match="cannot be written"):
+        export(tmp_path / "empty/config.json/out", TINY)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

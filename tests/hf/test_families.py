@@ -1,0 +1,304 @@
+"""A config.json becomes the decoder that it describes, or is refused with every reason at once."""
+
+from typing import Any
+
+import pytest
+
+from jaxsp.core import errors
+from jaxsp.hf import families
+from jaxsp.model.config import Llama3Rope, ModelConfig
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+}
+
+SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+
+LLAMA_3_1 = {
+    **LLAMA,
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": SCALING,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3",
+    "use_cache": True,
+}
+"""The config.json of Llama-3.1-8B-Instruct."""
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "initializer_range": 0.02,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""The config.json of Qwen2.5-0.5B-Instruct."""
+
+QWEN3 = {
+    **QWEN2,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+"""The config.json of Qwen3-0.6B."""
+
+
+def read(fields: dict[str, Any]) -> ModelConfig:
+    return families.model_config(fields, field="model.config")
+
+
+def problems(fields: dict[str, Any]) -> list[str]:
+    with pytest.raises(errors.UserError) as raised:
+        read(fields)
+    assert all("\n" not in problem and problem.startswith("model.config") for problem in raised.value.problems)
+    return raised.value.problems
+
+
+def test_llama_3_1():
+    assert read(LLAMA_3_1) == ModelConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=14336,
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_llama3=Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        tie_embeddings=False,
+        initializer_range=0.02,
+    )
+
+
+def test_qwen_2_5():
+    config = read(QWEN2)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (14, 2, 64)
+    assert (config.rope_theta, config.rope_llama3, config.tie_embeddings) == (1e6, None, True)
+
+
+def test_qwen_3():
+    config = read(QWEN3)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, True)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
+
+
+def test_biases_are_the_familys():
+    llama = read({**LLAMA, "attention_bias": True, "mlp_bias": True})
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+    assert not read({**LLAMA, "mlp_bias": True}).qkv_bias
+    qwen3 = read({**QWEN3, "attention_bias": True})
+    assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
+
+
+def test_what_is_left_out_is_derived():
+    fields = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
+    config = read(fields)
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (32, 128, 1e4, 1e-6)
+    assert read({**fields, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None}) == config
+    assert read({**QWEN2, "head_dim": 32}).head_dim == 32
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": SCALING},
+        {"rope_parameters": {**SCALING, "rope_theta": 5e5}},
+        {"rope_theta": 5e5, "rope_scaling": {("type" if key == "rope_type" else key): x for key, x in SCALING.items()}},
+        {"rope_theta": 5e5, "rope_parameters": {**SCALING, "rope_theta": 5e5}, "rope_scaling": SCALING},
+    ],
+)
+def test_the_rotation_reads_the_same_in_every_form(rope):
+    assert read({**LLAMA, **rope, "rms_norm_eps": 1e-5}) == read(LLAMA_3_1)
+
+
+def test_the_callers_fields_stay_as_they_are():
+    fields = {**LLAMA, "rope_scaling": dict(SCALING), "rope_theta": 5e5}
+    read(fields)
+    assert fields == {**LLAMA, "rope_scaling": SCALING, "rope_theta": 5e5}
+
+
+REFUSED = [
+    ({"hidden_act": "gelu"}, "hidden_act = gelu: is not implemented: the MLP is gated by silu here"),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: is not implemented"),
+    ({"sliding_window": 512}, "sliding_window = 512: is not implemented: every layer attends to the whole document"),
+    ({"pretraining_tp": 2}, "pretraining_tp = 2: is not implemented"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not implemented"),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not implemented'),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ["),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ["),
+    ({"per_layer_config": {"0": {}}}, "per_layer_config = {"),
+    ({"hiden_size": 512}, "hiden_size = 512: is no field of llama that jaxsp knows. Did you mean hidden_size?"),
+    ({"logit_scale": 0.1}, "logit_scale = 0.1: is no field of llama that jaxsp knows."),
+    (
+        {"attention_biass": False},
+        "attention_biass = false: is no field of llama that jaxsp knows. Did you mean attention_bias?",
+    ),
+    ({"vocab_size": "many"}, "vocab_size = many: must be a whole number from 1."),
+    ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be a whole number from 1."),
+    ({"num_hidden_layers": True}, "num_hidden_layers = true: must be a whole number from 1."),
+    ({"head_dim": 64.0}, "head_dim = 64.0: must be a whole number from 1."),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: must be a number above 0."),
+    ({"rms_norm_eps": 1}, ": transformers refuses it: TypeError: Field 'rms_norm_eps' expected float, got int (value: 1)"),
+    ({"initializer_range": 2.0}, "initializer_range = 2.0: must be a number from 0 to 1."),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no: must be true or false."),
+    ({"eos_token_id": [1, "x"]}, 'eos_token_id = [1, "x"]: must be a token id, a list of them, or null.'),
+    (
+        {"num_key_value_heads": 5},
+        "num_key_value_heads = 5: must divide num_attention_heads, which is 32. Use 1, 2, 4, 8, 16 or 32.",
+    ),
+    ({"hidden_size": 4100}, "hidden_size = 4100: must be a multiple of num_attention_heads, which is 32."),
+    ({"hidden_size": 4100, "head_dim": 128}, ": transformers refuses it: ValueError: The hidden size (4100) is not a multiple"),
+    ({"head_dim": 127}, "head_dim = 127: must be even"),
+    ({"hidden_size": 32 * 127}, "head_dim = 127: must be even"),
+    (
+        {"model_type": "qwen2", "attention_bias": True},
+        "attention_bias = true: is no field of qwen2 that jaxsp knows. Leave it out.",
+    ),
+    (
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64},
+        "use_sliding_window = true: is not implemented",
+    ),
+    ({"model_type": "qwen3", "head_dim": None}, "head_dim: missing."),
+    ({"model_type": "mistral"}, "model_type = mistral: is not implemented. jaxsp has llama, qwen2 or qwen3."),
+    ({"model_type": "lama"}, "model_type = lama: is not implemented. jaxsp has llama, qwen2 or qwen3. Did you mean llama?"),
+    ({"model_type": ["llama"]}, 'model_type = ["llama"]: is not implemented.'),
+    ({"model_type": None}, "model_type: missing. jaxsp has llama, qwen2 or qwen3."),
+    *(
+        ({form: {"rope_type": kind, "factor": 2.0}}, f"{form}.rope_type = {kind}: is not implemented. Use default or llama3.")
+        for form in ("rope_parameters", "rope_scaling")
+        for kind in ("linear", "dynamic", "yarn", "longrope", "mrope", "unheard of")
+    ),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = linear: is not implemented."),
+    ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_scaling.rope_type = default or linear: is not"),
+    ({"rope_scaling": "linear"}, "rope_scaling = linear: must be a group of fields, or null."),
+    (
+        {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
+        "rope_parameters.factor = 2.0: is not implemented for rope_type default.",
+    ),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention = {"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: is not implemented"),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters.rope_theta = big: must be a number above 0."),
+    ({"rope_theta": -1.0}, "rope_theta = -1.0: must be a number above 0."),
+    (
+        {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 1.0}},
+        "rope_theta = 2.0: model.config.rope_parameters.rope_theta = 1.0 differs",
+    ),
+    (
+        {"rope_parameters": {"rope_theta": 1.0}, "rope_scaling": SCALING},
+        "rope_scaling: model.config.rope_parameters differs.",
+    ),
+    ({"rope_scaling": {**SCALING, "factor": None}}, "rope_scaling.factor: missing."),
+    ({"rope_scaling": {**SCALING, "factor": "8"}}, "rope_scaling.factor = 8: must be a number above 0."),
+    (
+        {"rope_scaling": {**SCALING, "original_max_position_embeddings": 8192.5}},
+        "rope_scaling.original_max_position_embeddings = 8192.5: must be a whole number above 0.",
+    ),
+    (
+        {"rope_scaling": {**SCALING, "low_freq_factor": 4.0}},
+        "rope_scaling.low_freq_factor = 4.0: must be below high_freq_factor",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(change, says):
+    (problem,) = problems(LLAMA | change)
+    assert problem.removeprefix("model.config").removeprefix(".").startswith(says)
+
+
+@pytest.mark.parametrize("fields", [LLAMA_3_1, QWEN2, QWEN3])
+def test_no_size_is_a_familys_default(fields):
+    sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
+    sizes += ["head_dim"] if fields["model_type"] == "qwen3" else []
+    found = problems({name: value for name, value in fields.items() if name not in sizes})
+    assert sorted(problem.partition(":")[0] for problem in found) == sorted(f"model.config.{name}" for name in sizes)
+
+
+def test_all_problems_come_at_once():
+    wrong = {"hidden_act": "gelu", "hiden_size": 1, "rope_scaling": {"type": "yarn"}, "vocab_size": 0, "mlp_bias": 1}
+    found = problems({**LLAMA, **wrong, "num_attention_heads": None})
+    names = [problem.removeprefix("model.config.").split(" =")[0].split(":")[0] for problem in found]
+    assert sorted(names) == sorted(
+        ["hidden_act", "hiden_size", "rope_scaling.rope_type", "vocab_size", "mlp_bias", "num_attention_heads"]
+    )
+
+
+def test_fields_that_change_nothing_are_let_through():
+    idle = {
+        "_name_or_path": "x",
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "use_cache": False,
+        "rope_interleaved": False,
+        "new": None,
+        "rope_parameters": {"rope_theta": None},
+    }
+    assert read({**LLAMA, **idle, "architectures": None, "layer_types": ["full_attention"] * 32}) == read(LLAMA)
+
+
+def test_special_tokens_are_the_tokenizers_then_the_configs():
+    class Tokenizer:
+        bos_token_id, eos_token_id, pad_token_id = None, 5, None
+
+    found = families.token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    assert found == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
+    assert families.token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
+    assert families.token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    assert families.token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]

@@ -1,0 +1,117 @@
+"""Compiled steps for tests to share, and the plain program that all of them are held against."""
+
+import concurrent.futures
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxsp import attention
+from jaxsp.core import batch, config
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import sharding, step
+from tests import batches
+
+MODEL = batches.model()
+ROWS = batches.ragged(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
+SGD = batches.settings()
+NUM_STEPS = 5
+
+
+def whole_weights(model: ModelConfig) -> dict[str, Any]:
+    """Weights by numpy; biases and norms are not what they start as, so that each has a say in the loss."""
+    rng = np.random.default_rng(2)
+    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)  # noqa: E731
+    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(model))
+
+
+class _AsIs:
+    """A gather for one device that holds the weights whole."""
+
+    def __call__(self, rows, shards):
+        return shards
+
+    def join(self, row, shard):
+        return shard
+
+    def split(self, row, gradient):
+        return gradient
+
+
+@functools.cache
+def plain(model: ModelConfig = MODEL):
+    """Mean loss, correct labels and gradients of all rows in one piece: no mesh, no turns, no tiles, reference attention."""
+    attend = attention.make_attend(seq=1, kernel="reference")
+
+    def mean_loss(weights, rows):
+        hidden = decoder.hidden_states(weights, rows, config=model, attend=attend, gather=_AsIs(), dtype=jnp.dtype("float32"))
+        logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.head(weights))
+        has_label = rows.labels_BL != batch.NO_LABEL
+        labels = jnp.where(has_label, rows.labels_BL, 0)
+        log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+        num_correct = (has_label & (logits.argmax(-1) == labels)).sum()
+        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum(), num_correct
+
+    both = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+    return lambda weights, arrays: both(weights, batch.Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
+
+
+def cut(row: layers.Parameter, stored: jax.Array) -> np.ndarray:
+    """A weight without the zeros it is stored with."""
+    return np.asarray(stored)[(..., *(slice(size) for size in row.shape))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A program on a mesh, with what was compiled of it for rows of one shape."""
+
+    program: step.Program
+    rows_at_once: int
+    gradients: Any
+    step: Any
+
+    def rows(self, arrays: batches.Arrays) -> batch.Batch:
+        return batches.on_mesh(arrays, self.program.mesh, rows_at_once=self.rows_at_once)
+
+    def state(self, whole: dict[str, Any]) -> step.State:
+        """These weights and an empty optimizer."""
+        return step.with_weights(self.program, sharding.put(self.program.table, whole, self.program.mesh))
+
+    def whole(self, tree: Any) -> dict[str, np.ndarray]:
+        """Weights or gradients by name, without the zeros they are stored with."""
+        return batches.by_name(jax.tree.map(cut, self.program.table, tree))
+
+
+_POOL = concurrent.futures.ThreadPoolExecutor(2)
+
+
+@functools.cache
+def compiling(
+    sizes: tuple[int, int, int],
+    *,
+    rows_at_once: int = 1,
+    settings: config.Config = SGD,
+    model: ModelConfig = MODEL,
+    want: tuple[str, ...] = ("gradients", "step"),
+    arrays: Any = None,
+) -> concurrent.futures.Future[Run]:
+    """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
+
+    def make() -> Run:
+        attend = attention.make_attend(seq=sizes[-1], kernel="auto")
+        mesh = batches.mesh(*sizes)
+        program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
+        bare = Run(program, rows_at_once, None, None)
+        rows, state = bare.rows(arrays() if arrays else ROWS), bare.state(whole_weights(model))
+        gradients = jax.jit(functools.partial(step.gradients, program))
+        return dataclasses.replace(
+            bare,
+            gradients=gradients.lower(state.master, rows).compile() if "gradients" in want else None,
+            step=step.compile(program, state, rows) if "step" in want else None,
+        )
+
+    return _POOL.submit(make)

@@ -1,0 +1,143 @@
+"""The promise: loss, gradients, weights and counts are the same on every mesh, and are those of a plain program."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.core import batch
+from jaxsp.training import sharding
+from tests import batches, tolerances
+from tests.training import runs
+
+MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 1}
+"""replica x data x seq, and rows at once: 16 rows are 16, 2, 2, 8, 4 and 4 turns."""
+
+each_mesh = pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiling(small_shards):
+    """Starts all of them; each test waits for its own."""
+    for sizes, rows_at_once in MESHES.items():
+        runs.compiling(sizes, rows_at_once=rows_at_once)
+
+
+def run_on(sizes):
+    return runs.compiling(sizes, rows_at_once=MESHES[sizes]).result()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return runs.whole_weights(runs.MODEL)
+
+
+def check_gradients(run, weights, arrays, record_property):
+    found = run.gradients(run.state(weights).master, run.rows(arrays))
+    (loss, num_correct), right = runs.plain(run.program.model)(weights, arrays)
+    found_leaves, right_leaves = run.whole(found.gradients), batches.by_name(right)
+    differences = {name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves}
+    record_property("largest relative difference of a gradient", max(differences.values()))
+    assert batches.difference(found.loss, loss) < tolerances.MESH
+    assert max(differences.values()) < tolerances.MESH, differences
+    counts = (found.num_rows, found.num_tokens, found.num_loss_tokens, found.num_correct)
+    lengths, labels = arrays["lengths_BM"], arrays["labels_BL"]
+    assert [int(x) for x in counts] == [
+        (lengths.sum(1) > 0).sum(),
+        lengths.sum(),
+        (labels != batch.NO_LABEL).sum(),
+        num_correct,
+    ]
+
+
+@each_mesh
+def test_loss_gradients_and_counts_are_those_of_a_plain_program(sizes, weights, record_property):
+    check_gradients(run_on(sizes), weights, runs.ROWS, record_property)
+
+
+@each_mesh
+def test_weights_after_three_steps_are_those_of_a_plain_program(sizes, weights, record_property):
+    """SGD with learning rate 1: each step subtracts the gradient."""
+    run, right = run_on(sizes), weights
+    state = run.state(weights)
+    for number in range(3):
+        (loss, _), gradients = runs.plain()(right, runs.ROWS)
+        norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
+        right = jax.tree.map(lambda w, g: w - g, right, gradients)
+        state, metrics = run.step(state, run.rows(runs.ROWS))
+        assert batches.difference(metrics.loss, loss) < tolerances.MESH
+        assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
+        assert metrics.finite
+        assert int(state.step) == number + 1
+    found, right = run.whole(state.master), batches.by_name(right)
+    differences = {name: batches.difference(found[name], right[name]) for name in right}
+    record_property("largest relative difference of a weight", max(differences.values()))
+    assert max(differences.values()) < tolerances.MESH, differences
+    moved = {name: np.linalg.norm(right[name] - before) for name, before in batches.by_name(weights).items()}
+    assert min(moved.values()) > 1e-3, moved
+
+
+@each_mesh
+def test_the_zeros_that_fill_up_a_shard_stay_zero(sizes, weights):
+    """So they add nothing to the norm of the gradients either."""
+    run = run_on(sizes)
+    state = run.state(weights)
+    for _ in range(3):
+        state, _ = run.step(state, run.rows(runs.ROWS))
+    gradients = run.gradients(state.master, run.rows(runs.ROWS)).gradients
+    filled = []
+    for tree in (state.master, gradients):
+        for row, stored in zip(jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True):
+            whole, stored = runs.cut(row, stored), np.asarray(stored)
+            assert np.count_nonzero(stored) == np.count_nonzero(whole), row.hf_name
+            filled.append(stored.size - whole.size)
+    assert any(filled) == (np.prod(sizes[1:]) > 1)
+
+
+def test_the_model_has_weights_of_every_placement():
+    table = runs.compiling((1, 2, 4), rows_at_once=1).result().program.table
+    places = [sharding.place(row, 8) for row in jax.tree.leaves(table)]
+    kinds = {(place.dim, place.stored != row.shape) for place, row in zip(places, jax.tree.leaves(table), strict=True)}
+    assert kinds == {(None, False), (0, False), (1, False), (0, True), (1, True)}
+
+
+def without_labels(where):
+    arrays = {name: array.copy() for name, array in runs.ROWS.items()}
+    arrays["labels_BL"][where] = batch.NO_LABEL
+    return arrays
+
+
+# At seq=4 a share is 16 tokens; 2 rows are a turn; a tile is 7 tokens
+@pytest.mark.parametrize(
+    "where",
+    [np.s_[:, 32:48], np.s_[0:2], np.s_[1::2], np.s_[:, 16:23], np.s_[0, 1:]],
+    ids=["one share", "a turn", "every row of one group", "a tile", "uneven rows"],
+)
+def test_a_part_without_labels_changes_nothing(where, weights, record_property):
+    check_gradients(run_on((1, 2, 4)), weights, without_labels(where), record_property)
+
+
+def test_a_row_without_pieces_changes_nothing(weights, record_property):
+    arrays = {name: array.copy() for name, array in runs.ROWS.items()}
+    for name, array in arrays.items():
+        array[5] = batch.NO_LABEL if name == "labels_BL" else 0
+    check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
+
+
+def test_a_step_without_labels_changes_no_weight(weights):
+    run = run_on((1, 2, 4))
+    state = run.state(weights)
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = run.step(state, run.rows(without_labels(np.s_[:])))
+    assert batches.same_bits(after.master, before.master)
+    assert metrics.finite
+    assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [0, 0, 0]
+    assert int(metrics.num_loss_tokens) == 0
+    assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (2, 2, 2)])
+def test_a_tied_head_gets_both_gradients_on_every_mesh(sizes, record_property):
+    model = batches.model(tie_embeddings=True)
+    run = runs.compiling(sizes, model=model, want=("gradients",)).result()
+    assert "head" not in run.program.table
+    check_gradients(run, runs.whole_weights(model), runs.ROWS, record_property)
