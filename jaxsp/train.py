@@ -46,7 +46,7 @@ def prepare(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Prog
     read = []
     for number, source in enumerate(settings.data.train):
         with problems.collect():
-            read.append((source, f"data.train.{number}", sources.read(source, field=f"data.train.{number}")))
+            read.append((source, f"data.train.{number}.source", sources.read(source, field=f"data.train.{number}.source")))
             if source.format == "text" and settings.model.tokenizer is None:
                 raise errors.UserError("model.tokenizer = null: text needs one. Use bytes, or a folder or hub name.")
     if model is not None:

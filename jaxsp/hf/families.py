@@ -308,11 +308,11 @@ def _rope_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
                 f"{where}.{name} = {_text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
             )
     for name in numbers:
-        value: Any = given.get(name)
+        number = given.get(name)
         if name not in given and name != "rope_theta":
             problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
-        elif name in given and (not _is_number(value) or value <= 0 or (name == _LLAMA3[-1] and not _is_whole(value))):
-            problems.append(f"{where}.{name} = {_text(value)}: must be a {'whole ' * (name == _LLAMA3[-1])}number above 0.")
+        elif name in given and (not _is_number(number) or number <= 0 or (name == _LLAMA3[-1] and not _is_whole(number))):
+            problems.append(f"{where}.{name} = {_text(number)}: must be a {'whole ' * (name == _LLAMA3[-1])}number above 0.")
     if kind == "llama3" and not problems and given["low_freq_factor"] >= given["high_freq_factor"]:
         problems.append(
             f"{where}.low_freq_factor = {given['low_freq_factor']}: must be below high_freq_factor, "
