@@ -4,7 +4,6 @@ A config.json describes more than jaxsp does. What we implement is read, what do
 everything else is refused by name: a feature that is silently left out gives plausible losses of another model.
 """
 
-import copy
 import dataclasses
 import json
 import math
@@ -158,8 +157,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
     problems = problems or _heads(fields, path)
     if problems:
         raise errors.UserError(problems)
-    # transformers fills in the very dicts that it is given
-    passed = copy.deepcopy({name: fields[name] for name in _PASSED if name in fields})
+    passed = {name: fields[name] for name in _PASSED if name in fields}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -190,7 +188,10 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """Null says what leaving out says, but transformers' attention would meet a null head_dim as it is."""
+    """A copy in which null is left out: transformers' attention would meet a null head_dim as it is.
+
+    Groups of the rotation are copied too, because transformers fills in the very dicts that it is given.
+    """
     groups = {
         str(name): _without_nulls(value) if name in _ROPE and isinstance(value, dict) else value
         for name, value in fields.items()
@@ -308,7 +309,7 @@ def _rope_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
                 f"{where}.{name} = {_text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
             )
     for name in numbers:
-        number = given.get(name)
+        number: Any = given.get(name)
         if name not in given and name != "rope_theta":
             problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
         elif name in given and (not _is_number(number) or number <= 0 or (name == _LLAMA3[-1] and not _is_whole(number))):

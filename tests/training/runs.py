@@ -54,7 +54,7 @@ def plain(model: ModelConfig = MODEL):
         labels = jnp.where(has_label, rows.labels_BL, 0)
         log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
         num_correct = (has_label & (logits.argmax(-1) == labels)).sum()
-        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum(), num_correct
+        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum().astype(jnp.float32), num_correct
 
     both = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
     return lambda weights, arrays: both(weights, batch.Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
@@ -89,7 +89,6 @@ class Run:
 _POOL = concurrent.futures.ThreadPoolExecutor(2)
 
 
-@functools.cache
 def compiling(
     sizes: tuple[int, int, int],
     *,
@@ -97,7 +96,7 @@ def compiling(
     settings: config.Config = SGD,
     model: ModelConfig = MODEL,
     want: tuple[str, ...] = ("gradients", "step"),
-    arrays: Any = None,
+    arrays: batches.Arrays = ROWS,
 ) -> concurrent.futures.Future[Run]:
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
@@ -106,7 +105,7 @@ def compiling(
         mesh = batches.mesh(*sizes)
         program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)
-        rows, state = bare.rows(arrays() if arrays else ROWS), bare.state(whole_weights(model))
+        rows, state = bare.rows(arrays), bare.state(whole_weights(model))
         gradients = jax.jit(functools.partial(step.gradients, program))
         return dataclasses.replace(
             bare,

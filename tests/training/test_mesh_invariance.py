@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core import batch
+from jaxsp.model import decoder
 from jaxsp.training import sharding
 from tests import batches, tolerances
 from tests.training import runs
@@ -12,18 +13,20 @@ from tests.training import runs
 MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 1}
 """replica x data x seq, and rows at once: 16 rows are 16, 2, 2, 8, 4 and 4 turns."""
 
+TIED_MESHES = [(1, 2, 4), (2, 2, 2)]
+
 each_mesh = pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "x".join(map(str, sizes)))
 
 
+TIED = batches.model(tie_embeddings=True)
+
+
 @pytest.fixture(scope="module", autouse=True)
-def compiling(small_shards):
-    """Starts all of them; each test waits for its own."""
-    for sizes, rows_at_once in MESHES.items():
-        runs.compiling(sizes, rows_at_once=rows_at_once)
-
-
-def run_on(sizes):
-    return runs.compiling(sizes, rows_at_once=MESHES[sizes]).result()
+def run_on(small_shards):
+    """The run on a mesh. All start to compile at once; each test waits for its own."""
+    futures = {sizes: runs.compiling(sizes, rows_at_once=rows_at_once) for sizes, rows_at_once in MESHES.items()}
+    tied = {sizes: runs.compiling(sizes, model=TIED, want=("gradients",)) for sizes in TIED_MESHES}
+    return lambda sizes, tied_head=False: (tied if tied_head else futures)[sizes].result()
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +53,12 @@ def check_gradients(run, weights, arrays, record_property):
 
 
 @each_mesh
-def test_loss_gradients_and_counts_are_those_of_a_plain_program(sizes, weights, record_property):
+def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_on, sizes, weights, record_property):
     check_gradients(run_on(sizes), weights, runs.ROWS, record_property)
 
 
 @each_mesh
-def test_weights_after_three_steps_are_those_of_a_plain_program(sizes, weights, record_property):
+def test_weights_after_three_steps_are_those_of_a_plain_program(run_on, sizes, weights, record_property):
     """SGD with learning rate 1: each step subtracts the gradient."""
     run, right = run_on(sizes), weights
     state = run.state(weights)
@@ -77,7 +80,7 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(sizes, weights, 
 
 
 @each_mesh
-def test_the_zeros_that_fill_up_a_shard_stay_zero(sizes, weights):
+def test_the_zeros_that_fill_up_a_shard_stay_zero(run_on, sizes, weights):
     """So they add nothing to the norm of the gradients either."""
     run = run_on(sizes)
     state = run.state(weights)
@@ -94,7 +97,7 @@ def test_the_zeros_that_fill_up_a_shard_stay_zero(sizes, weights):
 
 
 def test_the_model_has_weights_of_every_placement():
-    table = runs.compiling((1, 2, 4), rows_at_once=1).result().program.table
+    table = decoder.table(runs.MODEL)
     places = [sharding.place(row, 8) for row in jax.tree.leaves(table)]
     kinds = {(place.dim, place.stored != row.shape) for place, row in zip(places, jax.tree.leaves(table), strict=True)}
     assert kinds == {(None, False), (0, False), (1, False), (0, True), (1, True)}
@@ -112,18 +115,18 @@ def without_labels(where):
     [np.s_[:, 32:48], np.s_[0:2], np.s_[1::2], np.s_[:, 16:23], np.s_[0, 1:]],
     ids=["one share", "a turn", "every row of one group", "a tile", "uneven rows"],
 )
-def test_a_part_without_labels_changes_nothing(where, weights, record_property):
+def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_property):
     check_gradients(run_on((1, 2, 4)), weights, without_labels(where), record_property)
 
 
-def test_a_row_without_pieces_changes_nothing(weights, record_property):
+def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
     for name, array in arrays.items():
         array[5] = batch.NO_LABEL if name == "labels_BL" else 0
     check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
 
 
-def test_a_step_without_labels_changes_no_weight(weights):
+def test_a_step_without_labels_changes_no_weight(run_on, weights):
     run = run_on((1, 2, 4))
     state = run.state(weights)
     before = jax.tree.map(np.asarray, state)
@@ -135,9 +138,8 @@ def test_a_step_without_labels_changes_no_weight(weights):
     assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 4), (2, 2, 2)])
-def test_a_tied_head_gets_both_gradients_on_every_mesh(sizes, record_property):
-    model = batches.model(tie_embeddings=True)
-    run = runs.compiling(sizes, model=model, want=("gradients",)).result()
+@pytest.mark.parametrize("sizes", TIED_MESHES)
+def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
+    run = run_on(sizes, tied_head=True)
     assert "head" not in run.program.table
-    check_gradients(run, runs.whole_weights(model), runs.ROWS, record_property)
+    check_gradients(run, runs.whole_weights(TIED), runs.ROWS, record_property)

@@ -1,0 +1,99 @@
+"""What travels in which dtype, what the backward pass keeps, and how far bfloat16 is from float32."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.training import step
+from tests import batches, tolerances
+from tests.training import runs
+
+
+@functools.cache
+def long_rows():
+    """Rows of 4096 tokens: 1024 on each of 4 devices, which are 128 tiles of 8. Three tokens in ten are the same."""
+    pieces = [[(0, 1500), (1500, 2596)], [(0, 4000)]]
+    arrays = batches.packed(pieces, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
+    often = np.random.default_rng(4).random(arrays["tokens_BL"].shape) < 0.3
+    arrays["tokens_BL"][often] = 7
+    for row, places in enumerate(pieces):
+        for start, length in places:
+            arrays["labels_BL"][row, start : start + length - 1] = arrays["tokens_BL"][row, start + 1 : start + length]
+    return arrays
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiling(small_shards):
+    rows = long_rows()
+    settings = {
+        dtype: batches.settings(memory={"loss_tile_tokens": 8}, compute_dtype=dtype) for dtype in ("float32", "bfloat16")
+    }
+    return {dtype: runs.compiling((1, 1, 4), settings=one, want=("gradients",), arrays=rows) for dtype, one in settings.items()}
+
+
+def test_bfloat16_gradients_are_near_those_of_float32(compiling, record_property):
+    weights = runs.whole_weights(runs.MODEL)
+
+    def gradients(dtype):
+        run = compiling[dtype].result()
+        return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
+
+    found, right = gradients("bfloat16"), gradients("float32")
+    differences = {name: batches.difference(found[name], right[name]) for name in right}
+    record_property("differences", differences)
+    assert max(differences.values()) < tolerances.BF16, differences
+
+
+@functools.cache
+def traced(grad_reduce_dtype):
+    """The gradients of 2 x 4 devices in bfloat16."""
+    program = step.Program(
+        config=batches.settings(compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}),
+        model=runs.MODEL,
+        mesh=batches.mesh(1, 2, 4),
+        attend=attention.make_attend(seq=4, kernel="auto"),
+        num_steps=runs.NUM_STEPS,
+    )
+    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    state = run.state(runs.whole_weights(runs.MODEL))
+    return jax.make_jaxpr(functools.partial(step.gradients, program))(state.master, run.rows(runs.ROWS))
+
+
+def dtypes_of(primitive, grad_reduce_dtype):
+    """Dtypes that a collective sends, and how often it is called in the text of the program."""
+    equations = [e for e in batches.equations(traced(grad_reduce_dtype)) if e.primitive.name == primitive]
+    return {str(variable.aval.dtype) for e in equations for variable in e.invars}, len(equations)
+
+
+@pytest.mark.parametrize("grad_reduce_dtype", ["float32", "bfloat16"])
+def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(grad_reduce_dtype):
+    sharded_in_a_layer, at_the_ends = 9, 2  # 7 matrices and 2 biases of 100 elements or more; embedding and head
+    # a layer is gathered again in the backward pass; so is the head; the embedding's gradient does not need it
+    assert dtypes_of("all_gather", grad_reduce_dtype) == ({"bfloat16"}, 2 * sharded_in_a_layer + at_the_ends + 1)
+    assert dtypes_of("reduce_scatter", grad_reduce_dtype) == ({grad_reduce_dtype}, sharded_in_a_layer + at_the_ends)
+    # q, k and v together and the output; the same backward, where q, k and v are also made again
+    assert dtypes_of("all_to_all", grad_reduce_dtype) == ({"bfloat16"}, 5)
+    assert dtypes_of("psum", grad_reduce_dtype)[0] <= {"float32", "int32"}
+
+
+def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
+    """What a scan over layers puts out, stacked, is kept: weights are not, gathered or otherwise."""
+    model, (B, l, L) = runs.MODEL, (1, 16, 64)  # noqa: E741
+    scans = [
+        equation
+        for equation in batches.equations(traced("float32"))
+        if equation.primitive.name == "scan" and equation.params["length"] == model.num_layers
+    ]
+    forward, backward = scans
+    kept = [variable.aval for variable in forward.outvars[forward.params["num_carry"] :]]
+    heads = model.num_heads // 4
+    assert sorted((aval.shape[1:], str(aval.dtype)) for aval in kept) == [
+        ((B, heads, L), "float32"),  # log-sum-exp
+        ((B, l, model.hidden_size), "bfloat16"),  # the layer's input
+        ((B, L, heads, model.head_dim), "bfloat16"),  # attention's output
+    ]
+    gradients = [variable.aval for variable in backward.outvars[backward.params["num_carry"] :]]
+    assert {str(aval.dtype) for aval in gradients} == {"float32"}

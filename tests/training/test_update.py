@@ -1,0 +1,143 @@
+"""What a step does with its gradients: clipping, the optimizer, the guard against NaN, memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxsp import attention
+from jaxsp.model import decoder
+from jaxsp.training import optimizer, step
+from tests import batches, tolerances
+from tests.training import runs
+
+ADAMW = batches.settings(
+    name="adamw", learning_rate=1e-2, schedule="cosine", warmup_steps=2, weight_decay=0.1, beta2=0.99, max_grad_norm=0.5
+)
+CLIPPED = batches.settings(max_grad_norm=0.25)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiling(small_shards):
+    return {
+        "adamw": runs.compiling((1, 2, 4), settings=ADAMW),
+        "clipped": runs.compiling((2, 2, 2), settings=CLIPPED, want=("step",)),
+    }
+
+
+@pytest.fixture(scope="module")
+def adamw(compiling):
+    return compiling["adamw"].result()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return runs.whole_weights(runs.MODEL)
+
+
+def norm_of(tree):
+    return np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
+
+
+def is_matrix(name):
+    return not name.endswith("bias") and "norm" not in name
+
+
+def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
+    """Clipping, schedule and decay included. Optax sees each stacked weight as one array; gradients are those of the mesh."""
+    state, rows = adamw.state(weights), adamw.rows(runs.ROWS)
+    decays = {name: is_matrix(name) for name in batches.by_name(weights)}
+    rates = optax.join_schedules([optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2])
+    theirs = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(rates, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, mask=decays)
+    )
+    right = {name: jnp.asarray(array) for name, array in batches.by_name(weights).items()}
+    with jax.numpy_dtype_promotion("standard"):
+        opt, update = theirs.init(right), jax.jit(theirs.update)
+        for _ in range(3):
+            gradients = adamw.whole(adamw.gradients(state.master, rows).gradients)
+            moves, opt = update({name: jnp.asarray(array) for name, array in gradients.items()}, opt, right)
+            right = optax.apply_updates(right, moves)
+            state, metrics = adamw.step(state, rows)
+    assert metrics.grad_norm > 0.5, "nothing was clipped"
+    found, before = adamw.whole(state.master), batches.by_name(weights)
+    differences = {name: batches.difference(found[name] - before[name], right[name] - before[name]) for name in right}
+    assert max(differences.values()) < tolerances.OPTIMIZER, differences
+
+
+def test_only_matrices_decay():
+    for row in jax.tree.leaves(decoder.table(runs.MODEL)):
+        move = optimizer.transform(ADAMW.optimizer, row)
+        weight = jnp.ones(row.shape)
+        with jax.numpy_dtype_promotion("standard"):
+            moves, _ = move.update(jnp.zeros(row.shape), move.init(weight), weight)
+        name = row.hf_name.removesuffix(".weight")
+        assert np.unique(moves) == np.float32(0.1 if is_matrix(name) else 0), row.hf_name
+
+
+@pytest.mark.parametrize(
+    ("schedule", "after_warmup"),
+    [
+        ("constant", [8, 8, 8, 8, 8]),
+        ("linear", [8, 6, 4, 2, 0]),
+        ("cosine", [8, 4 + 2 * 2**0.5, 4, 4 - 2 * 2**0.5, 0]),
+    ],
+)
+def test_learning_rates(schedule, after_warmup):
+    settings = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
+    rate = jax.jit(optimizer.learning_rates(settings, num_steps=8))
+    assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx([2, 4, 6, 8, *after_warmup], abs=1e-5)
+    settings = batches.settings(learning_rate=8, schedule=schedule).optimizer
+    rate = jax.jit(optimizer.learning_rates(settings, num_steps=4))
+    assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
+
+
+def test_an_update_is_as_long_as_the_limit(compiling, weights):
+    run = compiling["clipped"].result()
+    state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
+    before = batches.by_name(weights)
+    moved = {name: after - before[name] for name, after in run.whole(state.master).items()}
+    assert norm_of(moved) == pytest.approx(0.25, rel=1e-4)
+    _, gradients = runs.plain()(weights, runs.ROWS)
+    norm = norm_of(gradients)
+    assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH, "the norm before clipping"
+    assert norm > 0.5
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38, 1e20], ids=["nan", "inf", "infinite loss", "infinite norm"])
+def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
+    state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
+    head = np.array(state.master["head"])
+    head[5] = value
+    head = jax.device_put(head, state.master["head"].sharding)
+    state = step.State(master=state.master | {"head": head}, opt=state.opt, step=state.step)
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = adamw.step(state, adamw.rows(runs.ROWS))
+    assert not metrics.finite
+    assert batches.same_bits((after.master, after.opt), (before.master, before.opt))
+    assert int(after.step) == 2
+
+
+def test_the_state_is_updated_in_place(adamw):
+    """Every byte of the state is an output's too, so that no second copy of it exists."""
+    state = adamw.state(runs.whole_weights(runs.MODEL))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    taken = adamw.step.memory_analysis()
+    assert taken.alias_size_in_bytes >= held
+    assert taken.output_size_in_bytes - taken.alias_size_in_bytes < 1024, "the metrics"
+    adamw.step(state, adamw.rows(runs.ROWS))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+
+
+def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
+    program = step.Program(
+        config=runs.SGD,
+        model=runs.MODEL,
+        mesh=batches.mesh(1, 1, 4),
+        attend=attention.make_attend(seq=1, kernel="auto"),
+        num_steps=runs.NUM_STEPS,
+    )
+    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    with pytest.raises(RuntimeError, match=r"mesh\.seq = 4, but the compiled step holds no attention collective"):
+        step.compile(program, run.state(weights), run.rows(runs.ROWS))

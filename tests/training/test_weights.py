@@ -1,0 +1,72 @@
+"""Where weights lie, and what random ones are."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.core import axes
+from jaxsp.model import decoder, layers
+from jaxsp.training import sharding
+from tests import batches
+from tests.training import runs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sharded(small_shards):
+    """As in the other modules."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "stored"),
+    [
+        ((64, 60), 0, (64, 60)),
+        ((60, 64), 1, (60, 64)),
+        ((257, 300), 1, (257, 304)),
+        ((257, 130), 0, (264, 130)),
+        ((101,), 0, (104,)),
+        ((99,), None, (99,)),
+        ((9, 11), None, (9, 11)),
+    ],
+)
+def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, dim, stored):
+    row = layers.Parameter(shape=shape, hf_name="a")
+    assert sharding.place(row, 8) == sharding.Placement(dim=dim, stored=stored)
+    assert sharding.place(row, 1) == sharding.Placement(dim=None, stored=shape)
+
+
+def test_each_device_holds_its_part_and_replicas_hold_the_same():
+    mesh, table = batches.mesh(2, 2, 2), decoder.table(runs.MODEL)
+    whole = runs.whole_weights(runs.MODEL)
+    stored = sharding.put(table, whole, mesh)
+    for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
+        assert batches.same_bits(runs.cut(row, array), right), row.hf_name
+        place = sharding.place(row, 4)
+        parts = 1 if place.dim is None else 4
+        assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}
+        assert len(array.sharding.device_set) == 8
+        if place.dim is not None:
+            assert array.sharding.spec[-1] == axes.SHARDS
+
+
+def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
+    table = decoder.table(runs.MODEL)
+    first, other = (
+        jax.tree.map(runs.cut, table, sharding.random_weights(table, seed=5, mesh=batches.mesh(*sizes)))
+        for sizes in ((1, 1, 1), (1, 2, 4))
+    )
+    assert batches.same_bits(other, first)
+    for row, array in zip(jax.tree.leaves(table), jax.tree.leaves(first), strict=True):
+        of_norm = "norm" in row.hf_name
+        assert (row.mean, row.std) == (1.0 if of_norm else 0.0, 0.0 if of_norm or "bias" in row.hf_name else 0.08)
+        assert array.mean(dtype=np.float64) == pytest.approx(row.mean, abs=5 * row.std / array.size**0.5)
+        assert array.std(dtype=np.float64) == pytest.approx(row.std, abs=5 * row.std / (2 * array.size) ** 0.5)
+    matrices = [leaf for leaf in jax.tree.leaves(first) if leaf.std() > 0]
+    # no weight repeats another, no layer the one before
+    starts = np.concatenate([leaf.reshape(-1, leaf[0].size)[:, :4] for leaf in matrices if leaf.ndim == 3])
+    assert len(np.unique(starts, axis=0)) == len(starts) == 2 * 7
+
+
+def test_another_seed_gives_other_weights():
+    table = {"a": layers.Parameter(shape=(30, 40), hf_name="a", std=1.0)}
+    one, two = (sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"] for seed in (1, 2))
+    assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
