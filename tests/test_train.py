@@ -192,7 +192,7 @@ def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     chosen = settings(tmp_path, data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}])
-    with pytest.raises(errors.UserError, match="model.tokenizer"):
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer"):
         train.prepare(chosen, devices=jax.devices()[:1])
 
 

@@ -82,7 +82,10 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
+        if self.bias is None:
+            return y
+        # In float32, so that the bias's gradient, a sum over tokens, is summed in float32
+        return (y.astype(jnp.float32) + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)).astype(y.dtype)
 
 
 class RMSNorm(nnx.Module):

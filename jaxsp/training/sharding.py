@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Float32
 
@@ -61,10 +62,11 @@ def shardings(table: layers.Weights, mesh: Mesh) -> Any:
     return jax.tree.map(lambda row: NamedSharding(mesh, spec(row, meshes.num_shards(mesh))), table)
 
 
-def pad(row: layers.Parameter, whole: Array, num_shards: int) -> Array:
-    """A whole weight, or one layer of it, as stored."""
+def padding(row: layers.Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
+    """Zeros to put before and behind each dim of a whole weight (or of one layer of it) to store it."""
     stored = place(row, num_shards).stored
-    return jnp.pad(whole, [(0, 0)] * (whole.ndim - len(stored)) + [(0, s - n) for s, n in zip(stored, row.shape, strict=True)])
+    added = [(0, size - own) for size, own in zip(stored, row.shape, strict=True)]
+    return [(0, 0)] * (ndim - len(added)) + added
 
 
 def cut(row: layers.Parameter, stored: Any) -> Any:
@@ -82,18 +84,18 @@ def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh) -> layers.We
         values = (
             row.mean + row.std * jax.random.normal(key, row.stacked_shape) if row.std else jnp.full(row.stacked_shape, row.mean)
         )
-        return pad(row, values, num_shards)
+        return jnp.pad(values, padding(row, values.ndim, num_shards))
 
     return jax.jit(lambda: jax.tree.map(draw, table), out_shardings=shardings(table, mesh))()
 
 
 def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh) -> layers.Weights:
-    """Master weights made of whole arrays, each on its devices."""
+    """Master weights made of whole arrays in host memory, each on its devices."""
     num_shards = meshes.num_shards(mesh)
 
-    def one(row: layers.Parameter, array: Array) -> Array:
-        array = jnp.asarray(array, jnp.float32)
-        return jax.device_put(pad(row, array, num_shards), NamedSharding(mesh, spec(row, num_shards)))
+    def one(row: layers.Parameter, whole: Any) -> Array:
+        stored = np.pad(np.asarray(whole, np.float32), padding(row, whole.ndim, num_shards))
+        return jax.device_put(stored, NamedSharding(mesh, spec(row, num_shards)))
 
     return jax.tree.map(one, table, whole)
 
@@ -123,7 +125,7 @@ class Gather:
         dim = place(row, self.num_shards).dim
         if dim is None:
             return gradient.astype(jnp.float32)
-        stored = pad(row, gradient.astype(self.reduce_dtype), self.num_shards)
+        stored = jnp.pad(gradient.astype(self.reduce_dtype), padding(row, gradient.ndim, self.num_shards))
         return jax.lax.psum_scatter(stored, axes.SHARDS, scatter_dimension=dim, tiled=True).astype(jnp.float32)
 
     def __call__(self, rows: layers.Weights, shards: layers.Weights) -> layers.Weights:

@@ -97,27 +97,43 @@ def start(program: Program, *, seed: int) -> State:
 
 def with_weights(program: Program, master: layers.Weights) -> State:
     """These weights and an empty optimizer."""
-    places = shardings(program)
+    places = _places(shapes(program)[0])
     opt = jax.jit(lambda w: optimizer.init(program.config.optimizer, program.table, w), out_shardings=places.opt)(master)
     return State(master=master, opt=opt, step=jax.device_put(jnp.int32(0), places.step))
 
 
-def shardings(program: Program) -> State:
-    """Where each array of the state lies: a State of NamedShardings; optimizer state lies with its weight."""
-    table, mesh = program.table, program.mesh
+def shapes(program: Program) -> tuple[State, batch.Batch]:
+    """What a step takes, as jax.ShapeDtypeStructs with shardings: enough to compile it, on devices that need not be there."""
+    table, mesh, settings = program.table, program.mesh, program.config
+    num_shards = meshes.num_shards(mesh)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    master = sharding.shardings(table, mesh)
 
-    def of_weight(row: layers.Parameter, place: NamedSharding) -> Any:
-        shape = sharding.place(row, meshes.num_shards(mesh)).stored
-        stacked = shape if row.num_layers is None else (row.num_layers, *shape)
-        state = jax.eval_shape(
-            lambda w: optimizer.init(program.config.optimizer, row, w), jax.ShapeDtypeStruct(stacked, jnp.float32)
-        )
-        return jax.tree.map(lambda x: place if x.shape == stacked else everywhere, state)
+    def weight(row: layers.Parameter) -> jax.ShapeDtypeStruct:
+        stored = sharding.place(row, num_shards).stored
+        stored = stored if row.num_layers is None else (row.num_layers, *stored)
+        return jax.ShapeDtypeStruct(stored, jnp.float32, sharding=NamedSharding(mesh, sharding.spec(row, num_shards)))
 
-    opt = jax.tree.map(of_weight, table, master)
-    return State(master=master, opt=opt, step=everywhere)  # type: ignore[arg-type]  # a record of shardings
+    def state_of(row: layers.Parameter, weight: jax.ShapeDtypeStruct) -> Any:
+        """An optimizer's averages lie where their weight lies."""
+        state = jax.eval_shape(lambda w: optimizer.init(settings.optimizer, row, w), weight)
+        places = jax.tree.map(lambda x: weight.sharding if x.shape == weight.shape else everywhere, state)
+        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+
+    master = jax.tree.map(weight, table)
+    opt = jax.tree.map(state_of, table, master)
+    slots = meshes.num_groups(mesh) * settings.batch.rows_at_once
+    turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)
+    widths = {batch.PER_TOKEN: settings.data.row_tokens, batch.PER_ROW: settings.data.max_documents_per_row}
+    rows: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct((turns, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec))
+        for name, spec in batch.SPECS.items()
+    }
+    step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    return State(master=master, opt=opt, step=step), batch.Batch(**rows)
+
+
+def _places(state: State) -> State:
+    return jax.tree.map(lambda x: x.sharding, state)
 
 
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:
@@ -162,7 +178,9 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
     row_specs = jax.tree.unflatten(jax.tree.structure(rows), batch.SPECS.values())
     out_specs = {field.name: PartitionSpec() for field in dataclasses.fields(Gradients)} | {"gradients": weight_specs}
     on_mesh = jax.shard_map(local, mesh=program.mesh, in_specs=(weight_specs, row_specs), out_specs=out_specs, check_vma=False)
-    return Gradients(**on_mesh(master, rows))
+    # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa
+    with jax.default_matmul_precision("float32" if program.dtype == jnp.float32 else None):
+        return Gradients(**on_mesh(master, rows))
 
 
 def make(program: Program) -> jax.stages.Wrapped:
@@ -195,16 +213,16 @@ def make(program: Program) -> jax.stages.Wrapped:
         )
         return State(master=master, opt=opt, step=state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(program), None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes(program)[0]), None))
 
 
-def compile(program: Program, state: State, rows: batch.Batch) -> jax.stages.Compiled:
-    """The step compiled for these arrays (or their shapes), after a look at what it does.
+def compile(program: Program) -> jax.stages.Compiled:
+    """The step compiled, after a look at what it does.
 
     Raises: RuntimeError when rows are split over devices, but attention does not communicate: each device would attend to
         its own share only, with plausible losses. (Somebody once trained 20,000 steps of another system that way.)
     """
-    compiled = make(program).lower(state, rows).compile()
+    compiled = make(program).lower(*shapes(program)).compile()
     seq = program.mesh.shape[axes.SEQ]
     if seq > 1 and not attention.collectives(compiled.as_text() or ""):
         raise RuntimeError(

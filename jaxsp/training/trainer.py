@@ -47,7 +47,7 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     rows, counts = next(steps)
     began = time.perf_counter()
     with console.status("compiling the step"):
-        run_step = step.compile(program, state, rows)
+        run_step = step.compile(program)
     console.print(f"the step was compiled in {time.perf_counter() - began:.1f} s")
 
     # Steps; the numbers of one are fetched when the next is under way

@@ -110,7 +110,7 @@ def compiling(
         return dataclasses.replace(
             bare,
             gradients=gradients.lower(state.master, rows).compile() if "gradients" in want else None,
-            step=step.compile(program, state, rows) if "step" in want else None,
+            step=step.make(program).lower(state, rows).compile() if "step" in want else None,
         )
 
     return _POOL.submit(make)

@@ -126,18 +126,6 @@ def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
     check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
 
 
-def test_a_step_without_labels_changes_no_weight(run_on, weights):
-    run = run_on((1, 2, 4))
-    state = run.state(weights)
-    before = jax.tree.map(np.asarray, state)
-    after, metrics = run.step(state, run.rows(without_labels(np.s_[:])))
-    assert batches.same_bits(after.master, before.master)
-    assert metrics.finite
-    assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [0, 0, 0]
-    assert int(metrics.num_loss_tokens) == 0
-    assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
-
-
 @pytest.mark.parametrize("sizes", TIED_MESHES)
 def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
     run = run_on(sizes, tied_head=True)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.training import step
+from jaxsp.model import decoder
+from jaxsp.training import sharding, step
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -25,26 +26,39 @@ def long_rows():
     return arrays
 
 
+BARE = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "initializer_range": 0.02}
+FAMILIES = {"qwen2": batches.model(**BARE | {"qkv_bias": True}), "qwen3": batches.model(**BARE | {"qk_norm": True})}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiling(small_shards):
-    rows = long_rows()
-    settings = {
-        dtype: batches.settings(memory={"loss_tile_tokens": 8}, compute_dtype=dtype) for dtype in ("float32", "bfloat16")
+    in_dtype = functools.partial(batches.settings, memory={"loss_tile_tokens": 8})
+    compiling = functools.partial(runs.compiling, (1, 1, 4), want=("gradients",), arrays=long_rows())
+    return {
+        (family, dtype): compiling(settings=in_dtype(compute_dtype=dtype), model=model)
+        for family, model in FAMILIES.items()
+        for dtype in ("float32", "bfloat16")
     }
-    return {dtype: runs.compiling((1, 1, 4), settings=one, want=("gradients",), arrays=rows) for dtype, one in settings.items()}
 
 
-def test_bfloat16_gradients_are_near_those_of_float32(compiling, record_property):
-    weights = runs.whole_weights(runs.MODEL)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_property):
+    """At the family's random start. Weights are such that bfloat16 holds them, as published ones are: else their rounding,
+    0.17 % of each matrix, changes the function itself, and is most of the difference."""
+    start = sharding.random_weights(decoder.table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1))
+    weights = jax.tree.map(lambda weight: weight.astype("bfloat16").astype("float32"), start)
 
     def gradients(dtype):
-        run = compiling[dtype].result()
+        run = compiling[family, dtype].result()
         return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
 
     found, right = gradients("bfloat16"), gradients("float32")
     differences = {name: batches.difference(found[name], right[name]) for name in right}
     record_property("differences", differences)
-    assert max(differences.values()) < tolerances.BF16, differences
+    cancelling = [f"layers.attention.{name}" for name in ("k.bias", "q_norm.weight", "k_norm.weight")]
+    for name, difference in differences.items():
+        limit = tolerances.BF16_CANCELLING if name in cancelling else tolerances.BF16
+        assert difference < limit, (name, differences)
 
 
 @functools.cache
@@ -74,8 +88,8 @@ def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(g
     # a layer is gathered again in the backward pass; so is the head; the embedding's gradient does not need it
     assert dtypes_of("all_gather", grad_reduce_dtype) == ({"bfloat16"}, 2 * sharded_in_a_layer + at_the_ends + 1)
     assert dtypes_of("reduce_scatter", grad_reduce_dtype) == ({grad_reduce_dtype}, sharded_in_a_layer + at_the_ends)
-    # q, k and v together and the output; the same backward, where q, k and v are also made again
-    assert dtypes_of("all_to_all", grad_reduce_dtype) == ({"bfloat16"}, 5)
+    # q, k and v together, and the output; the same backward, where the two of the forward pass are also made again
+    assert dtypes_of("all_to_all", grad_reduce_dtype) == ({"bfloat16"}, 6)
     assert dtypes_of("psum", grad_reduce_dtype)[0] <= {"float32", "int32"}
 
 
@@ -97,3 +111,10 @@ def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
     ]
     gradients = [variable.aval for variable in backward.outvars[backward.params["num_carry"] :]]
     assert {str(aval.dtype) for aval in gradients} == {"float32"}
+
+
+def test_no_gradient_of_a_weight_is_summed_over_tokens_in_bfloat16():
+    """Not by a sum. (A product of matrices sums in float32 by itself.)"""
+    sums = [equation for equation in batches.equations(traced("float32")) if equation.primitive.name == "reduce_sum"]
+    over_tokens = [equation.invars[0].aval for equation in sums if 1 in equation.params["axes"]]
+    assert {str(aval.dtype) for aval in over_tokens} == {"float32", "int32"}, over_tokens

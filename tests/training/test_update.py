@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jaxsp import attention
+from jaxsp.core import batch
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, step
 from tests import batches, tolerances
@@ -119,6 +120,19 @@ def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     assert int(after.step) == 2
 
 
+def test_a_step_without_labels_changes_nothing(adamw, weights):
+    """Neither decay nor the averages of earlier gradients move the weights."""
+    state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
+    before = jax.tree.map(np.asarray, state)
+    unlabelled = runs.ROWS | {"labels_BL": np.full_like(runs.ROWS["labels_BL"], batch.NO_LABEL)}
+    after, metrics = adamw.step(state, adamw.rows(unlabelled))
+    assert batches.same_bits((after.master, after.opt), (before.master, before.opt))
+    assert metrics.finite
+    assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [0, 0, 0]
+    assert int(metrics.num_loss_tokens) == 0
+    assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
+
+
 def test_the_state_is_updated_in_place(adamw):
     """Every byte of the state is an output's too, so that no second copy of it exists."""
     state = adamw.state(runs.whole_weights(runs.MODEL))
@@ -138,6 +152,5 @@ def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
         attend=attention.make_attend(seq=1, kernel="auto"),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
     with pytest.raises(RuntimeError, match=r"mesh\.seq = 4, but the compiled step holds no attention collective"):
-        step.compile(program, run.state(weights), run.rows(runs.ROWS))
+        step.compile(program)

@@ -29,8 +29,8 @@ OUT = "attention_out"
 LSE = "attention_lse"
 """Names of the residuals, so that a remat policy can keep them: then attention is not recomputed in the backward pass."""
 
-BLOCK = 512
-"""Tokens of a block: 8 heads' float32 scores take 8 MiB."""
+BLOCK = 256
+"""Tokens of a block: 8 heads' float32 scores take 2 MiB."""
 
 _NEVER = -1e30
 """The maximum of no scores: finite, so that exp(x - maximum) is never NaN."""

@@ -1,0 +1,116 @@
+"""README's first command, word for word: a model learns on a 2 x 4 mesh, and transformers loads what it exports."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import train
+from jaxsp.core import config
+from jaxsp.data import pipeline
+from jaxsp.training import checkpoint, sharding, step
+from tests import tolerances
+
+REPO = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """The run's directory, and all that the command printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^```\n(python -m jaxsp\.train configs/quickstart.yaml && .*)\n^```", readme, re.MULTILINE)
+    command = command.replace("configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart")
+    command = command.replace("runs/quickstart", f"{folder}/quickstart")
+    python = str(pathlib.Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "300"}
+    done = subprocess.run(command, shell=True, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "quickstart", done.stdout
+
+
+def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
+    directory, _ = quickstart
+    losses = [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    _, material = train.prepare(_settings(directory), devices=jax.devices())
+    counts = np.zeros((257, 257))
+    for document, length in enumerate(material.documents.lengths):
+        row = train.packing.Row(document=np.array([document]), first=np.array([0]), length=np.array([length]))
+        tokens = material.documents.share(row, 0, int(length)).tokens
+        np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    shares = counts / counts.sum()
+    given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    bigram_entropy = -np.sum(shares[shares > 0] * np.log(given_first[shares > 0]))
+    assert 2.0 < bigram_entropy < 3.0, "nats per byte of Python source"
+    assert np.mean(losses[-20:]) < bigram_entropy
+
+
+def test_it_says_what_it_does_and_what_to_type_next(quickstart):
+    directory, printed = quickstart
+    for words in (
+        "2 groups of 4",
+        "one row at a time, shared by 4 devices",
+        "Ulysses",
+        "step 250/250",
+        f"python -m jaxsp.export {directory}",
+        "AutoModelForCausalLM.from_pretrained",
+    ):
+        assert words in " ".join(printed.split()), words
+    assert {path.name for path in directory.iterdir()} == {"config.yaml", "banner.txt", "metrics.jsonl", "checkpoints", "hf"}
+
+
+def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
+    torch = pytest.importorskip("torch", reason="transformers' models need torch, which this Python has no build of")
+    import transformers
+
+    directory, _ = quickstart
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf", output_loading_info=True)
+    assert not any(info.values()), info
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
+    assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
+
+    settings = _settings(directory)
+    program, material = train.prepare(settings, devices=jax.devices())
+    steps = pipeline.Pipeline(
+        material.documents,
+        material.epochs,
+        mesh=program.mesh,
+        rows_per_step=settings.batch.rows_per_step,
+        rows_at_once=1,
+        row_tokens=settings.data.row_tokens,
+        max_pieces=settings.data.max_documents_per_row,
+        total_rows=settings.batch.rows_per_step,
+    ).batches()
+    ((rows, _),) = steps
+    whole = checkpoint.read_weights(checkpoint.latest(directory), program.table)
+    master = sharding.put(program.table, whole, program.mesh)
+    ours = jax.jit(lambda master, rows: step.gradients(program, master, rows).loss)(master, rows)
+
+    arrays = {name: np.asarray(array).reshape(-1, array.shape[-1]) for name, array in vars(rows).items()}
+    total = count = 0
+    for row in range(len(arrays["tokens_BL"])):
+        for start, length in zip(arrays["starts_BM"][row], arrays["lengths_BM"][row], strict=True):
+            if length == 0:
+                continue
+            tokens, labels, positions = (
+                torch.tensor(arrays[name][row, start : start + length], dtype=torch.long)
+                for name in ("tokens_BL", "labels_BL", "positions_BL")
+            )
+            with torch.no_grad():
+                logits = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+            total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            count += int((labels != -100).sum())
+    assert float(ours) == pytest.approx(total / count, rel=tolerances.FP32_PARITY)
+
+
+def _settings(directory):
+    """The run's own config, with a directory that is free."""
+    settings = config.load(directory / "config.yaml", [f"run.directory={directory}-again"])
+    assert settings.run.steps == 250
+    return settings
