@@ -29,7 +29,7 @@ def quickstart(tmp_path_factory):
     command = command.replace("configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart")
     command = command.replace("runs/quickstart", f"{folder}/quickstart")
     python = str(pathlib.Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "300"}
+    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "300", "XLA_FLAGS": ""}
     done = subprocess.run(command, shell=True, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return folder / "quickstart", done.stdout

@@ -1,6 +1,7 @@
 """The train command from a config to its run directory: the same numbers on every mesh, and an answer to every mistake."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def run(chosen, num_devices):
     return lines, (directory / "banner.txt").read_text()
 
 
+def command(module, *arguments, **environment):
+    """Runs `python -m MODULE ...` in the repository."""
+    words = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    repo = pathlib.Path(__file__).parent.parent
+    return subprocess.run(words, cwd=repo, env=environment, capture_output=True, text=True, check=False)
+
+
 COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
 
 
@@ -108,14 +117,17 @@ def test_a_length_that_does_not_divide_gives_the_loss_of_one_device(tmp_path, nu
 def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
     # In a forum thread about another system, 4 devices gave 4 times the loss (1.9432 for 0.4858) and 63,688 tokens
     documents(tmp_path, [15_922])
+    chosen = settings(tmp_path, model__config={**MODEL, "num_hidden_layers": 1}, run__steps=1, data__row_tokens=15_924)
+    config.save(chosen, tmp_path / "riddle.yaml")
     seen = {}
     for seq in (1, 4):
-        chosen = settings(
-            tmp_path, run__directory=str(tmp_path / str(seq)), run__steps=1, mesh__seq=seq, data__row_tokens=15_924
-        )
-        (line,), banner = run(chosen, seq)
-        assert line["num_tokens"] == 15_922
-        seen[seq] = line["loss"], banner
+        directory = tmp_path / f"1x{seq}"
+        changes = (f"run.directory={directory}", f"mesh.seq={seq}", f"mesh.virtual_cpu_devices={seq}")
+        done = command("jaxsp.train", tmp_path / "riddle.yaml", *changes, XLA_FLAGS="")
+        assert done.returncode == 0, done.stderr
+        line = json.loads((directory / "metrics.jsonl").read_text())
+        assert (line["step"], line["num_tokens"], line["num_loss_tokens"]) == (1, 15_922, 15_921)
+        seen[seq] = line["loss"], (directory / "banner.txt").read_text()
     assert seen[4][0] == pytest.approx(seen[1][0], rel=1e-6)
     assert "one row at a time, shared by 4 devices" in seen[4][1]
     assert "one row at a time, on one device" in seen[1][1]
@@ -212,8 +224,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     ],
 )
 def test_commands_answer_in_lines_and_exit_codes(arguments, code, says):
-    repo = pathlib.Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-m", *arguments], cwd=repo, capture_output=True, text=True, check=False)
+    done = command(*arguments)
     assert done.returncode == code, done.stderr
     assert says in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
