@@ -15,13 +15,12 @@ DONE, OURS, MISTAKE = 0, 1, 2
 
 def parser(verb: str, about: str, *, fields: bool = False) -> argparse.ArgumentParser:
     """A parser for `python -m jaxsp.VERB`; with `fields`, --help documents every field of the config."""
-    made = argparse.ArgumentParser(
+    return argparse.ArgumentParser(
         prog=f"python -m jaxsp.{verb}",
         description=about,
         epilog=f"fields of CONFIG.yaml:\n\n{config.describe()}" if fields else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return made
 
 
 def run(main: Callable[[list[str]], None]) -> None:

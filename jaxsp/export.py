@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
         raise errors.UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
-    found = checkpoint.latest(pathlib.Path(given.run))
+    found = checkpoint.latest(given.run)
     settings = config.parse(checkpoint.read_meta(found)["config"])
     table = decoder.table(families.model_config(settings.model.config, field="model.config"))
     tokenizer = None if settings.model.tokenizer is None else text.load_tokenizer(settings.model.tokenizer)
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
         dtype=settings.model.compute_dtype,
     )
     console = rich.console.Console()
-    console.print(f"{found} -> {out} ({settings.model.compute_dtype})", highlight=False, soft_wrap=True)
+    console.print(f"{given.run}, step {found.name} -> {out} ({settings.model.compute_dtype})", highlight=False, soft_wrap=True)
     console.print(
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})", highlight=False, soft_wrap=True
     )

@@ -1,5 +1,6 @@
 """python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains, and says what it does."""
 
+import os
 import pathlib
 
 import jax
@@ -92,8 +93,11 @@ def length(settings: config.Config, epochs: packing.Epochs) -> tuple[int, int]:
 
 def _check_directory(name: str) -> None:
     directory = pathlib.Path(name)
-    if directory.exists() and not directory.is_dir():
-        raise errors.UserError(f"run.directory = {name}: is a file. Name a folder that is new or empty.")
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise errors.UserError(f"run.directory = {name}: {there} is a file. Name a folder that is new or empty.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.UserError(f"run.directory = {name}: {there} cannot be written. Name another folder: run.directory=runs/a.")
     if directory.is_dir() and any(directory.iterdir()):
         raise errors.UserError(f"run.directory = {name}: is not empty. Remove it, or name another: run.directory={name}-2.")
 

@@ -88,7 +88,7 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
         total_rows=settings.batch.rows_per_step,
     ).batches()
     ((rows, _),) = steps
-    whole = checkpoint.read_weights(checkpoint.latest(directory), program.table)
+    whole = checkpoint.read_weights(checkpoint.latest(str(directory)), program.table)
     master = sharding.put(program.table, whole, program.mesh)
     ours = jax.jit(lambda master, rows: step.gradients(program, master, rows).loss)(master, rows)
 

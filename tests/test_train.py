@@ -3,8 +3,10 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -13,8 +15,8 @@ import rich.console
 
 from jaxsp import export, train
 from jaxsp.core import config, errors
-from jaxsp.data import packing
-from jaxsp.training import trainer
+from jaxsp.data import packing, pipeline
+from jaxsp.training import checkpoint, trainer
 
 MODEL = {
     "model_type": "llama",
@@ -103,15 +105,35 @@ def test_metrics_do_not_depend_on_the_mesh(tmp_path):
                 assert line[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
-@pytest.mark.parametrize("num_tokens", [125, 128])
-def test_a_length_that_does_not_divide_gives_the_loss_of_one_device(tmp_path, num_tokens):
-    documents(tmp_path, [num_tokens])
+def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
+    documents(tmp_path, [125, 126, 127, 128])  # each alone in a row of 128
     losses = {}
     for seq in (1, 4):
-        lines, _ = run(settings(tmp_path, run__directory=str(tmp_path / str(seq)), mesh__seq=seq), seq)
-        assert [(line["num_tokens"], line["num_loss_tokens"]) for line in lines] == [(num_tokens, num_tokens - 1)] * 2
+        directory = str(tmp_path / str(seq))
+        lines, _ = run(
+            settings(tmp_path, run__directory=directory, run__steps=4, mesh__seq=seq, optimizer__learning_rate=0), seq
+        )
+        assert sorted((line["num_tokens"], line["num_loss_tokens"]) for line in lines) == [(n, n - 1) for n in range(125, 129)]
         losses[seq] = [line["loss"] for line in lines]
     assert losses[4] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
+    # with XLA's optimisations, which the other tests do without
+    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m (jaxsp\.train .* run\.directory=(\S+) .*)$", readme, re.MULTILINE)
+    assert len(commands) == 2
+    seen = []
+    for words, directory in commands:
+        words = words.replace(directory, str(tmp_path / directory)).replace("run.steps=20", "run.steps=4")
+        done = command(*words.split(), XLA_FLAGS="")
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / directory / "metrics.jsonl").read_text().splitlines()
+        seen.append([json.loads(line) for line in lines])
+    for one, other in zip(*seen, strict=True):
+        assert {name: one[name] for name in COUNTS} == {name: other[name] for name in COUNTS}
+        for name in ("loss", "grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5), name
 
 
 def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
@@ -142,12 +164,40 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     documents(tmp_path, [128] * 8)
     with pytest.raises(errors.Stopped, match="not finite") as stopped:
-        run(settings(tmp_path, run__steps=8, optimizer__learning_rate=1e30, optimizer__max_grad_norm=None), 1)
-    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["loss"] is None
-    saved = int(next((tmp_path / "run/checkpoints").iterdir()).name)
-    assert saved < 8
-    assert f"checkpoints/{saved}" in str(stopped.value)
+        run(settings(tmp_path, run__steps=8, run__log_every=5, optimizer__learning_rate=1e30, optimizer__max_grad_norm=None), 1)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    broken = next(line["step"] for line in lines if line["loss"] is None)
+    assert f"step {broken}: " in str(stopped.value)
+    (saved,) = (tmp_path / "run/checkpoints").iterdir()
+    assert int(saved.name) == lines[-1]["step"] == broken + 1, "one more step was under way"
+    assert f"checkpoints/{saved.name} has the weights" in str(stopped.value)
+    table = train.prepare(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
+    weights = checkpoint.read_weights(saved, table)
+    assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
+
+
+def test_lines_are_as_many_as_asked_and_the_last_is_there(tmp_path):
+    documents(tmp_path, [128] * 8)
+    lines, _ = run(settings(tmp_path, run__steps=7, run__log_every=3), 1)
+    assert [line["step"] for line in lines] == [3, 6, 7]
+    assert [line["num_tokens_total"] for line in lines] == [3 * 128, 6 * 128, 7 * 128]
+
+
+def test_waiting_for_rows_is_inside_the_time_of_its_step(tmp_path, monkeypatch):
+    documents(tmp_path, [128] * 8)
+    read = pipeline.Pipeline.read
+
+    def slow(self, step):
+        time.sleep(1.0 if step == 5 else 0.0)
+        return read(self, step)
+
+    monkeypatch.setattr(pipeline.Pipeline, "read", slow)
+    lines, _ = run(settings(tmp_path, run__steps=8), 1)
+    assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
+    waits = [line["data_wait_s"] for line in lines]
+    assert max(waits) > 0.3
+    assert waits.index(max(waits)) == 4, "rows of the sixth step are waited for while the fifth runs"
+    assert lines[4]["tokens_per_s"] == pytest.approx(128 / lines[4]["step_s"])
 
 
 def test_a_run_directory_is_not_written_twice(tmp_path):
@@ -189,6 +239,7 @@ BAD = [
     ),
     ({"mesh__seq": 8}, 8, "mesh.seq = 8: 4 query heads cannot be shared by 8 devices. Use 1, 2 or 4."),
     ({"mesh__seq": 4}, 6, "mesh.seq"),
+    ({"run__directory": f"{__file__}/run"}, 1, "test_train.py is a file. Name a folder that is new or empty."),
 ]
 
 

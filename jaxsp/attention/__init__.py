@@ -34,19 +34,20 @@ def problems(*, num_heads: int, seq: int) -> list[str]:
     return ulysses.problems(num_heads=num_heads, seq=seq)
 
 
-def kind(*, seq: int) -> str:
-    """Name of what `make_attend` makes, for people."""
-    return "Ulysses" if seq > 1 else "local"
-
-
-def kernel_name(kernel: str) -> str:
-    """The kernel that `attention.kernel` means."""
-    return "blockwise" if kernel == "auto" else kernel
+def describe(kernel: str, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
+    """What `make_attend` makes, for people."""
+    if seq == 1:
+        return f"{_name(kernel)} kernel, all heads on each device"
+    own = num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq
+    return (
+        f"Ulysses, {_name(kernel)} kernel; a device gets {num_heads // seq} of {num_heads} query heads "
+        f"and {own} of {num_kv_heads} K/V heads"
+    )
 
 
 def make_attend(*, seq: int, kernel: str | Callable[..., Array]) -> Attend:
     """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own."""
-    named = KERNELS[kernel_name(kernel)] if isinstance(kernel, str) else kernel
+    named = KERNELS[_name(kernel)] if isinstance(kernel, str) else kernel
     isolated = functools.partial(_isolated, kernel=named)
     inner = functools.partial(ulysses.attend, kernel=isolated, seq=seq) if seq > 1 else isolated
 
@@ -61,6 +62,10 @@ def make_attend(*, seq: int, kernel: str | Callable[..., Array]) -> Attend:
             return inner(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
     return attend
+
+
+def _name(kernel: str) -> str:
+    return "blockwise" if kernel == "auto" else kernel
 
 
 def collectives(program: str) -> list[str]:

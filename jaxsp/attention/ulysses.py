@@ -18,6 +18,11 @@ def problems(*, num_heads: int, seq: int) -> list[str]:
     return [f"mesh.seq = {seq}: {num_heads} query heads cannot be shared by {seq} devices. Use {errors.choices(fits)}."]
 
 
+def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
+    """How often each K/V head is repeated, so that `seq` devices get whole ones, those of their own query heads."""
+    return math.lcm(num_kv_heads, seq) // num_kv_heads
+
+
 def attend(
     q_BlHK: Float[Array, "B l H K"],
     k_BlGK: Float[Array, "B l G K"],
@@ -40,7 +45,7 @@ def attend(
     B, l, H, K = q_BlHK.shape  # noqa: E741  # l is this device's share of L
     G = k_BlGK.shape[2]
     assert not problems(num_heads=H, seq=seq)
-    repeats = math.lcm(G, seq) // G
+    repeats = kv_repeats(num_kv_heads=G, seq=seq)
     k_BlGK, v_BlGK = jnp.repeat(k_BlGK, repeats, axis=2), jnp.repeat(v_BlGK, repeats, axis=2)
     h, g = H // seq, G * repeats // seq
     # for each destination its heads of q, of k and of v, side by side

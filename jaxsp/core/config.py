@@ -33,11 +33,11 @@ class Run(Group):
     """How long to train, and where to write."""
 
     directory: Annotated[str, _like("runs/first", min_length=1)]
-    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, checkpoints/. Must not hold a run already."""
-    seed: NotNegative = 0
+    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, checkpoints/. Must be new or empty."""
+    seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Decides the random weights and the order of the rows."""
     steps: Annotated[Positive | None, _like(1000)] = None
-    """Optimizer updates. Give this or epochs."""
+    """Optimizer updates. Give this or epochs. The weights are saved after the last."""
     epochs: Annotated[Positive | None, _like(1)] = None
     """Passes over the training data. Give this or steps."""
     log_every: Positive = 1
@@ -123,9 +123,9 @@ class Optimizer(Group):
     learning_rate: Annotated[Number, _like(1e-5)]
     """The peak, reached after warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """After warm-up: cosine or linear to 0 at the last step, or constant."""
+    """After warm-up: cosine or linear towards 0, which the step after the last would have, or constant."""
     warmup_steps: NotNegative = 0
-    """Steps of linear growth from 0."""
+    """Steps of linear growth; the first has learning_rate / warmup_steps."""
     weight_decay: Number = 0.0
     """Decoupled decay of matrices, times the learning rate; norms and biases do not decay."""
     beta1: Share = 0.9
@@ -144,7 +144,7 @@ class Memory(Group):
     loss_tile_tokens: Annotated[Positive | None, _like(1024)] = None
     """Tokens of a device whose logits exist at a time; null: as many as keep them under 256 MiB."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which gradients are summed over devices."""
+    """Dtype in which gradients of sharded weights travel and are summed; those of small weights always sum in float32."""
 
 
 class Config(Group):

@@ -30,8 +30,8 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
         degrees = errors.choices(seq for seq in range(1, left + 1) if left % seq == 0)
         raise errors.UserError(
             f"{asked}: uses {needed} devices, and JAX sees {num_devices}. "
-            f"Use mesh.replica={replica} mesh.data=-1 and mesh.seq={degrees}, or, where there is no accelerator, "
-            f"mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
+            f"Use mesh.replica={replica} mesh.data=-1 and mesh.seq={degrees}, or, with virtual CPU devices (where there is no "
+            f"accelerator, or with JAX_PLATFORMS=cpu), mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
         )
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 

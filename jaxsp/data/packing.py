@@ -123,19 +123,27 @@ def _cut(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, 
 
 def _best_fit(lengths: np.ndarray, row_tokens: int, max_pieces: int) -> np.ndarray:
     """The row of each piece: the one with the least space that is enough, or a new one."""
-    # sorted; an entry is space * 2**32 + row, because comparing integers is three times faster than tuples
-    open_rows: list[int] = []
+    # Spaces are sorted and each stands once, so that a million rows left half empty are found as fast as ten
+    spaces: list[int] = []
+    rows_with: dict[int, list[int]] = {}
     num_pieces: list[int] = []
     row_of_piece = []
     for length in lengths.tolist():
-        place = bisect.bisect_left(open_rows, length << 32)
-        if place < len(open_rows):
-            space, row = divmod(open_rows.pop(place), 1 << 32)
+        place = bisect.bisect_left(spaces, length)
+        if place < len(spaces):
+            space = spaces[place]
+            row = rows_with[space].pop()
+            if not rows_with[space]:
+                del rows_with[space], spaces[place]
         else:
             space, row = row_tokens, len(num_pieces)
             num_pieces.append(0)
         row_of_piece.append(row)
         num_pieces[row] += 1
-        if space > length and num_pieces[row] < max_pieces:
-            bisect.insort(open_rows, (space - length) << 32 | row)
+        left = space - length
+        if left and num_pieces[row] < max_pieces:
+            if left not in rows_with:
+                rows_with[left] = []
+                bisect.insort(spaces, left)
+            rows_with[left].append(row)
     return np.array(row_of_piece, dtype=np.int64)

@@ -74,11 +74,6 @@ class Documents:
                 "Give documents of two tokens or more, with labels that are not all -100."
             )
 
-    @property
-    def max_token(self) -> int:
-        """The largest token id."""
-        return max(int(chunk.tokens.max(initial=0)) for chunk in self._chunks)
-
     def share(self, row: packing.Row, begin: int, end: int) -> Share:
         """The tokens `begin` to `end` of a row.
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 _VERSION = 1
 """Part of the cache's name: count up when the same file would be read differently."""
 
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
+
+_NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz", ".bz2")
+"""Kinds of data that would make nonsense as plain text."""
 
 _BATCH = 2**24
 """Characters or tokens of the documents that are written together; their lengths go from a few to 100 million."""
@@ -41,7 +44,7 @@ def read(source: config.Source, *, field: str) -> "datasets.Dataset":
         files = _find(source.source)
         kind = _kind(files, source.format)
         names = _names(files, kind, source.format)
-        state = [(file, stat.st_size, stat.st_mtime_ns) for file in files for stat in [pathlib.Path(file).stat()]]
+        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in map(_resolved, files)]
         fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, kind, names, state))
         cached = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint / "records.arrow"
         if not cached.exists():
@@ -78,8 +81,17 @@ def _find(source: str) -> list[str]:
     return files
 
 
+def _resolved(file: str) -> pathlib.Path:
+    """One name for a file, wherever it is named from."""
+    return pathlib.Path(file).resolve()
+
+
 def _kind(files: list[str], record_format: str) -> str:
-    kinds = {_KINDS.get(pathlib.Path(file).suffix, "text"): file for file in files}
+    suffixes = {pathlib.Path(file).suffix.lower(): file for file in files}
+    if not_read := sorted(set(suffixes) & set(_NOT_READ)):
+        some = suffixes[not_read[0]]
+        raise errors.UserError(f"{some}: {not_read[0]} files are not read. Make .jsonl, .parquet or plain text files of them.")
+    kinds = {_KINDS.get(suffix, "text"): file for suffix, file in suffixes.items()}
     if len(kinds) > 1:
         some = " and ".join(sorted(kinds.values()))
         raise errors.UserError(f"matches files of several kinds, such as {some}. Make each kind a source of its own.")

@@ -6,7 +6,6 @@ everything else is refused by name: a feature that is silently left out gives pl
 
 import dataclasses
 import json
-import math
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import errors
@@ -342,7 +341,7 @@ def _heads(fields: dict[str, Any], path: str) -> list[str]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not for NaN either
 
 
 def _is_whole(value: Any) -> bool:

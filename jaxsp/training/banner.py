@@ -42,13 +42,13 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     turns = rows_per_step // (groups * at_once)
     per_epoch = material.epochs.rows_in(1)
     documents, tokens = material.documents, int(material.documents.lengths.sum())
-    kv = max(model.num_kv_heads, seq) // seq
-    heads = f"; a device gets {model.num_heads // seq} of {model.num_heads} query heads" if seq > 1 else ""
-    repeats = f", and {kv} K/V head{_s(kv)} ({model.num_kv_heads} in all)" if seq > 1 else ""
     tile = loss.tile_tokens(
         num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
     )
+    empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
     settings = config.optimizer
+    never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
     return [
         ("devices", f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"),
@@ -70,10 +70,10 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ),
         (
             "data",
-            f"{_count(len(documents.lengths), 'document')}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} with a "
-            f"loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
+            f"{_count(len(documents.lengths), 'document')}{empty}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} "
+            f"with a loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
         ),
-        ("attention", f"{attention.kind(seq=seq)}, {attention.kernel_name(config.attention.kernel)} kernel{heads}{repeats}"),
+        ("attention", f"{attention.describe(config.attention.kernel, **heads)}"),
         (
             "memory",
             f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
@@ -82,7 +82,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         (
             "optimizer",
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
-            f"{_count(settings.warmup_steps, 'step')} of warm-up{clip}",
+            f"{_count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
         ),
         ("writes", f"{config.run.directory}: config.yaml, banner.txt, metrics.jsonl, checkpoints/"),
     ]

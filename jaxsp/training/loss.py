@@ -22,8 +22,9 @@ class Sums(NamedTuple):
 
 
 def tile_tokens(*, num_tokens: int, vocab_size: int, asked: int | None) -> int:
-    """Tokens of a tile."""
-    return min(num_tokens, asked or max(1, LOGIT_BYTES // (4 * vocab_size)))
+    """Tokens of a tile; a power of two unless asked otherwise, so that it divides most shares and nothing has to be padded."""
+    most = max(1, LOGIT_BYTES // (4 * vocab_size))
+    return min(num_tokens, asked or 1 << (most.bit_length() - 1))
 
 
 def token_losses(

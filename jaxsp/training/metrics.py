@@ -20,7 +20,7 @@ class Line:
     """One line of metrics.jsonl; None where a number does not exist on this machine or in this step."""
 
     step: int
-    """Optimizer updates so far, this one counted."""
+    """Steps so far, this one counted."""
     epoch: int
     """Pass over the data, from 1, that the step's last row belongs to."""
     loss: float | None
@@ -90,9 +90,9 @@ def num_parameters(table: layers.Weights) -> int:
     return sum(row.size * (row.num_layers or 1) for row in jax.tree.leaves(table))
 
 
-def peak_tflops(device: jax.Device) -> float | None:
-    """The device's bfloat16 peak; None when we do not know it."""
-    words = device.device_kind.replace("-", " ").split()
+def peak_tflops(device_kind: str) -> float | None:
+    """The bfloat16 peak of a device, by JAX's name of its kind; None when we do not know it."""
+    words = device_kind.replace("-", " ").split()
     return next((PEAK_TFLOPS[word] for word in words if word in PEAK_TFLOPS), None)
 
 

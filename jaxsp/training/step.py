@@ -31,7 +31,7 @@ class State:
     """Float32 weights."""
     opt: Any
     step: batch.Leaf
-    """Updates so far, an int32 scalar."""
+    """Steps so far, an int32 scalar."""
 
 
 @jax.tree_util.register_dataclass

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import rich.console
 
-from jaxsp.core import batch, config, errors
+from jaxsp.core import config, errors
 from jaxsp.data import pipeline
 from jaxsp.training import banner, checkpoint, metrics, step
 from jaxsp.training.banner import Material
@@ -20,16 +20,13 @@ from jaxsp.training.step import Program
 def train(program: Program, material: Material, console: rich.console.Console) -> None:
     """Trains from random weights to the last step, and writes the run directory.
 
-    Raises: errors.Stopped when loss or gradients stop being finite; the weights before that are saved.
+    The weights are saved at the end, and when loss or gradients stop being finite, which raises errors.Stopped.
     """
     settings = program.config
     directory = pathlib.Path(settings.run.directory)
 
     # What will happen, in words
     lines = banner.before(program, material)
-    directory.mkdir(parents=True, exist_ok=True)
-    config.save(settings, directory / "config.yaml")
-    (directory / "banner.txt").write_text(banner.text(lines), encoding="utf-8")
     banner.show(console, lines)
 
     # Weights, rows and program
@@ -44,11 +41,15 @@ def train(program: Program, material: Material, console: rich.console.Console) -
         max_pieces=settings.data.max_documents_per_row,
         total_rows=material.total_rows,
     ).batches()
-    rows, counts = next(steps)
     began = time.perf_counter()
     with console.status("compiling the step"):
         run_step = step.compile(program)
     console.print(f"the step was compiled in {time.perf_counter() - began:.1f} s")
+
+    # From here on there is a run
+    directory.mkdir(parents=True, exist_ok=True)
+    config.save(settings, directory / "config.yaml")
+    (directory / "banner.txt").write_text(banner.text(lines), encoding="utf-8")
 
     # Steps; the numbers of one are fetched when the next is under way
     with (
@@ -56,18 +57,18 @@ def train(program: Program, material: Material, console: rich.console.Console) -
         banner.Progress(console, num_steps=program.num_steps) as progress,
         contextlib.closing(steps),
     ):
+        following = next(steps, None)
         log = Log(program, writer, progress)
-        following: tuple[batch.Batch, pipeline.Counts] | None = (rows, counts)
         running: Running | None = None
         while following is not None and log.finite:
             rows, counts = following
             state, numbers = run_step(state, rows)
-            asked = time.perf_counter()
-            following = next(steps, None)
-            waited = time.perf_counter() - asked
             if running is not None:
                 log.end(running)
-            running = Running(numbers=numbers, counts=counts, data_wait_s=waited)
+            # the step just sent off is running: its time holds this wait, and the rows travel meanwhile
+            asked = time.perf_counter()
+            following = next(steps, None)
+            running = Running(numbers=numbers, counts=counts, data_wait_s=time.perf_counter() - asked)
         assert running is not None, "a run has a step"
         log.end(running)
 
@@ -77,9 +78,9 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     checkpoint.save(directory / "checkpoints", saved, master=state.master, meta=meta)
     if not log.finite:
         raise errors.Stopped(
-            f"step {log.broken}: the loss or the gradient norm is not finite. The step changed no weight; the weights are in "
-            f"{directory / 'checkpoints' / str(saved)}. A lower optimizer.learning_rate or more optimizer.warmup_steps "
-            "usually help."
+            f"step {log.broken}: the loss or the gradient norm is not finite. The step changed no weight; "
+            f"{directory}/checkpoints/{saved} has the weights after {saved} steps, those that were not finite left out. "
+            "A lower optimizer.learning_rate or more optimizer.warmup_steps usually help."
         )
     banner.show(console, banner.after(program, log.first, log.last, seconds=log.seconds))
 
@@ -126,7 +127,8 @@ class Log:
         self.last = self._line(running, numbers, step_s)
         if self._num_steps == 1:
             self.first = self.last
-        if self._num_steps % self._program.config.run.log_every == 0 or self._num_steps == self._program.num_steps:
+        due = self._num_steps % self._program.config.run.log_every == 0
+        if due or not self.finite or self._num_steps == self._program.num_steps:
             self._writer.write(self.last)
         self._progress.show(self.last)
 
@@ -135,7 +137,7 @@ class Log:
         num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
         assert num_tokens == running.counts.piece_lengths.sum(), "the devices' count and the plan's"
         tflops = metrics.step_flops(self._program.model, running.counts.piece_lengths) / step_s / num_devices / 1e12
-        peak = metrics.peak_tflops(mesh.devices.flat[0])
+        peak = metrics.peak_tflops(mesh.devices.flat[0].device_kind)
         return metrics.Line(
             step=self._num_steps,
             epoch=running.counts.epoch + 1,

@@ -1,6 +1,7 @@
 """Files become records; whatever cannot be used is named with its file and line."""
 
 import json
+import os
 
 import datasets
 import pytest
@@ -127,8 +128,25 @@ BAD = [
         "tokens",
         ["line 2", "has labels", "first record has none"],
     ),
+    ({"a.CSV": "text"}, "a.CSV", "text", ["a.CSV: .csv files are not read"]),
+    ({"a.jsonl.gz": b"x"}, "a.jsonl.gz", "text", [".gz files are not read"]),
     ({"a.parquet": b"PAR1 nonsense"}, "a.parquet", "text", ["a.parquet", "not parquet"]),
 ]
+
+
+def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.TXT").write_text(folder)
+        os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
+        monkeypatch.chdir(tmp_path / folder)
+        assert read("a.TXT")["text"] == [folder]
+
+
+def test_json_lines_have_several_names(tmp_path):
+    for name in ("a.JSONL", "b.ndjson"):
+        (tmp_path / name).write_text('{"text": "x"}')
+        assert read(name)["text"] == ["x"]
 
 
 @pytest.mark.parametrize(("files", "source", "format", "says"), BAD)

@@ -15,7 +15,7 @@ from tests.training import runs
 
 @functools.cache
 def long_rows():
-    """Rows of 4096 tokens: 1024 on each of 4 devices, which are 128 tiles of 8. Three tokens in ten are the same."""
+    """Two rows of 4096 tokens: 2048 on each of 4 devices, which are 128 tiles of 16. Three tokens in ten are the same."""
     pieces = [[(0, 1500), (1500, 2596)], [(0, 4000)]]
     arrays = batches.packed(pieces, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
     often = np.random.default_rng(4).random(arrays["tokens_BL"].shape) < 0.3
@@ -32,8 +32,8 @@ FAMILIES = {"qwen2": batches.model(**BARE | {"qkv_bias": True}), "qwen3": batche
 
 @pytest.fixture(scope="module", autouse=True)
 def compiling(small_shards):
-    in_dtype = functools.partial(batches.settings, memory={"loss_tile_tokens": 8})
-    compiling = functools.partial(runs.compiling, (1, 1, 4), want=("gradients",), arrays=long_rows())
+    in_dtype = functools.partial(batches.settings, memory={"loss_tile_tokens": 16})
+    compiling = functools.partial(runs.compiling, (1, 1, 4), rows_at_once=2, want=("gradients",), arrays=long_rows())
     return {
         (family, dtype): compiling(settings=in_dtype(compute_dtype=dtype), model=model)
         for family, model in FAMILIES.items()

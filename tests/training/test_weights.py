@@ -19,6 +19,7 @@ def sharded(small_shards):
 @pytest.mark.parametrize(
     ("shape", "dim", "stored"),
     [
+        ((64, 128), 0, (64, 128)),
         ((64, 60), 0, (64, 60)),
         ((60, 64), 1, (60, 64)),
         ((257, 300), 1, (257, 304)),

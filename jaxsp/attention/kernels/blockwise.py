@@ -74,7 +74,7 @@ def _forward(
         return _join(out, L, h), _join(lse[..., None], L, h)[..., 0]
 
     out_BLhK, lse_BLh = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL))
-    return out_BLhK.astype(q_BLhK.dtype), lse_BLh.swapaxes(1, 2)
+    return out_BLhK, lse_BLh.swapaxes(1, 2)
 
 
 def _attention_fwd(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, tuple]:
@@ -98,20 +98,20 @@ def _attention_bwd(residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Ar
 
         def query_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
             dk, dv, dq = _backward_block(blocks, i, dout[i], lse[i], delta[i], *sums)
-            return (dk, dv), dq
+            return (dk, dv), dq.astype(q.dtype)
 
         zeros = jnp.zeros(blocks.k.shape, jnp.float32)
         (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), jnp.arange(len(blocks.q)))
         return _join(dq, L, h), _join(dk, L, g), _join(dv, L, g)
 
     dq, dk, dv = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL, dout_BLhK, lse_BLh, delta_BLh))
-    return dq.astype(q_BLhK.dtype), dk.astype(k_BLgK.dtype), dv.astype(v_BLgK.dtype), None, None
+    return dq, dk.astype(k_BLgK.dtype), dv.astype(v_BLgK.dtype), None, None
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _forward_block(row: _Row, i: Array) -> tuple[Float32[Array, "g rC K"], Float32[Array, "g rC"]]:
+def _forward_block(row: _Row, i: Array) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
     """Output and log-sum-exp of the i-th block of queries."""
     q = row.q[i]
 
@@ -131,7 +131,7 @@ def _forward_block(row: _Row, i: Array) -> tuple[Float32[Array, "g rC K"], Float
     out, total, maximum = jax.lax.fori_loop(row.first_block[i], i + 1, visit, start)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    return out / total[..., None], jnp.where(seen, maximum + jnp.log(total), 0.0)
+    return (out / total[..., None]).astype(q.dtype), jnp.where(seen, maximum + jnp.log(total), 0.0)
 
 
 def _backward_block(

@@ -1,0 +1,46 @@
+"""FLOPs by hand, and what the banner says of heads."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.training import metrics
+from tests import batches
+
+
+def test_flops_are_those_counted_by_hand():
+    model = batches.model(
+        vocab_size=10, hidden_size=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=6
+    )
+    matrices = 3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4  # q, k, v, o, MLP; head, the embedding is looked up
+    pairs = (1 + 2 + 3) + (1 + 2)  # pieces of 3 and 2 tokens: each token sees itself and those before
+    forward = 2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs  # scores and their sum, 2 per element of a head
+    assert metrics.step_flops(model, np.array([3, 2])) == 3 * forward
+
+
+def test_a_device_that_is_known_has_a_peak():
+    assert metrics.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
+    assert metrics.peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert metrics.peak_tflops("cpu") is None
+
+
+def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+    line = metrics.Line(**{name: 1.0 if "float" in str(kind) else 1 for name, kind in metrics.Line.__annotations__.items()})
+    with metrics.Writer(tmp_path / "metrics.jsonl") as writer:
+        writer.write(line)
+        assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "seq", "says"),
+    [
+        (32, 8, 4, "8 of 32 query heads and 2 of 8 K/V heads"),
+        (32, 8, 16, "2 of 32 query heads and 1 of 8 K/V heads"),
+        (24, 6, 4, "6 of 24 query heads and 3 of 6 K/V heads"),  # 6 is repeated to 12, the least that 4 divides
+        (32, 8, 1, "all heads on each device"),
+    ],
+)
+def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
+    assert says in attention.describe("auto", num_heads=num_heads, num_kv_heads=num_kv_heads, seq=seq)
