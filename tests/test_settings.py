@@ -1,6 +1,5 @@
 """conftest.py and pyproject.toml hold what they promise."""
 
-import dataclasses
 import os
 import warnings
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jaxsp.core import batch
+from jaxsp.attention.kernels import pieces
 
 
 def test_there_are_eight_devices():
@@ -38,10 +37,8 @@ def test_nothing_is_downloaded_or_kept():
 
 def test_a_wrong_shape_or_dtype_raises():
     """Proves that pytest's import hook checks the annotations of jaxsp."""
-    tokens_BL, starts_BM = jnp.zeros((2, 8), jnp.int32), jnp.zeros((2, 3), jnp.int32)
-    right = batch.Batch(
-        tokens_BL=tokens_BL, labels_BL=tokens_BL, positions_BL=tokens_BL, starts_BM=starts_BM, lengths_BM=starts_BM
-    )
-    for wrong in (tokens_BL.astype(jnp.int16), tokens_BL[:, :-1], tokens_BL[0]):
+    slots = jnp.zeros((2, 3), jnp.int32)
+    assert pieces.piece_of_token(slots, slots, 8).shape == (2, 8)
+    for wrong in (slots.astype(jnp.int16), slots[:, :-1], slots[0]):
         with pytest.raises(jaxtyping.TypeCheckError):
-            dataclasses.replace(right, labels_BL=wrong)
+            pieces.piece_of_token(slots, wrong, 8)

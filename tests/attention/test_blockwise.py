@@ -82,17 +82,18 @@ LONG = 64 * 1024
 
 
 @functools.cache
-def compiled(length):
-    """Forward and backward over one row of one small head and pieces of up to 1000 tokens."""
+def compiled(length, heads=1, K=8):
+    """Forward and backward over one row of pieces of up to 1000 tokens."""
     num_pieces = -(-length // 1000)
-    shapes = [jax.ShapeDtypeStruct((1, length, 1, 8), jnp.float32)] * 4
+    shapes = [jax.ShapeDtypeStruct((1, length, heads, K), jnp.float32)] * 4
     slots = [jax.ShapeDtypeStruct((1, num_pieces), jnp.int32)] * 2
     return jax.jit(functools.partial(results, blockwise.attention)).lower(*shapes, *slots).compile()
 
 
 def test_memory_is_linear_in_length(record_property):
-    """The score matrix of 65,536 tokens alone would take 16 GiB; doubling the length would take four times as much."""
-    taken = {length: compiled(length).memory_analysis().temp_size_in_bytes for length in (LONG // 4, LONG // 2, LONG)}
+    """A head's score matrix of 65,536 tokens alone would take 16 GiB; doubling the length would take four times as much."""
+    lengths = (LONG // 4, LONG // 2, LONG)
+    taken = {length: compiled(length, heads=4, K=32).memory_analysis().temp_size_in_bytes for length in lengths}
     for length, size in taken.items():
         record_property(f"temporary MiB at {length} tokens", round(size / 2**20, 2))
     quarter, half, whole = taken.values()
