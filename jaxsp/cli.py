@@ -38,7 +38,7 @@ def run(main: Callable[[list[str]], None]) -> None:
         print(error, file=sys.stderr)
         code = OURS
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print("interrupted; a run saves its weights at its end only", file=sys.stderr)
         code = 130
     except Exception:  # whatever else it is, it is ours: say everything
         traceback.print_exc()

@@ -6,6 +6,7 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.core import config, errors
+from jaxsp.core import mesh as meshes
 from jaxsp.data import text
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
@@ -21,12 +22,17 @@ def main(arguments: list[str]) -> None:
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
         raise errors.UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
+    meshes.choose_platform(virtual_cpu_devices=None)
     found = checkpoint.latest(given.run)
     settings = config.parse(checkpoint.read_meta(found)["config"])
     table = decoder.table(families.model_config(settings.model.config, field="model.config"))
     tokenizer = None if settings.model.tokenizer is None else text.load_tokenizer(settings.model.tokenizer)
+    try:
+        master = checkpoint.read_weights(found, table)
+    except (ValueError, OSError) as error:  # what orbax raises for files that are missing or cut short
+        raise errors.UserError(f"{found}: the checkpoint cannot be read: {str(error).splitlines()[0]}") from error
     weights.export(
-        checkpoint.read_weights(found, table),
+        master,
         table=table,
         fields=settings.model.config,
         tokenizer=tokenizer,
@@ -35,6 +41,12 @@ def main(arguments: list[str]) -> None:
     )
     console = rich.console.Console()
     console.print(f"{given.run}, step {found.name} -> {out} ({settings.model.compute_dtype})", highlight=False, soft_wrap=True)
+    if tokenizer is not None and not text.loads_as(tokenizer, out):
+        console.print(
+            f"transformers' AutoTokenizer takes another class for {settings.model.config['model_type']} and reads this "
+            f"tokenizer wrongly; load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(out)!r})",
+            soft_wrap=True,
+        )
     console.print(
         f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})", highlight=False, soft_wrap=True
     )

@@ -20,10 +20,10 @@ def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with every problem that can be found before the first step."""
     parser = cli.parser("train", "Trains a model and writes a run directory.", fields=True)
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", help="changes a field of the config")
+    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
     given = parser.parse_args(arguments)
     settings = config.load(given.config, given.changes)
-    meshes.use_virtual_devices(settings.mesh.virtual_cpu_devices)
+    meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
     program, material = prepare(settings, devices=jax.devices())
     trainer.train(program, material, rich.console.Console())
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -270,7 +271,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     [
         (["jaxsp.train", "no-such.yaml"], 2, "no-such.yaml: no such file"),
         (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
-        (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run: holds no run"),
+        (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run: holds no checkpoint"),
         (["jaxsp.train", "--help"], 0, "optimizer.warmup_steps"),
     ],
 )
@@ -286,3 +287,36 @@ def test_export_refuses_a_folder_with_something_in_it(tmp_path):
     (tmp_path / "out/file").write_text("precious")
     with pytest.raises(errors.UserError, match="exists already"):
         export.main([str(tmp_path), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_an_export_says_when_transformers_would_misread_its_tokenizer(tmp_path, capsys, model_type):
+    # of a folder with model_type qwen2 AutoTokenizer makes a Qwen2Tokenizer, with another vocabulary, whatever the folder says
+    (tmp_path / "a.txt").write_text("some text " * 100)
+    chosen = settings(
+        tmp_path,
+        model__config={**MODEL, "model_type": model_type},
+        model__tokenizer="bytes",
+        data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
+    )
+    run(chosen, 1)
+    export.main([str(tmp_path / "run"), str(tmp_path / "hf")])
+    warned = "PreTrainedTokenizerFast.from_pretrained" in capsys.readouterr().out
+    assert warned == (model_type == "qwen2")
+    transformers = pytest.importorskip("transformers")
+    loaded = transformers.PreTrainedTokenizerFast if warned else transformers.AutoTokenizer
+    assert loaded.from_pretrained(tmp_path / "hf")("e\u0301").input_ids == [101, 204, 129]
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}
+    assert len(modes) == 1, "what may be read of it may be read as a whole"
+
+
+def test_a_broken_checkpoint_is_named(tmp_path):
+    documents(tmp_path, [128])
+    run(settings(tmp_path, run__steps=1), 1)
+    shutil.rmtree(tmp_path / "run/checkpoints/1/master/d", ignore_errors=True)
+    for path in (tmp_path / "run/checkpoints/1/master").rglob("*"):
+        if path.is_file() and path.name not in ("_METADATA", "_sharding"):
+            path.unlink()
+    with pytest.raises(errors.UserError, match="the checkpoint cannot be read"):
+        export.main([str(tmp_path / "run"), str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()

@@ -176,6 +176,7 @@ ELSEWHERE = {
     "sequence_len": "data.row_tokens",
     "per_device_train_batch_size": "batch.rows_at_once",
     "micro_batch_size": "batch.rows_at_once",
+    "train_micro_batch_size_per_gpu": "batch.rows_at_once",
     "gradient_accumulation_steps": "batch.rows_per_step (the turns of a step follow from it and the mesh)",
     "num_train_epochs": "run.epochs",
     "max_steps": "run.steps",

@@ -1,5 +1,6 @@
 """The device mesh: replica x data x seq."""
 
+import os
 import pathlib
 
 import jax
@@ -7,15 +8,15 @@ import jax
 from jaxsp.core import axes, config, errors
 
 
-def use_virtual_devices(count: int | None) -> None:
-    """Splits the CPU into `count` devices where there is no GPU; call before JAX counts devices."""
-    if count is None:
-        return
-    jax.config.update("jax_num_cpu_devices", count)
+def choose_platform(*, virtual_cpu_devices: int | None) -> None:
+    """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices."""
     dev = pathlib.Path("/dev")
-    if not any(dev.glob("nvidia[0-9]*")) and not (dev / "dxg").exists():  # dxg: a GPU under WSL
+    has_gpu = any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists()  # dxg: a GPU under WSL
+    if not has_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
         jax.config.update("jax_platforms", "cpu")
+    if virtual_cpu_devices is not None:
+        jax.config.update("jax_num_cpu_devices", virtual_cpu_devices)
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

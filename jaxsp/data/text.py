@@ -1,6 +1,7 @@
 """Text becomes tokens, once: the result is cached on disk under the fingerprint of text and tokenizer."""
 
 import functools
+import os
 import pathlib
 import tempfile
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,18 @@ def load_tokenizer(name: str) -> "transformers.PreTrainedTokenizerBase":
     if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
         raise errors.UserError(f"model.tokenizer = {name}: has an empty vocabulary, text becomes nothing. {way_out}")
     return tokenizer
+
+
+def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> bool:
+    """Whether AutoTokenizer makes of an exported folder what was put there.
+
+    It does not always: of a folder with model_type qwen2 it makes a Qwen2Tokenizer, whatever the folder says.
+    """
+    import transformers
+
+    probe = "e\u0301 caf\u00e9\n\t2026 x_1"
+    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    return len(loaded) == len(tokenizer) and loaded(probe)["input_ids"] == tokenizer(probe)["input_ids"]
 
 
 def tokenize(

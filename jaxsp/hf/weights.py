@@ -98,6 +98,8 @@ def _write_weights(folder: pathlib.Path, tensors: dict[str, _Tensor], *, dtype: 
         shard = {member: tensors[member].whole(dtype) for member in members}
         # transformers refuses files that do not say which layout their tensors have
         safetensors.numpy.save_file(shard, folder / name, metadata={"format": "pt"})
+        # it makes files that nobody else may read
+        shutil.copymode(folder / "config.json", folder / name)
         # before the next file's weights are fetched
         del shard
     if plan.is_sharded:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import rich.console
@@ -84,17 +84,29 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
             f"{_count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
         ),
+        *_beyond(model_fields=config.model.config, longest=int(documents.lengths.max())),
         ("writes", f"{config.run.directory}: config.yaml, banner.txt, metrics.jsonl, checkpoints/"),
     ]
 
 
-def after(program: Program, first: metrics.Line, last: metrics.Line, *, seconds: float) -> list[tuple[str, str]]:
+def _beyond(*, model_fields: dict, longest: int) -> list[tuple[str, str]]:
+    """A word about positions that the model's config does not promise; they are trained all the same."""
+    most = model_fields.get("max_position_embeddings")
+    if most is None or longest <= most:
+        return []
+    return [("note", f"the longest document has {longest:,} tokens, and the model's max_position_embeddings is {most:,}")]
+
+
+def after(
+    program: Program, first: metrics.Line, last: metrics.Line, *, recent_losses: Sequence[float], seconds: float
+) -> list[tuple[str, str]]:
     """The summary, with the next command to type."""
     directory = program.config.run.directory
-    losses = [f"{line.loss:.4f}" if line.loss is not None else "none" for line in (first, last)]
+    at_first = "none" if first.loss is None else f"{first.loss:.4f}"
+    at_last = f"{sum(recent_losses) / len(recent_losses):.4f}" if recent_losses else "none"
     return [
         ("trained", f"{_count(last.step, 'step')}, {_count(last.num_tokens_total, 'token')} in {_duration(seconds)}"),
-        ("loss", f"{losses[0]} at step {first.step}, {losses[1]} at step {last.step}"),
+        ("loss", f"{at_first} at step {first.step}, {at_last} in the mean of the last {_count(len(recent_losses), 'step')}"),
         ("speed", f"{last.num_tokens_total / seconds:,.0f} tokens/s"),
         ("wrote", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
         ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
@@ -108,6 +120,9 @@ def text(pairs: Iterable[tuple[str, str]]) -> str:
 
 def show(console: rich.console.Console, pairs: Iterable[tuple[str, str]]) -> None:
     """Prints pairs, the words dimmed, long lines folded under their beginning."""
+    if not console.is_terminal:  # a log: nothing folded, so that commands can be copied
+        console.print(text(pairs), end="", soft_wrap=True, highlight=False, markup=False)
+        return
     grid = rich.table.Table.grid(padding=(0, 2))
     grid.add_column(style="bold cyan", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -31,7 +31,9 @@ def latest(name: str) -> pathlib.Path:
         steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit() and (path / "master").is_dir()]
         if steps:
             return folder / str(max(steps))
-    raise errors.UserError(f"{name}: holds no run and no checkpoint. Give the run.directory of a finished run.")
+    raise errors.UserError(
+        f"{name}: holds no checkpoint; a run writes one at its end. Give the run.directory of a finished run."
+    )
 
 
 def read_meta(checkpoint: pathlib.Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The training loop."""
 
+import collections
 import contextlib
 import dataclasses
 import pathlib
@@ -47,7 +48,10 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     console.print(f"the step was compiled in {time.perf_counter() - began:.1f} s")
 
     # From here on there is a run
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise errors.UserError(f"run.directory = {directory}: cannot be made: {error.strerror}. Name another.") from None
     config.save(settings, directory / "config.yaml")
     (directory / "banner.txt").write_text(banner.text(lines), encoding="utf-8")
 
@@ -82,7 +86,7 @@ def train(program: Program, material: Material, console: rich.console.Console) -
             f"{directory}/checkpoints/{saved} has the weights after {saved} steps, those that were not finite left out. "
             "A lower optimizer.learning_rate or more optimizer.warmup_steps usually help."
         )
-    banner.show(console, banner.after(program, log.first, log.last, seconds=log.seconds))
+    banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,6 +105,7 @@ class Log:
         self._program, self._writer, self._progress = program, writer, progress
         self._began = self._ended = time.perf_counter()
         self._num_steps = self._num_tokens = 0
+        self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
         self.broken: int | None = None
         """The first step that was not finite."""
         self.first: metrics.Line
@@ -127,6 +132,8 @@ class Log:
         self.last = self._line(running, numbers, step_s)
         if self._num_steps == 1:
             self.first = self.last
+        if self.last.loss is not None:
+            self.recent_losses.append(self.last.loss)
         due = self._num_steps % self._program.config.run.log_every == 0
         if due or not self.finite or self._num_steps == self._program.num_steps:
             self._writer.write(self.last)
