@@ -27,7 +27,11 @@ def long_rows():
 
 
 BARE = {"qkv_bias": False, "output_bias": False, "mlp_bias": False, "qk_norm": False, "initializer_range": 0.02}
-FAMILIES = {"qwen2": batches.model(**BARE | {"qkv_bias": True}), "qwen3": batches.model(**BARE | {"qk_norm": True})}
+FAMILIES = {
+    "llama": batches.model(**BARE | {"output_bias": True, "mlp_bias": True}),
+    "qwen2": batches.model(**BARE | {"qkv_bias": True}),
+    "qwen3": batches.model(**BARE | {"qk_norm": True}),
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
