@@ -38,7 +38,7 @@ def attend(
     Shapes: inside shard_map over `seq`; shares are contiguous and in the devices' order. G' is G repeated up to the
         least common multiple of G and seq, so that each device gets whole K/V heads, those of its own query heads.
     Moves:  2 all-to-alls forward (q, k and v travel in one); per device B * l * (2 H + 2 G') * K * itemsize * (1 - 1/seq)
-        bytes, and as much backward, where the first is also made again.
+        bytes. Twice as much backward: a layer that is computed again makes both again, and then there are their transposes.
     Raises: what `problems` finds is the caller's to report; here it is an assertion.
     Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated when seq does not divide them.
     """
