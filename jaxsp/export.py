@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> None:
     try:
         master = checkpoint.read_weights(found, table)
     except (ValueError, OSError) as error:  # what orbax raises for files that are missing or cut short
-        raise errors.UserError(f"{found}: the checkpoint cannot be read: {str(error).split(' [')[0].splitlines()[0]}") from error
+        reason = str(error).split(" [")[0].splitlines()[0]
+        raise errors.UserError(f"{found}: the checkpoint cannot be read: {reason}") from error
     weights.export(
         master,
         table=table,
