@@ -38,6 +38,9 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
 
     placed = [(row, sharding.place(row, meshes.num_shards(mesh))) for row in jax.tree.leaves(table)]
     repeated = sum(4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None)
+    lie = f"{repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded"
+    lie = lie if meshes.num_shards(mesh) > 1 else "whole on every device"
+    again = "too" if config.attention.kernel == "reference" else "not"  # it names no residuals to keep
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
     per_epoch = material.epochs.rows_in(1)
@@ -55,8 +58,8 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ("mesh", f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {_count(groups, 'group')} of {seq}"),
         (
             "model",
-            f"{_model_type(config.model.config)} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
-            f"float32 weights; {repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded",
+            f"{config.model.config['model_type']} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
+            f"float32 weights; {lie}",
         ),
         (
             "step",
@@ -73,11 +76,11 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"{_count(len(documents.lengths), 'document')}{empty}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} "
             f"with a loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
         ),
-        ("attention", f"{attention.describe(config.attention.kernel, **heads)}"),
+        ("attention", attention.describe(config.attention.kernel, **heads)),
         (
             "memory",
             f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
-            f"attention not; gradients summed in {config.memory.grad_reduce_dtype}",
+            f"attention {again}; gradients summed in {config.memory.grad_reduce_dtype}",
         ),
         (
             "optimizer",
@@ -181,7 +184,3 @@ def _s(number: int) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _model_type(fields: dict) -> str:
-    return str(fields.get("model_type"))
