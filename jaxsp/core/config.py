@@ -25,6 +25,10 @@ Number = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _like(*examples: Any, **rules: Any) -> Any:
     return pydantic.Field(examples=list(examples), **rules)
 
@@ -33,24 +37,52 @@ class Run(Group):
     """How long to train, and where to write."""
 
     directory: Annotated[str, _like("runs/first", min_length=1)]
-    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, checkpoints/. Must be new or empty."""
+    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, eval.jsonl, tensorboard/, model/, checkpoints/."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Decides the random weights and the order of the rows."""
     steps: Annotated[Positive | None, _like(1000)] = None
-    """Optimizer updates. Give this or epochs. The weights are saved after the last."""
+    """Optimizer updates. Give this or epochs. Those before a resume count, and a checkpoint is written after the last."""
     epochs: Annotated[Positive | None, _like(1)] = None
     """Passes over the training data. Give this or steps."""
     log_every: Positive = 1
     """Steps between two lines of metrics.jsonl."""
+    save_every: Annotated[int | str | None, _like("100", "30m")] = "30m"
+    """Steps between two checkpoints, or minutes: 30m. null: only after the last step."""
+    eval_every: Annotated[Positive | None, _like(100)] = None
+    """Steps between two evaluations on data.eval, which is also evaluated after the last step; null: only then."""
+    resume: Annotated[str, _like("auto", min_length=1)] = "auto"
+    """auto: go on from the newest checkpoint in run.directory, if it has one. never: run.directory must be new or empty.
+    Or a run's directory or a checkpoint to go on from, in a run.directory that is new or empty."""
+
+    @pydantic.field_validator("save_every", mode="before")
+    @classmethod
+    def _steps_or_minutes(cls, value: Any) -> Any:
+        if value is not None and not _is_count(value) and not (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m", value)):
+            raise ValueError("must be a number of steps, or of minutes with an m behind it, or null")
+        return value
+
+    @property
+    def save_steps(self) -> int | None:
+        """Steps between two checkpoints, where the field counts steps."""
+        return self.save_every if isinstance(self.save_every, int) else None
+
+    @property
+    def save_minutes(self) -> int | None:
+        """Minutes between two checkpoints, where the field counts minutes."""
+        return int(self.save_every[:-1]) if isinstance(self.save_every, str) else None
 
 
 class Model(Group):
     """What is trained."""
 
-    config: Annotated[dict[str, Any], _like("{model_type: llama, hidden_size: 256}")]
-    """Fields of a Hugging Face config.json, with model_type (llama, qwen2 or qwen3); the weights start random."""
+    source: Annotated[str | None, _like("Qwen/Qwen3-0.6B", min_length=1)] = None
+    """A Hugging Face folder, or a model's name on the hub: its config.json, safetensors weights and tokenizer. Give this
+    or config."""
+    config: Annotated[dict[str, Any] | None, _like("{model_type: llama, hidden_size: 256}")] = None
+    """Fields of a Hugging Face config.json, with model_type (llama, mistral, qwen2 or qwen3); the weights start random."""
     tokenizer: Annotated[str | None, _like("bytes")] = None
-    """`bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer. `tokens` records need none."""
+    """`bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer; null: the source's own. `tokens`
+    records need none."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, of gathered weights and of weights on the wire. Master weights are float32."""
 
@@ -78,9 +110,12 @@ class Mesh(Group):
 class Attention(Group):
     """How attention is computed."""
 
-    kernel: Literal["auto", "blockwise", "reference"] = "auto"
-    """blockwise: online softmax over blocks, memory linear in length. reference: the whole score matrix, for tests.
-    auto: blockwise."""
+    kernel: Literal["auto", "cudnn", "blockwise", "reference"] = "auto"
+    """cudnn: flash attention on NVIDIA GPUs from Hopper on, in bfloat16. blockwise: online softmax over blocks, memory
+    linear in length, on any device. reference: the whole score matrix, for tests. auto: cudnn where it runs, else blockwise."""
+    head_chunks: Annotated[Positive | None, _like(2)] = None
+    """cudnn: a device's heads go through the kernel in so many parts, one after another; null: as few as the kernel's
+    limit of 2**31 elements allows."""
 
 
 class Source(Group):
@@ -91,6 +126,8 @@ class Source(Group):
     folder of Python's own library."""
     format: Annotated[Literal["text", "tokens"], _like("text")]
     """text: records with `text`. tokens: records with `input_ids` and optionally `labels` (not shifted, -100: no loss)."""
+    name: Annotated[str | None, _like("books", min_length=1)] = None
+    """What eval.jsonl calls it; null: the source as written."""
 
 
 class Data(Group):
@@ -98,6 +135,8 @@ class Data(Group):
 
     train: Annotated[tuple[Source, ...], _like("[{source: notes/*.txt, format: text}]", min_length=1, strict=False)]
     """The training documents."""
+    eval: Annotated[tuple[Source, ...], _like("[{source: held-out/*.txt, format: text}]", strict=False)] = ()
+    """Data sets to evaluate on, each by itself."""
     row_tokens: Annotated[Positive, _like(8192)]
     """Length of a row in tokens; documents are packed into rows, longer ones are split over several."""
     max_documents_per_row: Positive = 64
@@ -147,6 +186,33 @@ class Memory(Group):
     """Dtype in which gradients of sharded weights travel and are summed; those of small weights always sum in float32."""
 
 
+class Checkpoint(Group):
+    """What is kept on disk."""
+
+    keep_latest: Positive = 2
+    """The newest checkpoints that are kept; older ones are deleted."""
+
+
+class Logging(Group):
+    """What is recorded beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write the numbers of metrics.jsonl and eval.jsonl for TensorBoard too."""
+    profile_steps: Annotated[tuple[Positive, Positive] | None, _like("[3, 5]", strict=False)] = None
+    """First and last step of a trace by JAX's profiler, in run.directory/profile; for XProf or Perfetto."""
+
+    @pydantic.field_validator("profile_steps", mode="before")
+    @classmethod
+    def _first_and_last(cls, value: Any) -> Any:
+        pair = isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_count, value))
+        if value is not None and not (pair and value[0] <= value[1]):
+            raise ValueError("must be the first and the last step, counted from 1, or null")
+        return value
+
+    compilation_cache: Annotated[str | None, _like("~/.cache/jaxsp", min_length=1)] = None
+    """Folder in which compiled programs are kept for the next start."""
+
+
 class Config(Group):
     """A whole run."""
 
@@ -158,6 +224,8 @@ class Config(Group):
     batch: Batch
     optimizer: Optimizer
     memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    logging: Logging = Logging()
 
 
 _GROUPS = {name: cast(type[Group], field.annotation) for name, field in Config.model_fields.items()}
@@ -324,14 +392,23 @@ def _override(fields: dict[str, Any], word: str) -> str | None:
 
 def _across(fields: dict[str, Any]) -> list[str]:
     """Problems of several fields together, seen in the raw fields, so that another problem does not hide them."""
-    run = fields.get("run")
-    if not isinstance(run, dict):
+    return [
+        *_one_of(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
+        *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
+    ]
+
+
+def _one_of(fields: dict[str, Any], group: str, names: tuple[str, str], role: str, example: str) -> list[str]:
+    """The problem of two fields of a group of which exactly one has to be given."""
+    given = fields.get(group)
+    if not isinstance(given, dict):
         return []
-    if run.get("steps") is None and run.get("epochs") is None:
-        return ["run.steps, run.epochs: both missing. One says how long to train, for example run.epochs=1."]
-    if run.get("steps") is not None and run.get("epochs") is not None:
-        given = f"run.steps = {_yaml(run['steps'])}, run.epochs = {_yaml(run['epochs'])}"
-        return [f"{given}: only one may say how long to train. Leave one out, or write run.steps=null."]
+    there = [name for name in names if given.get(name) is not None]
+    if not there:
+        return [f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."]
+    if len(there) == 2:
+        said = ", ".join(f"{group}.{name} = {_yaml(given[name])}" for name in names)
+        return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null."]
     return []
 
 
