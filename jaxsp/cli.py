@@ -3,46 +3,70 @@
 import argparse
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, processes
 
-DONE, OURS, MISTAKE = 0, 1, 2
-"""Exit codes: done, an error of jaxsp or of the run, the user's mistake."""
+DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done, an error of jaxsp or of the run, the user's mistake, Ctrl-C."""
 
 
-def parser(verb: str, about: str, *, fields: bool = False) -> argparse.ArgumentParser:
-    """A parser for `python -m jaxsp.VERB`; with `fields`, --help documents every field of the config."""
-    return argparse.ArgumentParser(
+def parser(verb: str, about: str, *, fields: bool = False, several: bool = False) -> argparse.ArgumentParser:
+    """A parser for `python -m jaxsp.VERB`.
+
+    Args:
+        fields: --help documents every field of the config.
+        several: the command can be one of several processes, which `process` finds out.
+    """
+    made = argparse.ArgumentParser(
         prog=f"python -m jaxsp.{verb}",
         description=about,
         epilog=f"fields of CONFIG.yaml:\n\n{config.describe()}" if fields else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    if several:
+        group = made.add_argument_group(
+            "one of several processes",
+            "python -m jaxsp.launch starts them, and so do torchrun, mpirun and srun; with none of these, say it:",
+        )
+        group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, the same for all")
+        group.add_argument("--num-processes", metavar="N", type=int)
+        group.add_argument("--process-id", metavar="I", type=int, help="from 0 to N - 1; it uses all GPUs that it sees")
+    return made
+
+
+def process(given: argparse.Namespace) -> processes.Process:
+    """Which of several processes this is, by the arguments of a parser for `several`, or by what started it."""
+    return processes.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Runs a command and ends the process with its exit code; a user's mistake is a line, never a traceback."""
+    """Runs a command and ends the process with its exit code; a user's mistake is a line, never a traceback.
+
+    One of several processes ends them all when it fails, and says which it is; process 0 says no more than a process alone.
+    """
     # transformers says on import that PyTorch was not found; nothing here needs it
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    code, words = DONE, ""
     try:
         main(sys.argv[1:])
-        code = DONE
+        processes.end()
     except errors.UserError as error:
-        for problem in error.problems:
-            print(problem, file=sys.stderr)
-        code = MISTAKE
+        code, words = MISTAKE, "\n".join(error.problems)
     except errors.Stopped as error:
-        print(error, file=sys.stderr)
-        code = OURS
+        code, words = OURS, str(error)
     except KeyboardInterrupt:
-        print("interrupted; a run saves its weights at its end only", file=sys.stderr)
-        code = 130
+        code, words = INTERRUPTED, "interrupted; a run saves its weights at its end only"
     except Exception:  # whatever else it is, it is ours: say everything
-        traceback.print_exc()
-        code = OURS
+        code, words = OURS, traceback.format_exc().rstrip()
+    here = processes.here()
+    if words:
+        print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr)
+    if code != DONE and here.num_processes > 1:
+        processes.fail(code)
     sys.exit(code)
 
 

@@ -1,17 +1,24 @@
-"""The step as it is compiled for eight H100s that are not there: what travels between GPUs, and in which dtype."""
+"""Steps as they are compiled for H100s that are not there: what travels between GPUs and in which dtype, how often cuDNN is
+called, and how much memory the recipes in configs/ take.
+"""
 
 import collections
+import json
 import os
+import pathlib
 import re
 
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention.kernels import packed
 from jaxsp.core import config, mesh
 from jaxsp.hf import families
 from jaxsp.training import step
 
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+
+REPO = pathlib.Path(__file__).parent.parent
 
 H100 = """
 gpu_device_info {
@@ -31,7 +38,7 @@ dnn_version_info { major: 9 minor: 10 patch: 2 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
-FIELDS = {
+SMALL = {
     "model_type": "llama",
     "vocab_size": 4096,
     "hidden_size": 1024,
@@ -42,30 +49,40 @@ FIELDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def program_text():
-    """The compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row."""
+def compiled(settings):
+    """The step of a config with a model.config."""
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     from jax.experimental import topologies
 
-    devices = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x8x1").devices
-    chosen = config.parse(
+    count = settings.mesh.data * settings.mesh.seq
+    devices = list(topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{count}x1").devices)
+    model = families.model_config(settings.model.config, field="model.config")
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    choice = attention.choose(settings, devices=devices, **heads)
+    attend = attention.make_attend(seq=settings.mesh.seq, kernel=choice.kernel, head_chunks=choice.head_chunks)
+    on = mesh.make({"replica": 1, "data": settings.mesh.data, "seq": settings.mesh.seq}, devices)
+    program = step.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1)
+    return step.compile(program), choice
+
+
+@pytest.fixture(scope="module", params=[64, 1], ids=["packed", "one document a row"])
+def small(request):
+    """Slots of a row, and the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row."""
+    settings = config.parse(
         {
             "run": {"directory": "unused", "steps": 1},
-            "model": {"config": FIELDS},
-            "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": 8192},
+            "model": {"config": SMALL},
+            "mesh": {"data": 2, "seq": 4},
+            "data": {
+                "train": [{"source": "unused", "format": "tokens"}],
+                "row_tokens": 8192,
+                "max_documents_per_row": request.param,
+            },
             "batch": {"rows_per_step": 4},
             "optimizer": {"learning_rate": 0.1},
         }
     )
-    program = step.Program(
-        config=chosen,
-        model=families.model_config(FIELDS, field="model.config"),
-        mesh=mesh.make({"replica": 1, "data": 2, "seq": 4}, list(devices)),
-        attend=attention.make_attend(seq=4, kernel="auto"),
-        num_steps=1,
-    )
-    return step.compile(program).as_text()
+    return request.param, compiled(settings)[0].as_text()
 
 
 def collectives(text: str) -> dict[str, collections.Counter]:
@@ -76,15 +93,98 @@ def collectives(text: str) -> dict[str, collections.Counter]:
     return found
 
 
-def test_weights_travel_in_bfloat16_and_gradients_in_float32(program_text):
-    found = collectives(program_text)
+def num_calls(text: str) -> tuple[int, int]:
+    """Calls of cuDNN in a program, forward and backward."""
+    return tuple(text.count(f'custom_call_target="__cudnn$fmhaSoftmax{way}"') for way in ("", "Backward"))
+
+
+def test_weights_travel_in_bfloat16_and_gradients_in_float32(small):
+    found = collectives(small[1])
     assert set(found["all-gather"]) == {"bf16"}
     assert set(found["reduce-scatter"]) == {"f32"}
 
 
-def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(program_text):
+def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(small):
     # forward q, k and v together, and the output; backward both again, then their transposes: 6 in a loop. XLA writes the loop
     # over 2 layers out and makes the last layer's forward pass once, not again: 12 - 2
-    calls = [line for line in attention.collectives(program_text) if re.search(r"all-to-all(-start)?\(", line)]
+    calls = [line for line in attention.collectives(small[1]) if re.search(r"all-to-all(-start)?\(", line)]
     assert len(calls) in (6, 10, 12), calls
     assert all("bf16[" in line for line in calls)
+
+
+def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(small):
+    slots, text = small
+    expected = 1 if slots == 1 else len(packed.calls(num_rows=1, row_tokens=8192, max_pieces=slots))
+    forward, backward = num_calls(text)
+    assert forward == expected
+    assert backward in (expected, 2 * expected)  # XLA writes the backward loop over 2 layers out
+
+
+LLAMA31_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+QWEN25_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+}
+
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+RECIPES = {"llama31_8b_128k_8xh100": LLAMA31_8B, "qwen25_7b_64k_8xh100": QWEN25_7B, "qwen3_0p6b_32k_1xh100": QWEN3_06B}
+"""The published config.json of each recipe's model, as far as it matters here."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
+    path = REPO / "configs" / f"{name}.yaml"
+    settings = config.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
+    program, choice = compiled(settings)
+    memory = program.memory_analysis()
+    own = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    gib = (own + choice.uncounted_bytes) / 2**30
+    said = int(re.search(r"Planned, not measured: (\d+) GiB", path.read_text())[1])
+    assert gib == pytest.approx(said, abs=1)
+    assert set(collectives(program.as_text())["all-gather"]) <= {"bf16"}
+    forward, backward = num_calls(program.as_text())
+    expected = len(packed.calls(num_rows=1, row_tokens=settings.data.row_tokens, max_pieces=64)) * choice.head_chunks
+    assert forward == expected
+    assert backward in (expected, 2 * expected)

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import train
+from jaxsp import prepare
 from jaxsp.core import config
-from jaxsp.data import pipeline
+from jaxsp.data import packing
 from jaxsp.training import checkpoint, sharding, step
 from tests import tolerances
 
@@ -38,11 +38,11 @@ def quickstart(tmp_path_factory):
 def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     directory, _ = quickstart
     losses = [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    _, material = train.prepare(_settings(directory), devices=jax.devices())
+    _, material = prepare.training(_settings(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
-    for document, length in enumerate(material.documents.lengths):
-        row = train.packing.Row(document=np.array([document]), first=np.array([0]), length=np.array([length]))
-        tokens = material.documents.share(row, 0, int(length)).tokens
+    for document, length in enumerate(material.train.documents.lengths):
+        row = packing.Row(document=np.array([document]), first=np.array([0]), length=np.array([length]))
+        tokens = material.train.documents.share(row, 0, int(length)).tokens
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     shares = counts / counts.sum()
     given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -62,7 +62,9 @@ def test_it_says_what_it_does_and_what_to_type_next(quickstart):
         "AutoModelForCausalLM.from_pretrained",
     ):
         assert words in " ".join(printed.split()), words
-    assert {path.name for path in directory.iterdir()} == {"config.yaml", "banner.txt", "metrics.jsonl", "checkpoints", "hf"}
+    assert {path.name for path in directory.iterdir()} == {
+        *("config.yaml", "banner.txt", "metrics.jsonl", "eval.jsonl", "tensorboard", "model", "checkpoints", "hf")
+    }
 
 
 def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
@@ -76,19 +78,9 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     settings = _settings(directory)
-    program, material = train.prepare(settings, devices=jax.devices())
-    steps = pipeline.Pipeline(
-        material.documents,
-        material.epochs,
-        mesh=program.mesh,
-        rows_per_step=settings.batch.rows_per_step,
-        rows_at_once=1,
-        row_tokens=settings.data.row_tokens,
-        max_pieces=settings.data.max_documents_per_row,
-        total_rows=settings.batch.rows_per_step,
-    ).batches()
-    ((rows, _),) = steps
-    whole = checkpoint.read_weights(checkpoint.latest(str(directory)), program.table)
+    program, material = prepare.training(settings, devices=jax.devices())
+    ((rows, _),) = material.train.feed(program, total_rows=settings.batch.rows_per_step).batches()
+    whole = checkpoint.read_weights(checkpoint.newest(directory), program.table)
     master = sharding.put(program.table, whole, program.mesh)
     ours = jax.jit(lambda master, rows: step.gradients(program, master, rows).loss)(master, rows)
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp import export, train
+from jaxsp import export, prepare
 from jaxsp.core import config, errors
 from jaxsp.data import packing, pipeline
 from jaxsp.training import checkpoint, trainer
+from jaxsp.training.material import Start
 
 MODEL = {
     "model_type": "llama",
@@ -63,7 +64,7 @@ def documents(folder, lengths, *, labels=False, seed=0):
 def run(chosen, num_devices):
     """Trains, and gives back metrics.jsonl and what was printed."""
     console = rich.console.Console(record=True, width=200, quiet=True)
-    program, material = train.prepare(chosen, devices=jax.devices()[:num_devices])
+    program, material = prepare.training(chosen, devices=jax.devices()[:num_devices])
     trainer.train(program, material, console)
     directory = pathlib.Path(chosen.run.directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -159,7 +160,7 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
 def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     chosen = settings(tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924)
     epochs = packing.Epochs(np.full(20_243, 15_922), row_tokens=15_924, max_pieces=64, seed=0)
-    assert train.length(chosen, epochs) == (20_243, 20_243)
+    assert prepare.length(chosen, epochs, Start()) == (20_243, 20_243)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
@@ -172,7 +173,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert int(saved.name) == lines[-1]["step"] == broken + 1, "one more step was under way"
     assert f"checkpoints/{saved.name} has the weights" in str(stopped.value)
-    table = train.prepare(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
+    table = prepare.training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
     weights = checkpoint.read_weights(saved, table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
@@ -201,12 +202,13 @@ def test_waiting_for_rows_is_inside_the_time_of_its_step(tmp_path, monkeypatch):
     assert lines[4]["tokens_per_s"] == pytest.approx(128 / lines[4]["step_s"])
 
 
-def test_a_run_directory_is_not_written_twice(tmp_path):
+@pytest.mark.parametrize(("resume", "says"), [("auto", "holds files, but no run"), ("never", "is not empty")])
+def test_a_directory_of_something_else_is_not_written(tmp_path, resume, says):
     documents(tmp_path, [128])
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("precious")
-    with pytest.raises(errors.UserError, match="is not empty"):
-        train.prepare(settings(tmp_path), devices=jax.devices()[:1])
+    with pytest.raises(errors.UserError, match=says):
+        prepare.training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
     assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
 
 
@@ -219,10 +221,10 @@ def test_all_problems_are_said_at_once_and_nothing_is_written(tmp_path):
         data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}, {"source": str(tmp_path / "b"), "format": "text"}],
     )
     with pytest.raises(errors.UserError) as found:
-        train.prepare(chosen, devices=jax.devices())
+        prepare.training(chosen, devices=jax.devices())
     problems = "\n".join(found.value.problems)
-    assert len(found.value.problems) == 4, problems
-    for word in ("model.config.model_type = lama", "mesh.data = 3", "data.train.0", "data.train.1"):
+    assert len(found.value.problems) == 5, problems
+    for word in ("model.config.model_type = lama", "mesh.data = 3", "model.tokenizer = null", "data.train.0", "data.train.1"):
         assert word in problems
     assert list(tmp_path.iterdir()) == []
 
@@ -248,7 +250,7 @@ BAD = [
 def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes, num_devices, says):
     documents(tmp_path, [128])
     with pytest.raises(errors.UserError) as found:
-        train.prepare(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
+        prepare.training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
     assert any(says in problem for problem in found.value.problems), found.value.problems
     assert not (tmp_path / "run").exists()
 
@@ -257,13 +259,13 @@ def test_text_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     chosen = settings(tmp_path, data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}])
     with pytest.raises(errors.UserError, match=r"model\.tokenizer"):
-        train.prepare(chosen, devices=jax.devices()[:1])
+        prepare.training(chosen, devices=jax.devices()[:1])
 
 
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 257]}')
     with pytest.raises(errors.UserError, match="257"):
-        train.prepare(settings(tmp_path), devices=jax.devices()[:1])
+        prepare.training(settings(tmp_path), devices=jax.devices()[:1])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ MESH = 1e-5
 TILES = 1e-6
 """The tiled loss and its gradients against the loss in one piece, float32."""
 
+EVAL = 1e-5
+"""A document's loss against transformers', float32."""
+
 OPTIMIZER = 1e-5
 """How the weights moved, against plain optax."""
 
@@ -37,3 +40,14 @@ FP32_PARITY = 1e-4
 
 FREQUENCIES = 1e-6
 """Each of llama3's rotation frequencies against transformers' float32 ones."""
+
+GPU_RUN = 1e-5
+"""Each loss of the quickstart's first 20 steps on a GPU against the CPU's, float32. On CPUs, other meshes and other compiler
+settings move them by 2e-7, and bfloat16 by 1e-3; TF32, with three bits more, by an estimated 1e-4."""
+
+KERNEL_BF16 = 5e-3
+"""A kernel in bfloat16 against the reference in float32, on inputs that bfloat16 holds exactly: outputs and gradients. The
+blockwise kernel is 2.6e-3 off at most, where rounding the results alone makes 1.7e-3."""
+
+LSE_BF16 = 1e-3
+"""The log-sum-exp of bfloat16 inputs, whose products and sums are float32, absolute."""

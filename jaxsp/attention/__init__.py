@@ -7,47 +7,113 @@
 and is causal inside each piece, with nothing between pieces. Tokens of no piece get output 0 and gradient 0.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import ulysses
-from jaxsp.attention.kernels import blockwise, pieces, reference
+from jaxsp.attention.kernels import blockwise, cudnn, limits, pieces, reference, residuals
+from jaxsp.core import config, errors
 
 SCOPE = "attend"
 """Every operation of attention carries this word in the compiled program."""
 
-RESIDUALS = (blockwise.OUT, blockwise.LSE)
+RESIDUALS = residuals.NAMES
 """What a kernel names for its backward pass."""
 
-KERNELS: dict[str, Callable[..., Array]] = {"blockwise": blockwise.attention, "reference": reference.attention}
+KERNELS: dict[str, Callable[..., Array]] = {
+    "blockwise": blockwise.attention,
+    "cudnn": cudnn.attention,
+    "reference": reference.attention,
+}
 
 Attend = Callable[[Array, Array, Array, Array, Array], Array]
 """See the module's docstring."""
 
 
-def problems(*, num_heads: int, seq: int) -> list[str]:
-    """What is wrong with this many query heads on groups of `seq` devices, a line each."""
-    return ulysses.problems(num_heads=num_heads, seq=seq)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How a run attends on its devices."""
+
+    kernel: str
+    """From KERNELS."""
+    head_chunks: int
+    """Parts that a device's heads are taken in, one after another."""
+    why: str
+    """What speaks against cuDNN, where `auto` had to take another kernel; empty otherwise."""
+    uncounted_bytes: int
+    """An estimate of what the kernel takes on a device beyond the compiled program's memory analysis."""
 
 
-def describe(kernel: str, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
+def choose(
+    settings: config.Config, *, devices: Sequence[limits.Device], num_heads: int, num_kv_heads: int, head_dim: int
+) -> Choice:
+    """The kernel that a config asks for, or that `auto` means on these devices, which may be absent ones compiled for.
+
+    Raises: UserError with every problem: heads that cannot be shared, or a kernel that cannot do what is asked.
+    """
+    seq, asked = settings.mesh.seq, settings.attention
+    if found := ulysses.problems(num_heads=num_heads, seq=seq):
+        raise errors.UserError(found)
+    work = limits.Work(
+        num_heads=num_heads // seq,
+        num_kv_heads=num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq,
+        head_dim=head_dim,
+        row_tokens=settings.data.row_tokens,
+        rows_at_once=settings.batch.rows_at_once,
+        max_pieces=settings.data.max_documents_per_row,
+        dtype=settings.model.compute_dtype,
+    )
+    kernel, why = asked.kernel, ""
+    if kernel in ("auto", "cudnn"):
+        obstacles = limits.obstacles(work, devices=devices)
+        if kernel == "cudnn" and obstacles:
+            raise errors.UserError(f"attention.kernel = cudnn: cuDNN {one.what}. {one.way_out}" for one in obstacles)
+        kernel = "blockwise" if obstacles else "cudnn"
+        why = f"cuDNN {obstacles[0].what}" if obstacles else ""
+    chunks = asked.head_chunks
+    if kernel != "cudnn":
+        if chunks is not None:
+            because = f", because {why}" if why else ""
+            raise errors.UserError(
+                f"attention.head_chunks = {chunks}: only the cudnn kernel takes heads in parts, and this is {kernel}{because}. "
+                "Use attention.head_chunks=null."
+            )
+        return Choice(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0)
+    legal = limits.parts(work)
+    if chunks is not None and chunks not in legal:
+        raise errors.UserError(
+            f"attention.head_chunks = {chunks}: {work.num_heads} query and {work.num_kv_heads} K/V heads on a device, over "
+            f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.choices(legal)}, or null."
+        )
+    chunks = chunks or limits.fewest_parts(work)
+    return Choice(kernel=kernel, head_chunks=chunks, why="", uncounted_bytes=limits.backward_bytes(work, chunks))
+
+
+def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
     """What `make_attend` makes, for people."""
+    kernel = f"{'cuDNN' if choice.kernel == 'cudnn' else choice.kernel} kernel"
+    if choice.head_chunks > 1:
+        kernel += f", heads in {choice.head_chunks} parts"
+    why = f" ({choice.kernel} because {choice.why})" if choice.why else ""
     if seq == 1:
-        return f"{_name(kernel)} kernel, all heads on each device"
+        return f"{kernel}, all heads on each device{why}"
     own = num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq
     return (
-        f"Ulysses, {_name(kernel)} kernel; a device gets {num_heads // seq} of {num_heads} query heads "
-        f"and {own} of {num_kv_heads} K/V heads"
+        f"Ulysses, {kernel}; a device gets {num_heads // seq} of {num_heads} query heads and {own} of {num_kv_heads} "
+        f"K/V heads{why}"
     )
 
 
-def make_attend(*, seq: int, kernel: str | Callable[..., Array]) -> Attend:
+def make_attend(*, seq: int, kernel: str | Callable[..., Array], head_chunks: int = 1) -> Attend:
     """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own."""
-    named = KERNELS[_name(kernel)] if isinstance(kernel, str) else kernel
+    named = KERNELS["blockwise" if kernel == "auto" else kernel] if isinstance(kernel, str) else kernel
+    if kernel == "cudnn":
+        named = functools.partial(cudnn.attention, head_chunks=head_chunks)
     isolated = functools.partial(_isolated, kernel=named)
     inner = functools.partial(ulysses.attend, kernel=isolated, seq=seq) if seq > 1 else isolated
 
@@ -62,10 +128,6 @@ def make_attend(*, seq: int, kernel: str | Callable[..., Array]) -> Attend:
             return inner(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
     return attend
-
-
-def _name(kernel: str) -> str:
-    return "blockwise" if kernel == "auto" else kernel
 
 
 def collectives(program: str) -> list[str]:

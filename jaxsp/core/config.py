@@ -1,7 +1,9 @@
 """Everything a run can be told: a YAML file plus `key.path=value`, checked before anything happens."""
 
+import copy
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import pydantic
@@ -280,6 +282,11 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
 
     Raises: UserError with every problem of the file and of the words at once.
     """
+    return parse(read(path), overrides)
+
+
+def read(path: str | pathlib.Path) -> dict[str, Any]:
+    """The nested fields of a YAML file, not checked yet. Raises: UserError where it holds none."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -292,13 +299,14 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
         raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
         raise errors.UserError(f"{path}: holds no `group: {{field: value}}` pairs. See configs/quickstart.yaml.")
+    return fields
+
+
+def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """The config that nested fields describe, with some changed by `key.path=value`. Raises: UserError with all problems."""
+    fields = copy.deepcopy(fields)
     problems = [problem for word in overrides if (problem := _override(fields, word))]
-    return parse(fields, problems=problems)
-
-
-def parse(fields: dict[str, Any], *, problems: list[str] | None = None) -> Config:
-    """The config that nested fields describe. Raises: UserError with all `problems` and every one found here."""
-    problems = [*(problems or []), *_across(fields)]
+    problems += _across(fields)
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:

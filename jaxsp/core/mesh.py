@@ -1,22 +1,33 @@
 """The device mesh: replica x data x seq."""
 
 import os
-import pathlib
 
 import jax
 
-from jaxsp.core import axes, config, errors
+from jaxsp.core import axes, config, errors, processes
 
 
-def choose_platform(*, virtual_cpu_devices: int | None) -> None:
-    """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices."""
-    dev = pathlib.Path("/dev")
-    has_gpu = any(dev.glob("nvidia[0-9]*")) or (dev / "dxg").exists()  # dxg: a GPU under WSL
-    if not has_gpu and not os.environ.get("JAX_PLATFORMS"):
+def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1) -> None:
+    """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices.
+
+    Args:   virtual_cpu_devices: of all processes together, so that a config means the same mesh however it is launched.
+    Raises: UserError if the processes cannot share them.
+    """
+    no_gpu = processes.num_gpus(os.environ) == 0
+    if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
         jax.config.update("jax_platforms", "cpu")
-    if virtual_cpu_devices is not None:
-        jax.config.update("jax_num_cpu_devices", virtual_cpu_devices)
+    if virtual_cpu_devices is None:
+        return
+    own, rest = divmod(virtual_cpu_devices, num_processes)
+    if no_gpu and rest:
+        above = (own + 1) * num_processes
+        near = errors.choices([above - num_processes, above] if own else [above])
+        raise errors.UserError(
+            f"mesh.virtual_cpu_devices = {virtual_cpu_devices}: cannot be shared equally by {num_processes} processes. "
+            f"Use {near}."
+        )
+    jax.config.update("jax_num_cpu_devices", max(own, 1))
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

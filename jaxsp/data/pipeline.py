@@ -38,10 +38,10 @@ class HostStep:
 
 
 class Pipeline:
-    """The steps of a run, any of them by its index.
+    """The steps of a run from `first_row` on, any of them by its index.
 
     Rows are dealt to the groups in turn (`batch.row_of_step`); a group's devices hold the shares of its rows. Which
-    rows a step has depends on `rows_per_step` alone. Rows from `total_rows` on, in the last step, are empty.
+    rows a step has depends on `first_row` and `rows_per_step` alone. Rows from `total_rows` on, in the last step, are empty.
     """
 
     def __init__(
@@ -55,21 +55,23 @@ class Pipeline:
         row_tokens: int,
         max_pieces: int,
         total_rows: int,
+        first_row: int = 0,
     ):
         self._documents, self._epochs = documents, epochs
         self._num_groups, self._rows_at_once = meshes.num_groups(mesh), rows_at_once
-        self._rows_per_step, self._max_pieces, self._total_rows = rows_per_step, max_pieces, total_rows
+        self._rows_per_step, self._max_pieces = rows_per_step, max_pieces
+        self._first_row, self._total_rows = first_row, total_rows
         slots = self._num_groups * rows_at_once
         turns = batch.num_turns(rows_per_step=rows_per_step, rows_per_turn=slots)
         self._shapes = {
             name: (turns, slots, row_tokens if spec == batch.PER_TOKEN else max_pieces) for name, spec in batch.SPECS.items()
         }
         self._shardings = {name: NamedSharding(mesh, spec) for name, spec in batch.SPECS.items()}
-        self.num_steps = -(-total_rows // rows_per_step)
+        self.num_steps = -(-(total_rows - first_row) // rows_per_step)
 
     def read(self, step: int) -> HostStep:
         """What this process needs of a step."""
-        first = step * self._rows_per_step
+        first = self._first_row + step * self._rows_per_step
         last = min(first + self._rows_per_step, self._total_rows)
         step_rows = [self._epochs.row(index) for index in range(first, last)]
         counts = Counts(
@@ -82,14 +84,13 @@ class Pipeline:
         per_row = self._blocks(step_rows, ("starts_BM", "lengths_BM"), lambda row, *_: rows.slots(row, self._max_pieces))
         return HostStep(blocks=per_token | per_row, counts=counts)
 
-    def batches(self, first_step: int = 0) -> Generator[tuple[batch.Batch, Counts]]:
-        """The steps from `first_step` on, in order; the next two are read while one is used.
+    def batches(self) -> Generator[tuple[batch.Batch, Counts]]:
+        """The steps in order; the next two are read while one is used.
 
         Ask for the next batch when a step is dispatched and before its numbers are fetched: it then travels to the
         devices while the step runs. An exception in a read is raised here and ends the iteration.
         """
         steps = iter(_Steps(self).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
-        steps.set_state({"next_index": first_step})
         with contextlib.closing(steps):
             for host in steps:
                 yield batch.Batch(**{name: self._put(name, blocks) for name, blocks in host.blocks.items()}), host.counts

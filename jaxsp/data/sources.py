@@ -3,16 +3,19 @@
 import contextlib
 import glob
 import json
+import os
 import pathlib
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, processes
 
 if TYPE_CHECKING:
     import datasets
@@ -27,6 +30,9 @@ _NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz", ".bz2")
 
 _BATCH = 2**24
 """Characters or tokens of the documents that are written together; their lengths go from a few to 100 million."""
+
+_FIRST_S = 1.0
+"""How long others wait for process 0 to begin with a file; it may lie on another machine and never begin."""
 
 _TYPES = {"place": pa.string(), "text": pa.large_string()}
 _IDS = pa.large_list(pa.int32())
@@ -47,14 +53,33 @@ def read(source: config.Source, *, field: str) -> "datasets.Dataset":
         state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in map(_resolved, files)]
         fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, kind, names, state))
         cached = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint / "records.arrow"
-        if not cached.exists():
-            _write(_documents(files, kind, names), names, cached)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        with made_once(cached):
+            if not cached.exists():
+                _write(_documents(files, kind, names), names, cached)
     except (errors.UserError, PermissionError) as problem:
         raise errors.UserError(f"{field} = {source.source}: {problem}") from None
     dataset = datasets.Dataset.from_file(str(cached))
     # tokens are cached under this; from_file's own would go by the time at which the cache was written
     dataset._fingerprint = fingerprint
     return dataset
+
+
+@contextlib.contextmanager
+def made_once(cached: pathlib.Path) -> Iterator[None]:
+    """Lets one process at a time look for a file and make it; the others wait, and find it made.
+
+    Process 0 goes first where it can: its progress is the one that is seen.
+    """
+    lock = cached.with_name(f"{cached.name}.lock")
+    if not os.access(cached.parent, os.W_OK):  # a cache that is only read: nothing can be made there
+        yield
+        return
+    until = time.monotonic() + _FIRST_S
+    while processes.here().index > 0 and not lock.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    with filelock.FileLock(lock):
+        yield
 
 
 def lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -124,7 +149,6 @@ def _documents(files: list[str], kind: str, names: list[str]) -> Iterator[dict[s
 def _write(documents: Iterator[dict[str, Any]], names: list[str], path: pathlib.Path) -> None:
     """Writes the Arrow file, and only when all documents are in it gives it its name."""
     schema = pa.schema({name: _TYPES.get(name, _IDS) for name in ("place", *names)})
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:

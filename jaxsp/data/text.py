@@ -102,21 +102,23 @@ def tokenize(
         multiprocess.set_start_method("spawn", force=True)
         mean_bytes = max(dataset.data.nbytes // len(dataset), 1)
         batch_size = min(max(_BATCH_BYTES // mean_bytes, 1), 1000)
-        tokenized = dataset.map(
-            functools.partial(_encode, tokenizer=tokenizer),
-            batched=True,
-            batch_size=batch_size,
-            writer_batch_size=batch_size,
-            input_columns=["text", "place"],
-            remove_columns=["text"],
-            features=datasets.Features(
-                {"place": datasets.Value("string"), "tokens": datasets.LargeList(datasets.Value("int32"))}
-            ),
-            # one worker is this process
-            num_proc=min(workers, len(dataset)) if workers > 1 else None,
-            new_fingerprint=datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _files(tokenizer))),
-            desc=f"Tokenising {source.source}",
-        )
+        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _files(tokenizer)))
+        with sources.made_once(pathlib.Path(dataset.cache_files[0]["filename"]).with_name(f"cache-{fingerprint}.arrow")):
+            tokenized = dataset.map(
+                functools.partial(_encode, tokenizer=tokenizer),
+                batched=True,
+                batch_size=batch_size,
+                writer_batch_size=batch_size,
+                input_columns=["text", "place"],
+                remove_columns=["text"],
+                features=datasets.Features(
+                    {"place": datasets.Value("string"), "tokens": datasets.LargeList(datasets.Value("int32"))}
+                ),
+                # one worker is this process
+                num_proc=min(workers, len(dataset)) if workers > 1 else None,
+                new_fingerprint=fingerprint,
+                desc=f"Tokenising {source.source}",
+            )
     for column in (name for name in tokenized.column_names if name != "place"):
         _check_ids(tokenized, column, vocab_size=vocab_size, asked=f"{field} = {source.source}")
     return tokenized.remove_columns("place")

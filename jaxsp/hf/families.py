@@ -30,10 +30,13 @@ class Family:
     qk_norm: bool = False
     sliding_window: bool = False
     """Has `use_sliding_window`; where that is false, `sliding_window` and `max_window_layers` mean nothing."""
+    default_window: int | None = None
+    """The `sliding_window` that transformers takes where the field is left out; null means none."""
 
 
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", switches=("attention_bias", "mlp_bias")),
+    "mistral": Family(architecture="MistralForCausalLM", required=("num_key_value_heads",), default_window=4096),
     "qwen2": Family(architecture="Qwen2ForCausalLM", required=("num_key_value_heads",), qkv_bias=True, sliding_window=True),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
@@ -79,6 +82,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_encoder_decoder": ((False,), "models are decoders alone here"),
     "add_cross_attention": ((False,), "models are decoders alone here"),
     "per_layer_config": ((), "all layers are alike here"),
+    "auto_map": ((), "a model's own code is never run here"),
 }
 """Fields that have to say what the decoder does: the values that do, and the reason."""
 
@@ -147,16 +151,24 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
     import huggingface_hub.errors
     import transformers
 
+    says_window = "sliding_window" in fields
     fields = _without_nulls(fields)
     family = _family(fields, path)
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
     problems += _rope(fields, path)
+    if family.default_window is not None and not says_window:
+        problems.append(
+            f"{path}.sliding_window: missing. transformers would take {family.default_window}, and every layer attends to the "
+            f"whole document here. If the model was trained so, give it sliding_window: null."
+        )
     # sums of what is missing or no number would only repeat that
     problems = problems or _heads(fields, path)
     if problems:
         raise errors.UserError(problems)
     passed = {name: fields[name] for name in _PASSED if name in fields}
+    if family.default_window is not None:
+        passed["sliding_window"] = None
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -253,8 +265,10 @@ def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], 
             values, reason = _ONLY[name]
             ignored = name == "sliding_window" and family.sliding_window
             if value not in values and not ignored:
-                use = "".join(f"Use {_text(value)}, or " for value in values) or "Write null, or "
-                problems.append(f"{given}: is not implemented: {reason}. {use}leave it out.")
+                ways_out = [f"Use {_text(value)}" for value in values] or ["Write null"]
+                if name != "sliding_window" or family.default_window is None:
+                    ways_out.append("leave it out")
+                problems.append(f"{given}: is not implemented: {reason}. {', or '.join(ways_out)}.")
         elif name == "layer_types":
             if not isinstance(value, list) or any(kind != "full_attention" for kind in value):
                 problems.append(f"{given}: is not implemented: every layer has full_attention here. Leave it out.")

@@ -1,8 +1,10 @@
-"""A Hugging Face folder made of our weights, and nothing of it when that fails."""
+"""Weights from a Hugging Face folder, checked before any is read, and a folder made of our weights, whole or not at all."""
 
+import dataclasses
 import json
 import pathlib
 import secrets
+import shlex
 import shutil
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,11 +16,183 @@ import safetensors
 import safetensors.numpy
 
 from jaxsp.core import errors
-from jaxsp.hf import families
+from jaxsp.hf import families, folder, tensors
 from jaxsp.model import layers
 
 if TYPE_CHECKING:
     import transformers
+
+
+_SINGLE = "model.safetensors"
+
+_HEAD = "lm_head.weight"
+
+_WITHOUT_EFFECT = ".rotary_emb.inv_freq"
+"""End of the names of tensors that only repeat what config.json says; transformers passes over them too."""
+
+_COMPARED = 2**24
+"""Elements of a tied head that are compared with the embedding at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Every tensor that a model is made of, in files whose headers were checked."""
+
+    asked: str
+    """What the user asked for."""
+    stored: dict[str, tensors.Tensor]
+    """By the name that the table has for it."""
+
+    def read(self, row: layers.Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """A slice of one tensor, float32. Raises: UserError when its file has changed since it was checked.
+
+        Args:
+            layer: None for a tensor that exists once.
+            index: a slice for each dim of `row.shape`.
+        """
+        return self.slice(self.stored[row.hf_name if layer is None else row.hf_name.format(layer=layer)], index)
+
+    def slice(self, tensor: tensors.Tensor, index: tuple[slice, ...]) -> np.ndarray:
+        """As `read`, of any tensor."""
+        try:
+            return tensors.read(tensor, index)
+        except tensors.BadFile as error:
+            raise errors.UserError(f"{self.asked}: {tensor.file} {error}. Copy or download it again.") from None
+
+
+def open_folder(source: folder.Folder, table: layers.Weights) -> Reader:
+    """The weights of a folder, compared with the table by the headers of their files; fetched first if they are the hub's.
+
+    As in transformers, model.safetensors comes before an index, and of an embedding and a head that are tied, one is enough,
+    under either name.
+
+    Raises: UserError with all tensors that are missing, surplus, or of another shape or dtype, and all files that are damaged.
+    """
+    asked = f"{source.field} = {source.source}"
+    found = _headers(source, asked)
+    # what transformers would tie, it ties by name
+    embedding, head = table["embedding"].hf_name, None
+    if "head" not in table and _HEAD in found:
+        head = found.pop(_HEAD)
+        found.setdefault(embedding, head)
+    shapes = _shapes(table)
+    problems = _differences(found, shapes, asked)
+    if problems:
+        raise errors.UserError(problems)
+    reader = Reader(asked=asked, stored={name: found[name] for name in shapes})
+    if head is None and not _same(reader, head, found[embedding]):
+        raise errors.UserError(
+            f"{asked}: {_HEAD} is not {embedding}, and config.json has tie_word_embeddings = true, which makes them one. "
+            "Set it to false there to train both, or remove the tensor that is wrong."
+        )
+    return reader
+
+
+def _headers(source: folder.Folder, asked: str) -> dict[str, tensors.Tensor]:
+    """All tensors of all files by name. Raises: UserError for files that are missing, damaged, or not what the index says."""
+    weight_map = None
+    if (source.path / folder.INDEX).is_file():
+        weight_map = folder.read_json(source.path / folder.INDEX, asked=asked).get("weight_map")
+        names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) and pathlib.PurePath(name).name == name for name in names):
+            raise errors.UserError(f"{asked}: {folder.INDEX} does not say which tensor is in which file. Download it again.")
+    shards = sorted(set((weight_map or {}).values()))
+    source.fetch([_SINGLE, *shards])
+    if (source.path / _SINGLE).is_file():
+        shards, weight_map = [_SINGLE], None
+    if not shards:
+        raise errors.UserError(f"{asked}: {_no_weights(source)}")
+    problems = []
+    absent = [name for name in shards if not (source.path / name).is_file()]
+    if absent:
+        problems.append(f"{asked}: {_some(absent)}: not there, and named in {folder.INDEX}. Copy or download the folder again.")
+    places: set[tuple[str, str]] = set()
+    found: dict[str, tensors.Tensor] = {}
+    for name in (name for name in shards if name not in absent):
+        try:
+            header = tensors.header(source.path / name)
+        except tensors.BadFile as error:
+            problems.append(f"{asked}: {source.path / name} {error}. Copy or download it again.")
+        else:
+            found |= header
+            places |= {(tensor, name) for tensor in header}
+    if not problems and weight_map is not None and places != set(weight_map.items()):
+        wrong = sorted({tensor for tensor, _ in places ^ set(weight_map.items())})
+        problems.append(
+            f"{asked}: {folder.INDEX} and the files disagree about where {_some(wrong)} can be found. "
+            "Copy or download the folder again."
+        )
+    if problems:
+        raise errors.UserError(problems)
+    return found
+
+
+def _no_weights(source: folder.Folder) -> str:
+    """Why a folder has no weights for us, and what to do; the end of a sentence about it."""
+    there = f"{source.path} holds no {_SINGLE}"
+    shards = sorted(path.name for path in source.path.glob("model-*.safetensors"))
+    if shards:
+        return f"{there} and no {folder.INDEX}, but {_some(shards)}. Copy or download the folder again."
+    pickled = sorted(path.name for path in source.path.glob("pytorch_model*.bin"))
+    out = f"{source.source.rstrip('/').rpartition('/')[2]}-safetensors"
+    source_name, out_name = json.dumps(source.source), json.dumps(out)
+    code = (
+        f'import transformers as t; t.AutoModelForCausalLM.from_pretrained({source_name}, dtype="auto")'
+        f".save_pretrained({out_name}); t.AutoTokenizer.from_pretrained({source_name}).save_pretrained({out_name})"
+    )
+    which = f" but {_some(pickled)}" if pickled else ". If it has pytorch_model.bin"
+    return (
+        f"{there}{which}: pickles can run code, jaxsp does not read them. Where torch is installed, make safetensors of them: "
+        f"python -c {shlex.quote(code)}, then {source.field}={out}."
+    )
+
+
+def _shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor by name."""
+    rows = jax.tree.leaves(table)
+    once = {row.hf_name: row.shape for row in rows if row.num_layers is None}
+    stacked = [row for row in rows if row.num_layers is not None]
+    return once | {row.hf_name.format(layer=layer): row.shape for row in stacked for layer in range(row.num_layers)}
+
+
+def _differences(found: dict[str, tensors.Tensor], shapes: dict[str, tuple[int, ...]], asked: str) -> list[str]:
+    """A line for each kind of difference between what is there and what the model needs."""
+    both = [name for name in shapes if name in found]
+    missing = [name for name in shapes if name not in found]
+    surplus = sorted(name for name in found if name not in shapes and not name.endswith(_WITHOUT_EFFECT))
+    misshapen = [
+        f"{name} {list(found[name].shape)} instead of {list(shapes[name])}"
+        for name in both
+        if found[name].shape != shapes[name]
+    ]
+    others = [f"{name} {found[name].dtype}" for name in both if found[name].dtype not in tensors.DTYPES]
+    belongs = "Use the config.json that belongs to these weights"
+    tied = ", or tie_word_embeddings: true in it if the model's head is its embedding" if missing == [_HEAD] else ""
+    return [
+        f"{asked}: {words} {_some(names)}. {way_out}."
+        for names, words, way_out in (
+            (missing, "missing tensors:", f"{belongs}{tied}, or copy or download the folder again"),
+            (surplus, "tensors that the model of config.json has no place for:", belongs),
+            (misshapen, "tensors of another shape than config.json makes them:", belongs),
+            (others, f"tensors of another dtype than {errors.choices(tensors.DTYPES)}:", "Use a model that is not quantized"),
+        )
+        if names
+    ]
+
+
+def _same(reader: Reader, one: tensors.Tensor, other: tensors.Tensor) -> bool:
+    """Whether two tensors hold the same numbers."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    rows, columns = one.shape
+    step = max(_COMPARED // columns, 1)
+    parts = [(slice(start, start + step), slice(None)) for start in range(0, rows, step)]
+    return all(reader.slice(one, part).tobytes() == reader.slice(other, part).tobytes() for part in parts)
+
+
+def _some(names: list[str]) -> str:
+    """The first of many names, and how many there are beyond these."""
+    return ", ".join(names[:4]) + (f" ... and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 class _Tensor(NamedTuple):
@@ -44,6 +218,7 @@ def export(
     directory: str | pathlib.Path,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     max_shard_size: str | int = "5GB",
+    small_files: pathlib.Path | None = None,
 ) -> None:
     """Writes a folder that transformers loads: config, generation config, tokenizer, and the weights in safetensors.
 
@@ -53,6 +228,7 @@ def export(
         master: whole float32 weights like `table`, in numpy or jax, without the zeros that shards are filled with.
         fields: of the config.json that the model was made of.
         tokenizer: None where training read tokens; the folder has none then.
+        small_files: a folder whose tokenizer, chat template and generation config come along as they are.
     Memory: beside `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
     Raises: UserError when the folder holds something already, or cannot be written.
     """
@@ -67,7 +243,9 @@ def export(
         incomplete.mkdir(parents=True)
         _write_json(incomplete / "config.json", config)
         _write_json(incomplete / "generation_config.json", {name: ids for name, ids in token_ids.items() if ids is not None})
-        if tokenizer is not None:
+        if small_files is not None:
+            folder.copy_small_files(small_files, incomplete, but=("config.json",))
+        elif tokenizer is not None:
             tokenizer.save_pretrained(incomplete)
         _write_weights(incomplete, _tensors(master, table), dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
         incomplete.rename(target)
@@ -87,24 +265,23 @@ def _tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _Tensor
     return found
 
 
-def _write_weights(folder: pathlib.Path, tensors: dict[str, _Tensor], *, dtype: np.dtype, max_shard_size: str | int) -> None:
+def _write_weights(target: pathlib.Path, parts: dict[str, _Tensor], *, dtype: np.dtype, max_shard_size: str | int) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
-        tensors,
+        parts,
         get_storage_size=lambda tensor: tensor.row.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
     for name, members in plan.filename_to_tensors.items():
-        shard = {member: tensors[member].whole(dtype) for member in members}
+        shard = {member: parts[member].whole(dtype) for member in members}
         # transformers refuses files that do not say which layout their tensors have
-        safetensors.numpy.save_file(shard, folder / name, metadata={"format": "pt"})
+        safetensors.numpy.save_file(shard, target / name, metadata={"format": "pt"})
         # it makes files that nobody else may read
-        shutil.copymode(folder / "config.json", folder / name)
+        shutil.copymode(target / "config.json", target / name)
         # before the next file's weights are fetched
         del shard
     if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        _write_json(folder / "model.safetensors.index.json", index)
+        _write_json(target / folder.INDEX, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
 
 
 def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """What a run says of itself in plain words, before its first step and after its last."""
 
-import dataclasses
 import time
 from collections.abc import Iterable, Sequence
 
@@ -13,19 +12,9 @@ import rich.text
 from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
-from jaxsp.data import packing, rows
-from jaxsp.training import loss, metrics, sharding
+from jaxsp.training import evaluator, loss, metrics, sharding
+from jaxsp.training.material import Material
 from jaxsp.training.step import Program
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Material:
-    """What there is to learn from."""
-
-    documents: rows.Documents
-    epochs: packing.Epochs
-    total_rows: int
-    """Rows that the run consumes."""
 
 
 def before(program: Program, material: Material) -> list[tuple[str, str]]:
@@ -43,13 +32,14 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     again = "too" if config.attention.kernel == "reference" else "not"  # it names no residuals to keep
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
-    per_epoch = material.epochs.rows_in(1)
-    documents, tokens = material.documents, int(material.documents.lengths.sum())
+    per_epoch = material.train.epochs.rows_in(1)
+    documents, tokens = material.train.documents, int(material.train.documents.lengths.sum())
     tile = loss.tile_tokens(
         num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
     )
     empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    kernel = attention.choose(config, devices=list(devices), **heads)
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
@@ -58,9 +48,10 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ("mesh", f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {_count(groups, 'group')} of {seq}"),
         (
             "model",
-            f"{config.model.config['model_type']} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
+            f"{material.fields['model_type']} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
             f"float32 weights; {lie}",
         ),
+        ("begins", material.origin),
         (
             "step",
             f"{_count(rows_per_step, 'row')} of {row_tokens:,} tokens ({rows_per_step * row_tokens:,} in all); "
@@ -76,7 +67,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"{_count(len(documents.lengths), 'document')}{empty}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} "
             f"with a loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
         ),
-        ("attention", attention.describe(config.attention.kernel, **heads)),
+        ("attention", attention.describe(kernel, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, seq=seq)),
         (
             "memory",
             f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
@@ -87,9 +78,30 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
             f"{_count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
         ),
-        *_beyond(model_fields=config.model.config, longest=int(documents.lengths.max())),
-        ("writes", f"{config.run.directory}: config.yaml, banner.txt, metrics.jsonl, checkpoints/"),
+        *_evaluation(material, config.run.eval_every),
+        *_beyond(model_fields=material.fields, longest=int(documents.lengths.max())),
+        ("writes", f"{config.run.directory}: {_written(program, material)}"),
     ]
+
+
+def _evaluation(material: Material, every: int | None) -> list[tuple[str, str]]:
+    if not material.evals:
+        return []
+    sets = [
+        f"{one.name} ({_count(len(one.documents.lengths), 'document')}, {_count(int(one.documents.lengths.sum()), 'token')})"
+        for one in material.evals
+    ]
+    when = "after the last step" if every is None else f"every {_count(every, 'step')} and after the last"
+    return [("evaluates", f"{when}: {', '.join(sets)}")]
+
+
+def _written(program: Program, material: Material) -> str:
+    settings = program.config
+    every = settings.run.save_every
+    when = {int: f"every {every} steps and at the end", str: f"every {str(every)[:-1]} minutes and at the end"}
+    parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(material.evals)
+    parts += ["tensorboard/"] * settings.logging.tensorboard + ["profile/"] * (settings.logging.profile_steps is not None)
+    return ", ".join([*parts, "model/", f"checkpoints/ {when.get(type(every), 'at the end')}"])
 
 
 def _beyond(*, model_fields: dict, longest: int) -> list[tuple[str, str]]:
@@ -105,12 +117,13 @@ def after(
 ) -> list[tuple[str, str]]:
     """The summary, with the next command to type."""
     directory = program.config.run.directory
+    num_steps, num_tokens = last.step - first.step + 1, last.num_tokens_total - first.num_tokens_total + first.num_tokens
     at_first = "none" if first.loss is None else f"{first.loss:.4f}"
     at_last = f"{sum(recent_losses) / len(recent_losses):.4f}" if recent_losses else "none"
     return [
-        ("trained", f"{_count(last.step, 'step')}, {_count(last.num_tokens_total, 'token')} in {_duration(seconds)}"),
+        ("trained", f"{_count(num_steps, 'step')}, {_count(num_tokens, 'token')} in {_duration(seconds)}"),
         ("loss", f"{at_first} at step {first.step}, {at_last} in the mean of the last {_count(len(recent_losses), 'step')}"),
-        ("speed", f"{last.num_tokens_total / seconds:,.0f} tokens/s"),
+        ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
         ("wrote", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
         ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
     ]
@@ -139,8 +152,8 @@ class Progress:
 
     SECONDS_BETWEEN_LINES = 10.0
 
-    def __init__(self, console: rich.console.Console, *, num_steps: int):
-        self._console, self._num_steps = console, num_steps
+    def __init__(self, console: rich.console.Console, *, first_step: int, num_steps: int):
+        self._console, self._first_step, self._num_steps = console, first_step, num_steps
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
             rich.progress.BarColumn(),
@@ -149,7 +162,7 @@ class Progress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("steps", total=num_steps, loss="-", speed="-")
+        self._task = self._bar.add_task("steps", total=num_steps, completed=first_step, loss="-", speed="-")
         self._printed = time.perf_counter()
 
     def __enter__(self) -> "Progress":
@@ -163,10 +176,24 @@ class Progress:
         """Shows a finished step."""
         loss_now, speed = "none" if line.loss is None else f"{line.loss:.4f}", f"{line.tokens_per_s:,.0f}"
         self._bar.update(self._task, completed=line.step, loss=loss_now, speed=speed)
-        ends = line.step in (1, self._num_steps)
+        ends = line.step in (self._first_step + 1, self._num_steps)
         if not self._console.is_terminal and (ends or time.perf_counter() - self._printed > self.SECONDS_BETWEEN_LINES):
             self._printed = time.perf_counter()
             self._console.print(f"step {line.step}/{self._num_steps}  loss {loss_now}  {speed} tokens/s", highlight=False)
+
+    def say(self, words: str) -> None:
+        """Prints a line, above the bar where there is one."""
+        self._console.print(words, highlight=False, soft_wrap=True)
+
+
+def result(result: evaluator.Result) -> str:
+    """An evaluation in one line."""
+    loss_now = "not finite" if result.loss is None else f"{result.loss:.4f}"
+    perplexity = "" if result.perplexity is None else f", perplexity {result.perplexity:.4g}"
+    return (
+        f"step {result.step}  {result.data}: loss {loss_now}{perplexity}, token accuracy {result.token_accuracy:.4f} "
+        f"over {_count(result.num_loss_tokens, 'loss token')} ({result.seconds:.1f} s)"
+    )
 
 
 def _shared(seq: int) -> str:

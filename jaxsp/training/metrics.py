@@ -3,13 +3,20 @@
 import dataclasses
 import json
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import jax
 import numpy as np
+import tensorboardX
 
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+METRICS, EVAL = "metrics.jsonl", "eval.jsonl"
+"""What a run directory's files of numbers are called."""
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "B200": 2250.0}
 """Dense bfloat16 TFLOP/s of a device, from NVIDIA's data sheets (SXM), by a word of its name."""
@@ -54,20 +61,92 @@ class Line:
 
 
 class Writer:
-    """Appends lines to metrics.jsonl, each readable at once."""
+    """Appends lines to metrics.jsonl and eval.jsonl, each readable at once, and their numbers for TensorBoard.
 
-    def __init__(self, path: pathlib.Path):
-        self._file = path.open("a", encoding="utf-8")
+    Lines of steps after `from_step` are left from a run that went on from there once before; they go.
+    With several processes, the first alone writes.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
+        self._files: dict[str, TextIO] = {}
+        self._board: tensorboardX.SummaryWriter | None = None
+        if jax.process_index() > 0:
+            return
+        self._files = {name: _from_step(directory / name, from_step) for name in (METRICS, EVAL)}
+        if tensorboard:
+            board = str(directory / "tensorboard")
+            self._board = tensorboardX.SummaryWriter(board, purge_step=from_step + 1)
 
     def __enter__(self) -> "Writer":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
 
     def write(self, line: Line) -> None:
-        self._file.write(json.dumps(dataclasses.asdict(line), allow_nan=False) + "\n")
-        self._file.flush()
+        """A step of training."""
+        self._write(METRICS, dataclasses.asdict(line), "train")
+
+    def write_result(self, result: "DataclassInstance") -> None:
+        """An evaluation of one data set."""
+        fields = dataclasses.asdict(result)
+        self._write(EVAL, fields, f"eval/{fields['data']}")
+
+    def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
+        if name in self._files:
+            self._files[name].write(json.dumps(fields, allow_nan=False) + "\n")
+            self._files[name].flush()
+        if self._board is not None:
+            for field, value in fields.items():
+                if field != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"{group}/{field}", value, fields["step"])
+
+
+def _from_step(path: pathlib.Path, step: int) -> TextIO:
+    """A file of lines, opened to append, without the lines of steps after `step`, or a last one that was cut short."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        if kept != lines:
+            partial = path.with_name(f"{path.name}.partial")
+            partial.write_text("".join(kept), encoding="utf-8")
+            partial.replace(path)
+    return path.open("a", encoding="utf-8")
+
+
+class Trace:
+    """A trace of some steps by JAX's profiler, in the first process."""
+
+    def __init__(self, directory: pathlib.Path, steps: tuple[int, int] | None):
+        self._directory = directory
+        self._first, self._last = (0, 0) if steps is None or jax.process_index() > 0 else steps
+        self._running = False
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running:
+            self.end()
+
+    def begins(self, step: int) -> bool:
+        """Whether it is to begin before this step; nothing else may be running then."""
+        return step == self._first
+
+    def begin(self) -> None:
+        jax.profiler.start_trace(str(self._directory))
+        self._running = True
+
+    def ends(self, step: int) -> bool:
+        """Whether it is to end when this step has ended."""
+        return self._running and step == self._last
+
+    def end(self) -> None:
+        self._running = False
+        jax.profiler.stop_trace()
 
 
 def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:

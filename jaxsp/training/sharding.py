@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +15,12 @@ from jaxtyping import Array, Float, Float32
 from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
+
+Read = Callable[[layers.Parameter, int | None, tuple[slice, ...]], np.ndarray]
+"""A slice of one layer of a weight (None: it exists once), float32, without the zeros that it is stored with."""
+
+_Spans = tuple[tuple[int, int], ...]
+"""First and last place in each dim; the last is not in it."""
 
 REPLICATED_BELOW = 64 * 1024
 """Elements of one layer under which a weight is not worth a collective of its own."""
@@ -98,6 +105,49 @@ def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh) -> layers.Weig
         return jax.device_put(stored, NamedSharding(mesh, spec(row, num_shards)))
 
     return jax.tree.map(one, table, whole)
+
+
+def load(table: layers.Weights, mesh: Mesh, read: Read) -> layers.Weights:
+    """Master weights made of slices that `read` returns, each on its devices.
+
+    A process reads what its own devices hold and nothing else, and each part once, however many devices hold it.
+
+    Memory: in the host's, beside the shards of its CPU devices, one shard of one stacked weight and the slice of a layer.
+    """
+    num_shards = meshes.num_shards(mesh)
+
+    def one(row: layers.Parameter) -> Array:
+        stored = place(row, num_shards).stored
+        shape = stored if row.num_layers is None else (row.num_layers, *stored)
+        over = NamedSharding(mesh, spec(row, num_shards))
+        owners: dict[_Spans, list[jax.Device]] = {}
+        for device, index in over.addressable_devices_indices_map(shape).items():
+            assert index is not None, "it is addressable"
+            spans = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+            owners.setdefault(spans, []).append(device)
+        shards = []
+        # a callback of make_array_from_callback would hold the shards of all devices at a time
+        for spans, devices in owners.items():
+            shard = _shard(row, spans, read)
+            # a copy may read its source after the call has returned
+            shards += jax.block_until_ready([jax.device_put(shard, device) for device in devices])
+        return jax.make_array_from_single_device_arrays(shape, over, shards)
+
+    return jax.tree.map(one, table)
+
+
+def _shard(row: layers.Parameter, spans: _Spans, read: Read) -> np.ndarray:
+    """The part of a stored weight between these places; zeros where it is only filled up."""
+    shard = np.zeros([stop - start for start, stop in spans], np.float32)
+    ends = zip(spans[-len(row.shape) :], row.shape, strict=True)
+    own = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in ends)
+    filled = tuple(slice(part.stop - part.start) for part in own)
+    if row.num_layers is None:
+        shard[filled] = read(row, None, own)
+        return shard
+    for layer, of_layer in enumerate(shard):
+        of_layer[filled] = read(row, layer, own)
+    return shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ its gradients are `seq` times too large under ZeRO 0 to 2.)
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,6 +61,18 @@ class Gradients:
     """Gradients of the step's mean token loss, sharded like the weights, and the step's counts."""
 
     gradients: layers.Weights
+    loss: batch.Leaf
+    num_correct: batch.Leaf
+    num_rows: batch.Leaf
+    num_tokens: batch.Leaf
+    num_loss_tokens: batch.Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Sums over rows that are not learned from."""
+
     loss: batch.Leaf
     num_correct: batch.Leaf
     num_rows: batch.Leaf
@@ -138,18 +152,7 @@ def _places(state: State) -> State:
 
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:
     """Gradients and counts of a step's rows; the one place where loss meets mesh. Call under jit."""
-    table, gather = program.table, program.gather
-    head = decoder.head(table)
-    local_tokens = rows.tokens_BL[0].size // (meshes.num_groups(program.mesh) * program.mesh.shape[axes.SEQ])
-    asked = program.config.memory.loss_tile_tokens
-    tile = loss.tile_tokens(num_tokens=local_tokens, vocab_size=head.shape[0], asked=asked)
-
-    def turn_loss(shards: layers.Weights, rows: batch.Batch) -> tuple[Array, Array]:
-        hidden_BlD = decoder.hidden_states(
-            shards, rows, config=program.model, attend=program.attend, gather=gather, dtype=program.dtype
-        )
-        sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=gather, row=head, shard=decoder.head(shards), tile=tile)
-        return sums.loss, sums.num_correct
+    turn_loss = functools.partial(_turn_loss, program)
 
     def local(shards: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
         def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
@@ -159,28 +162,75 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
         zeros = (jnp.float32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, shards))
         (loss_sum, num_correct, grads), _ = jax.lax.scan(turn, zeros, rows)
 
-        def count(values: Array, over: tuple[str, ...]) -> Array:
-            return jax.lax.psum(values.sum(dtype=jnp.int32), over)
+        sums = _over_mesh(loss_sum, num_correct, rows)
+        divisor = jnp.maximum(sums["num_loss_tokens"], 1).astype(jnp.float32)
+        grads = jax.tree.map(lambda g: g / divisor, program.gather.finish(program.table, grads))
+        return sums | {"loss": sums["loss"] / divisor, "gradients": grads}
 
-        # Labels are split over the whole mesh; starts and lengths are the same along seq, where they count once.
-        num_loss_tokens = count(rows.labels_BL != batch.NO_LABEL, axes.ALL)
-        divisor = jnp.maximum(num_loss_tokens, 1).astype(jnp.float32)
-        return {
-            "gradients": jax.tree.map(lambda g: g / divisor, gather.finish(table, grads)),
-            "loss": jax.lax.psum(loss_sum, axes.ALL) / divisor,
-            "num_correct": jax.lax.psum(num_correct, axes.ALL),
-            "num_rows": count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
-            "num_tokens": count(rows.lengths_BM, axes.GROUPS),
-            "num_loss_tokens": num_loss_tokens,
-        }
+    weight_specs = sharding.specs(program.table, program.gather.num_shards)
+    return Gradients(**_on_mesh(program, local, master, rows, out_specs={"gradients": weight_specs}))
 
-    weight_specs = sharding.specs(table, gather.num_shards)
+
+def totals(program: Program, master: layers.Weights, rows: batch.Batch) -> Totals:
+    """Loss and counts of a step's rows, without gradients. Call under jit."""
+
+    def local(shards: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
+        def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
+            return jax.tree.map(jnp.add, sums, _turn_loss(program, shards, rows)), None
+
+        (loss_sum, num_correct), _ = jax.lax.scan(turn, (jnp.float32(0), jnp.int32(0)), rows)
+        return _over_mesh(loss_sum, num_correct, rows)
+
+    return Totals(**_on_mesh(program, local, master, rows, out_specs={}))
+
+
+def _turn_loss(program: Program, shards: layers.Weights, rows: batch.Batch) -> tuple[Array, Array]:
+    """Sum of the token losses of this device's part of a turn, and how many labels were the likeliest token."""
+    head = decoder.head(program.table)
+    tile = loss.tile_tokens(
+        num_tokens=rows.tokens_BL.size, vocab_size=head.shape[0], asked=program.config.memory.loss_tile_tokens
+    )
+    hidden_BlD = decoder.hidden_states(
+        shards, rows, config=program.model, attend=program.attend, gather=program.gather, dtype=program.dtype
+    )
+    shard = decoder.head(shards)
+    sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=program.gather, row=head, shard=shard, tile=tile)
+    return sums.loss, sums.num_correct
+
+
+def _over_mesh(loss_sum: Array, num_correct: Array, rows: batch.Batch) -> dict[str, Array]:
+    """The fields of Totals, of what each device has summed up over its part of a step's rows."""
+
+    def count(values: Array, over: tuple[str, ...]) -> Array:
+        return jax.lax.psum(values.sum(dtype=jnp.int32), over)
+
+    # Labels are split over the whole mesh; starts and lengths are the same along seq, where they count once.
+    return {
+        "loss": jax.lax.psum(loss_sum, axes.ALL),
+        "num_correct": jax.lax.psum(num_correct, axes.ALL),
+        "num_rows": count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
+        "num_tokens": count(rows.lengths_BM, axes.GROUPS),
+        "num_loss_tokens": count(rows.labels_BL != batch.NO_LABEL, axes.ALL),
+    }
+
+
+def _on_mesh(
+    program: Program, local: Callable, master: layers.Weights, rows: batch.Batch, *, out_specs: dict[str, Any]
+) -> dict[str, Any]:
+    """What `local` makes of each device's shards and rows: the fields of Totals, equal everywhere, and those of `out_specs`."""
+    weight_specs = sharding.specs(program.table, program.gather.num_shards)
     row_specs = jax.tree.unflatten(jax.tree.structure(rows), batch.SPECS.values())
-    out_specs = {field.name: PartitionSpec() for field in dataclasses.fields(Gradients)} | {"gradients": weight_specs}
-    on_mesh = jax.shard_map(local, mesh=program.mesh, in_specs=(weight_specs, row_specs), out_specs=out_specs, check_vma=False)
+    everywhere = {field.name: PartitionSpec() for field in dataclasses.fields(Totals)}
+    on_mesh = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(weight_specs, row_specs),
+        out_specs=everywhere | out_specs,
+        check_vma=False,
+    )
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa
     with jax.default_matmul_precision("float32" if program.dtype == jnp.float32 else None):
-        return Gradients(**on_mesh(master, rows))
+        return on_mesh(master, rows)
 
 
 def make(program: Program) -> jax.stages.Wrapped:
@@ -213,16 +263,29 @@ def make(program: Program) -> jax.stages.Wrapped:
         )
         return State(master=master, opt=opt, step=state.step + 1), metrics
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes(program)[0]), None))
+    everywhere = NamedSharding(program.mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes(program)[0]), everywhere))
 
 
 def compile(program: Program) -> jax.stages.Compiled:
-    """The step compiled, after a look at what it does.
+    """The step compiled; raises what `_communicates` raises."""
+    return _communicates(program, make(program).lower(*shapes(program)).compile())
+
+
+def compile_totals(program: Program) -> jax.stages.Compiled:
+    """`totals` compiled, from master weights and a step's rows; raises what `_communicates` raises."""
+    state, rows = shapes(program)
+    everywhere = NamedSharding(program.mesh, PartitionSpec())
+    compiled = jax.jit(functools.partial(totals, program), out_shardings=everywhere).lower(state.master, rows).compile()
+    return _communicates(program, compiled)
+
+
+def _communicates(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """The program it is given, after a look at what it does.
 
     Raises: RuntimeError when rows are split over devices, but attention does not communicate: each device would attend to
         its own share only, with plausible losses. (Somebody once trained 20,000 steps of another system that way.)
     """
-    compiled = make(program).lower(*shapes(program)).compile()
     seq = program.mesh.shape[axes.SEQ]
     if seq > 1 and not attention.collectives(compiled.as_text() or ""):
         raise RuntimeError(

@@ -92,6 +92,11 @@ SAID = {
     "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. .* For example run.steps=1000.",
     "run.steps=null": "run.steps, run.epochs: both missing. .* for example run.epochs=1.",
     "run.epochs=1": "run.steps = 3, run.epochs = 1: only one .* write run.steps=null.",
+    "run.save_every=0": "run.save_every = 0: must be a number of steps, or of minutes with an m behind it, or null. .*=100.",
+    "run.save_every=1h": "run.save_every = 1h: must be a number of steps, or of minutes .*",
+    "model.source=a/b": "model.source = a/b, model.config = .*: only one of them says what the model is. .*",
+    "model.config=null": "model.source, model.config: both missing. One of them says what the model is, for example .*",
+    "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: must be the first and the last step, .*",
     "run.directory=7": "run.directory = 7: must be text, in quotes .* For example run.directory=runs/first.",
     "run.directory=''": "run.directory = '': must not be empty. .*",
     "mesh.data=0": "mesh.data = 0: there is no mesh of 0 groups. .* For example mesh.data=-1.",
@@ -101,7 +106,7 @@ SAID = {
     "mesh=null": "mesh = null: must be a group of fields. .*",
     "data.train=[]": "data.train = []: must have at least 1 entry. .* For example data.train=[{source: .*}].",
     "data.train=a.txt": "data.train = a.txt: must be a list. .*",
-    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format.",
+    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format, name.",
     "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text' or 'tokens'. .*=text.",
     "data.train.x=1": "data.train.x = 1: data.train is a list of 2. Use data.train.0 or data.train.1.",
     "data.train.2.source=c.txt": "data.train.2.source = c.txt: data.train is a list of 2. Use .*",
@@ -141,15 +146,17 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
     for name in names:
         (line,) = [line for line in found if line.startswith(f"{name}: missing. ")]
         assert f"For example {name}=" in line
-    assert "model: missing. What is trained. Its fields: config, tokenizer, compute_dtype." in found
+    assert "model: missing. What is trained. Its fields: source, config, tokenizer, compute_dtype." in found
     assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
 
 
 def test_the_values_that_errors_propose_are_accepted(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
-        (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}=[]")), re.MULTILINE)
-        config.load(file, [example, *(["run.steps=null"] if key == "run.epochs" else [])])
+        wrong = "x" if key == "data.eval" else "[]"
+        (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE)
+        other = {"run.epochs": ["run.steps=null"], "model.source": ["model.config=null"]}
+        config.load(file, [example, *other.get(key, [])])
 
 
 @pytest.mark.parametrize(
@@ -204,10 +211,11 @@ def test_the_help_says_types_and_defaults():
     text = config.describe()
     for line in (
         "run.steps  (int | null; default null)",
-        "model.config  (mapping; required)",
+        "model.config  (mapping | null; default null)",
         "model.tokenizer  (text | null; default null)",
         "model.compute_dtype  (bfloat16 | float32; default bfloat16)",
         "data.train  (list; required)",
+        "run.save_every  (int | text | null; default 30m)",
         "optimizer.eps  (float; default 1e-08)",
     ):
         assert line in text

@@ -47,6 +47,28 @@ def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devic
     mesh.shape(config.Mesh(**asked), int(virtual))
 
 
+@pytest.mark.parametrize(
+    ("platform", "total", "num_processes", "own"),
+    [("cpu", 8, 1, 8), ("cpu", 8, 2, 4), ("cpu", 9, 3, 3), ("cuda", 8, 3, 2), ("cuda", 2, 3, 1)],
+)
+def test_virtual_devices_are_those_of_all_processes_together(monkeypatch, platform, total, num_processes, own):
+    chosen = {}
+    monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
+    monkeypatch.setattr(mesh.processes, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
+    monkeypatch.setenv("JAX_PLATFORMS", platform)
+    mesh.choose_platform(virtual_cpu_devices=total, num_processes=num_processes)
+    assert chosen == {"jax_num_cpu_devices": own}
+
+
+@pytest.mark.parametrize(("total", "num_processes", "near"), [(8, 3, "6 or 9"), (1, 2, "2")])
+def test_virtual_devices_that_processes_cannot_share_are_refused(total, num_processes, near):
+    if jax.default_backend() != "cpu":
+        pytest.skip("needs to run on the CPU")
+    says = f"mesh.virtual_cpu_devices = {total}: cannot be shared equally by {num_processes} processes. Use {near}."
+    with pytest.raises(errors.UserError, match=re.escape(says)):
+        mesh.choose_platform(virtual_cpu_devices=total, num_processes=num_processes)
+
+
 def test_devices_that_share_rows_are_neighbours():
     if jax.device_count() != 8:
         pytest.skip("needs 8 devices")

@@ -29,7 +29,9 @@ def documents_of(lengths, labels=False):
     return rows.Documents([datasets.Dataset.from_dict(columns)])
 
 
-def pipeline_of(documents, *, mesh=(1, 2, 4), rows_per_step=16, rows_at_once=1, row_tokens=32, epochs=2, max_pieces=5):
+def pipeline_of(
+    documents, *, mesh=(1, 2, 4), rows_per_step=16, rows_at_once=1, row_tokens=32, epochs=2, max_pieces=5, first_row=0
+):
     plans = packing.Epochs(documents.lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=0)
     return pipeline.Pipeline(
         documents,
@@ -40,6 +42,7 @@ def pipeline_of(documents, *, mesh=(1, 2, 4), rows_per_step=16, rows_at_once=1, 
         row_tokens=row_tokens,
         max_pieces=max_pieces,
         total_rows=plans.rows_in(epochs),
+        first_row=first_row,
     )
 
 
@@ -151,7 +154,7 @@ def test_a_run_continues_at_any_step():
     documents = ragged()
     straight = [undealt(given, groups=2) for given, _ in pipeline_of(documents).batches()]
     for step in range(len(straight) + 1):
-        continued = [undealt(given, groups=2) for given, _ in pipeline_of(documents).batches(step)]
+        continued = [undealt(given, groups=2) for given, _ in pipeline_of(documents, first_row=16 * step).batches()]
         assert len(continued) == len(straight) - step
         for one, other in zip(straight[step:], continued, strict=True):
             assert all(np.array_equal(one[name], other[name]) for name in batch.SPECS)

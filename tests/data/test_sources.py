@@ -1,12 +1,15 @@
 """Files become records; whatever cannot be used is named with its file and line."""
 
+import concurrent.futures
 import json
 import os
+import threading
+import time
 
 import datasets
 import pytest
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, processes
 from jaxsp.data import sources
 
 
@@ -84,6 +87,49 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
         assert read("a.txt")._fingerprint == first._fingerprint
     file.write_text("another")
     assert read("a.txt")["text"] == ["another"]
+
+
+def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    write, begun = sources._write, []
+
+    def slow(*arguments):
+        begun.append(arguments)
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(sources, "_write", slow)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(read, ["a.txt"] * 4):
+            assert found["text"] == ["one"]
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
+    cached, order = tmp_path / "records.arrow", []
+    monkeypatch.setattr(sources, "_FIRST_S", 10.0 if comes else 0.3)
+    here = threading.local()
+
+    def make(index):
+        here.process = processes.Process(index=index, num_processes=2)
+        with sources.made_once(cached):
+            order.append(index)
+
+    monkeypatch.setattr(sources.processes, "here", lambda: here.process)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        other = pool.submit(make, 1)
+        if comes:
+            time.sleep(0.2)
+            pool.submit(make, 0).result(5)
+        other.result(5)
+    assert order == ([0, 1] if comes else [1])
+
+
+def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever may do everything finds no folder that cannot be written
+    with sources.made_once(tmp_path / "records.arrow"):
+        assert not list(tmp_path.glob("*.lock"))
 
 
 BAD = [

@@ -49,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3,
     },
     "llama tied": {**SIZES, "model_type": "llama", "tie_word_embeddings": True},
+    "mistral": {**SIZES, "model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
     "qwen2": {**SIZES, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 8},
     "qwen3": {**SIZES, "model_type": "qwen3", "head_dim": 16, "attention_bias": True},
 }

@@ -75,6 +75,31 @@ QWEN2 = {
 }
 """The config.json of Qwen2.5-0.5B-Instruct."""
 
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32768,
+}
+"""The config.json of Mistral-7B-Instruct-v0.3."""
+
 QWEN3 = {
     **QWEN2,
     "architectures": ["Qwen3ForCausalLM"],
@@ -136,6 +161,14 @@ def test_qwen_3():
     config = read(QWEN3)
     assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, True)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
+
+
+def test_mistral():
+    config = read(MISTRAL)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (32, 8, 128, False)
+    # Mistral-Nemo's heads are not hidden_size / num_attention_heads
+    assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
 
 
 def test_biases_are_the_familys():
@@ -215,10 +248,27 @@ REFUSED = [
         "use_sliding_window = true: is not implemented",
     ),
     ({"model_type": "qwen3", "head_dim": None}, "head_dim: missing."),
-    ({"model_type": "mistral"}, "model_type = mistral: is not implemented. jaxsp has llama, qwen2 or qwen3."),
-    ({"model_type": "lama"}, "model_type = lama: is not implemented. jaxsp has llama, qwen2 or qwen3. Did you mean llama?"),
+    ({"model_type": "gemma2"}, "model_type = gemma2: is not implemented. jaxsp has llama, mistral, qwen2 or qwen3."),
+    (
+        {"model_type": "mistral"},
+        "sliding_window: missing. transformers would take 4096, and every layer attends to the whole document here. If the "
+        "model was trained so, give it sliding_window: null.",
+    ),
+    *(
+        (
+            {"model_type": "mistral", "sliding_window": window},
+            f"sliding_window = {window}: is not implemented: every layer attends to the whole document here. Write null.",
+        )
+        # a window that is longer than any document has no effect, but who says how long they are?
+        for window in (4096, 131072, 10**9)
+    ),
+    ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map = {"),
+    (
+        {"model_type": "lama"},
+        "model_type = lama: is not implemented. jaxsp has llama, mistral, qwen2 or qwen3. Did you mean llama?",
+    ),
     ({"model_type": ["llama"]}, 'model_type = ["llama"]: is not implemented.'),
-    ({"model_type": None}, "model_type: missing. jaxsp has llama, qwen2 or qwen3."),
+    ({"model_type": None}, "model_type: missing. jaxsp has llama, mistral, qwen2 or qwen3."),
     *(
         ({form: {"rope_type": kind, "factor": 2.0}}, f"{form}.rope_type = {kind}: is not implemented. Use default or llama3.")
         for form in ("rope_parameters", "rope_scaling")
@@ -262,7 +312,7 @@ def test_what_is_not_implemented_is_refused_by_name(change, says):
     assert problem.removeprefix("model.config").removeprefix(".").startswith(says)
 
 
-@pytest.mark.parametrize("fields", [LLAMA_3_1, QWEN2, QWEN3])
+@pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3])
 def test_no_size_is_a_familys_default(fields):
     sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []

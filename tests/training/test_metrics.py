@@ -26,11 +26,26 @@ def test_a_device_that_is_known_has_a_peak():
     assert metrics.peak_tflops("cpu") is None
 
 
+def line(step):
+    fields = {name: 1.0 if "float" in str(kind) else 1 for name, kind in metrics.Line.__annotations__.items()}
+    return metrics.Line(**fields | {"step": step})
+
+
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    line = metrics.Line(**{name: 1.0 if "float" in str(kind) else 1 for name, kind in metrics.Line.__annotations__.items()})
-    with metrics.Writer(tmp_path / "metrics.jsonl") as writer:
-        writer.write(line)
+    with metrics.Writer(tmp_path, from_step=0, tensorboard=False) as writer:
+        writer.write(line(1))
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
+
+
+def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
+    with metrics.Writer(tmp_path, from_step=0, tensorboard=False) as writer:
+        for step in (1, 2, 3):
+            writer.write(line(step))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # the process was killed here
+    with metrics.Writer(tmp_path, from_step=2, tensorboard=False) as writer:
+        writer.write(line(3))
+    assert [json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -43,4 +58,5 @@ def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     ],
 )
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
-    assert says in attention.describe("auto", num_heads=num_heads, num_kv_heads=num_kv_heads, seq=seq)
+    kernel = attention.Choice(kernel="blockwise", head_chunks=1, why="", uncounted_bytes=0)
+    assert says in attention.describe(kernel, num_heads=num_heads, num_kv_heads=num_kv_heads, seq=seq)

@@ -49,6 +49,29 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
             assert array.sharding.spec[-1] == axes.SHARDS
 
 
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
+def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
+    mesh, table = batches.mesh(*sizes), decoder.table(runs.MODEL)
+    whole = runs.whole_weights(runs.MODEL)
+    of_row = dict(zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True))
+    reads = jax.tree.map(lambda row: np.zeros(row.stacked_shape, int), table)
+    counts = dict(zip(of_row, jax.tree.leaves(reads), strict=True))
+
+    def read(row, layer, index):
+        place = index if layer is None else (layer, *index)
+        counts[row.hf_name][place] += 1
+        return np.asarray(of_row[row.hf_name][place], np.float32)
+
+    loaded = sharding.load(table, mesh, read)
+    right = sharding.put(table, whole, mesh)
+    for row, found, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
+        assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), row.hf_name
+        for one, other in zip(found.addressable_shards, put.addressable_shards, strict=True):
+            assert (one.device, one.index) == (other.device, other.index)
+            assert batches.same_bits(one.data, other.data), row.hf_name
+        assert (counts[row.hf_name] == 1).all(), row.hf_name
+
+
 def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.table(runs.MODEL)
     first, other = (

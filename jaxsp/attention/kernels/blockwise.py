@@ -23,11 +23,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import pieces
-
-OUT = "attention_out"
-LSE = "attention_lse"
-"""Names of the residuals, so that a remat policy can keep them: then attention is not recomputed in the backward pass."""
+from jaxsp.attention.kernels import pieces, residuals
 
 BLOCK = 256
 """Tokens of a block: 8 heads' float32 scores take 2 MiB."""
@@ -79,7 +75,7 @@ def _forward(
 
 def _attention_fwd(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, tuple]:
     out_BLhK, lse_BhL = _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
-    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, OUT), checkpoint_name(lse_BhL, LSE)
+    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, residuals.OUT), checkpoint_name(lse_BhL, residuals.LSE)
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 

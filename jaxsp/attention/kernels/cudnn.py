@@ -1,0 +1,255 @@
+"""cuDNN's flash attention, forward and backward, on whole rows of one or of many pieces: the one file that knows jax._src.
+
+JAX's own way to it is passed by, down to the primitives that stand for cuDNN's calls, for three reasons. The output and the
+log-sum-exp can be named for a remat policy only in a custom_vjp of ours; JAX multiplies the packed places of K and V by the
+wrong number of heads before 0.11.1 (jax PR 39521), which is done here; and pieces of different lengths get calls of their own
+(packed.py).
+"""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Float32, Int32
+
+from jaxsp.attention.kernels import packed, residuals
+
+TESTED = "0.10.1 to 0.12.0"
+"""Versions of JAX."""
+
+_OPERANDS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "q_seqlen",
+    "kv_seqlen",
+    "q_offsets",
+    "kv_offsets",
+    "page_table_k",
+    "page_table_v",
+)
+_BACKWARD = ("activation", "fwd_output", "grad_output")
+_FIELDS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+_OF_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
+"""What jax 0.12 asks for besides: a function of the scores, which we have none of."""
+
+
+def attention(
+    q_BLhK: Float[Array, "B L h K"],
+    k_BLgK: Float[Array, "B L g K"],
+    v_BLgK: Float[Array, "B L g K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    head_chunks: int = 1,
+) -> Float[Array, "B L h K"]:
+    """Causal softmax attention inside each piece; the output at padding means nothing, not even a number.
+
+    Rows of one slot (M = 1) are computed as a whole: their piece begins with the row (NaN if not), and what follows it is
+    padding.
+
+    Args:
+        head_chunks: the heads go through in so many parts, one after another, one of `limits.parts`.
+    Raises: what `limits.obstacles` finds is the caller's to report; here cuDNN or JAX would refuse it.
+    """
+    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, head_chunks)
+
+
+def unknown_jax() -> str | None:
+    """Why this JAX cannot be used, or None: its inner functions are not one of those we know."""
+    if _library() is None or _asked_besides() is None:
+        return f"is called through parts of JAX that this version, {jax.__version__}, has changed; {TESTED} are known"
+    return None
+
+
+def version() -> tuple[int, int, int] | None:
+    """The installed cuDNN, None where JAX finds none."""
+    library = _library()
+    if library is None or library.cuda_versions is None:
+        return None
+    number = library.check_cudnn_version()
+    return number // 10000, number // 100 % 100, number % 100
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int) -> Array:
+    return _forward(q, k, v, starts_BM, lengths_BM, head_chunks)[0]
+
+
+def _forward(
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int
+) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+    found: list[tuple[Array, Array]] = []
+    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
+        part = _part_forward(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], starts_BM, lengths_BM)
+        (q, k, v), found = _after(((q, k, v), [*found, part]))
+    outs, lses = zip(*found, strict=True)
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+
+
+def _attention_fwd(
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int
+) -> tuple[Array, tuple[Array, ...]]:
+    out, lse = _forward(q, k, v, starts_BM, lengths_BM, head_chunks)
+    out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
+    return out, (q, k, v, starts_BM, lengths_BM, out, lse)
+
+
+def _attention_bwd(head_chunks: int, saved: tuple[Array, ...], dout: Array) -> tuple[Array, Array, Array, None, None]:
+    q, k, v, starts_BM, lengths_BM, out, lse = saved
+    found: list[tuple[Array, Array, Array]] = []
+    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
+        inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads]
+        part = _part_backward(*inputs, starts_BM, lengths_BM)
+        (q, k, v, dout), found = _after(((q, k, v, dout), [*found, part]))
+    dqs, dks, dvs = zip(*found, strict=True)
+    sharing = max(head_chunks // k.shape[2], 1)
+    return jnp.concatenate(dqs, axis=2), _joined(dks, sharing), _joined(dvs, sharing), None, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, Array]:
+    if starts_BM.shape[1] == 1:
+        out, lse_BhL = _call_forward(None, q, k, v)
+        return jnp.where(starts_BM[:, :, None, None] == 0, out, jnp.nan), lse_BhL
+    B, L, h, _ = q.shape
+    out, lse_Nh = jnp.zeros_like(q), jnp.zeros((B * L, h), jnp.float32)
+    for call in _calls(q, starts_BM):
+        taken = packed.slots(call, starts_BM, lengths_BM)
+        inside_N1 = (taken.slot_N >= 0)[:, None]
+        found, statistic_ShT = _call_forward(taken, *_cut(call, q, k, v))
+        out = jnp.where(inside_N1.reshape(B, L, 1, 1), found.reshape(q.shape), out)
+        lse_Nh = jnp.where(inside_N1, packed.compressed(statistic_ShT, taken), lse_Nh)
+        (q, k, v), out, lse_Nh = _after(((q, k, v), out, lse_Nh))
+    return out, lse_Nh.reshape(B, L, h).swapaxes(1, 2)
+
+
+def _part_backward(
+    q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array, starts_BM: Array, lengths_BM: Array
+) -> tuple[Array, Array, Array]:
+    if starts_BM.shape[1] == 1:
+        return _call_backward(None, lse_BhL, q, k, v, out, dout)
+    B, L, h, _ = q.shape
+    lse_Nh = lse_BhL.swapaxes(1, 2).reshape(B * L, h)
+    dq, dk, dv = (jnp.zeros_like(x) for x in (q, k, v))
+    for call in _calls(q, starts_BM):
+        taken = packed.slots(call, starts_BM, lengths_BM)
+        inside_BL11 = (taken.slot_N >= 0).reshape(B, L, 1, 1)
+        statistic_ShT = packed.expanded(lse_Nh, taken, tokens=call.tokens)
+        found = _call_backward(taken, statistic_ShT, *_cut(call, q, k, v, out, dout))
+        dq, dk, dv = (
+            jnp.where(inside_BL11, x.reshape(whole.shape), whole) for x, whole in zip(found, (dq, dk, dv), strict=True)
+        )
+        (q, k, v, dout), (dq, dk, dv) = _after(((q, k, v, dout), (dq, dk, dv)))
+    return dq, dk, dv
+
+
+def _call_forward(taken: packed.Slots | None, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """Output and log-sum-exp, f32[B, h, L], of rows as a whole; or of slots, f32[S, h, T], undefined beyond each piece."""
+    out, statistic = _library()._dot_product_attention_fwd_p.bind(
+        *_operands(q, k, v, taken), **_fields(q, taken), is_training=True
+    )
+    return out, statistic
+
+
+def _call_backward(
+    taken: packed.Slots | None, statistic: Array, q: Array, k: Array, v: Array, out: Array, dout: Array
+) -> tuple[Array, Array, Array]:
+    """dq, dk and dv; of slots, undefined at tokens of none."""
+    dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(
+        *_operands(q, k, v, taken), statistic, out, dout, **_fields(q, taken)
+    )
+    return dq, dk, dv
+
+
+def _operands(q: Array, k: Array, v: Array, taken: packed.Slots | None) -> tuple[Array, ...]:
+    unused = jnp.zeros(0, q.dtype)
+    if taken is None:
+        return q, k, v, unused, unused, unused, unused, unused, unused, unused
+    lengths_RS = taken.lengths_S.reshape(len(q), -1)
+    places = (_places(taken, x) for x in (q, k))
+    return q, k, v, unused, lengths_RS, lengths_RS, *places, unused, unused
+
+
+def _places(taken: packed.Slots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
+    """Where each slot begins in an array's memory, in elements: a slot's first token times what a token takes of *this* array.
+
+    Unused slots, and the one place more of each row that the call has, are at the end of the memory.
+    """
+    R, T, X, K = x_RTXK.shape
+    end = R * T
+    starts_S = jnp.where(taken.lengths_S > 0, taken.starts_S, end)
+    return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
+
+
+def _fields(q: Array, taken: packed.Slots | None) -> dict[str, Any]:
+    library = _library()
+    mask = library.MaskType.CAUSAL if taken is None else library.MaskType.PADDING_CAUSAL
+    known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, None)
+    return dict(zip(_FIELDS, known, strict=True)) | (_asked_besides() or {})
+
+
+def _calls(q_BLhK: Array, starts_BM: Array) -> tuple[packed.Call, ...]:
+    B, L = q_BLhK.shape[:2]
+    return packed.calls(num_rows=B, row_tokens=L, max_pieces=starts_BM.shape[1])
+
+
+def _cut(call: packed.Call, *arrays_BLXK: Array) -> Iterator[Array]:
+    """The rows' memory taken for more and shorter rows, as long as a slot."""
+    return (x.reshape(call.num_rows, call.tokens, *x.shape[2:]) for x in arrays_BLXK)
+
+
+def _parts(num_heads: int, num_kv_heads: int, head_chunks: int) -> Iterator[tuple[slice, slice]]:
+    """Query heads and K/V heads of each part."""
+    size, kv_size = num_heads // head_chunks, max(num_kv_heads // head_chunks, 1)
+    for part in range(head_chunks):
+        first = part * num_kv_heads // head_chunks
+        yield slice(part * size, (part + 1) * size), slice(first, first + kv_size)
+
+
+def _joined(gradients: tuple[Array, ...], sharing: int) -> Array:
+    """Gradients of K/V heads, where each head is in `sharing` parts one after another; these are added in float32."""
+    if sharing == 1:
+        return jnp.concatenate(gradients, axis=2)
+    dtype = gradients[0].dtype
+    of_heads = (gradients[first : first + sharing] for first in range(0, len(gradients), sharing))
+    sums = [functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(dtype) for same in of_heads]
+    return jnp.concatenate(sums, axis=2)
+
+
+def _after(arrays: Any) -> Any:
+    """The same arrays, all of them there before any is used: else XLA may hold what several calls give at the same time."""
+    return jax.lax.optimization_barrier(arrays)
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
+
+
+@functools.cache
+def _asked_besides() -> dict[str, None] | None:
+    """Parameters that this JAX's calls have besides those we know, with their values; None if there are others."""
+    lowerings = [getattr(_library(), f"_dot_product_attention_{way}_cuda_lowering", None) for way in ("fwd", "bwd")]
+    primitives = [hasattr(_library(), f"_dot_product_attention_{way}_p") for way in ("fwd", "bwd")]
+    if not all(primitives) or None in lowerings:
+        return None
+    forward, backward = (list(inspect.signature(function).parameters) for function in lowerings if function)
+    for extra in ({}, _OF_0_12):
+        operands = ["score_mod_args"] if extra else []
+        first = ["ctx", *_OPERANDS, *operands, *_FIELDS, *extra, "is_training"]
+        second = ["ctx", *_OPERANDS, *_BACKWARD, *operands, *_FIELDS, *extra]
+        if (forward, backward) == (first, second):
+            return dict(extra)
+    return None

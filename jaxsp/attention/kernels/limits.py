@@ -1,0 +1,152 @@
+"""What cuDNN's attention can do, and on what: asked before anything is compiled."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxsp.attention.kernels import cudnn, packed
+from jaxsp.core import errors
+
+MAX_ELEMENTS = 2**31 - 1
+"""Places in a packed call's memory are counted in elements, in 32 bits."""
+
+ROW_MULTIPLE = 128
+"""Rows have a multiple of so many tokens: gradients of rows with a rest of 64 were NaN (pytorch issue 196678)."""
+
+AVOIDED = ((9, 10, 0), (9, 10, 1))
+"""cuDNN versions with known bugs in attention, which TransformerEngine avoids too."""
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A jax.Device, here or absent; NVIDIA's have a compute_capability such as `9.0`."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one device attends to at a time: whole rows for its own heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    row_tokens: int
+    rows_at_once: int
+    max_pieces: int
+    """Slots for the pieces of a row; rows of one slot are taken as a whole."""
+    dtype: str
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows_at_once * self.row_tokens
+
+    @property
+    def packs(self) -> bool:
+        return self.max_pieces > 1
+
+    def elements(self, head_chunks: int) -> int:
+        """Of q in one part of the heads."""
+        return self.num_tokens * (self.num_heads // head_chunks) * self.head_dim
+
+
+class Obstacle(NamedTuple):
+    """Something that cuDNN cannot do: the rest of a sentence that begins with its name, and a sentence that says what to do."""
+
+    what: str
+    way_out: str
+
+
+def parts(work: Work) -> list[int]:
+    """The numbers of equal parts that the heads can be taken in: of whole K/V heads, or of query heads that share one.
+
+    Each part's q stays below the limit of packed calls; empty if no number does that.
+    """
+    heads, kv_heads = work.num_heads, work.num_kv_heads
+    even = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    return [n for n in even if not work.packs or work.elements(n) <= MAX_ELEMENTS]
+
+
+def fewest_parts(work: Work) -> int:
+    """The fewest of `parts`, but more where that keeps the room of all slots below the limit too, and with it what a backward
+    call takes below 16 GiB or so.
+    """
+    legal, room = parts(work), packed.SHARE if work.packs else 1
+    return next((n for n in legal if room * work.elements(n) <= MAX_ELEMENTS), legal[-1])
+
+
+def backward_bytes(work: Work, head_chunks: int) -> int:
+    """Memory that cuDNN takes for the largest backward call, which no compiled program's memory analysis counts.
+
+    float32 sums of dq and of dout * out, and where query heads share K/V heads, dk and dv of each query head: for every token
+    of every slot. An estimate: the first two are exact.
+    Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in node/scaled_dot_product_flash_attention.h.
+    """
+    tokens = work.num_tokens
+    if work.packs:
+        calls = packed.calls(num_rows=work.rows_at_once, row_tokens=work.row_tokens, max_pieces=work.max_pieces)
+        tokens = max(call.num_slots * call.tokens for call in calls)
+    heads = work.num_heads // head_chunks
+    shared = 2 * 2 * work.head_dim if work.num_kv_heads // head_chunks < heads > 1 else 0
+    return tokens * heads * (4 * work.head_dim + 4 + shared)
+
+
+def obstacles(work: Work, *, devices: Sequence[Device]) -> list[Obstacle]:
+    """What speaks against cuDNN for this work on these devices; empty if nothing does."""
+    other = "Use attention.kernel=auto or attention.kernel=blockwise."
+    kinds = errors.choices(sorted({device.device_kind for device in devices}))
+    capabilities = [re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", "")) for device in devices]
+    least = min((int(found[1]), int(found[2])) if found else (0, 0) for found in capabilities)
+    if least == (0, 0):
+        return [Obstacle(f"needs NVIDIA GPUs, and there is {kinds}", other)]
+    return [*_of_gpu(work, least, kinds, other), *_of_work(work, least, other), *_of_versions(work, least)]
+
+
+def _of_gpu(work: Work, capability: tuple[int, int], kinds: str, other: str) -> Iterator[Obstacle]:
+    have = f"and {kinds} has compute capability {capability[0]}.{capability[1]}"
+    if capability < (8, 0):
+        yield Obstacle(f"needs an NVIDIA A100 or newer, {have}", other)
+    elif work.packs and capability < (9, 0):
+        way = f"{other} Rows of one document each work too: data.max_documents_per_row=1."
+        yield Obstacle(f"takes packed rows on Hopper and newer GPUs only, {have}", way)
+
+
+def _of_work(work: Work, capability: tuple[int, int], other: str) -> Iterator[Obstacle]:
+    if work.dtype not in ("bfloat16", "float16"):
+        way = "Use model.compute_dtype=bfloat16 or attention.kernel=blockwise."
+        yield Obstacle(f"computes in bfloat16, and model.compute_dtype is {work.dtype}", way)
+    largest = 256 if capability[0] == 9 else 128
+    if work.head_dim % 8 or work.head_dim > largest:
+        yield Obstacle(f"takes heads of a multiple of 8 up to {largest}, and the model's are of {work.head_dim}", other)
+    if work.row_tokens % ROW_MULTIPLE:
+        below = work.row_tokens // ROW_MULTIPLE * ROW_MULTIPLE
+        near = errors.choices(n for n in (below, below + ROW_MULTIPLE) if n)
+        way = f"Use data.row_tokens={near}, or attention.kernel=blockwise."
+        yield Obstacle(f"takes rows of a multiple of {ROW_MULTIPLE} tokens, and data.row_tokens is {work.row_tokens}", way)
+    if not parts(work):
+        most = MAX_ELEMENTS // work.head_dim // work.rows_at_once // ROW_MULTIPLE * ROW_MULTIPLE
+        what = f"counts to 2**31 in packed rows, and one head of {work.rows_at_once} x {work.row_tokens:,} tokens is more"
+        yield Obstacle(
+            what, f"Use data.row_tokens={most} or less, data.max_documents_per_row=1, or attention.kernel=blockwise."
+        )
+
+
+def _of_versions(work: Work, capability: tuple[int, int]) -> Iterator[Obstacle]:
+    if (changed := cudnn.unknown_jax()) is not None:
+        yield Obstacle(changed, "Install one of these, or use attention.kernel=blockwise.")
+        return
+    installed = cudnn.version()
+    if installed is None:  # a machine that only compiles, for GPUs elsewhere
+        return
+    name, way = (
+        ".".join(map(str, installed)),
+        "Install a newer nvidia-cudnn-cu12 (or -cu13), or use attention.kernel=blockwise.",
+    )
+    needed = (9, 11, 0) if capability == (10, 3) else (9, 6, 0) if work.packs else (9, 0, 0)
+    if installed < needed:
+        reason = "this GPU needs" if capability == (10, 3) else "packed rows need" if work.packs else "flash attention needs"
+        yield Obstacle(f"{name} is installed, and {reason} {'.'.join(map(str, needed))} or later", way)
+    elif installed in AVOIDED:
+        yield Obstacle(f"{name} is installed, whose attention has known bugs", way)

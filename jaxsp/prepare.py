@@ -1,0 +1,283 @@
+"""What a config asks for, checked and read, before anything is computed or written."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jaxsp import attention, cli
+from jaxsp.core import axes, config, errors
+from jaxsp.core import mesh as meshes
+from jaxsp.data import packing, rows, sources, text
+from jaxsp.hf import families, folder, weights
+from jaxsp.training import checkpoint, sharding
+from jaxsp.training.material import DataSet, Material, Start
+from jaxsp.training.step import Program
+
+if TYPE_CHECKING:
+    import transformers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A config's model, mesh and data, read."""
+
+    program: Program
+    fields: dict[str, Any]
+    """Of the model's config.json."""
+    folder: folder.Folder | None
+    """Of model.source."""
+    tokenizer: "transformers.PreTrainedTokenizerBase | None"
+    train: tuple[DataSet, ...]
+    """One or none."""
+    evals: tuple[DataSet, ...]
+
+
+def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Program, Material]:
+    """Program and material of a run; nothing is written but caches.
+
+    Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
+    """
+    problems = cli.Problems()
+    found = None
+    with problems.collect():
+        found = resumed(settings.run)
+    asked = read(settings, devices=devices, problems=problems)
+    (data,) = asked.train
+    start = Start()
+    if found is not None:
+        meta = checkpoint.read_meta(found)
+        _check_same(meta, asked, data, found)
+        start = Start(checkpoint=found, step=meta.step, rows=meta.rows, num_tokens=meta.num_tokens_total)
+    num_steps, total_rows = length(settings, data.epochs, start)
+    program = dataclasses.replace(asked.program, num_steps=num_steps)
+    seed, table, mesh = settings.run.seed, program.table, program.mesh
+    if found is not None:
+        origin = f"step {start.step} of {found}"
+    elif asked.folder is not None:
+        origin = f"weights of {asked.folder.source}"
+    else:
+        origin = f"random weights, seed {seed}"
+    if asked.folder is not None:
+        reader = weights.open_folder(asked.folder, table)
+        make = functools.partial(sharding.load, table, mesh, reader.read)
+    else:
+        make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh)
+    material = Material(
+        train=data,
+        evals=asked.evals,
+        start=start,
+        total_rows=total_rows,
+        fields=asked.fields,
+        origin=origin,
+        weights=make,
+        keep_model=functools.partial(_keep_model, asked),
+    )
+    return program, material
+
+
+def read(
+    settings: config.Config,
+    *,
+    devices: list[jax.Device],
+    problems: cli.Problems,
+    with_training: bool = True,
+    fields: dict[str, Any] | None = None,
+    tokenizer_folder: pathlib.Path | None = None,
+) -> Asked:
+    """The model, the mesh and the documents of a config.
+
+    Args:
+        problems: those that were found before.
+        with_training: reads data.train too, and asks for steps that divide into turns.
+        fields: of the model's config.json, where a checkpoint has them; model.source is not looked at then.
+        tokenizer_folder: where a run keeps its tokenizer; asked before model.tokenizer and model.source.
+    Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
+    """
+    model = sizes = tokenizer = source = kernel = None
+    with problems.collect():
+        if fields is None and settings.model.source is not None:
+            source = folder.find(settings.model.source)
+        fields = fields or (source.fields if source else settings.model.config)
+        assert fields is not None, "core.config asks for one of them"
+        model = families.model_config(fields, field=str(source.path / "config.json") if source else "model.config")
+    with problems.collect():
+        sizes = meshes.shape(settings.mesh, len(devices))
+    asked = [("data.train", settings.data.train)] if with_training else []
+    asked += [("data.eval", settings.data.eval)]
+    named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
+    if settings.model.tokenizer is not None or any(one.format == "text" for _, one in named):
+        with problems.collect():
+            tokenizer = _tokenizer(settings, source, tokenizer_folder)
+            if model is not None and len(tokenizer) > model.vocab_size:
+                raise errors.UserError(
+                    f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
+                    f"{model.vocab_size:,}. Use the model's own tokenizer: model.tokenizer=null with a model.source."
+                )
+    records = {}
+    for field, one in named:
+        with problems.collect():
+            records[field] = sources.read(one, field=f"{field}.source")
+    with problems.collect():
+        _check_names(settings.data.eval)
+    if model is not None:
+        with problems.collect():
+            heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+            kernel = attention.choose(settings, devices=devices, **heads)
+    if sizes is not None:
+        problems += _divisions(settings, sizes, with_training=with_training)
+    problems.check()
+    assert model is not None
+    assert sizes is not None
+    assert kernel is not None
+    if (cache := settings.logging.compilation_cache) is not None:
+        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
+
+    tokenize = functools.partial(text.tokenize, tokenizer=tokenizer, vocab_size=model.vocab_size, workers=settings.data.workers)
+    tokenized = {}
+    for field, one in named:
+        with problems.collect():
+            tokenized[field] = tokenize(records[field], source=one, field=f"{field}.source")
+    problems.check()
+    row_tokens, max_pieces = settings.data.row_tokens, settings.data.max_documents_per_row
+
+    def data_set(name: str, members: Sequence[str], field: str) -> DataSet:
+        documents = rows.Documents([tokenized[member] for member in members], field=field)
+        epochs = packing.Epochs(documents.lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=settings.run.seed)
+        return DataSet(name=name, documents=documents, epochs=epochs)
+
+    members = [field for field, _ in named if field.startswith("data.train")]
+    attend = attention.make_attend(seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks)
+    program = Program(
+        config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=settings.run.steps or 1
+    )
+    return Asked(
+        program=program,
+        fields=fields | families.token_ids(fields, tokenizer),
+        folder=source,
+        tokenizer=tokenizer,
+        train=(data_set("train", members, "data.train"),) if members else (),
+        evals=tuple(
+            data_set(one.name or one.source, [field], f"{field}.source")
+            for field, one in named
+            if field.startswith("data.eval")
+        ),
+    )
+
+
+def length(settings: config.Config, epochs: packing.Epochs, start: Start) -> tuple[int, int]:
+    """Steps of the run, and rows that it consumes; the last step of a number of epochs may be filled with empty rows."""
+    rows_per_step = settings.batch.rows_per_step
+    if settings.run.steps is not None:
+        return settings.run.steps, start.rows + max(settings.run.steps - start.step, 0) * rows_per_step
+    assert settings.run.epochs is not None, "core.config asks for one of them"
+    total_rows = max(epochs.rows_in(settings.run.epochs), start.rows)
+    return start.step + -(-(total_rows - start.rows) // rows_per_step), total_rows
+
+
+def resumed(run: config.Run) -> pathlib.Path | None:
+    """The checkpoint that a run goes on from. Raises: UserError where there has to be one, or run.directory cannot be used."""
+    directory = pathlib.Path(run.directory)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    asked = f"run.directory = {run.directory}"
+    if not there.is_dir():
+        raise errors.UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
+    has_files = directory.is_dir() and any(directory.iterdir())
+    if run.resume == "auto":
+        if has_files and not (directory / "config.yaml").is_file():
+            raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
+        return checkpoint.newest(directory)
+    # process 0 may have begun to write by the time that another looks
+    if has_files and jax.process_index() == 0:
+        raise errors.UserError(
+            f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
+        )
+    if run.resume == "never":
+        return None
+    found = checkpoint.newest(run.resume)
+    if found is None:
+        raise errors.UserError(
+            f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
+            "auto or never."
+        )
+    return found
+
+
+def _check_same(meta: checkpoint.Meta, asked: Asked, data: DataSet, found: pathlib.Path) -> None:
+    """Raises: UserError where a checkpoint is of another model, or of other rows."""
+    way_out = (
+        "Undo the change, or begin a run with these weights: python -m jaxsp.export "
+        f"{found} FOLDER, then run.directory=NEW model.source=FOLDER."
+    )
+    same_optimizer = meta.config["optimizer"]["name"] == asked.program.config.optimizer.name
+    problems = []
+    if families.model_config(meta.model, field="model.config") != asked.program.model:
+        problems.append(f"model: is not the model of {found}. {way_out}")
+    if not same_optimizer:
+        problems.append(f"optimizer.name: {found} has the state of {meta.config['optimizer']['name']}. {way_out}")
+    if meta.data != data.fingerprint(asked.program.config):
+        problems.append(
+            "data.train, data.row_tokens, data.max_documents_per_row, run.seed: one of them makes other rows than those "
+            f"that {found} has consumed {meta.rows:,} of. {way_out}"
+        )
+    if problems:
+        raise errors.UserError(problems)
+
+
+def _tokenizer(
+    settings: config.Config, source: folder.Folder | None, kept: pathlib.Path | None
+) -> "transformers.PreTrainedTokenizerBase":
+    named = settings.model.tokenizer
+    if named != text.BYTES and kept is not None and kept.is_dir():
+        return text.load_tokenizer(str(kept))
+    if named is None and source is None:
+        raise errors.UserError("model.tokenizer = null: text needs one. Use bytes, or a folder or hub name.")
+    return text.load_tokenizer(named or str(source.path if source else ""))
+
+
+def _keep_model(asked: Asked, directory: pathlib.Path) -> None:
+    directory.mkdir(exist_ok=True)
+    if asked.folder is not None and asked.program.config.model.tokenizer is None:
+        asked.folder.copy_small_files(directory)
+    elif asked.tokenizer is not None:
+        asked.tokenizer.save_pretrained(directory)
+
+
+def _check_names(evals: Sequence[config.Source]) -> None:
+    names = [one.name or one.source for one in evals]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise errors.UserError(
+                f"data.eval.{number}.name = {name}: is the name of another data set. Give each its own: "
+                f"data.eval.{number}.name={name}-{number}."
+            )
+
+
+def _divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool) -> list[str]:
+    """Rows and lengths that do not divide."""
+    found = []
+    row_tokens, seq = settings.data.row_tokens, sizes[axes.SEQ]
+    if row_tokens % seq:
+        near = errors.choices(_multiples(row_tokens, seq))
+        found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
+    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
+    groups = sizes[axes.REPLICA] * sizes[axes.DATA]
+    if with_training and per_step % (groups * at_once):
+        near = errors.choices(_multiples(per_step, groups * at_once))
+        found.append(
+            f"batch.rows_per_step = {per_step}: is no whole number of turns of {groups * at_once} rows "
+            f"({groups} groups, {at_once} row{'s' * (at_once > 1)} at once). Use {near}."
+        )
+    return found
+
+
+def _multiples(number: int, of: int) -> list[int]:
+    """The multiples of `of` on both sides of a number."""
+    below = number // of * of
+    return [below, below + of] if below else [of]

@@ -1,0 +1,91 @@
+"""Loss of data sets that are not learned from; during training and by itself the same code."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+
+from jaxsp.core import mesh as meshes
+from jaxsp.model import layers
+from jaxsp.training import step
+from jaxsp.training.material import DataSet
+from jaxsp.training.step import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of eval.jsonl: one data set at one step."""
+
+    step: int
+    """Steps that the weights were trained for; 0 for those of a Hugging Face folder."""
+    data: str
+    """The data set's name."""
+    loss: float | None
+    """Mean over all loss tokens of the data set; None where it is not finite."""
+    perplexity: float | None
+    """e to the loss; None where that is not finite."""
+    token_accuracy: float
+    """Share of loss tokens that the model thought likeliest."""
+    num_documents: int
+    num_rows: int
+    num_tokens: int
+    num_loss_tokens: int
+    seconds: float
+    """Without compiling."""
+
+
+class Evaluator:
+    """Evaluates data sets, each by itself, as often as it is asked; compiles when it is asked first.
+
+    Rows are packed and as long as in training. Every group of devices works on `batch.rows_at_once` of them; sums over
+    steps are float64 on the host.
+    """
+
+    def __init__(self, program: Program, sets: Sequence[DataSet]):
+        slots = meshes.num_groups(program.mesh) * program.config.batch.rows_at_once
+        batch = program.config.batch.model_copy(update={"rows_per_step": slots})
+        self._program = dataclasses.replace(program, config=program.config.model_copy(update={"batch": batch}))
+        self._sets = sets
+
+    @functools.cached_property
+    def _totals(self) -> jax.stages.Compiled:
+        return step.compile_totals(self._program)
+
+    def run(self, master: layers.Weights, *, num_steps: int) -> Iterator[Result]:
+        """Results of these weights, one data set after another.
+
+        Args: num_steps: what the weights were trained for.
+        """
+        for data in self._sets:
+            totals = self._totals
+            began = time.perf_counter()
+            feed = data.feed(self._program, total_rows=data.epochs.rows_in(1))
+            parts = list(_fetched(totals(master, rows) for rows, _ in feed.batches()))
+            sums = {name: sum(float(getattr(part, name)) for part in parts) for name in ("loss", "num_correct")}
+            counts = {
+                name: sum(int(getattr(part, name)) for part in parts) for name in ("num_rows", "num_tokens", "num_loss_tokens")
+            }
+            loss = sums["loss"] / counts["num_loss_tokens"]
+            yield Result(
+                step=num_steps,
+                data=data.name,
+                loss=loss if math.isfinite(loss) else None,
+                perplexity=math.exp(loss) if loss < 700 else None,
+                token_accuracy=sums["num_correct"] / counts["num_loss_tokens"],
+                num_documents=len(data.documents.lengths),
+                seconds=time.perf_counter() - began,
+                **counts,
+            )
+
+
+def _fetched(sent: Iterable[step.Totals]) -> Iterator[step.Totals]:
+    """The numbers of each step, fetched when the next is under way."""
+    running = None
+    for one in sent:
+        if running is not None:
+            yield jax.device_get(running)
+        running = one
+    yield jax.device_get(running)

@@ -1,0 +1,78 @@
+"""Results of step.py as text: a table's rows, ratios to earlier results, and, as a command, one line for LOG.md."""
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+OK, OUT_OF_MEMORY, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "failed", "timed out", "not run"
+"""What can come of a case."""
+
+_COLUMNS = ("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:>9}", "{:>9}", "{:>10}", "{:>8}", "{:>7}", "{:>9}", "{:>9}")
+_LINE = "  ".join(_COLUMNS)
+
+HEADER = _LINE.format(
+    "shape", "row", "documents", "kernel", "compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "loss"
+)
+
+
+def row(case: dict[str, Any]) -> str:
+    """A case as a line under HEADER, with what went wrong behind it."""
+    numbers = (
+        _number(case["compile_s"], "{:.1f}"),
+        _number(case["step_s"], "{:.4f}"),
+        _number(case["tokens_per_s"], "{:,.0f}"),
+        _number(case["tflops_per_device"], "{:.4g}"),
+        _number(case["mfu"], "{:.1f}", times=100),
+        _number(case["peak_gib"], "{:.2f}"),
+        _number(case["loss"], "{:.4f}"),
+    )
+    line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], case["kernel_used"] or case["kernel"], *numbers)
+    not_finite = "loss is not finite" * (case["loss_finite"] is False)
+    status = case["status"] * (case["status"] != OK)
+    words = [word for word in (status, case["message"], not_finite, case["why_not_cudnn"]) if word]
+    return f"{line}  {': '.join(words)}".rstrip()
+
+
+def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """For each case with numbers in both files, how many times faster it became, and the ratio of memory."""
+    before = {_key(case): case for case in old["cases"] if case["status"] == OK}
+    lines = [f"against {old['commit']} of {old['date']} on {old['device']}:"]
+    for case in new["cases"]:
+        was = before.get(_key(case))
+        if was is None or case["status"] != OK:
+            continue
+        faster = f"{was['step_s']:.4f} s -> {case['step_s']:.4f} s, {was['step_s'] / case['step_s']:.2f} times as fast"
+        memory = f", {case['peak_gib'] / was['peak_gib']:.2f} times the memory" if case["peak_gib"] and was["peak_gib"] else ""
+        lines.append(f"{' '.join(map(str, _key(case)))}: {faster}{memory}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "no case has numbers in both"])
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The figures of each shape's longest rows, in one line."""
+    longest = {
+        case["shape"]: max(c["row_tokens"] for c in results["cases"] if c["shape"] == case["shape"])
+        for case in results["cases"]
+    }
+    return "; ".join(_figures(case) for case in results["cases"] if case["row_tokens"] == longest[case["shape"]])
+
+
+def _figures(case: dict[str, Any]) -> str:
+    asked = f"{case['shape']} {case['row_tokens']} {case['documents']}"
+    if case["status"] != OK:
+        return f"{asked} {case['status']}"
+    mfu = "" if case["mfu"] is None else f" (MFU {100 * case['mfu']:.1f} %)"
+    peak = "" if case["peak_gib"] is None else f", {case['peak_gib']:.1f} GiB"
+    return f"{asked} {case['kernel_used']} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+
+
+def _key(case: dict[str, Any]) -> tuple[str, ...]:
+    return (case["shape"], case["row_tokens"], case["documents"], case["kernel"])
+
+
+def _number(value: float | None, form: str, *, times: int = 1) -> str:
+    return "-" if value is None else form.format(times * value)
+
+
+if __name__ == "__main__":
+    print(summary(json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))))

@@ -1,0 +1,319 @@
+"""Times the training step that `python -m jaxsp.train` would run, on one device, for models and row lengths by name.
+
+    python -m scripts.bench.step --out scripts/bench/results/today.json
+    python -m scripts.bench.step --shapes qwen3-0.6b --lengths 32768 --compare scripts/bench/results/yesterday.json
+
+Each case (a model, a row length, and a row of one document or of 16) runs in a process of its own, so that its memory begins
+empty and its end, whatever it is, ends no other. A step is one row, forward, backward and AdamW, in bfloat16 from random
+weights; its time is the median of steps that are each waited for.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from scripts.bench import machine, report
+
+LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama8b-2layers": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2},
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "llama3.2-1b": {
+        **LLAMA,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+"""Fields of Hugging Face's config.json. Llama 3's stretched rotation is left out: it is a table, and costs no time."""
+
+SHAPES["too-big"] = {**SHAPES["tiny"], "intermediate_size": 2**40}
+"""An MLP of 2**46 weights fits on no device: shows how running out of memory is recorded."""
+
+GPU_SHAPES = ("llama8b-2layers", "qwen3-0.6b", "llama3.2-1b")
+
+NUM_PIECES = {"one": 1, "packed": 16}
+"""Documents in a row: one that fills it, or ragged ones that fill it together."""
+
+MAX_PIECES = {"one": 1, "packed": 64}
+"""data.max_documents_per_row; with 1, kernels need not tell documents apart, and 64 is its default."""
+
+WARM_UP_STEPS = 2
+
+EXHAUSTED = "RESOURCE_EXHAUSTED"
+"""How XLA says that memory ran out."""
+
+ALONE, RESULT = "--alone", "result.json"
+"""Word and file between the benchmark and the process of a case."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is timed."""
+
+    shape: str
+    row_tokens: int
+    documents: str
+    """A word of NUM_PIECES."""
+    kernel: str
+    """As asked for in attention.kernel."""
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of a case; numbers are null where it did not get so far, or the device does not tell."""
+
+    status: str
+    message: str | None = None
+    """The first line of what went wrong."""
+    kernel_used: str | None = None
+    why_not_cudnn: str | None = None
+    """What made `auto` take another kernel."""
+    compile_s: float | None = None
+    step_s: float | None = None
+    """Median."""
+    slowest_step_s: float | None = None
+    tokens_per_s: float | None = None
+    tflops_per_device: float | None = None
+    """Arithmetic that was needed, as in metrics.jsonl: causal, piece by piece, recomputation not counted."""
+    mfu: float | None = None
+    peak_gib: float | None = None
+    memory_limit_gib: float | None = None
+    """What JAX may use of the device; 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+    loss: float | None = None
+    loss_finite: bool | None = None
+    device: str | None = None
+    """JAX's name of its kind."""
+    runtime: str | None = None
+    """JAX's words for what drives it: of a GPU, the version of CUDA."""
+
+
+def main(arguments: list[str]) -> int:
+    """The command; 1 if a case failed or took too long. One that runs out of memory has told what it was asked."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, metavar="NAME", help=", ".join(SHAPES))
+    parser.add_argument("--lengths", nargs="+", type=int, default=(8192, 32768), metavar="TOKENS", help="of a row")
+    parser.add_argument("--documents", nargs="+", choices=NUM_PIECES, default=tuple(NUM_PIECES), help="of a row")
+    parser.add_argument("--kernel", default="auto", help="attention.kernel")
+    parser.add_argument("--steps", type=int, default=10, help="timed, after warm-up")
+    parser.add_argument("--case-seconds", type=float, default=300, help="a case that takes longer is ended")
+    parser.add_argument("--seconds", type=float, default=3600, help="cases that would begin later are not run")
+    parser.add_argument("--commit", help="for the file, where this is no git repository")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
+    given = parser.parse_args(arguments)
+    cases = [
+        Case(shape=shape, row_tokens=length, documents=documents, kernel=given.kernel, steps=given.steps)
+        for length in given.lengths
+        for shape in given.shapes
+        for documents in given.documents
+    ]
+    found: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": given.commit or machine.commit(),
+        "command": shlex.join(["python", "-m", "scripts.bench.step", *arguments]),
+        "device": None,
+        "runtime": None,
+        **machine.versions(),
+        "cases": [],
+    }
+    print(report.HEADER, flush=True)
+    began = time.monotonic()
+    for case in cases:
+        in_time = time.monotonic() - began < given.seconds
+        result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
+        found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
+        found["cases"].append(record(case, result))
+        print(report.row(found["cases"][-1]), flush=True)
+        if given.out:  # after each case: whoever ends this process has the cases before
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    if given.compare:
+        print(report.comparison(json.loads(given.compare.read_text(encoding="utf-8")), found))
+    return int(any(case["status"] in (report.FAILED, report.TIMED_OUT) for case in found["cases"]))
+
+
+def record(case: Case, result: Result) -> dict[str, Any]:
+    """A case of the file: what was asked, the model's fields, what came of it."""
+    found = dataclasses.asdict(result)
+    del found["device"], found["runtime"]
+    pieces = {"num_pieces": NUM_PIECES[case.documents], "max_pieces": MAX_PIECES[case.documents]}
+    fixed = {"rows_per_step": 1, "num_devices": 1, "compute_dtype": "bfloat16", "optimizer": "adamw"}
+    return {**dataclasses.asdict(case), **pieces, **fixed, **found, "model": SHAPES[case.shape]}
+
+
+# What a case's own process does
+
+
+def measure(case: Case, folder: pathlib.Path) -> Result:
+    """Compiles a case's step and times it; `folder` is for its documents and caches."""
+    import jax
+
+    from jaxsp import attention
+    from jaxsp.core import mesh as meshes
+    from jaxsp.training import metrics, step
+
+    meshes.choose_platform(virtual_cpu_devices=None)
+    device = jax.devices()[0]
+    found = Result(status=report.OK, device=device.device_kind, runtime=" ".join(device.client.platform_version.split()))
+    try:
+        program, state, (rows, counts) = prepared(case, folder, device)
+        heads = {name: getattr(program.model, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+        choice = attention.choose(program.config, devices=[device], **heads)
+        began = time.perf_counter()
+        run_step = step.compile(program)
+        found = dataclasses.replace(found, compile_s=time.perf_counter() - began)
+        used = kernel_used(run_step.as_text() or "", choice.kernel)
+        found = dataclasses.replace(found, kernel_used=used, why_not_cudnn=choice.why or None)
+        times = []
+        for _ in range(WARM_UP_STEPS + case.steps):
+            began = time.perf_counter()
+            state, numbers = jax.block_until_ready(run_step(state, rows))
+            times.append(time.perf_counter() - began)
+    except jax.errors.JaxRuntimeError as error:
+        if EXHAUSTED not in str(error):
+            raise
+        return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+    times = times[WARM_UP_STEPS:]
+    step_s, peak = statistics.median(times), metrics.peak_tflops(device.device_kind)
+    tflops = metrics.step_flops(program.model, counts.piece_lengths) / step_s / 1e12
+    loss, limit = float(numbers.loss), (device.memory_stats() or {}).get("bytes_limit")
+    return dataclasses.replace(
+        found,
+        step_s=step_s,
+        slowest_step_s=max(times),
+        tokens_per_s=int(numbers.num_tokens) / step_s,
+        tflops_per_device=tflops,
+        mfu=None if peak is None else tflops / peak,
+        peak_gib=metrics.peak_gib([device]),
+        memory_limit_gib=None if limit is None else limit / 2**30,
+        loss=loss if np.isfinite(loss) else None,
+        loss_finite=bool(np.isfinite(loss)),
+    )
+
+
+def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any]:
+    """The program and the first weights that the train command makes of a case, and its first step's rows with their counts."""
+    from jaxsp import prepare
+    from jaxsp.core import config
+    from jaxsp.training import step
+
+    documents = folder / "documents.jsonl"
+    lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
+    documents.write_text("".join(lines), encoding="utf-8")
+    settings = config.parse(
+        {
+            "run": {"directory": str(folder / "run"), "steps": WARM_UP_STEPS + case.steps},
+            "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
+            "attention": {"kernel": case.kernel},
+            "data": {
+                "train": [{"source": str(documents), "format": "tokens"}],
+                "row_tokens": case.row_tokens,
+                "max_documents_per_row": MAX_PIECES[case.documents],
+            },
+            "batch": {"rows_per_step": 1},
+            "optimizer": {"name": "adamw", "learning_rate": 1e-5},
+        }
+    )
+    program, material = prepare.training(settings, devices=[device])
+    ((rows, counts),) = material.train.feed(program, total_rows=1).batches()
+    full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
+    assert full, "one row, filled by all documents"
+    return program, step.with_weights(program, material.weights()), (rows, counts)
+
+
+def random_documents(case: Case) -> list[np.ndarray]:
+    """Token ids of documents that fill a row together, the same in every run."""
+    rng = np.random.default_rng(0)
+    cuts = np.sort(rng.choice(np.arange(1, case.row_tokens), NUM_PIECES[case.documents] - 1, replace=False))
+    return np.split(rng.integers(0, SHAPES[case.shape]["vocab_size"], case.row_tokens), cuts)
+
+
+def kernel_used(program: str, chosen: str) -> str:
+    """The attention kernel in a compiled program, which has to be the one that was chosen: cuDNN's are calls by name."""
+    calls_cudnn = "__cudnn$fmha" in program
+    assert calls_cudnn == (chosen == "cudnn"), (
+        f"{chosen} was chosen, and cuDNN's attention is {'not ' * (not calls_cudnn)}called"
+    )
+    return chosen
+
+
+# What the process around them does
+
+
+def apart(case: Case, *, seconds: float) -> Result:
+    """Measures a case in a process of its own, ended after so many seconds."""
+    with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as name:
+        written = pathlib.Path(name) / RESULT
+        command = [sys.executable, "-m", "scripts.bench.step", ALONE, json.dumps(dataclasses.asdict(case)), name]
+        environment = {**os.environ, "HF_DATASETS_CACHE": f"{name}/cache"}
+        try:
+            done = subprocess.run(
+                command, cwd=machine.REPO, env=environment, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return Result(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
+        if written.exists():
+            return Result(**json.loads(written.read_text(encoding="utf-8")))
+    return ended(done.returncode, done.stderr)
+
+
+def ended(code: int, printed: str) -> Result:
+    """The result of a process that ended without one, by its exit code and what it printed of errors."""
+    lines = [line for line in printed.splitlines() if line.strip()]
+    exhausted = next((line for line in lines if EXHAUSTED in line), None)
+    if exhausted is not None:
+        return Result(status=report.OUT_OF_MEMORY, message=exhausted)
+    sys.stderr.write(printed)
+    last = lines[-1] if lines else "without a word"
+    return Result(status=report.FAILED, message=f"exit code {code}: {last}")
+
+
+def alone(case: str, folder: str) -> None:
+    """The process of one case, from its words on the command line."""
+    result = measure(Case(**json.loads(case)), pathlib.Path(folder))
+    (pathlib.Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(result), allow_nan=False), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [ALONE]:
+        alone(*sys.argv[2:])
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Which kernel a run gets, why, and what is said to whom asks for one that cannot be had."""
+
+import types
+
+import jax
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention.kernels import cudnn, limits
+from jaxsp.core import config, errors
+
+
+@pytest.fixture(autouse=True)
+def cudnn_9_10_2(monkeypatch):
+    monkeypatch.setattr(cudnn, "version", lambda: (9, 10, 2))
+
+
+def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
+    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+
+
+H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-SXM2-16GB", "7.0")
+B200, B300, MI300 = gpu("NVIDIA B200", "10.0"), gpu("NVIDIA B300", "10.3"), gpu("AMD Instinct MI300X", "gfx942")
+
+
+def choose(device=H100, *, heads=(32, 8, 128), seq=1, row_tokens=131072, pieces=64, rows_at_once=1, dtype="bfloat16", **asked):
+    settings = config.parse(
+        {
+            "run": {"directory": "unused", "steps": 1},
+            "model": {"config": {}, "compute_dtype": dtype},
+            "mesh": {"seq": seq},
+            "attention": asked,
+            "data": {
+                "train": [{"source": "unused", "format": "tokens"}],
+                "row_tokens": row_tokens,
+                "max_documents_per_row": pieces,
+            },
+            "batch": {"rows_per_step": 1, "rows_at_once": rows_at_once},
+            "optimizer": {"learning_rate": 1.0},
+        }
+    )
+    names = ("num_heads", "num_kv_heads", "head_dim")
+    return attention.choose(settings, devices=[device], **dict(zip(names, heads, strict=True)))
+
+
+def refused(*arguments, **fields):
+    with pytest.raises(errors.UserError) as caught:
+        choose(*arguments, **fields)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("device", "fields"),
+    [
+        (H100, {}),
+        (B200, {}),
+        (H100, {"heads": (8, 8, 256)}),
+        (A100, {"pieces": 1}),
+        (H100, {"heads": (28, 4, 128), "seq": 4}),
+    ],
+)
+def test_auto_means_cudnn_where_it_runs(device, fields):
+    choice = choose(device, **fields)
+    assert (choice.kernel, choice.why) == ("cudnn", "")
+    assert choose(device, **fields, kernel="cudnn") == choice
+
+
+ROWS = "takes rows of a multiple of 128 tokens, and data.row_tokens is"
+COUNTS = "counts to 2**31 in packed rows, and one head of"
+
+OBSTACLES = [
+    (jax.devices("cpu")[0], {}, "needs NVIDIA GPUs, and there is cpu. Use attention.kernel=auto or"),
+    (MI300, {}, "needs NVIDIA GPUs, and there is AMD Instinct MI300X."),
+    (V100, {}, "needs an NVIDIA A100 or newer, and Tesla V100-SXM2-16GB has compute capability 7.0."),
+    (A100, {}, "takes packed rows on Hopper and newer GPUs only, and NVIDIA A100-SXM4-80GB has compute capability 8.0. "),
+    (H100, {"dtype": "float32"}, "computes in bfloat16, and model.compute_dtype is float32. Use model.compute_dtype=bfloat16"),
+    (H100, {"heads": (8, 8, 100)}, "takes heads of a multiple of 8 up to 256, and the model's are of 100."),
+    (B200, {"heads": (8, 8, 256)}, "takes heads of a multiple of 8 up to 128, and the model's are of 256."),
+    (H100, {"row_tokens": 1000}, f"{ROWS} 1000. Use data.row_tokens=896 or 1024, or"),
+    (H100, {"row_tokens": 64}, f"{ROWS} 64. Use data.row_tokens=128, or"),
+    (H100, {"row_tokens": 2**24}, f"{COUNTS} 1 x 16,777,216 tokens is more. Use data.row_tokens=16777088 or"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "fields", "says"), OBSTACLES)
+def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(device, fields, says):
+    problems = refused(device, **fields, kernel="cudnn")
+    assert len(problems) == 1
+    assert problems[0].startswith(f"attention.kernel = cudnn: cuDNN {says}")
+    choice = choose(device, **fields)
+    assert choice.kernel == "blockwise"
+    assert f"cuDNN {says}".startswith(choice.why)
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8, seq=4)
+    assert said.endswith(f"8 of 32 query heads and 2 of 8 K/V heads (blockwise because {choice.why})")
+
+
+def test_every_obstacle_is_named_at_once():
+    problems = refused(A100, kernel="cudnn", dtype="float32", row_tokens=1000, heads=(8, 8, 100))
+    assert len(problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "fields", "says"),
+    [
+        ((9, 10, 0), H100, {}, "9.10.0 is installed, whose attention has known bugs. Install a newer"),
+        ((9, 10, 1), A100, {"pieces": 1}, "9.10.1 is installed, whose attention has known bugs."),
+        ((9, 5, 1), H100, {}, "9.5.1 is installed, and packed rows need 9.6.0 or later."),
+        ((8, 9, 7), H100, {"pieces": 1}, "8.9.7 is installed, and flash attention needs 9.0.0 or later."),
+        ((9, 10, 2), B300, {}, "9.10.2 is installed, and this GPU needs 9.11.0 or later."),
+        ((9, 5, 1), H100, {"pieces": 1}, None),
+        ((9, 28, 0), B300, {}, None),
+        (None, H100, {}, None),
+    ],
+)
+def test_cudnn_versions(installed, device, fields, says, monkeypatch):
+    monkeypatch.setattr(cudnn, "version", lambda: installed)
+    if says is None:
+        assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
+    else:
+        assert refused(device, **fields, kernel="cudnn")[0].startswith(f"attention.kernel = cudnn: cuDNN {says}")
+
+
+def test_an_unknown_jax_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(cudnn, "unknown_jax", lambda: "is called through parts of JAX that changed")
+    assert "parts of JAX that changed. Install" in refused(kernel="cudnn")[0]
+    assert choose().kernel == "blockwise"
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
+def test_other_kernels_run_anywhere(kernel):
+    assert choose(V100, kernel=kernel, dtype="float32", row_tokens=1000).kernel == kernel
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    assert "32 query heads cannot be shared by 6 devices" in refused(seq=6)[0]
+
+
+# 32 query and 8 K/V heads; of one part's q, tokens * heads * 128 < 2**31, four times that if it can be had
+@pytest.mark.parametrize(
+    ("fields", "head_chunks"),
+    [
+        ({"seq": 8}, 1),
+        ({"row_tokens": 2**18 - 128}, 2),
+        ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
+        ({"row_tokens": 2**20 - 128, "seq": 8}, 1),
+        ({"row_tokens": 5 * 2**20, "seq": 8}, 4),  # room for 4 times a head's elements is more than 2**31
+        ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 2),
+        ({"row_tokens": 2**17, "rows_at_once": 2, "seq": 1}, 4),
+    ],
+)
+def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
+    assert choose(**fields).head_chunks == head_chunks
+    work = limits.Work(
+        num_heads=32 // fields.get("seq", 1),
+        num_kv_heads=8 // fields.get("seq", 1),
+        head_dim=128,
+        row_tokens=fields.get("row_tokens", 131072),
+        rows_at_once=fields.get("rows_at_once", 1),
+        max_pieces=fields.get("pieces", 64),
+        dtype="bfloat16",
+    )
+    assert work.elements(head_chunks) < 2**31
+
+
+@pytest.mark.parametrize(("fields", "legal"), [
+    ({}, "1, 2, 4, 8, 16 or 32"),
+    ({"row_tokens": 2**20}, "4, 8, 16 or 32"),
+    ({"heads": (28, 4, 128), "seq": 4}, "1 or 7"),
+    ({"heads": (12, 6, 128)}, "1, 2, 3, 6 or 12"),
+])  # fmt: skip
+def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_they_do(fields, legal):
+    assert refused(**fields, head_chunks=5)[0].endswith(f"cannot be taken in 5 parts. Use {legal}, or null.")
+    for number in legal.replace(" or ", ", ").split(", "):
+        assert choose(**fields, head_chunks=int(number)).head_chunks == int(number)
+
+
+def test_head_chunks_that_no_kernel_would_take_are_refused():
+    problem = refused(A100, head_chunks=2)[0]
+    assert problem.startswith("attention.head_chunks = 2: only the cudnn kernel takes heads in parts, and this is blockwise, ")
+    assert "because cuDNN takes packed rows on Hopper" in problem
+    assert "and this is reference. Use attention.head_chunks=null" in refused(kernel="reference", head_chunks=2)[0]
+
+
+def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
+    assert choose(kernel="blockwise").uncounted_bytes == 0
+    tokens, heads = 131072, 4
+    sums = 4 * 128 + 4  # float32: dq, and dout * out
+    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
+    assert choose(seq=8).uncounted_bytes == 4 * tokens * heads * (sums + shared)
+    assert choose(seq=8, head_chunks=4).uncounted_bytes == 4 * tokens * 1 * sums
+    assert choose(seq=8, pieces=1).uncounted_bytes == tokens * heads * (sums + shared)
+
+
+def test_the_banner_says_how_heads_go_through_cudnn():
+    said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8, seq=8)
+    assert said == "Ulysses, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads"
+    assert (
+        attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8, seq=1)
+        == "cuDNN kernel, all heads on each device"
+    )

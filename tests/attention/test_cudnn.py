@@ -1,0 +1,222 @@
+"""The cuDNN kernel without a GPU: all of it but the library's calls themselves, which `cudnn_contract` writes out."""
+
+import functools
+import inspect
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxsp import attention
+from jaxsp.attention.kernels import cudnn, packed, reference
+from jaxsp.core import axes
+from tests import batches, tolerances
+from tests.attention import cudnn_contract
+
+pytestmark = pytest.mark.usefixtures("calls_on_cpu")
+
+
+@pytest.fixture(scope="module")
+def calls_on_cpu():
+    cudnn_contract.on_cpu()
+
+
+L, K = 512, 16
+
+PIECES = {
+    "many": [
+        [(0, 200), (200, 1), (201, 128), (329, 129), (458, 20), (478, 5), (483, 2), (485, 3)],
+        [],
+        [(0, 512)],
+        [(3, 5), (10, 120), (140, 130), (300, 180), (490, 1)],
+    ],
+    "two": [[(0, 256), (256, 256)], [(0, 512)], [], [(7, 100)]],
+    "one": [[(0, 512)], [(0, 300)], [], [(0, 2)]],
+}
+"""Pieces of four rows: of all lengths with gaps, an empty row, a full one; in two slots, in one."""
+
+SLOTS = {"many": 30, "two": 2, "one": 1}
+
+
+def rows(kind, which):
+    """Starts and lengths of some of these rows."""
+    arrays = np.zeros((2, len(which), SLOTS[kind]), np.int32)
+    for row, index in enumerate(which):
+        for slot, (start, length) in enumerate(PIECES[kind][index]):
+            arrays[:, row, slot] = start, length
+    return arrays
+
+
+def arrays(B, h, g):
+    """q, k, v and a cotangent of the output."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (h, g, g, h)]
+
+
+def run(kernel, *inputs):
+    """The output, dq, dk and dv."""
+    attend = attention.make_attend(seq=1, kernel=kernel)
+
+    @jax.jit
+    def results(q, k, v, dout, starts, lengths):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
+
+    return jax.tree.map(np.asarray, results(*inputs))
+
+
+CASES = [
+    ("many", [0, 1], 4, 2, 1),
+    ("many", [2, 3], 4, 4, 2),  # a K/V head for each query head
+    ("many", [3, 0], 4, 1, 4),  # parts share a K/V head
+    ("two", [0, 1], 4, 2, 1),
+    ("two", [2, 3], 4, 2, 4),
+    ("one", [0, 1], 4, 2, 1),
+    ("one", [2, 3], 6, 2, 2),
+    ("one", [0], 6, 2, 6),
+]
+"""Pieces, rows, query heads, K/V heads, parts."""
+
+
+@pytest.mark.parametrize(("kind", "which", "h", "g", "head_chunks"), CASES)
+def test_cudnn_equals_the_reference(kind, which, h, g, head_chunks):
+    inputs = [*arrays(len(which), h, g), *rows(kind, which)]
+    found = run(functools.partial(cudnn.attention, head_chunks=head_chunks), *inputs)
+    right = run(reference.attention, *inputs)
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
+
+
+def test_whole_rows_of_a_group_go_through_cudnn():
+    """Four devices, 8 query heads and 2 K/V heads, each repeated once."""
+    inputs = [*arrays(2, 8, 2), *rows("many", [0, 3])]
+    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
+    specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
+    attend = attention.make_attend(seq=4, kernel="cudnn", head_chunks=2)
+    found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(*inputs[:3], *inputs[4:])
+    right = run(reference.attention, *inputs)["out"]
+    assert batches.difference(found, right) < tolerances.ULYSSES
+
+
+def test_a_row_in_one_slot_that_does_not_begin_with_its_piece_is_not_computed_wrongly():
+    found = run(cudnn.attention, *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
+    assert np.isfinite(found["out"][0]).all()
+    assert np.isnan(found["out"][1, 4:304]).all()
+
+
+def num_calls(head_chunks, policy):
+    """Calls of cuDNN, forward and backward, in a checkpointed layer and its gradient."""
+    q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
+    starts, lengths = map(jnp.asarray, rows("many", [0]))
+    attend = attention.make_attend(seq=1, kernel="cudnn", head_chunks=head_chunks)
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(q):
+        return attend(2 * q, k, v, starts, lengths) ** 2
+
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda q: layer(q).sum()))(q)
+    names = [equation.primitive.name for equation in batches.equations(jaxpr)]
+    return tuple(names.count(f"dot_product_attention_{way}") for way in ("fwd", "bwd"))
+
+
+def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
+    policies = jax.checkpoint_policies
+    assert num_calls(1, policies.save_only_these_names(*attention.RESIDUALS)) == (2, 2)
+    assert num_calls(2, policies.save_only_these_names(*attention.RESIDUALS)) == (4, 4)
+    assert num_calls(1, policies.save_only_these_names(attention.RESIDUALS[0])) == (4, 2)
+    assert num_calls(1, policies.nothing_saveable) == (4, 2)
+
+
+def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
+    q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
+    for kind in ("one", "two", "many"):
+        starts, lengths = map(jnp.asarray, rows(kind, [0]))
+        _, saved = jax.eval_shape(functools.partial(cudnn._attention_fwd, head_chunks=1), q, k, v, starts, lengths)
+        assert saved[-1].shape == (1, 4, L), kind
+        assert saved[-1].dtype == jnp.float32
+
+
+def test_calls_have_room_for_four_times_the_rows_whatever_the_number_of_pieces():
+    found = packed.calls(num_rows=1, row_tokens=131072, max_pieces=64)
+    assert [(call.above, call.tokens, call.num_slots) for call in found] == [
+        (32768, 131072, 4),
+        (8192, 32768, 16),
+        (0, 8192, 64),
+    ]
+    for num_rows, max_pieces in ((1, 5), (2, 64), (3, 1000)):
+        calls = packed.calls(num_rows=num_rows, row_tokens=2**20, max_pieces=max_pieces)
+        assert max(call.num_slots * call.tokens for call in calls) <= packed.SHARE * num_rows * 2**20
+        assert calls[-1].num_slots >= num_rows * max_pieces
+    few = packed.calls(num_rows=2, row_tokens=2**20, max_pieces=2)
+    assert few == (packed.Call(above=0, tokens=2**20, num_slots=4, num_tokens=2**21),)
+
+
+@pytest.mark.parametrize("row_tokens", [128, 384, 512, 6144])
+@pytest.mark.parametrize("max_pieces", [2, 5, 17, 300])
+def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens):
+    rng = np.random.default_rng(max_pieces)
+    starts, lengths = np.zeros((2, 2, max_pieces), np.int32)
+    for row in range(2):
+        cuts = np.unique(rng.integers(0, row_tokens, max_pieces) ** (1 + row) // row_tokens**row)  # row 1: short ones first
+        ends = np.append(cuts[1:], row_tokens)
+        starts[row, : len(cuts)], lengths[row, : len(cuts)] = cuts, np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1)
+    in_slots = []
+    for call in packed.calls(num_rows=2, row_tokens=row_tokens, max_pieces=max_pieces):
+        taken = packed.slots(call, jnp.asarray(starts), jnp.asarray(lengths))
+        used = [(int(a), int(n)) for a, n in zip(taken.starts_S, taken.lengths_S, strict=True) if n]
+        assert used == sorted(used)
+        assert all(call.above < n <= call.tokens for _, n in used)
+        in_slots += used
+    assert sorted(in_slots) == [
+        (row * row_tokens + int(a), int(n)) for row in range(2) for a, n in zip(starts[row], lengths[row], strict=True) if n
+    ]
+
+
+def test_a_statistic_comes_back_from_its_compressed_form():
+    call = packed.Call(above=0, tokens=8, num_slots=4, num_tokens=16)
+    taken = packed.slots(call, jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]))
+    assert taken.starts_S.tolist() == [0, 3, 9, 0]
+    assert taken.lengths_S.tolist() == [3, 5, 6, 0]
+    assert taken.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
+    statistic = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
+    held = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
+    found = packed.expanded(packed.compressed(jnp.asarray(statistic), taken), taken, tokens=8)
+    assert (np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.NO_STATISTIC))).all()
+
+
+def test_places_are_counted_in_what_a_token_takes_of_each_array():
+    """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16; unused places are at the end of the memory."""
+    taken = packed.Slots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32), jnp.zeros(16, jnp.int32))
+    assert cudnn._places(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
+    assert cudnn._places(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
+
+
+def changed_library(**changes):
+    return types.SimpleNamespace(**{**vars(cudnn._library()), **changes})
+
+
+@pytest.mark.parametrize("change", ["no module", "no primitive", "no function", "another parameter", "another order"])
+def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_named(change, monkeypatch):
+    fwd = "_dot_product_attention_fwd_cuda_lowering"
+    original = inspect.signature(getattr(cudnn._library(), fwd))
+    known = list(original.parameters.values())
+    more = inspect.Parameter("sinks", inspect.Parameter.KEYWORD_ONLY)
+    other = {"another parameter": [*known, more], "another order": [known[0], known[2], known[1], *known[3:]]}
+    function = types.FunctionType((lambda: None).__code__, {})
+    if change in other:
+        function.__signature__ = original.replace(parameters=other[change])
+    library = {
+        "no module": None,
+        "no primitive": types.SimpleNamespace(),
+        "no function": changed_library(**{fwd: None}),
+    }.get(change, changed_library(**{fwd: function}))
+    assert cudnn.unknown_jax() is None
+    cudnn._asked_besides.cache_clear()
+    monkeypatch.setattr(cudnn, "_library", lambda: library)
+    try:
+        assert "0.10.1 to 0.12.0 are known" in cudnn.unknown_jax()
+    finally:
+        cudnn._asked_besides.cache_clear()

@@ -1,0 +1,160 @@
+"""cuDNN attention on a GPU against the float32 reference: packed and not, in each way that heads are taken."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention.kernels import blockwise, cudnn, limits, packed, pieces, reference
+from tests import batches, tolerances
+
+
+@pytest.fixture(autouse=True)
+def takes(gpu):
+    """Whether cuDNN takes rows of so many slots on this GPU: a function that skips where it does not."""
+
+    def check(max_pieces):
+        work = limits.Work(
+            num_heads=8, num_kv_heads=8, head_dim=64, row_tokens=2048, rows_at_once=1, max_pieces=max_pieces, dtype="bfloat16"
+        )
+        if obstacles := limits.obstacles(work, devices=[gpu]):
+            pytest.skip(f"cuDNN {obstacles[0].what}")
+
+    return check
+
+
+L = 2048
+
+PIECES = [
+    [(0, 700), (700, 1), (701, 128), (829, 129), (958, 512), (1470, 20), (1490, 513), (2003, 45)],
+    [(3, 5), (100, 120), (240, 130), (500, 1300), (1900, 1)],
+    [(0, L)],
+    [],
+]
+"""Pieces of four rows: with nothing between them, with gaps, one for the whole row, none."""
+
+SLOTS = {2: [[(0, 1000), (1000, 1048)], [(5, 1100)], [(0, L)], []], 30: PIECES, 1: [[(0, L)], [(0, 1000)], [(0, 1)], []]}
+"""The same by the number of slots: one for which a single packed call does, one that needs several, and rows as a whole."""
+
+
+def rows(slots, which):
+    arrays = np.zeros((2, len(which), slots), np.int32)
+    for row, index in enumerate(which):
+        for slot, (start, length) in enumerate(SLOTS[slots][index]):
+            arrays[:, row, slot] = start, length
+    return arrays
+
+
+def arrays(B, tokens, h, g, K):
+    """q, k, v and a cotangent of the output, float32 that bfloat16 holds exactly."""
+    rng = np.random.default_rng(0)
+    drawn = (rng.standard_normal((B, tokens, heads, K), np.float32) for heads in (h, g, g, h))
+    return [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in drawn]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def results(kernel, dtype, q, k, v, dout, starts, lengths):
+    """The output, dq, dk and dv, in float32."""
+    attend = attention.make_attend(seq=1, kernel=kernel)
+    q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+    return {name: x.astype(jnp.float32) for name, x in zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True)}
+
+
+def run(kernel, dtype, *inputs):
+    return jax.tree.map(np.asarray, results(kernel, dtype, *inputs))
+
+
+kernels = functools.cache(lambda head_chunks: functools.partial(cudnn.attention, head_chunks=head_chunks))
+
+CASES = [
+    (30, [0], 8, 8, 64, 1),
+    (30, [0, 1], 8, 2, 64, 1),
+    (30, [1, 0], 8, 2, 128, 2),  # parts of whole K/V heads
+    (30, [3, 0, 2], 4, 1, 128, 4),  # parts that share a K/V head
+    (30, [0, 3], 7, 1, 128, 1),
+    (2, [0], 8, 2, 128, 1),
+    (2, [1, 3, 0], 4, 4, 64, 2),
+    (1, [0], 8, 2, 128, 1),
+    (1, [1, 0], 8, 1, 64, 1),
+    (1, [0, 1], 8, 4, 128, 4),
+]
+"""Slots, rows, query heads, K/V heads, head size, parts."""
+
+
+@pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks"), CASES)
+def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g, K, head_chunks, takes):
+    takes(slots)
+    inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
+    with jax.default_matmul_precision("highest"):
+        right = run(reference.attention, jnp.float32, *inputs)
+    found = run(kernels(head_chunks), jnp.bfloat16, *inputs)
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
+
+
+def test_the_blockwise_kernel_is_as_near(takes):
+    inputs = [*arrays(2, L, 8, 2, 64), *rows(30, [0, 1])]
+    with jax.default_matmul_precision("highest"):
+        right = run(reference.attention, jnp.float32, *inputs)
+    found = run(blockwise.attention, jnp.bfloat16, *inputs)
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
+
+
+@pytest.mark.parametrize("slots", [1, 30])
+def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_from(slots, takes):
+    """Were it laid out otherwise, gradients would be wrong; this says so by itself."""
+    takes(slots)
+    q, k, v, _ = arrays(2, L, 4, 2, 64)
+    starts, lengths = rows(slots, [0, 1])
+    small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
+    _, found_BhL = jax.jit(functools.partial(cudnn._forward, head_chunks=1))(*small, starts, lengths)
+    piece_BL = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
+    sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))
+    right_BhL = np.log(np.exp(scores, where=sees[:, None], out=np.zeros_like(scores)).sum(-1))
+    inside_BhL = np.broadcast_to((piece_BL >= 0)[:, None], right_BhL.shape)
+    assert np.abs(np.asarray(found_BhL) - right_BhL)[inside_BhL].max() < tolerances.LSE_BF16
+
+
+@pytest.mark.parametrize("h", [4, 8])
+def test_a_piece_knows_nothing_of_the_others(h, takes):
+    """The derivative of a piece's outputs towards all inputs outside it is exactly zero, and its outputs ignore them."""
+    takes(30)
+    starts, lengths = rows(30, [0, 1])
+    q, k, v, dout = arrays(2, L, h, 2, 128)
+    before = run(kernels(1), jnp.bfloat16, q, k, v, dout, starts, lengths)["out"]
+    piece = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    for m in range(8):
+        own = (piece == m)[..., None, None]
+        others = [np.where(own, x, -3 * x) for x in (q, k, v)]
+        found = run(kernels(1), jnp.bfloat16, *others, dout * own, starts, lengths)
+        assert batches.same_bits(found["out"][piece == m], before[piece == m]), m
+        for name in ("dq", "dk", "dv"):
+            assert (found[name][piece != m] == 0).all(), (name, m)
+        assert (found["dv"][piece == m] != 0).any(), m
+
+
+def test_a_row_of_a_million_tokens_is_right_to_its_end(takes):
+    """One piece of half of it and 60 others; the last is looked at, alone. Places reach 2**29, and the sums of dq 2**31."""
+    takes(64)
+    tokens, last = 2**20, 2048
+    cuts = np.linspace(tokens // 2, tokens - last, 60, dtype=np.int32)
+    starts = np.zeros((1, 64), np.int32)
+    starts[0, 1:61] = cuts
+    lengths = np.zeros_like(starts)
+    lengths[0, :61] = np.diff([0, *cuts, tokens])
+    keys = jax.random.split(jax.random.key(0), 4)
+    big = [jax.random.normal(key, (1, tokens, heads, 128), jnp.bfloat16) for key, heads in zip(keys, (4, 1, 1, 4), strict=True)]
+    end = [x[:, -last:].astype(jnp.float32) for x in big]
+    with jax.default_matmul_precision("highest"):
+        right = run(reference.attention, jnp.float32, *end, np.int32([[0]]), np.int32([[last]]))
+    found = results(kernels(1), jnp.bfloat16, *big, starts, lengths)
+    assert all(bool(jnp.isfinite(x).all()) for x in found.values())
+    for name in right:
+        assert batches.difference(np.asarray(found[name][:, -last:]), right[name]) < tolerances.KERNEL_BF16, name
+    assert len(packed.calls(num_rows=1, row_tokens=tokens, max_pieces=64)) == 3

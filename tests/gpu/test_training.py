@@ -1,0 +1,81 @@
+"""The quickstart on one GPU, through the command that a user types: it learns there what it learns on the CPU."""
+
+import glob
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import sysconfig
+
+import numpy as np
+import pytest
+
+from tests import tolerances
+
+REPO = pathlib.Path(__file__).parent.parent.parent
+
+NUM_ALIKE = 20
+"""Steps whose losses are compared with the CPU's, which takes half a minute for them."""
+
+
+def train(directory: pathlib.Path, platform: str, *changes: str) -> list[dict]:
+    """The lines of metrics.jsonl of a quickstart on one device of a platform; a short one begins like a long one."""
+    words = ["mesh.data=1", "mesh.seq=1", "mesh.virtual_cpu_devices=null", "optimizer.schedule=constant", *changes]
+    command = [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", f"run.directory={directory}", *words]
+    environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_FLAGS": ""}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def float32(gpu, tmp_path_factory):
+    """The whole run on the GPU: its directory and its lines."""
+    directory = tmp_path_factory.mktemp("gpu") / "float32"
+    return directory, train(directory, "cuda", "model.compute_dtype=float32")
+
+
+@pytest.fixture(scope="module")
+def bfloat16(gpu, tmp_path_factory):
+    """The same in bfloat16."""
+    directory = tmp_path_factory.mktemp("gpu") / "bfloat16"
+    return directory, train(directory, "cuda", "model.compute_dtype=bfloat16")
+
+
+@pytest.fixture(scope="module")
+def bigram_entropy():
+    """Nats per byte of what is learned from, for who knows one byte before it: 2.4 of Python 3.12's library."""
+    counts = np.zeros((257, 257))
+    for file in glob.glob(sysconfig.get_paths()["stdlib"] + "/*.py"):
+        tokens = np.array([*pathlib.Path(file).read_bytes(), 256])
+        np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
+    given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    return -np.sum(counts[counts > 0] * np.log(given_first[counts > 0])) / counts.sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(request, dtype, bigram_entropy):
+    _, lines = request.getfixturevalue(dtype)
+    losses = [line["loss"] for line in lines]
+    assert len(losses) == 250
+    assert losses[0] > 5 > 3 > bigram_entropy > 2
+    assert np.mean(losses[-20:]) < bigram_entropy
+
+
+def test_float32_losses_are_those_of_the_cpu(float32, tmp_path):
+    right = train(tmp_path / "cpu", "cpu", "model.compute_dtype=float32", f"run.steps={NUM_ALIKE}")
+    assert len(right) == NUM_ALIKE
+    _, lines = float32
+    for ours, cpu in zip(lines, right, strict=False):
+        counts = ("step", "num_rows", "num_tokens", "num_loss_tokens")
+        assert [ours[name] for name in counts] == [cpu[name] for name in counts]
+        assert ours["loss"] == pytest.approx(cpu["loss"], rel=tolerances.GPU_RUN), f"step {cpu['step']}"
+
+
+def test_it_says_which_device_worked_and_how_much_memory_it_took(gpu, float32, bfloat16):
+    for directory, lines in (float32, bfloat16):
+        assert f"1 x {gpu.device_kind}" in (directory / "banner.txt").read_text()
+        peaks = [line["device_peak_gib"] for line in lines]
+        assert peaks == sorted(peaks)
+        assert 0 < peaks[0] < 100

@@ -1,0 +1,116 @@
+"""Peak memory of two processes that import a checkpoint together, four devices each: python -m tests.hf.memory [GB]."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import safetensors.numpy
+
+from jaxsp.core import axes
+from jaxsp.core import mesh as meshes
+from jaxsp.hf import folder, weights
+from jaxsp.model import decoder
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import sharding
+from tests import batches
+
+NUM_SHARDS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes of one process."""
+
+    before: int
+    """Resident before anything was read."""
+    peak: int
+    """The most that was ever resident."""
+    held: int
+    """What its four devices hold in the end."""
+    largest: int
+    """Of the largest tensor, float32."""
+
+
+def model(num_bytes: float) -> ModelConfig:
+    """Four layers that take about so much in float32; a layer has 15 D^2 weights, the two ends have 4 D^2."""
+    hidden = round(math.sqrt(num_bytes / 4 / (4 * 15 + 4)) / 128) * 128
+    sizes = {"hidden_size": hidden, "vocab_size": 2 * hidden, "intermediate_size": 4 * hidden, "num_layers": 4}
+    heads = {"num_heads": hidden // 64, "num_kv_heads": hidden // 128, "head_dim": 64}
+    return batches.model(**sizes, **heads)
+
+
+def write(directory: pathlib.Path, config: ModelConfig) -> None:
+    """A checkpoint of random numbers, float32, a file for every layer and one for the rest."""
+    rng = np.random.default_rng(0)
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for row in jax.tree.leaves(decoder.table(config)):
+        for layer in [None] if row.num_layers is None else range(row.num_layers):
+            name = row.hf_name.format(layer=layer)
+            files.setdefault(f"model-{0 if layer is None else layer + 1}.safetensors", {})[name] = row.shape
+    for file, shapes in files.items():
+        values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+        safetensors.numpy.save_file(values, directory / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, shapes in files.items() for name in shapes}
+    (directory / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (directory / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
+
+
+def measure(num_bytes: float) -> list[Peak]:
+    """Both processes' peaks."""
+    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+        write(pathlib.Path(name), model(num_bytes))
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        command = [sys.executable, "-m", "tests.hf.memory", name, str(port)]
+        repo = pathlib.Path(__file__).parents[2]
+        workers = [subprocess.Popen([*command, str(index)], cwd=repo, stdout=subprocess.PIPE, text=True) for index in range(2)]
+        printed = [worker.communicate(timeout=500)[0] for worker in workers]
+        assert [worker.returncode for worker in workers] == [0, 0]
+    return [Peak(**json.loads(text.splitlines()[-1])) for text in printed]
+
+
+def worker(name: str, port: str, index: str) -> None:
+    """One of the two processes; prints its Peak."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate")
+    mesh = meshes.make({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
+    found = folder.find(name)
+    table = decoder.table(ModelConfig(**found.fields))
+    jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])
+    before = resident("VmRSS")
+    master = sharding.load(table, mesh, weights.open_folder(found, table).read)
+    peak = Peak(
+        before=before,
+        peak=resident("VmHWM"),
+        held=sum(shard.data.nbytes for leaf in jax.tree.leaves(master) for shard in leaf.addressable_shards),
+        largest=max(row.size * 4 for row in jax.tree.leaves(table)),
+    )
+    assert len(jax.devices()) == NUM_SHARDS
+    assert "torch" not in sys.modules
+    print(json.dumps(dataclasses.asdict(peak)), flush=True)
+    jax.distributed.shutdown()
+
+
+def resident(field: str) -> int:
+    """A line of Linux' account of this process, in bytes."""
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        worker(*sys.argv[1:])
+    else:
+        size = float((sys.argv[1:] or ["2"])[0])
+        for number, peak in enumerate(measure(size * 1e9)):
+            words = {field: f"{value / 1e6:,.0f} MB" for field, value in dataclasses.asdict(peak).items()}
+            print(f"process {number} of 2, {size:g} GB in float32: {words}")

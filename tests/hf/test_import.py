@@ -1,0 +1,143 @@
+"""Checkpoints that transformers wrote arrive bit for bit on every mesh, and leave again as they came."""
+
+import json
+import pathlib
+import shlex
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp.core import errors
+from jaxsp.data import text
+from jaxsp.hf import families, folder, weights
+from jaxsp.model import decoder, layers
+from jaxsp.training import sharding
+from tests import batches
+from tests.hf import oracle
+
+MESHES = [(1, 1, 1), (1, 2, 4), (1, 8, 1)]
+
+
+@pytest.fixture(autouse=True)
+def _sharded(monkeypatch):
+    """Small models are sharded as large ones are."""
+    monkeypatch.setattr(sharding, "REPLICATED_BELOW", 100)
+
+
+def checkpoint(directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **settings: Any) -> dict[str, Any]:
+    """A folder by transformers, and its tensors by name."""
+    model = oracle.torch_model(fields).to(getattr(oracle.torch, dtype))
+    model.save_pretrained(directory, **settings)
+    return tensors(directory)
+
+
+def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
+    """Every tensor of every file."""
+    files = [safetensors.numpy.load_file(path) for path in directory.glob("*.safetensors")]
+    assert sum(map(len, files)) == len({name for file in files for name in file})
+    return {name: array for file in files for name, array in file.items()}
+
+
+def read(directory: pathlib.Path, sizes: tuple[int, int, int] = (1, 1, 1)) -> tuple[layers.Weights, layers.Weights]:
+    """The table of a folder's model, and its weights, imported on a mesh and made whole again."""
+    found = folder.find(str(directory))
+    table = decoder.table(families.model_config(found.fields, field="config.json"))
+    stored = sharding.load(table, batches.mesh(*sizes), weights.open_folder(found, table).read)
+    return table, jax.tree.map(lambda row, array: np.asarray(sharding.cut(row, array)), table, stored)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", oracle.MODELS)
+def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(tmp_path, name, dtype):
+    several = dtype != "bfloat16"
+    source = checkpoint(tmp_path / "in", oracle.MODELS[name], dtype=dtype, max_shard_size="30KB" if several else "5GB")
+    assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 2) == several
+    assert {array.dtype for array in source.values()} == {jnp.dtype(dtype)}
+    for sizes in MESHES:
+        table, master = read(tmp_path / "in", sizes)
+        right = {name: oracle.torch.from_numpy(array.astype(np.float32)) for name, array in source.items()}
+        assert batches.same_bits(master, oracle.stacked(right, table)), sizes
+
+    exported = "bfloat16" if dtype == "bfloat16" else "float32"
+    fields = folder.find(str(tmp_path / "in")).fields
+    weights.export(master, table=table, fields=fields, tokenizer=None, directory=tmp_path / "out", dtype=exported)
+    back = tensors(tmp_path / "out")
+    assert back.keys() == source.keys()
+    for key, array in source.items():
+        assert batches.same_bits(back[key], array.astype(jnp.dtype(exported))), key
+
+
+def test_of_a_tied_embedding_and_head_one_is_enough_under_either_name(tmp_path):
+    """safetensors.torch.save_model keeps the first name in the alphabet, which is the head's."""
+    source = checkpoint(tmp_path, oracle.MODELS["llama tied"])
+    assert "lm_head.weight" not in source
+    both = source | {"lm_head.weight": source["model.embed_tokens.weight"]}
+    alone = {name: array for name, array in both.items() if name != "model.embed_tokens.weight"}
+    _, right = read(tmp_path)
+    for stored in (both, alone):
+        safetensors.numpy.save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        model = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert batches.same_bits(model.model.embed_tokens.weight.detach().numpy(), right["embedding"])
+        _, found = read(tmp_path)
+        assert batches.same_bits(found, right)
+
+
+def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(tmp_path):
+    fields = oracle.MODELS["llama3"]
+    source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")
+    (tmp_path / "it's old/model.safetensors").unlink()
+    state = {name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16() for name, array in source.items()}
+    oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
+    text.bytes_tokenizer().save_pretrained(tmp_path / "it's old")
+    with pytest.raises(
+        errors.UserError, match=r"holds no model.safetensors but pytorch_model.bin: pickles can run code"
+    ) as raised:
+        read(tmp_path / "it's old")
+    _, _, command = str(raised.value).partition("of them: ")
+    command, _, then = command.rpartition(", then ")
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    subprocess.run(words, cwd=tmp_path, check=True, timeout=120)
+    assert then == "model.source=it's old-safetensors."
+    assert (tmp_path / "it's old-safetensors/tokenizer.json").is_file()
+    written = tensors(tmp_path / "it's old-safetensors")
+    assert written.keys() == source.keys()
+    assert all(batches.same_bits(written[name], array) for name, array in source.items())
+    assert batches.same_bits(
+        read(tmp_path / "it's old-safetensors")[1]["norm"], {"weight": source["model.norm.weight"].astype("f4")}
+    )
+
+
+def test_old_llamas_come_with_frequencies_that_config_json_says_too(tmp_path):
+    source = checkpoint(tmp_path, oracle.MODELS["llama"])
+    _, right = read(tmp_path)
+    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32) for layer in range(2)}
+    safetensors.numpy.save_file(source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert batches.same_bits(read(tmp_path)[1], right)
+
+
+def test_exports_carry_the_small_files_of_their_source(tmp_path):
+    checkpoint(tmp_path / "in", oracle.MODELS["mistral"])
+    (tmp_path / "in/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2, 7]}')
+    (tmp_path / "in/tokenizer.json").write_text("{}")
+    (tmp_path / "in/chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "in/modeling.py").write_text("raise SystemExit")
+    found = folder.find(str(tmp_path / "in"))
+    found.copy_small_files(tmp_path / "kept")
+    names = {"chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == names
+    table, master = read(tmp_path / "in")
+    weights.export(
+        master, table=table, fields=found.fields, tokenizer=None, directory=tmp_path / "out", small_files=tmp_path / "kept"
+    )
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "model.safetensors"}
+    for name in names - {"config.json"}:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "in" / name).read_bytes()
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    assert config["sliding_window"] is None

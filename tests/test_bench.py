@@ -1,0 +1,216 @@
+"""scripts/bench times the step that the train command runs, and writes down whatever comes of it; scripts/gpu_check.sh."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jaxsp.core import processes
+from scripts.bench import machine, report, step
+
+REPO = pathlib.Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def benchmark(tmp_path_factory):
+    """What a benchmark of one model that fits nowhere and one that does wrote, and what it printed."""
+    out = tmp_path_factory.mktemp("bench") / "new" / "results.json"
+    words = ["--shapes", "too-big", "tiny", "--lengths", "256", "--documents", "packed", "--steps", "3", "--out", str(out)]
+    command = [sys.executable, "-m", "scripts.bench.step", *words]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+def test_a_file_says_what_was_timed_on_what(benchmark):
+    results, _ = benchmark
+    assert results["command"].startswith("python -m scripts.bench.step --shapes too-big tiny --lengths 256 ")
+    assert results["jax"] == jax.__version__
+    assert set(results) == {
+        *("date", "commit", "command", "cases"),
+        *("device", "runtime", "driver", "cuda", "cudnn", "jax", "jaxlib", "cuda_plugin", "python"),
+    }
+    asked = {field.name for field in dataclasses.fields(step.Case)}
+    fixed = {"model", "num_pieces", "max_pieces", "rows_per_step", "num_devices", "compute_dtype", "optimizer"}
+    came = {field.name for field in dataclasses.fields(step.Result)} - {"device", "runtime"}
+    for case in results["cases"]:
+        assert set(case) == asked | fixed | came
+
+
+def test_a_case_has_its_numbers(benchmark):
+    results, printed = benchmark
+    case = results["cases"][1]
+    assert case["status"] == report.OK
+    assert (case["shape"], case["row_tokens"], case["num_pieces"], case["steps"]) == ("tiny", 256, 16, 3)
+    assert 0 < case["step_s"] <= case["slowest_step_s"]
+    assert case["tokens_per_s"] == pytest.approx(256 / case["step_s"])
+    assert case["compile_s"] > 0
+    assert case["tflops_per_device"] > 0
+    assert case["loss_finite"]
+    assert 6 < case["loss"] < 6.5, "ln 512 = 6.24 for random weights"
+    assert case["kernel_used"] == "blockwise"
+    assert case["why_not_cudnn"] in printed
+    assert report.HEADER in printed
+    assert report.row(case) in printed
+    if results["device"] == "cpu":
+        assert (case["mfu"], case["peak_gib"], case["memory_limit_gib"]) == (None, None, None)
+
+
+def test_running_out_of_memory_is_written_down_and_the_rest_goes_on(benchmark):
+    results, printed = benchmark
+    case = results["cases"][0]
+    assert (case["status"], case["step_s"]) == (report.OUT_OF_MEMORY, None)
+    assert case["message"].startswith("RESOURCE_EXHAUSTED: Out of memory")
+    assert f"out of memory: {case['message']}" in printed
+    assert results["cases"][1]["status"] == report.OK
+
+
+def run(monkeypatch, tmp_path, results, *words):
+    """Exit code and file of a benchmark whose cases come out as given, or end as a given exception says."""
+    results = iter(results)
+    monkeypatch.setattr(step, "apart", lambda case, *, seconds: next(results))
+    code = step.main(["--shapes", "tiny", "--lengths", "256", "--out", str(tmp_path / "results.json"), *words])
+    return code, json.loads((tmp_path / "results.json").read_text())
+
+
+GOOD = step.Result(status=report.OK, step_s=0.5, peak_gib=4.0, tflops_per_device=1.0, kernel_used="blockwise", device="cpu")
+
+
+def test_a_case_that_fails_fails_the_benchmark_after_the_others(monkeypatch, tmp_path):
+    failed = step.ended(-6, "")
+    assert (failed.status, failed.message) == (report.FAILED, "exit code -6: without a word")
+    code, results = run(monkeypatch, tmp_path, [failed, GOOD])
+    assert code == 1
+    assert [case["status"] for case in results["cases"]] == [report.FAILED, report.OK]
+    assert results["device"] == "cpu"
+
+
+def test_a_process_that_dies_of_memory_ran_out_of_memory():
+    died = step.ended(
+        -6, "I0000 a word before\nF0000 RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nstack"
+    )
+    assert (died.status, died.message[:24]) == (report.OUT_OF_MEMORY, "F0000 RESOURCE_EXHAUSTED")
+
+
+def test_a_case_that_takes_too_long_is_ended():
+    case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
+    assert step.apart(case, seconds=0.2).status == report.TIMED_OUT
+
+
+def test_cases_beyond_the_time_are_named(monkeypatch, tmp_path, capsys):
+    code, results = run(monkeypatch, tmp_path, [], "--seconds", "0")
+    assert code == 0
+    assert [case["status"] for case in results["cases"]] == [report.NOT_RUN] * 2
+    assert capsys.readouterr().out.count("not run") == 2
+
+
+def test_a_comparison_says_how_much_faster(monkeypatch, tmp_path, capsys):
+    old = tmp_path / "old.json"
+    run(monkeypatch, tmp_path, [dataclasses.replace(GOOD, step_s=1.0, peak_gib=2.0), GOOD])
+    (tmp_path / "results.json").rename(old)
+    run(monkeypatch, tmp_path, [GOOD, step.Result(status=report.OUT_OF_MEMORY)], "--compare", str(old))
+    words = "tiny 256 one auto: 1.0000 s -> 0.5000 s, 2.00 times as fast, 2.00 times the memory"
+    assert capsys.readouterr().out.splitlines()[-1] == words
+
+
+def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
+    results = [GOOD, GOOD, dataclasses.replace(GOOD, mfu=0.5), step.Result(status=report.OUT_OF_MEMORY)]
+    _, found = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
+    expected = "tiny 512 one blockwise 0.500 s, 1 TFLOP/s (MFU 50.0 %), 4.0 GiB; tiny 512 packed out of memory"
+    assert report.summary(found) == expected
+
+
+def test_the_kernel_is_read_from_the_program():
+    calls = 'custom_call_target="__cudnn$fmhaSoftmax"'
+    assert step.kernel_used(calls, "cudnn") == "cudnn"
+    assert step.kernel_used("fusion", "reference") == "reference"
+    for program, chosen in ((calls, "blockwise"), ("fusion", "cudnn")):
+        with pytest.raises(AssertionError, match=f"{chosen} was chosen"):
+            step.kernel_used(program, chosen)
+
+
+def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
+    case = step.Case(shape="tiny", row_tokens=4096, documents="packed", kernel="auto", steps=1)
+    lengths = [len(document) for document in step.random_documents(case)]
+    assert (len(set(lengths)) > 8, len(lengths), sum(lengths)) == (True, 16, 4096)
+    again = step.random_documents(case)
+    assert all((one == other).all() for one, other in zip(step.random_documents(case), again, strict=True))
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(processes, "num_gpus", lambda environ: 1)
+    if jax.default_backend() == "cpu":
+        assert machine.missing() == "JAX uses cpu, not the NVIDIA GPU here: JAX_PLATFORMS = cpu. Use JAX_PLATFORMS=cuda."
+
+    def broken():
+        raise RuntimeError("Unable to initialize backend 'cuda': no driver")
+
+    monkeypatch.setattr(jax, "devices", broken)
+    assert "Unable to initialize backend 'cuda': no driver. Install jax[cuda13]" in machine.missing()
+    monkeypatch.setattr(processes, "num_gpus", lambda environ: 0)
+    assert "/dev/nvidia0 is missing" in machine.missing()
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """scripts/ in a place of its own, with a `python` that plays a machine with a GPU and writes down how it is called."""
+    shutil.copytree(REPO / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (tmp_path / "bin").mkdir()
+    return tmp_path
+
+
+def check(folder, *words, python=None):
+    """scripts/gpu_check.sh of a folder, with a python of the test's own."""
+    if python is not None:
+        (folder / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{python}")
+        (folder / "bin" / "python").chmod(0o755)
+    interpreter = str(pathlib.Path(sys.executable).parent)
+    path = os.pathsep.join([str(folder / "bin"), interpreter, os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPO)}
+    command = [folder / "scripts" / "gpu_check.sh", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(processes.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+def test_without_a_gpu_the_check_says_so_and_writes_nothing(copy):
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
+    done = check(copy)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one.\n"
+    after = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if "__pycache__" not in path.parts}
+    assert set(after) == set(before)
+    assert {path for path in after if path.is_file() and after[path] != before[path]} == set()
+
+
+GPU_MACHINE = """
+case "$*" in
+    *scripts.bench.machine*) printf '%-12s %s\\n' device 'NVIDIA H100 80GB HBM3' driver 580.1 jax 0.11.2 commit abc ;;
+    *pytest*) echo "FAILED tests/gpu/test_a.py"; echo "TESTS"; exit CODE ;;
+    *scripts.bench.step*)
+        while [ "$1" != --out ]; do shift; done
+        mkdir -p "$(dirname "$2")"; echo '{}' > "$2" ;;
+    *scripts.bench.report*) echo "tiny 0.5 s" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("tests", "code", "words"), [("3 passed in 1s", 0, []), ("1 failed in 1s", 1, ["--commit", "def"])])
+def test_the_check_runs_every_part_and_adds_one_line(copy, tests, code, words):
+    done = check(copy, *words, python=GPU_MACHINE.replace("TESTS", tests).replace("CODE", str(code)))
+    assert done.returncode == code, done.stderr
+    (results,) = (copy / "scripts" / "bench" / "results").glob("20*-h100-80gb-hbm3.json")
+    *before, line = (copy / "scripts" / "bench" / "LOG.md").read_text().splitlines()
+    assert before == (REPO / "scripts" / "bench" / "LOG.md").read_text().splitlines()
+    commit = "def" if words else "abc"
+    when = results.name.removesuffix("-h100-80gb-hbm3.json")
+    assert line == (
+        f"- {when}, NVIDIA H100 80GB HBM3, {commit}, driver 580.1, jax 0.11.2: tests: {tests}; step: tiny 0.5 s "
+        f"([all cases](results/{results.name}))"
+    )

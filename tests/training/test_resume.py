@@ -1,0 +1,193 @@
+"""A run that was stopped goes on as if it had not been: on the same mesh bit for bit, on others to rounding; evaluation too."""
+
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp import eval as evaluation
+from jaxsp import prepare
+from jaxsp.core import config, errors
+from jaxsp.training import checkpoint, trainer
+from tests import tolerances
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 1111,  # 66,660 elements of a layer: sharded, and stored with zeros on 8 devices, and fewer on 2
+}
+COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
+STEPS, STOPPED = 10, 6
+
+
+def settings(folder, *words):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": STEPS, "save_every": 3, "eval_every": 5},
+        "model": {"config": MODEL, "compute_dtype": "float32"},
+        "mesh": {"data": 2, "seq": 4},
+        "data": {
+            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
+            "eval": [{"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name} for name in ("short", "long")],
+            "row_tokens": 64,
+            "max_documents_per_row": 8,
+        },
+        "batch": {"rows_per_step": 8},
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1},
+        "checkpoint": {"keep_latest": 3},
+        "logging": {"tensorboard": False},
+    }
+    return config.parse(fields, words)
+
+
+def write(path, lengths, seed):
+    random = np.random.default_rng(seed)
+    records = [json.dumps({"input_ids": random.integers(0, 257, n).tolist()}) for n in lengths]
+    path.write_text("\n".join(records), encoding="utf-8")
+
+
+def train(chosen):
+    console = rich.console.Console(record=True, width=200, quiet=True)
+    num_devices = chosen.mesh.data * chosen.mesh.seq
+    program, material = prepare.training(chosen, devices=jax.devices()[:num_devices])
+    trainer.train(program, material, console)
+
+
+def lines(directory, name="metrics.jsonl"):
+    return [json.loads(line) for line in (pathlib.Path(directory) / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """The folder of a run of ten steps that nothing interrupted. It has checkpoints of steps 6, 9 and 10."""
+    folder = tmp_path_factory.mktemp("straight")
+    write(folder / "train.jsonl", [*np.random.default_rng(1).integers(1, 60, 60), 300], 0)
+    write(folder / "short.jsonl", [3, 1, 40, 20, 17], 1)
+    write(folder / "long.jsonl", [150], 2)
+    train(settings(folder))
+    return folder
+
+
+@pytest.fixture
+def stopped(straight, tmp_path):
+    """A copy of the run as it would be, had it been stopped after step 7: the newest checkpoint is that of step 6."""
+    for file in straight.glob("*.jsonl"):
+        shutil.copy(file, tmp_path)
+    shutil.copytree(straight / "run", tmp_path / "run")
+    for step in (9, 10):
+        shutil.rmtree(tmp_path / "run/checkpoints" / str(step))
+    kept = [json.dumps(line) + "\n" for line in lines(tmp_path / "run") if line["step"] <= STOPPED + 1]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(kept))
+    return tmp_path
+
+
+def check(found, expected, *, exact):
+    """Lines of two runs say the same; those before the stop are the very lines."""
+    for line, other in zip(found, expected, strict=True):
+        assert {name: line[name] for name in COUNTS} == {name: other[name] for name in COUNTS}
+        for name in ("loss", "grad_norm", "learning_rate", "token_accuracy"):
+            if exact:
+                assert line[name] == other[name], (name, line["step"])
+            else:
+                assert line[name] == pytest.approx(other[name], rel=tolerances.MESH), (name, line["step"])
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 2)])
+def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, stopped, mesh):
+    words = [f"mesh.data={mesh[0]}", f"mesh.seq={mesh[1]}"]
+    train(settings(stopped, *words))
+    exact = mesh == (2, 4)
+    check(lines(stopped / "run"), lines(straight / "run"), exact=exact)
+    whole = [
+        checkpoint.read_weights(folder / f"run/checkpoints/{STEPS}", prepare_table(folder)) for folder in (straight, stopped)
+    ]
+    for one, other in zip(*map(jax.tree.leaves, whole), strict=True):
+        if exact:
+            assert np.array_equal(one, other)
+        else:
+            assert np.linalg.norm(one - other) <= tolerances.MESH * np.linalg.norm(one)
+    found, expected = lines(stopped / "run", "eval.jsonl"), lines(straight / "run", "eval.jsonl")
+    assert [(line["step"], line["data"]) for line in found] == [(n, name) for n in (5, 10) for name in ("short", "long")]
+    for line, other in zip(found, expected, strict=True):
+        assert line["loss"] == (other["loss"] if exact else pytest.approx(other["loss"], rel=tolerances.MESH))
+
+
+def prepare_table(folder):
+    chosen = settings(folder, f"run.directory={folder}/elsewhere")
+    return prepare.training(chosen, devices=jax.devices())[0].table
+
+
+def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
+    before = lines(straight / "run", "eval.jsonl")
+    out = straight / "again.jsonl"
+    evaluation.main([str(straight / "run"), "--out", str(out)])
+    again = lines(straight, "again.jsonl")
+    assert [{**line, "seconds": 0} for line in again] == [{**line, "seconds": 0} for line in before if line["step"] == STEPS]
+    assert "perplexity" in capsys.readouterr().out
+    # another checkpoint, another mesh, other data
+    words = ["mesh.data=1", "mesh.seq=8", f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]"]
+    out.unlink()
+    with pytest.raises(errors.UserError, match="4 query heads cannot be shared by 8"):
+        evaluation.main([str(straight / "run/checkpoints/9"), *words, "--out", str(out)])
+    evaluation.main([str(straight / "run/checkpoints/9"), *words, "mesh.replica=2", "mesh.seq=4", "--out", str(out)])
+    (line,) = lines(straight, "again.jsonl")
+    assert (line["step"], line["num_tokens"], line["num_documents"]) == (
+        9,
+        300 + np.random.default_rng(1).integers(1, 60, 60).sum(),
+        61,
+    )
+
+
+def test_a_run_goes_on_in_another_directory(straight, stopped):
+    words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, "the first run's files are left alone"
+
+
+def test_a_finished_run_is_left_alone(straight):
+    before = {path: path.stat().st_mtime_ns for path in (straight / "run").rglob("*")}
+    train(settings(straight))
+    assert {path: path.stat().st_mtime_ns for path in (straight / "run").rglob("*")} == before
+
+
+def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stopped):
+    train(settings(stopped, "batch.rows_per_step=4", "run.steps=14"))
+    found, expected = lines(stopped / "run"), lines(straight / "run")
+    assert [line["step"] for line in found] == list(range(1, 15))
+    assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], "8 steps of 4 rows are 4 steps of 8"
+    assert checkpoint.read_meta(checkpoint.newest(stopped / "run")).rows == STEPS * 8
+    for half in range(4):
+        pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
+        assert sum(line["num_loss_tokens"] for line in pair) == expected[STOPPED + half]["num_loss_tokens"]
+
+
+REFUSED = [
+    (["run.seed=1"], "makes other rows than those"),
+    (["data.row_tokens=128"], "makes other rows than those"),
+    (["model.config.hidden_size=64"], "is not the model of"),
+    (["optimizer.name=sgd"], "has the state of adamw"),
+    (["run.directory=OTHER", "run.resume=NOWHERE"], "run.resume = NOWHERE: holds no checkpoint"),
+    (["run.resume=never"], "is not empty"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
+def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
+    before = (straight / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(errors.UserError) as found:
+        train(settings(straight, *words))
+    assert says in str(found.value)
+    assert (straight / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_the_newest_checkpoints_are_kept(straight):
+    assert sorted(int(path.name) for path in (straight / "run/checkpoints").iterdir()) == [6, 9, 10]
