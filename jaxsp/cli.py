@@ -59,7 +59,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     except errors.Stopped as error:
         code, words = OURS, str(error)
     except KeyboardInterrupt:
-        code, words = INTERRUPTED, "interrupted; a run saves its weights at its end only"
+        code, words = INTERRUPTED, "interrupted; the same command again goes on from the newest checkpoint, if there is one"
     except Exception:  # whatever else it is, it is ours: say everything
         code, words = OURS, traceback.format_exc().rstrip()
     here = processes.here()

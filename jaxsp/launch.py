@@ -98,7 +98,7 @@ def run(command: Sequence[str], job: Sequence[processes.Process]) -> None:
             command, env=os.environ | _variables(process), stderr=subprocess.PIPE, preexec_fn=die_with_us, **quiet
         )
     voices = Voices(children)
-    # SIGTERM asks the run to end well, which is theirs to do
+    # what SIGTERM means is theirs to say
     signal.signal(signal.SIGTERM, lambda *_: _signal(children, signal.SIGTERM))
     try:
         failed = _watch(children, voices)
@@ -110,7 +110,7 @@ def run(command: Sequence[str], job: Sequence[processes.Process]) -> None:
         voices.close(failed=None)
         sys.exit(cli.INTERRUPTED)
     codes = {child.poll() for child in children.values()}
-    # those that are left wait for the one that failed, and JAX has made SIGTERM a mere notice to them
+    # without asking: those that are left wait for the one that failed, deep in a collective, and would not hear it
     _kill(children)
     voices.close(failed=failed)
     if failed is not None:

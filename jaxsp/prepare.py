@@ -56,17 +56,13 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     num_steps, total_rows = length(settings, data.epochs, start)
     program = dataclasses.replace(asked.program, num_steps=num_steps)
     seed, table, mesh = settings.run.seed, program.table, program.mesh
+    make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh)
+    origin = f"random weights, seed {seed}"
     if found is not None:
         origin = f"step {start.step} of {found}"
     elif asked.folder is not None:
+        make = functools.partial(sharding.load, table, mesh, weights.open_folder(asked.folder, table).read)
         origin = f"weights of {asked.folder.source}"
-    else:
-        origin = f"random weights, seed {seed}"
-    if asked.folder is not None:
-        reader = weights.open_folder(asked.folder, table)
-        make = functools.partial(sharding.load, table, mesh, reader.read)
-    else:
-        make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh)
     material = Material(
         train=data,
         evals=asked.evals,
@@ -110,7 +106,8 @@ def read(
     asked = [("data.train", settings.data.train)] if with_training else []
     asked += [("data.eval", settings.data.eval)]
     named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
-    if settings.model.tokenizer is not None or any(one.format == "text" for _, one in named):
+    sought = settings.model.source is not None and fields is None and source is None  # and not found
+    if settings.model.tokenizer is not None or (not sought and any(one.format == "text" for _, one in named)):
         with problems.collect():
             tokenizer = _tokenizer(settings, source, tokenizer_folder)
             if model is not None and len(tokenizer) > model.vocab_size:

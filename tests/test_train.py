@@ -262,6 +262,18 @@ def test_text_without_a_tokenizer_is_refused(tmp_path):
         prepare.training(chosen, devices=jax.devices()[:1])
 
 
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    chosen = settings(
+        tmp_path,
+        model__config={**MODEL, "vocab_size": 256},
+        model__tokenizer="bytes",
+        data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
+    )
+    with pytest.raises(errors.UserError, match="makes 257 different tokens, and the model's vocab_size is 256"):
+        prepare.training(chosen, devices=jax.devices()[:1])
+
+
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 257]}')
     with pytest.raises(errors.UserError, match="257"):

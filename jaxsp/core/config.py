@@ -116,8 +116,8 @@ class Attention(Group):
     """cudnn: flash attention on NVIDIA GPUs from Hopper on, in bfloat16. blockwise: online softmax over blocks, memory
     linear in length, on any device. reference: the whole score matrix, for tests. auto: cudnn where it runs, else blockwise."""
     head_chunks: Annotated[Positive | None, _like(2)] = None
-    """cudnn: a device's heads go through the kernel in so many parts, one after another; null: as few as the kernel's
-    limit of 2**31 elements allows."""
+    """cudnn: a device's heads go through the kernel in so many parts, one after another; null: as few as keep within
+    cuDNN's limits and its memory in bounds."""
 
 
 class Source(Group):

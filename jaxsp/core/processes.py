@@ -119,6 +119,8 @@ def start(process: Process, *, seconds: float = JOIN_S) -> None:
         return
     import jax  # here: the launcher, which starts no job of its own, forks, and importing jax begins a thread
 
+    # JAX would take SIGTERM as a notice for those who ask for it, and `kill` would do nothing
+    jax.config.update("jax_enable_preemption_service", False)
     joined = threading.Event()
     # in a thread: jax ends the process when its own time is up, and nothing can catch that
     threading.Thread(target=_wait, args=(process, joined, seconds), daemon=True).start()

@@ -54,7 +54,7 @@ def load_tokenizer(name: str) -> "transformers.PreTrainedTokenizerBase":
         return bytes_tokenizer()
     way_out = f"Give a folder with tokenizer.json, a hub name, or {BYTES}."
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a bare Exception for some broken files
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise errors.UserError(f"model.tokenizer = {name}: cannot be loaded: {reason} {way_out}") from None

@@ -80,7 +80,7 @@ def open_folder(source: folder.Folder, table: layers.Weights) -> Reader:
     if problems:
         raise errors.UserError(problems)
     reader = Reader(asked=asked, stored={name: found[name] for name in shapes})
-    if head is None and not _same(reader, head, found[embedding]):
+    if head is not None and not _same(reader, head, found[embedding]):
         raise errors.UserError(
             f"{asked}: {_HEAD} is not {embedding}, and config.json has tie_word_embeddings = true, which makes them one. "
             "Set it to false there to train both, or remove the tensor that is wrong."

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -169,6 +170,25 @@ def test_a_process_that_never_starts_is_not_waited_for_for_ever():
         assert process.returncode == 1, printed
         assert waiting[index, name].format(port=ports[name]) in printed
         assert "stack trace" not in printed, "before JAX ends it in its own words"
+
+
+def test_one_of_several_processes_can_be_ended():
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    waits = f"{JOIN}; print('joined', flush=True); import time; time.sleep(100)"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", waits], env=os.environ | variables | {"RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    try:
+        assert [process.stdout.readline() for process in both] == ["joined\n"] * 2
+        both[1].terminate()
+        assert both[1].wait(10) == -signal.SIGTERM
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
 
 
 def free_port():

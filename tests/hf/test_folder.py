@@ -1,5 +1,6 @@
 """What a Hugging Face folder can have wrong is named before any weight is read, and hub names are folders too."""
 
+import io
 import json
 import pathlib
 import sys
@@ -132,6 +133,21 @@ def test_nothing_but_the_slice_is_read(here, monkeypatch):
     assert read == []
 
 
+def test_reading_goes_on_where_the_system_stopped(tmp_path):
+    """A call of Linux reads 2 GiB at most, and says how many bytes it read."""
+
+    class Short(io.FileIO):
+        def readinto(self, buffer):
+            return super().readinto(buffer[:7])
+
+    right = np.arange(10, dtype=np.float32)
+    found = np.zeros(10, np.float32)
+    (tmp_path / "numbers").write_bytes(right.tobytes())
+    with Short(tmp_path / "numbers") as file:
+        tensors._fill(file, found)
+    assert batches.same_bits(found, right)
+
+
 def test_missing_and_surplus_tensors_are_named(here):
     arrays = named()
     del arrays["model.layers.1.mlp.up_proj.weight"]
@@ -211,16 +227,12 @@ def test_an_index_that_tells_another_story_than_the_files_is_refused(here):
         assert problem.startswith(f"model.safetensors.index.json and the files disagree about where {name} can be found.")
     path.write_text(json.dumps({"weight_map": {name: file for name, file in weight_map.items() if name != last}}))
     assert f"disagree about where {last} can" in problems()[0]
-    for broken in (
-        '{"weight_map": ',
-        "[]",
-        "{}",
-        '{"weight_map": {"a": 1}}',
-        '{"weight_map": {"a": "../model-1.safetensors"}}',
-    ):
+    for broken in ('{"weight_map": ', "[]"):
         path.write_text(broken)
-        (problem,) = problems()
-        assert "index.json" in problem
+        assert problems()[0].startswith("m/model.safetensors.index.json ")
+    for broken in ("{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../model-1.safetensors"}}'):
+        path.write_text(broken)
+        assert problems()[0].startswith("model.safetensors.index.json does not say which tensor is in which file.")
 
 
 def test_damaged_files_are_all_named_with_what_is_wrong(here):
@@ -377,6 +389,11 @@ def unreachable(cause: Exception) -> Exception:
             unreachable(httpx2.ConnectError("[Errno -3] Temporary failure in name resolution")),
             "there is no such folder, the hub's cache does not hold it (or not all of it), and the hub cannot be reached (",
         ),
+        (
+            hub.HfHubHTTPError("401 Client Error", **answer(401)),
+            "the hub refuses: 401 Client Error. Log in with a token that may read it: hf auth login.",
+        ),
+        (unreachable(hub.HfHubHTTPError("403 Forbidden", **answer(403))), "the hub refuses: 403 Forbidden. Log in"),
         (
             hub.HfHubHTTPError("500 Server Error\nRequest ID", **answer(500)),
             "cannot be downloaded: 500 Server Error. Try again",
