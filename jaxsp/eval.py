@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> None:
         problems=cli.Problems(),
         with_training=False,
         fields=None if meta is None else meta.model,
-        tokenizer_folder=None if run is None else run / "model",
+        kept=None if run is None else run / "model",
     )
     program = asked.program
     if found is not None:

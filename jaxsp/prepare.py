@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,14 +44,18 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
     """
     problems = cli.Problems()
-    found = None
+    found = meta = fields = kept = None
     with problems.collect():
         found = resumed(settings.run)
-    asked = read(settings, devices=devices, problems=problems)
+        meta = None if found is None else checkpoint.read_meta(found)
+    if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):
+        # what the run keeps of its model is enough: where it came from may be gone, or out of reach
+        kept = found.parent.parent / "model"
+        fields = meta.model if kept.is_dir() else None
+    asked = read(settings, devices=devices, problems=problems, fields=fields, kept=kept)
     (data,) = asked.train
     start = Start()
-    if found is not None:
-        meta = checkpoint.read_meta(found)
+    if found is not None and meta is not None:
         _check_same(meta, asked, data, found)
         start = Start(checkpoint=found, step=meta.step, rows=meta.rows, num_tokens=meta.num_tokens_total)
     num_steps, total_rows = length(settings, data.epochs, start)
@@ -71,7 +76,7 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         fields=asked.fields,
         origin=origin,
         weights=make,
-        keep_model=functools.partial(_keep_model, asked),
+        keep_model=functools.partial(_keep_model, asked, kept),
     )
     return program, material
 
@@ -83,7 +88,7 @@ def read(
     problems: cli.Problems,
     with_training: bool = True,
     fields: dict[str, Any] | None = None,
-    tokenizer_folder: pathlib.Path | None = None,
+    kept: pathlib.Path | None = None,
 ) -> Asked:
     """The model, the mesh and the documents of a config.
 
@@ -91,7 +96,7 @@ def read(
         problems: those that were found before.
         with_training: reads data.train too, and asks for steps that divide into turns.
         fields: of the model's config.json, where a checkpoint has them; model.source is not looked at then.
-        tokenizer_folder: where a run keeps its tokenizer; asked before model.tokenizer and model.source.
+        kept: where a run keeps its tokenizer; asked before model.tokenizer and model.source.
     Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
     """
     model = sizes = tokenizer = source = kernel = None
@@ -106,10 +111,10 @@ def read(
     asked = [("data.train", settings.data.train)] if with_training else []
     asked += [("data.eval", settings.data.eval)]
     named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
-    sought = settings.model.source is not None and fields is None and source is None  # and not found
-    if settings.model.tokenizer is not None or (not sought and any(one.format == "text" for _, one in named)):
+    not_found = settings.model.source is not None and fields is None
+    if settings.model.tokenizer is not None or (not not_found and any(one.format == "text" for _, one in named)):
         with problems.collect():
-            tokenizer = _tokenizer(settings, source, tokenizer_folder)
+            tokenizer = _tokenizer(settings, source, kept)
             if model is not None and len(tokenizer) > model.vocab_size:
                 raise errors.UserError(
                     f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
@@ -238,9 +243,12 @@ def _tokenizer(
     return text.load_tokenizer(named or str(source.path if source else ""))
 
 
-def _keep_model(asked: Asked, directory: pathlib.Path) -> None:
+def _keep_model(asked: Asked, kept: pathlib.Path | None, directory: pathlib.Path) -> None:
     directory.mkdir(exist_ok=True)
-    if asked.folder is not None and asked.program.config.model.tokenizer is None:
+    if kept is not None and kept.is_dir():
+        if not kept.samefile(directory):
+            shutil.copytree(kept, directory, dirs_exist_ok=True)
+    elif asked.folder is not None and asked.program.config.model.tokenizer is None:
         asked.folder.copy_small_files(directory)
     elif asked.tokenizer is not None:
         asked.tokenizer.save_pretrained(directory)

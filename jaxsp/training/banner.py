@@ -43,8 +43,9 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
+    several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
-        ("devices", f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}"),
+        ("devices", f"{len(devices)} x {devices[0].device_kind}{several}, jax {jax.__version__}"),
         ("mesh", f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {_count(groups, 'group')} of {seq}"),
         (
             "model",

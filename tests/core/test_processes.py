@@ -145,7 +145,7 @@ def test_gpus_are_counted_that_jax_would_use(monkeypatch, environ, num_gpus):
     assert processes.num_gpus(environ) == 0
 
 
-JOIN = "import os; from jaxsp.core import processes; processes.start(processes.find(os.environ), seconds=3)"
+JOIN = "import os; from jaxsp.core import processes; processes.start(processes.find(os.environ), seconds={})"
 
 
 def test_a_process_that_never_starts_is_not_waited_for_for_ever():
@@ -163,7 +163,7 @@ def test_a_process_that_never_starts_is_not_waited_for_for_ever():
     for index, name in waiting:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[name]), "WORLD_SIZE": "3", "RANK": str(index)}
         started[index, name] = subprocess.Popen(
-            [sys.executable, "-c", JOIN], env=os.environ | variables, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", JOIN.format(3)], env=os.environ | variables, stderr=subprocess.PIPE, text=True
         )
     for (index, name), process in started.items():
         _, printed = process.communicate(timeout=60)
@@ -174,7 +174,7 @@ def test_a_process_that_never_starts_is_not_waited_for_for_ever():
 
 def test_one_of_several_processes_can_be_ended():
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    waits = f"{JOIN}; print('joined', flush=True); import time; time.sleep(100)"
+    waits = f"{JOIN.format(60)}; print('joined', flush=True); import time; time.sleep(100)"
     both = [
         subprocess.Popen(
             [sys.executable, "-c", waits], env=os.environ | variables | {"RANK": rank}, stdout=subprocess.PIPE, text=True

@@ -8,10 +8,13 @@ import jax
 import numpy as np
 import pytest
 import rich.console
+import transformers
 
 from jaxsp import eval as evaluation
-from jaxsp import prepare
+from jaxsp import export, prepare
 from jaxsp.core import config, errors
+from jaxsp.data import text as text_room
+from jaxsp.hf import weights
 from jaxsp.training import checkpoint, trainer
 from tests import tolerances
 
@@ -151,6 +154,28 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
     assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, "the first run's files are left alone"
+
+
+def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
+    text = "All work and no play makes Jack a dull boy. "
+    (tmp_path / "a.txt").write_text(text * 20)
+    program, _ = prepare.training(
+        settings(tmp_path, "data.eval=[]", f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]", "model.tokenizer=bytes"),
+        devices=jax.devices(),
+    )
+    whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
+    folder = tmp_path / "hf"
+    weights.export(whole, table=program.table, fields=MODEL, tokenizer=text_room.bytes_tokenizer(), directory=folder)
+    words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
+    words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
+    train(settings(tmp_path, *words, "run.steps=2"))
+    shutil.rmtree(folder)
+    train(settings(tmp_path, *words, "run.steps=3", f"run.directory={tmp_path}/second", f"run.resume={tmp_path}/run"))
+    assert [line["step"] for line in lines(tmp_path / "second")] == [3]
+    with pytest.raises(errors.UserError, match="there is no such folder"):
+        train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
+    export.main([str(tmp_path / "second"), str(tmp_path / "out")])
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
 
 
 def test_a_finished_run_is_left_alone(straight):
