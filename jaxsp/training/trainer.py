@@ -80,9 +80,9 @@ def train(program: Program, material: Material, console: rich.console.Console) -
             if save.due(number) or last:
                 log.catch_up()
                 save(state, log.meta())
-            if log.finite and material.evals and (_due(settings.run.eval_every, number) or last):
+            if material.evals and (_due(settings.run.eval_every, number) or last):
                 log.catch_up()
-                for result in evaluate.run(state.master, num_steps=number):
+                for result in evaluate.run(state.master, num_steps=number) if log.finite else ():
                     writer.write_result(result)
                     progress.say(banner.result(result))
             log.go_on()

@@ -1,0 +1,112 @@
+"""When checkpoints are due, and what is left of a run that breaks."""
+
+import dataclasses
+import json
+import time
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp import prepare
+from jaxsp.core import config, errors
+from jaxsp.training import checkpoint, step, trainer
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+def settings(folder, *words):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": 6, "save_every": None},
+        "model": {"config": MODEL, "compute_dtype": "float32"},
+        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"tensorboard": False},
+    }
+    return config.parse(fields, words)
+
+
+def train(chosen):
+    program, material = prepare.training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(quiet=True))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    return tmp_path
+
+
+class Recorded(checkpoint.Store):
+    """Writes nothing, and notes the steps."""
+
+    def __init__(self):
+        self.steps = []
+
+    def save(self, state, meta):
+        self.steps.append(meta.step)
+
+
+def test_minutes_count_from_the_last_checkpoint(monkeypatch):
+    now = 1000.0
+    state = step.State(master={}, opt={}, step=np.int32(0))
+    meta = checkpoint.Meta(config={}, model={}, data="", step=0, rows=0, num_tokens_total=0)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = Recorded()
+    save = trainer.Saving(store, config.Run(directory="x", steps=9, save_every="2m"))
+    due = []
+    for number in range(1, 9):
+        now += 50
+        if save.due(number):
+            due.append(number)
+            save(state, dataclasses.replace(meta, step=number))
+    assert due == store.steps == [3, 6], "after 150 s, the first step's end past 120"
+
+
+@pytest.mark.parametrize(("save_every", "steps"), [("4", [4, 6]), ("null", [6]), ("30m", [6])])
+def test_checkpoints_are_written_when_asked_and_at_the_end(folder, save_every, steps):
+    train(settings(folder, f"run.save_every={save_every}"))
+    assert sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir()) == steps
+
+
+def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
+    """The next step takes over the memory of the state that is being written."""
+    constant = "optimizer.schedule=constant"
+    train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
+    table = prepare.training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
+    for num_steps in (1, 3, 5):
+        train(settings(folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant))
+        one, other = (checkpoint.read_weights(folder / f"{name}/checkpoints/{num_steps}", table) for name in ("run", num_steps))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert np.array_equal(a, b), num_steps
+
+
+def test_a_write_that_fails_ends_the_run(folder, monkeypatch):
+    def fail(self, state, meta):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(checkpoint.Store, "save", fail)
+    with pytest.raises(OSError, match="no space left"):
+        train(settings(folder))
+
+
+def test_a_run_that_broke_is_evaluated_no_more(folder):
+    words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
+    with pytest.raises(errors.Stopped, match="not finite"):
+        train(settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null"))
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    broken = next(line["step"] for line in lines if line["loss"] is None)
+    results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in results] == list(range(1, broken))
