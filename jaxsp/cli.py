@@ -30,7 +30,7 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
     if several:
         group = made.add_argument_group(
             "one of several processes",
-            "python -m jaxsp.launch starts them, and so do torchrun, mpirun and srun; with none of these, say it:",
+            "python -m jaxsp.launch starts them, and so do torchrun, srun and Open MPI's mpirun; with none of these, say it:",
         )
         group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, the same for all")
         group.add_argument("--num-processes", metavar="N", type=int)
@@ -58,8 +58,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         code, words = MISTAKE, "\n".join(error.problems)
     except errors.Stopped as error:
         code, words = OURS, str(error)
-    except KeyboardInterrupt:
-        code, words = INTERRUPTED, "interrupted; the same command again goes on from the newest checkpoint, if there is one"
+    except KeyboardInterrupt as error:
+        code, words = INTERRUPTED, str(error) or "interrupted"
     except Exception:  # whatever else it is, it is ours: say everything
         code, words = OURS, traceback.format_exc().rstrip()
     here = processes.here()

@@ -1,7 +1,6 @@
 """python -m jaxsp.eval WHAT [key.path=value ...]: loss, perplexity and accuracy on data sets that are not learned from."""
 
-import dataclasses
-import json
+import os
 import pathlib
 from typing import Any
 
@@ -11,7 +10,7 @@ import rich.console
 from jaxsp import cli, prepare
 from jaxsp.core import config, errors, processes
 from jaxsp.core import mesh as meshes
-from jaxsp.hf import weights
+from jaxsp.hf import folder, weights
 from jaxsp.training import banner, checkpoint, evaluator, metrics, sharding, step
 
 _UNUSED: dict[str, dict[str, Any]] = {
@@ -32,34 +31,43 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--out", metavar="FILE", help="appends the results to this file; default: eval.jsonl of the run")
     given = parser.parse_intermixed_args(arguments)
     found = checkpoint.newest(given.what)
+    if found is None and (pathlib.Path(given.what) / "config.yaml").is_file():
+        raise errors.UserError(
+            f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says."
+        )
     meta = None if found is None else checkpoint.read_meta(found)
+    if meta is None:
+        folder.find(given.what, field="WHAT")  # before anything is said of the fields that are missing
     settings = _settings(given.what, given.config, given.changes, meta)
+    run = None if found is None else checkpoint.run_of(found)
+    out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL
+    if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
+        raise errors.UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
     process = cli.process(given)
     meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices, num_processes=process.num_processes)
     processes.start(process)
-    run = None if found is None else found.parent.parent
+    own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]
     asked = prepare.read(
         settings,
         devices=jax.devices(),
         problems=cli.Problems(),
         with_training=False,
         fields=None if meta is None else meta.model,
-        kept=None if run is None else run / "model",
+        kept=prepare.kept_model(found) if found is not None and own_tokenizer else None,
     )
     program = asked.program
     if found is not None:
-        master = checkpoint.restore_weights(found, step.shapes(program)[0].master)
+        master = checkpoint.restore_weights(found, step.weight_shapes(program))
     else:
         assert asked.folder is not None, "what is no checkpoint is a source"
         master = sharding.load(program.table, program.mesh, weights.open_folder(asked.folder, program.table).read)
-    out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL
-    console = rich.console.Console(quiet=jax.process_index() > 0)
-    console.print(f"{given.what}{f', step {meta.step}' if meta else ''}", highlight=False, soft_wrap=True)
+    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
+    how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
+    console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
     for result in evaluator.Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
         console.print(banner.result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:
-            with out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(result), allow_nan=False) + "\n")
+            metrics.append(out, result)
     if out is not None:
         console.print(f"-> {out}", highlight=False, soft_wrap=True)
 
@@ -68,14 +76,23 @@ def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.
     """The fields of a run, or of a file, or those that a Hugging Face folder needs, with the changes."""
     start_from = _UNUSED if meta is None else meta.config
     fields = start_from if file is None else config.read(file)
-    if meta is None:
-        # what is evaluated is what was named, whatever the file trains
-        fields = fields | {"model": fields.get("model", {}) | {"source": what, "config": None}}
-    settings = config.parse(fields, changes)
-    if not settings.data.eval:
-        raise errors.UserError(
+    # what is evaluated is what was named, whatever the file trains
+    model = {"source": what, "config": None}
+    if meta is not None:
+        model = {name: meta.config["model"][name] for name in model}
+    problems, settings = cli.Problems(), None
+    with problems.collect():
+        settings = config.parse(fields | {"model": fields.get("model", {}) | model}, changes)
+    asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)
+    if not (asked if settings is None else settings.data.eval):
+        problems.append(
             "data.eval: missing. Name what to evaluate on, for example data.eval='[{source: held-out/*.txt, format: text}]'."
         )
+    problems.check()
+    assert settings is not None
+    changed = [name for name, value in model.items() if getattr(settings.model, name) != value]
+    if changed:
+        raise errors.UserError(f"model.{changed[0]}: the model is that of {what}. Name another in its place to evaluate it.")
     return settings
 
 

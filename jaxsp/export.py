@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import rich.console
 
-from jaxsp import cli
+from jaxsp import cli, prepare
 from jaxsp.core import config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.data import text
@@ -34,8 +34,9 @@ def main(arguments: list[str]) -> None:
     meta = checkpoint.read_meta(found)
     settings = config.parse(meta.config)
     table = decoder.table(families.model_config(meta.model, field="model.config"))
-    kept = found.parent.parent / "model"
-    is_whole = (kept / "config.json").is_file()  # all that model.source had beside its weights, not a tokenizer alone
+    kept = prepare.kept_model(found)
+    # all that model.source had beside its weights, not a tokenizer alone
+    is_whole = kept is not None and (kept / "config.json").is_file()
     tokenizer = None if is_whole else _tokenizer(settings, kept)
     dtype = given.dtype or settings.model.compute_dtype
     master = checkpoint.read_weights(found, table)
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
         directory=out,
         dtype=dtype,
     )
-    console = rich.console.Console()
+    console = rich.console.Console(markup=False)
     console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
     if tokenizer is not None and not text.loads_as(tokenizer, out):
         console.print(
@@ -61,13 +62,12 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _tokenizer(settings: config.Config, kept: pathlib.Path) -> "transformers.PreTrainedTokenizerBase | None":
-    """The run's tokenizer, from where it is kept; None where training read tokens."""
-    if settings.model.tokenizer == text.BYTES:
-        return text.bytes_tokenizer()
-    if (kept / "tokenizer_config.json").is_file():
-        return text.load_tokenizer(str(kept))
-    return None
+def _tokenizer(settings: config.Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
+    """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
+    named = settings.model.tokenizer
+    if named != text.BYTES and kept is not None:
+        return text.load_tokenizer(str(kept)) if (kept / "tokenizer_config.json").is_file() else None
+    return None if named is None else text.load_tokenizer(named)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.data import packing, rows, sources, text
 from jaxsp.hf import families, folder, weights
+from jaxsp.model import decoder
 from jaxsp.training import checkpoint, sharding
 from jaxsp.training.material import DataSet, Material, Start
 from jaxsp.training.step import Program
@@ -33,8 +34,9 @@ class Asked:
     folder: folder.Folder | None
     """Of model.source."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    train: tuple[DataSet, ...]
-    """One or none."""
+    choice: attention.Choice
+    train: DataSet | None
+    """None where it was not asked for."""
     evals: tuple[DataSet, ...]
 
 
@@ -50,15 +52,27 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         meta = None if found is None else checkpoint.read_meta(found)
     if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):
         # what the run keeps of its model is enough: where it came from may be gone, or out of reach
-        kept = found.parent.parent / "model"
-        fields = meta.model if kept.is_dir() else None
+        kept = kept_model(found)
+        fields = None if kept is None else meta.model
     asked = read(settings, devices=devices, problems=problems, fields=fields, kept=kept)
-    (data,) = asked.train
+    data = asked.train
+    assert data is not None, "it was asked for"
     start = Start()
     if found is not None and meta is not None:
         _check_same(meta, asked, data, found)
-        start = Start(checkpoint=found, step=meta.step, rows=meta.rows, num_tokens=meta.num_tokens_total)
+        start = Start(
+            checkpoint=found,
+            step=meta.step,
+            rows=meta.rows,
+            num_tokens=meta.num_tokens_total,
+            changed=_changed(meta, settings),
+        )
     num_steps, total_rows = length(settings, data.epochs, start)
+    profiled = settings.logging.profile_steps
+    if profiled is not None and profiled[1] > num_steps:
+        raise errors.UserError(
+            f"logging.profile_steps = {list(profiled)}: the run has {num_steps} steps. Use steps of these, or null."
+        )
     program = dataclasses.replace(asked.program, num_steps=num_steps)
     seed, table, mesh = settings.run.seed, program.table, program.mesh
     make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh)
@@ -68,6 +82,8 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     elif asked.folder is not None:
         make = functools.partial(sharding.load, table, mesh, weights.open_folder(asked.folder, table).read)
         origin = f"weights of {asked.folder.source}"
+    if found is None and (pathlib.Path(settings.run.directory) / "config.yaml").is_file():
+        origin += "; the run that is there has no checkpoint, and begins anew"
     material = Material(
         train=data,
         evals=asked.evals,
@@ -75,6 +91,7 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         total_rows=total_rows,
         fields=asked.fields,
         origin=origin,
+        choice=asked.choice,
         weights=make,
         keep_model=functools.partial(_keep_model, asked, kept),
     )
@@ -120,6 +137,9 @@ def read(
                     f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
                     f"{model.vocab_size:,}. Use the model's own tokenizer: model.tokenizer=null with a model.source."
                 )
+    if source is not None and model is not None and not source.on_hub:
+        with problems.collect():
+            weights.open_folder(source, decoder.table(model))  # before anything is tokenised
     records = {}
     for field, one in named:
         with problems.collect():
@@ -162,7 +182,8 @@ def read(
         fields=fields | families.token_ids(fields, tokenizer),
         folder=source,
         tokenizer=tokenizer,
-        train=(data_set("train", members, "data.train"),) if members else (),
+        choice=kernel,
+        train=data_set("train", members, "data.train") if members else None,
         evals=tuple(
             data_set(one.name or one.source, [field], f"{field}.source")
             for field, one in named
@@ -211,45 +232,70 @@ def resumed(run: config.Run) -> pathlib.Path | None:
     return found
 
 
+def kept_model(found: pathlib.Path) -> pathlib.Path | None:
+    """Where the run of a checkpoint keeps the small files of its model; None for a checkpoint that lies elsewhere."""
+    run = checkpoint.run_of(found)
+    return run / "model" if run is not None and (run / "model").is_dir() else None
+
+
 def _check_same(meta: checkpoint.Meta, asked: Asked, data: DataSet, found: pathlib.Path) -> None:
     """Raises: UserError where a checkpoint is of another model, or of other rows."""
     way_out = (
-        "Undo the change, or begin a run with these weights: python -m jaxsp.export "
-        f"{found} FOLDER, then run.directory=NEW model.source=FOLDER."
+        f"Undo that, or begin a run with these weights: python -m jaxsp.export {found} FOLDER, then run.directory=NEW "
+        "model.source=FOLDER."
     )
-    same_optimizer = meta.config["optimizer"]["name"] == asked.program.config.optimizer.name
-    problems = []
-    if families.model_config(meta.model, field="model.config") != asked.program.model:
-        problems.append(f"model: is not the model of {found}. {way_out}")
-    if not same_optimizer:
-        problems.append(f"optimizer.name: {found} has the state of {meta.config['optimizer']['name']}. {way_out}")
-    if meta.data != data.fingerprint(asked.program.config):
-        problems.append(
-            "data.train, data.row_tokens, data.max_documents_per_row, run.seed: one of them makes other rows than those "
-            f"that {found} has consumed {meta.rows:,} of. {way_out}"
-        )
+    saved, settings, problems = config.parse(meta.config), asked.program.config, []
+    was, model = families.model_config(meta.model, field="model.config"), asked.program.model
+    for name in (field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(was, field.name)):
+        said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
+        problems.append(f"model: {said}. {way_out}")
+    if saved.optimizer.name != settings.optimizer.name:
+        problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
+    if meta.data != data.fingerprint(settings):
+        decides = {
+            "run.seed": (saved.run.seed, settings.run.seed),
+            "data.row_tokens": (saved.data.row_tokens, settings.data.row_tokens),
+            "data.max_documents_per_row": (saved.data.max_documents_per_row, settings.data.max_documents_per_row),
+        }
+        differs = [f"{name} = {now}, and was {before}" for name, (before, now) in decides.items() if now != before]
+        what = "; ".join(differs) or "data.train: the documents are not those of before"
+        problems.append(f"{what}: that makes other rows than those that {found} has consumed {meta.rows:,} of. {way_out}")
     if problems:
         raise errors.UserError(problems)
+
+
+def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
+    """The fields that are not as they were, with both values."""
+    before, now = meta.config, settings.model_dump(mode="json")
+    return tuple(
+        f"{group}.{name} {before.get(group, {}).get(name)} -> {value}"
+        for group, fields in now.items()
+        for name, value in fields.items()
+        if before.get(group, {}).get(name) != value and (group, name) not in (("run", "directory"), ("run", "resume"))
+    )
 
 
 def _tokenizer(
     settings: config.Config, source: folder.Folder | None, kept: pathlib.Path | None
 ) -> "transformers.PreTrainedTokenizerBase":
     named = settings.model.tokenizer
-    if named != text.BYTES and kept is not None and kept.is_dir():
+    if named != text.BYTES and kept is not None and (kept / "tokenizer_config.json").is_file():
         return text.load_tokenizer(str(kept))
     if named is None and source is None:
         raise errors.UserError("model.tokenizer = null: text needs one. Use bytes, or a folder or hub name.")
-    return text.load_tokenizer(named or str(source.path if source else ""))
+    if named is not None:
+        return text.load_tokenizer(named)
+    assert source is not None
+    return text.load_tokenizer(str(source.path), asked=f"model.source = {source.source}: its tokenizer")
 
 
 def _keep_model(asked: Asked, kept: pathlib.Path | None, directory: pathlib.Path) -> None:
     directory.mkdir(exist_ok=True)
-    if kept is not None and kept.is_dir():
+    if kept is not None:
         if not kept.samefile(directory):
             shutil.copytree(kept, directory, dirs_exist_ok=True)
     elif asked.folder is not None and asked.program.config.model.tokenizer is None:
-        asked.folder.copy_small_files(directory)
+        folder.copy_small_files(asked.folder.path, directory)
     elif asked.tokenizer is not None:
         asked.tokenizer.save_pretrained(directory)
 

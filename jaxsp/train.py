@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> None:
     meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices, num_processes=process.num_processes)
     processes.start(process)
     program, material = prepare.training(settings, devices=jax.devices())
-    trainer.train(program, material, rich.console.Console(quiet=jax.process_index() > 0))
+    trainer.train(program, material, rich.console.Console(quiet=jax.process_index() > 0, markup=False))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,17 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.25, "comes along"
 
 
-def test_a_folder_without_data_to_evaluate_on_is_answered(tmp_path):
-    with pytest.raises(errors.UserError, match=r"data\.eval: missing.*data\.eval='\[\{source"):
-        evaluation.main([str(tmp_path), "data.row_tokens=8"])
+def test_all_that_is_missing_is_said_at_once(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(errors.UserError, match=r"data\.eval: missing.*data\.eval='\[\{source") as found:
+        evaluation.main([str(tmp_path), "mesh.sq=4"])
+    assert [problem.split(":")[0] for problem in found.value.problems] == ["mesh.sq = 4", "data.row_tokens", "data.eval"]
+
+
+def test_what_is_nothing_to_evaluate_is_named(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").touch()
+    with pytest.raises(errors.UserError, match="run: holds no checkpoint yet"):
+        evaluation.main([str(tmp_path / "run")])
+    with pytest.raises(errors.UserError, match="there is no such folder"):
+        evaluation.main([str(tmp_path / "run/checkpoints/249")])

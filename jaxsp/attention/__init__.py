@@ -111,7 +111,7 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> 
 
 def make_attend(*, seq: int, kernel: str | Callable[..., Array], head_chunks: int = 1) -> Attend:
     """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own."""
-    named = KERNELS["blockwise" if kernel == "auto" else kernel] if isinstance(kernel, str) else kernel
+    named = KERNELS[kernel] if isinstance(kernel, str) else kernel
     if kernel == "cudnn":
         named = functools.partial(cudnn.attention, head_chunks=head_chunks)
     isolated = functools.partial(_isolated, kernel=named)

@@ -113,8 +113,9 @@ class Attention(Group):
     """How attention is computed."""
 
     kernel: Literal["auto", "cudnn", "blockwise", "reference"] = "auto"
-    """cudnn: flash attention on NVIDIA GPUs from Hopper on, in bfloat16. blockwise: online softmax over blocks, memory
-    linear in length, on any device. reference: the whole score matrix, for tests. auto: cudnn where it runs, else blockwise."""
+    """cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100: rows of one document). blockwise: online
+    softmax over blocks, memory linear in length, on any device. reference: the whole score matrix, for tests. auto: cudnn
+    where it runs, else blockwise."""
     head_chunks: Annotated[Positive | None, _like(2)] = None
     """cudnn: a device's heads go through the kernel in so many parts, one after another; null: as few as keep within
     cuDNN's limits and its memory in bounds."""
@@ -212,7 +213,8 @@ class Logging(Group):
         return value
 
     compilation_cache: Annotated[str | None, _like("~/.cache/jaxsp", min_length=1)] = None
-    """Folder in which compiled programs are kept for the next start."""
+    """Folder in which compiled programs are kept for the next start. (On CPUs, XLA prints long lines about the processor's
+    features when it finds one there.)"""
 
 
 class Config(Group):
@@ -416,7 +418,7 @@ def _one_of(fields: dict[str, Any], group: str, names: tuple[str, str], role: st
         return [f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."]
     if len(there) == 2:
         said = ", ".join(f"{group}.{name} = {_yaml(given[name])}" for name in names)
-        return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null."]
+        return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null or {group}.{names[1]}=null."]
     return []
 
 

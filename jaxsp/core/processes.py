@@ -75,6 +75,11 @@ def find(
         return _slurm(variables)
     if "MASTER_ADDR" in variables or "MASTER_PORT" in variables:
         _complete(variables, _TORCHRUN, f"Set all four, or none. {_WAY_OUT}")
+    if "PMI_SIZE" in variables and _number(variables, "PMI_SIZE", least=1) > 1:
+        raise errors.UserError(
+            f"PMI_SIZE = {variables['PMI_SIZE']}: of mpirun's, jaxsp knows Open MPI's alone. Use srun, torchrun or "
+            "python -m jaxsp.launch, or give --coordinator HOST:PORT --num-processes N --process-id I."
+        )
     return Process()
 
 
@@ -95,15 +100,16 @@ def num_gpus(environ: Mapping[str, str]) -> int:
 def local_gpus(process: Process, num_gpus: int) -> list[int] | None:
     """Which of the node's GPUs are this process's; None: all that it sees.
 
-    One, where processes share a node, unless the scheduler left it only one. (jax's own detection under SLURM takes one
-    GPU of eight when each node has a single process.)
+    One, where there are as many processes on the node; all, for the only process, or where the scheduler left it but one.
+    (jax's own detection under SLURM takes one GPU of eight when each node has a single process.)
     """
     if process.local_index is None or process.num_local == 1 or num_gpus <= 1:
         return None
-    if (process.num_local or process.local_index + 1) > num_gpus:
+    if (num_gpus if process.num_local is None else process.num_local) != num_gpus or process.local_index >= num_gpus:
         raise errors.UserError(
-            f"process {process.index} is number {process.local_index} of {process.num_local or 'some'} on its node, which has "
-            f"{num_gpus} GPUs: each needs its own. Start {num_gpus} processes on a node, or one for all its GPUs."
+            f"process {process.index} is number {process.local_index} of {process.num_local or 'some'} on its node, and sees "
+            f"{num_gpus} GPUs: it cannot tell which are its own. Start {num_gpus} processes on a node, or one for all its "
+            "GPUs; under SLURM, --gpus-per-task gives each task its own."
         )
     return [process.local_index]
 
@@ -125,19 +131,27 @@ def start(process: Process, *, seconds: float = JOIN_S) -> None:
     # in a thread: jax ends the process when its own time is up, and nothing can catch that
     threading.Thread(target=_wait, args=(process, joined, seconds), daemon=True).start()
     host = process.coordinator.rpartition(":")[0]
-    jax.distributed.initialize(
-        process.coordinator,
-        process.num_processes,
-        process.index,
-        local_device_ids=local_gpus(process, num_gpus(os.environ)),
-        cluster_detection_method="deactivate",
-        # a job of one node listens to nobody else; jax would listen on every network
-        coordinator_bind_address=process.coordinator if host in ("127.0.0.1", "localhost") else None,
-        initialization_timeout=int(seconds) + 60,
-        heartbeat_timeout_seconds=HEARTBEAT_S,
-        shutdown_timeout_seconds=SHUTDOWN_S,
-    )
-    joined.set()
+    gpus = local_gpus(process, num_gpus(os.environ))
+    try:
+        jax.distributed.initialize(
+            process.coordinator,
+            process.num_processes,
+            process.index,
+            local_device_ids=gpus,
+            cluster_detection_method="deactivate",
+            # a job of one node listens to nobody else; jax would listen on every network
+            coordinator_bind_address=process.coordinator if host in ("127.0.0.1", "localhost") else None,
+            initialization_timeout=int(seconds) + 60,
+            heartbeat_timeout_seconds=HEARTBEAT_S,
+            shutdown_timeout_seconds=SHUTDOWN_S,
+        )
+    except jax.errors.JaxRuntimeError as error:  # the others wait until their time is up, and say so
+        raise errors.UserError(
+            f"{process.coordinator}: the processes cannot meet there: {str(error).splitlines()[0]}. Name a host of process 0 "
+            "and a port that is free."
+        ) from None
+    finally:
+        joined.set()
 
 
 def prefix(index: int) -> str:
@@ -200,10 +214,15 @@ def _torchrun(variables: Mapping[str, str]) -> Process:
     if count == 1:
         return Process()
     _complete(variables, _TORCHRUN, f"Set all four, or none. {_WAY_OUT}")
+    coordinator = _master(variables)
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        # torchrun itself listens at that port
+        host, _, port = coordinator.rpartition(":")
+        coordinator = f"{host}:{_port(int(port) + 1)}"
     return Process(
         index=own,
         num_processes=count,
-        coordinator=_master(variables),
+        coordinator=coordinator,
         local_index=_number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None,
         num_local=_number(variables, "LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in variables else None,
     )
@@ -256,7 +275,8 @@ def _slurm(variables: Mapping[str, str]) -> Process:
         index=own,
         num_processes=count,
         coordinator=coordinator,
-        local_index=_number(variables, "SLURM_LOCALID"),
+        # each task sees its own GPUs alone then, and uses all of them
+        local_index=None if "SLURM_GPUS_PER_TASK" in variables else _number(variables, "SLURM_LOCALID"),
         num_local=per_node[node] if node < len(per_node) else None,
     )
 

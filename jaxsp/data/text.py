@@ -46,20 +46,24 @@ def bytes_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", split_special_tokens=True)
 
 
-def load_tokenizer(name: str) -> "transformers.PreTrainedTokenizerBase":
-    """The tokenizer that `model.tokenizer` names. Raises: UserError if there is none, or it makes no tokens."""
+def load_tokenizer(name: str, *, asked: str | None = None) -> "transformers.PreTrainedTokenizerBase":
+    """The tokenizer of a folder or of the hub, or BYTES. Raises: UserError if there is none, or it makes no tokens.
+
+    Args: asked: how a message about it begins; model.tokenizer and the name by default.
+    """
     import transformers
 
     if name == BYTES:
         return bytes_tokenizer()
-    way_out = f"Give a folder with tokenizer.json, a hub name, or {BYTES}."
+    asked = asked or f"model.tokenizer = {name}:"
+    way_out = f"As model.tokenizer, give a folder with tokenizer.json, a hub name, or {BYTES}."
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a bare Exception for some broken files
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise errors.UserError(f"model.tokenizer = {name}: cannot be loaded: {reason} {way_out}") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__).strip().rstrip(":.")
+        raise errors.UserError(f"{asked} cannot be loaded: {reason}. {way_out}") from None
     if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
-        raise errors.UserError(f"model.tokenizer = {name}: has an empty vocabulary, text becomes nothing. {way_out}")
+        raise errors.UserError(f"{asked} has an empty vocabulary, text becomes nothing. {way_out}")
     return tokenizer
 
 

@@ -55,10 +55,6 @@ class Folder:
             # a snapshot's folder is called after its commit: the files that follow are of the same
             _download(self.source, names, field=self.field, revision=self.path.name)
 
-    def copy_small_files(self, directory: pathlib.Path) -> None:
-        """`copy_small_files` of this folder."""
-        copy_small_files(self.path, directory)
-
 
 def find(source: str, *, field: str = "model.source") -> Folder:
     """The folder of that name, else the hub's model of that name, of which all but the weights is downloaded.

@@ -29,7 +29,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     repeated = sum(4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None)
     lie = f"{repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded"
     lie = lie if meshes.num_shards(mesh) > 1 else "whole on every device"
-    again = "too" if config.attention.kernel == "reference" else "not"  # it names no residuals to keep
+    again = "too" if material.choice.kernel == "reference" else "not"  # it names no residuals to keep
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
     per_epoch = material.train.epochs.rows_in(1)
@@ -38,8 +38,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
     )
     empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    kernel = attention.choose(config, devices=list(devices), **heads)
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
@@ -53,6 +52,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"float32 weights; {lie}",
         ),
         ("begins", material.origin),
+        *[("changed", ", ".join(material.start.changed))] * bool(material.start.changed),
         (
             "step",
             f"{_count(rows_per_step, 'row')} of {row_tokens:,} tokens ({rows_per_step * row_tokens:,} in all); "
@@ -68,7 +68,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
             f"{_count(len(documents.lengths), 'document')}{empty}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} "
             f"with a loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
         ),
-        ("attention", attention.describe(kernel, num_heads=model.num_heads, num_kv_heads=model.num_kv_heads, seq=seq)),
+        ("attention", attention.describe(material.choice, **heads)),
         (
             "memory",
             f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
@@ -101,7 +101,9 @@ def _written(program: Program, material: Material) -> str:
     every = settings.run.save_every
     when = {int: f"every {every} steps and at the end", str: f"every {str(every)[:-1]} minutes and at the end"}
     parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(material.evals)
-    parts += ["tensorboard/"] * settings.logging.tensorboard + ["profile/"] * (settings.logging.profile_steps is not None)
+    profiled = settings.logging.profile_steps
+    parts += ["tensorboard/"] * settings.logging.tensorboard
+    parts += ["profile/"] * (profiled is not None and profiled[0] > material.start.step)
     return ", ".join([*parts, "model/", f"checkpoints/ {when.get(type(every), 'at the end')}"])
 
 

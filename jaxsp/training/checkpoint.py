@@ -14,6 +14,9 @@ from jaxsp.core import errors
 from jaxsp.model import layers
 from jaxsp.training import sharding, step
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's directory that they are in."""
+
 MASTER, OPT, META = "master", "opt", "meta"
 """A checkpoint's items; a run without optimizer state (sgd) has no second."""
 
@@ -77,12 +80,17 @@ def newest(name: str | pathlib.Path) -> pathlib.Path | None:
     directory = pathlib.Path(name).resolve()
     if (directory / MASTER).is_dir():
         return directory
-    for folder in (directory / "checkpoints", directory):
+    for folder in (directory / CHECKPOINTS, directory):
         # one that was not finished has a longer name
         steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit() and (path / MASTER).is_dir()]
         if steps:
             return folder / str(max(steps))
     return None
+
+
+def run_of(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """The directory of the run that a checkpoint is in; None for one that lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
 def read_meta(checkpoint: pathlib.Path) -> Meta:

@@ -50,6 +50,10 @@ class Evaluator:
         self._program = dataclasses.replace(program, config=program.config.model_copy(update={"batch": batch}))
         self._sets = sets
 
+    def due(self, number: int) -> bool:
+        """Whether an evaluation is to follow a step."""
+        return bool(self._sets) and due(self._program.config.run.eval_every, number)
+
     @functools.cached_property
     def _totals(self) -> jax.stages.Compiled:
         return step.compile_totals(self._program)
@@ -79,6 +83,11 @@ class Evaluator:
                 seconds=time.perf_counter() - began,
                 **counts,
             )
+
+
+def due(every: int | None, number: int) -> bool:
+    """Whether what comes every so many steps follows this one."""
+    return every is not None and number % every == 0
 
 
 def _fetched(sent: Iterable[step.Totals]) -> Iterator[step.Totals]:

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from jaxsp import attention
 from jaxsp.core import config
 from jaxsp.data import packing, pipeline, rows
 from jaxsp.model import layers
@@ -53,6 +54,8 @@ class Start:
     """Rows consumed before."""
     num_tokens: int = 0
     """Tokens learned from before."""
+    changed: tuple[str, ...] = ()
+    """Fields of the config that are not those of the checkpoint, for people."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,8 @@ class Material:
     """Of the model's config.json."""
     origin: str
     """Where the weights come from, for people."""
+    choice: attention.Choice
+    """How the program attends."""
     weights: Callable[[], layers.Weights]
     """Makes the weights of step 0, each on its devices."""
     keep_model: Callable[[pathlib.Path], None]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import pathlib
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -105,11 +106,28 @@ class Writer:
                     self._board.add_scalar(f"{group}/{field}", value, fields["step"])
 
 
+def append(path: pathlib.Path, result: "DataclassInstance") -> None:
+    """Writes an evaluation as a line of a file that may be there, and may end in the middle of a line."""
+    with path.open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False).encode() + b"\n")
+
+
 def _from_step(path: pathlib.Path, step: int) -> TextIO:
-    """A file of lines, opened to append, without the lines of steps after `step`, or a last one that was cut short."""
+    """A file of lines, opened to append, without the lines of steps after `step`, and without any that was cut short."""
+
+    def is_kept(line: str) -> bool:
+        try:
+            return line.endswith("\n") and json.loads(line)["step"] <= step
+        except ValueError:
+            return False
+
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        kept = [line for line in lines if is_kept(line)]
         if kept != lines:
             partial = path.with_name(f"{path.name}.partial")
             partial.write_text("".join(kept), encoding="utf-8")
@@ -118,11 +136,11 @@ def _from_step(path: pathlib.Path, step: int) -> TextIO:
 
 
 class Trace:
-    """A trace of some steps by JAX's profiler, in the first process."""
+    """A trace of some steps by JAX's profiler. The first process writes it; all of them begin and end it at the same steps."""
 
     def __init__(self, directory: pathlib.Path, steps: tuple[int, int] | None):
         self._directory = directory
-        self._first, self._last = (0, 0) if steps is None or jax.process_index() > 0 else steps
+        self._first, self._last = steps or (0, 0)
         self._running = False
 
     def __enter__(self) -> "Trace":
@@ -137,8 +155,9 @@ class Trace:
         return step == self._first
 
     def begin(self) -> None:
-        jax.profiler.start_trace(str(self._directory))
         self._running = True
+        if jax.process_index() == 0:
+            jax.profiler.start_trace(str(self._directory))
 
     def ends(self, step: int) -> bool:
         """Whether it is to end when this step has ended."""
@@ -146,7 +165,8 @@ class Trace:
 
     def end(self) -> None:
         self._running = False
-        jax.profiler.stop_trace()
+        if jax.process_index() == 0:
+            jax.profiler.stop_trace()
 
 
 def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:

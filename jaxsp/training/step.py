@@ -116,16 +116,23 @@ def with_weights(program: Program, master: layers.Weights) -> State:
     return State(master=master, opt=opt, step=jax.device_put(jnp.int32(0), places.step))
 
 
-def shapes(program: Program) -> tuple[State, batch.Batch]:
-    """What a step takes, as jax.ShapeDtypeStructs with shardings: enough to compile it, on devices that need not be there."""
-    table, mesh, settings = program.table, program.mesh, program.config
-    num_shards = meshes.num_shards(mesh)
-    everywhere = NamedSharding(mesh, PartitionSpec())
+def weight_shapes(program: Program) -> layers.Weights:
+    """The master weights as jax.ShapeDtypeStructs with shardings."""
+    num_shards = meshes.num_shards(program.mesh)
 
     def weight(row: layers.Parameter) -> jax.ShapeDtypeStruct:
         stored = sharding.place(row, num_shards).stored
         stored = stored if row.num_layers is None else (row.num_layers, *stored)
-        return jax.ShapeDtypeStruct(stored, jnp.float32, sharding=NamedSharding(mesh, sharding.spec(row, num_shards)))
+        place = NamedSharding(program.mesh, sharding.spec(row, num_shards))
+        return jax.ShapeDtypeStruct(stored, jnp.float32, sharding=place)
+
+    return jax.tree.map(weight, program.table)
+
+
+def shapes(program: Program) -> tuple[State, batch.Batch]:
+    """What a step takes, as jax.ShapeDtypeStructs with shardings: enough to compile it, on devices that need not be there."""
+    table, mesh, settings = program.table, program.mesh, program.config
+    everywhere = NamedSharding(mesh, PartitionSpec())
 
     def state_of(row: layers.Parameter, weight: jax.ShapeDtypeStruct) -> Any:
         """An optimizer's averages lie where their weight lies."""
@@ -133,7 +140,7 @@ def shapes(program: Program) -> tuple[State, batch.Batch]:
         places = jax.tree.map(lambda x: weight.sharding if x.shape == weight.shape else everywhere, state)
         return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
 
-    master = jax.tree.map(weight, table)
+    master = weight_shapes(program)
     opt = jax.tree.map(state_of, table, master)
     slots = meshes.num_groups(mesh) * settings.batch.rows_at_once
     turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)

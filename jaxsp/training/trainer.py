@@ -3,10 +3,12 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
 from typing import Any
 
+import filelock
 import jax
 import numpy as np
 import rich.console
@@ -15,7 +17,7 @@ from jax.experimental import multihost_utils
 from jaxsp.core import config, errors
 from jaxsp.data import pipeline
 from jaxsp.training import banner, checkpoint, evaluator, metrics, step
-from jaxsp.training.material import Material
+from jaxsp.training.material import Material, Start
 from jaxsp.training.step import Program
 
 
@@ -27,6 +29,7 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     """
     settings, start = program.config, material.start
     directory = pathlib.Path(settings.run.directory)
+    _agree(start, directory)
     if start.step >= program.num_steps:
         console.print(f"{directory}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer.")
         return
@@ -48,18 +51,20 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     evaluate = evaluator.Evaluator(program, material.evals)
 
     # From here on there is a run
-    if jax.process_index() == 0:
-        _begin(directory, settings, material, banner.text(lines))
+    lock = _begin(directory, settings, material, banner.text(lines))
 
     # Steps; the numbers of one are fetched when the next is under way
     with (
+        lock,
         metrics.Writer(directory, from_step=start.step, tensorboard=settings.logging.tensorboard) as writer,
-        checkpoint.Store(directory / "checkpoints", keep=settings.checkpoint.keep_latest) as store,
+        checkpoint.Store(directory / checkpoint.CHECKPOINTS, keep=settings.checkpoint.keep_latest) as store,
         banner.Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
         metrics.Trace(directory / "profile", settings.logging.profile_steps) as trace,
         contextlib.closing(steps),
+        contextlib.ExitStack() as leaving,
     ):
-        log, save = Log(program, material, writer, progress), Saving(store, settings.run)
+        log, save = Log(program, material, writer, progress), Saving(store, settings.run, first_step=start.step)
+        leaving.push(functools.partial(_interrupted, log, save))
         following = next(steps, None)
         while following is not None and log.finite:
             rows, counts = following
@@ -74,17 +79,19 @@ def train(program: Program, material: Material, console: rich.console.Console) -
             following = next(steps, None)
             log.sent(Running(numbers=numbers, counts=counts, data_wait_s=time.perf_counter() - asked))
             last = following is None
+            saves, evaluates = save.due(number) or last, evaluate.due(number) or last
+            if not (saves or evaluates or trace.ends(number)):
+                continue
+            # nothing is running while these are done, and their time is no step's
+            log.catch_up()
             if trace.ends(number):
-                log.catch_up()
                 trace.end()
-            if save.due(number) or last:
-                log.catch_up()
-                save(state, log.meta())
-            if material.evals and (_due(settings.run.eval_every, number) or last):
-                log.catch_up()
-                for result in evaluate.run(state.master, num_steps=number) if log.finite else ():
+            if evaluates and log.finite:
+                for result in evaluate.run(state.master, num_steps=number):
                     writer.write_result(result)
                     progress.say(banner.result(result))
+            if saves:  # after the results, which would be lost if the run was killed between the two
+                save(state, log.meta())
             log.go_on()
         log.catch_up()
         if not log.finite and save.last_step < log.num_sent:
@@ -102,42 +109,101 @@ def train(program: Program, material: Material, console: rich.console.Console) -
     banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
 
 
-def _begin(directory: pathlib.Path, settings: config.Config, material: Material, banner_text: str) -> None:
-    """Makes the run's directory, with what can be written before the first step."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise errors.UserError(f"run.directory = {directory}: cannot be made: {error.strerror}. Name another.") from None
-    config.save(settings, directory / "config.yaml")
-    (directory / "banner.txt").write_text(banner_text, encoding="utf-8")
-    material.keep_model(directory / "model")
+def _begin(
+    directory: pathlib.Path, settings: config.Config, material: Material, banner_text: str
+) -> contextlib.AbstractContextManager:
+    """Makes the run's directory, with what can be written before the first step; held by this run until the context ends."""
+    lock: contextlib.AbstractContextManager = contextlib.nullcontext()
+    if jax.process_index() == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise errors.UserError(f"run.directory = {directory}: cannot be made: {error.strerror}. Name another.") from None
+        try:
+            lock = filelock.FileLock(directory / "lock", blocking=False).acquire()
+        except filelock.Timeout:
+            raise errors.UserError(
+                f"run.directory = {directory}: another process is writing this run. Wait for it, or name another folder."
+            ) from None
+        config.save(settings, directory / "config.yaml")
+        (directory / "banner.txt").write_text(banner_text, encoding="utf-8")
+        material.keep_model(directory / "model")
+    _see(directory)
+    return lock
 
 
-def _due(every: int | None, number: int) -> bool:
-    return every is not None and number % every == 0
+def _interrupted(log: "Log", save: "Saving", kind: type[BaseException] | None, *_: object) -> None:
+    """Lets an interruption say what it costs."""
+    if kind is KeyboardInterrupt:
+        kept = (
+            f"the same command goes on from step {save.last_step}" if save.last_step else "no checkpoint has been written yet"
+        )
+        raise KeyboardInterrupt(f"interrupted after step {log.num_sent}; {kept}") from None
+
+
+def _agree(start: Start, directory: pathlib.Path) -> None:
+    """Raises: UserError where processes would begin at different steps, because they do not see the same files."""
+    if jax.process_count() == 1:
+        return
+    begins = multihost_utils.process_allgather(np.array([start.step, start.rows], np.int32))
+    if (begins != begins[0]).any():
+        raise errors.UserError(
+            f"run.directory = {directory}: processes would begin at steps {errors.choices(sorted({*begins[:, 0].tolist()}))}, "
+            "because they see different checkpoints. Name a folder that all nodes share."
+        )
+
+
+def _see(directory: pathlib.Path) -> None:
+    """Raises: UserError where a process does not see the directory that process 0 has made."""
+    if jax.process_count() == 1:
+        return
+    multihost_utils.sync_global_devices("the run's directory was made")
+    for _ in range(30):  # what another node wrote may come late
+        if (directory / "config.yaml").is_file():
+            return
+        time.sleep(1)
+    raise errors.UserError(
+        f"run.directory = {directory}: process 0 has made it, and process {jax.process_index()} does not see it. Name a folder "
+        "that all nodes share."
+    )
 
 
 class Saving:
-    """Writes checkpoints, and knows when the next is due."""
+    """Writes checkpoints, and knows when the next is due; the same in all processes."""
 
-    def __init__(self, store: checkpoint.Store, settings: config.Run):
+    def __init__(self, store: checkpoint.Store, settings: config.Run, *, first_step: int):
         self._store, self._settings = store, settings
-        self._saved_at = time.monotonic()
-        self.last_step = 0
+        self._saved_at, self._from_step = time.monotonic(), first_step
+        self._ask_at = first_step + 1
+        self.last_step = first_step
         """Of the last checkpoint; 0 before the first."""
 
     def due(self, number: int) -> bool:
-        """Whether a checkpoint is to follow a step; the same in all processes."""
-        minutes = self._settings.save_minutes
-        if minutes is None:
-            return _due(self._settings.save_steps, number)
-        due = time.monotonic() - self._saved_at >= 60 * minutes
-        # clocks differ: process 0 has the word
-        return due if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.bool_(due)))
+        """Whether a checkpoint is to follow a step.
+
+        Clocks of processes differ: process 0 has the word. To hear it all wait for the step that is running, so it is asked
+        half way to when the time should be up, then half way of what is left: a few times for each checkpoint.
+        """
+        if self._settings.save_minutes is None:
+            return evaluator.due(self._settings.save_steps, number)
+        if number < self._ask_at:
+            return False
+        seconds = _of_first_process(time.monotonic() - self._saved_at)
+        left = 60 * self._settings.save_minutes - seconds
+        seconds_per_step = seconds / (number - self._from_step)
+        self._ask_at = number + max(1, int(left / seconds_per_step / 2))
+        return left <= 0
 
     def __call__(self, state: step.State, meta: checkpoint.Meta) -> None:
         self._store.save(state, meta)
-        self._saved_at, self.last_step = time.monotonic(), meta.step
+        self.last_step = self._from_step = meta.step
+        self._saved_at, self._ask_at = time.monotonic(), meta.step + 1
+
+
+def _of_first_process(value: float) -> float:
+    if jax.process_count() == 1:
+        return value
+    return float(multihost_utils.broadcast_one_to_all(np.float32(value)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +265,7 @@ class Log:
             self.first = self.last
         if self.last.loss is not None:
             self.recent_losses.append(self.last.loss)
-        due = _due(self._program.config.run.log_every, self._num_steps)
+        due = evaluator.due(self._program.config.run.log_every, self._num_steps)
         if due or not self.finite or self._num_steps == self._program.num_steps:
             self._writer.write(self.last)
         self._progress.show(self.last)

@@ -118,9 +118,9 @@ def test_processes_that_share_a_node_have_a_gpu_each(local_index, num_local, num
     assert processes.local_gpus(job("a:1", local_index, num_local), num_gpus) == own
 
 
-@pytest.mark.parametrize(("local_index", "num_local"), [(1, 8), (7, None)])
-def test_more_processes_than_gpus_are_refused(local_index, num_local):
-    with pytest.raises(errors.UserError, match=r"which has 4 GPUs: each needs its own\. Start 4 processes"):
+@pytest.mark.parametrize(("local_index", "num_local"), [(1, 8), (7, None), (1, 2)])
+def test_processes_that_are_not_as_many_as_gpus_are_refused(local_index, num_local):
+    with pytest.raises(errors.UserError, match=r"sees 4 GPUs: it cannot tell which are its own\. Start 4 processes"):
         processes.local_gpus(job("a:1", local_index, num_local), 4)
 
 
@@ -195,3 +195,23 @@ def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def test_a_task_that_slurm_gives_gpus_of_its_own_uses_all_of_them():
+    variables = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n0"}
+    found = processes.find({**variables, "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "2"})
+    assert processes.local_gpus(found, 2) is None
+
+
+def test_torchrun_s_own_port_is_left_to_it():
+    variables = {"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for port in ("29500", "61440", "65535"):
+        both = [processes.find({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator for rank in ("0", "1")]
+        assert both[0] == both[1] != f"a:{port}"
+    assert processes.find({**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+
+
+def test_an_mpirun_that_is_not_open_mpi_s_is_refused():
+    with pytest.raises(errors.UserError, match=r"PMI_SIZE = 4: .* knows Open MPI's alone"):
+        processes.find({"PMI_SIZE": "4", "PMI_RANK": "0"})
+    assert processes.find({"PMI_SIZE": "1", "PMI_RANK": "0"}).num_processes == 1

@@ -110,7 +110,7 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], Result]
     """By the code that training runs; logits are [rows, tokens, vocabulary]."""
     table, dtype = decoder.table(config), jnp.dtype("float32")
     gather = sharding.Gather(num_shards=1, compute_dtype=dtype, reduce_dtype=dtype)
-    attend = attention.make_attend(seq=1, kernel="auto")
+    attend = attention.make_attend(seq=1, kernel="blockwise")
 
     @jax.jit
     def run(weights: layers.Weights, rows: batch.Batch) -> Result:

@@ -323,7 +323,7 @@ def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     table = decoder.table(MODEL)
     read = weights.open_folder(found, table).read
     assert batches.same_bits(read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"])
-    found.copy_small_files(tmp_path / "kept")
+    folder.copy_small_files(found.path, tmp_path / "kept")
     assert {path.name: path.is_symlink() for path in (tmp_path / "kept").iterdir()} == {
         "config.json": False,
         "tokenizer.json": False,

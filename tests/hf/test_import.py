@@ -128,7 +128,7 @@ def test_exports_carry_the_small_files_of_their_source(tmp_path):
     (tmp_path / "in/chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "in/modeling.py").write_text("raise SystemExit")
     found = folder.find(str(tmp_path / "in"))
-    found.copy_small_files(tmp_path / "kept")
+    folder.copy_small_files(found.path, tmp_path / "kept")
     names = {"chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == names
     table, master = read(tmp_path / "in")

@@ -101,7 +101,7 @@ def compiling(
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], kernel="auto")
+        attend = attention.make_attend(seq=sizes[-1], kernel="blockwise")
         mesh = batches.mesh(*sizes)
         program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import re
 import struct
 import subprocess
 import sys
@@ -25,7 +24,7 @@ WORDS = (
 
 
 def train(folder, name):
-    """A few steps of the quickstart, as a user runs it; what was printed."""
+    """A few steps of the quickstart, as a user runs it; the names of the programs that are kept then."""
     words = [f"run.directory={folder / name}", f"logging.compilation_cache={folder}/cache", *WORDS]
     done = subprocess.run(
         [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
@@ -36,7 +35,7 @@ def train(folder, name):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return {path.name for path in (folder / "cache").glob("*-cache")}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +79,8 @@ def test_a_trace_of_the_asked_steps_is_written(runs):
     assert trace.stat().st_size > 10_000
 
 
-def test_a_second_start_finds_the_step_compiled(runs):
-    folder, *printed = runs
-    first, second = (float(re.search(r"compiled in ([0-9.]+) s", text)[1]) for text in printed)
-    assert any((folder / "cache").iterdir())
-    assert second < 0.6 * first, (first, second)
+def test_a_second_start_compiles_nothing_that_the_first_has_kept(runs):
+    folder, kept, again = runs
+    assert kept == again
+    assert any("step" in name for name in kept), kept
     assert lines(folder / "second", "eval.jsonl")[-1]["loss"] == lines(folder / "first", "eval.jsonl")[-1]["loss"]

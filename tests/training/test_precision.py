@@ -72,7 +72,7 @@ def traced(grad_reduce_dtype):
         config=batches.settings(compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}),
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
-        attend=attention.make_attend(seq=4, kernel="auto"),
+        attend=attention.make_attend(seq=4, kernel="blockwise"),
         num_steps=runs.NUM_STEPS,
     )
     run = runs.Run(program, rows_at_once=1, gradients=None, step=None)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 
+import filelock
 import jax
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import rich.console
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, step, trainer
+from jaxsp.training import checkpoint, metrics, step, trainer
 
 MODEL = {
     "model_type": "llama",
@@ -65,7 +66,7 @@ def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     meta = checkpoint.Meta(config={}, model={}, data="", step=0, rows=0, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
-    save = trainer.Saving(store, config.Run(directory="x", steps=9, save_every="2m"))
+    save = trainer.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0)
     due = []
     for number in range(1, 9):
         now += 50
@@ -110,3 +111,48 @@ def test_a_run_that_broke_is_evaluated_no_more(folder):
     broken = next(line["step"] for line in lines if line["loss"] is None)
     results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert [line["step"] for line in results] == list(range(1, broken))
+
+
+def test_a_run_is_written_by_one_process_at_a_time(folder):
+    train(settings(folder))
+    before = (folder / "run/metrics.jsonl").read_text()
+    with filelock.FileLock(folder / "run/lock"), pytest.raises(errors.UserError, match="another process is writing this run"):
+        train(settings(folder, "run.steps=8"))
+    assert (folder / "run/metrics.jsonl").read_text() == before
+    train(settings(folder, "run.steps=8"))
+
+
+@pytest.mark.parametrize(("save_every", "says"), [("2", "goes on from step 4"), ("null", "no checkpoint has been written yet")])
+def test_an_interruption_says_what_it_costs(folder, monkeypatch, save_every, says):
+    write = metrics.Writer.write
+
+    def interrupt(self, line):
+        write(self, line)
+        if line.step == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(metrics.Writer, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted after step 5; .*{says}"):
+        train(settings(folder, f"run.save_every={save_every}"))
+
+
+def test_what_changed_since_the_checkpoint_is_said(folder):
+    train(settings(folder))
+    train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
+    banner = (folder / "run/banner.txt").read_text()
+    assert "begins     step 6 of" in banner
+    assert "changed    run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05\n" in banner
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").touch()
+    (folder / "run/metrics.jsonl").write_text('{"step": 3}\n')
+    train(settings(folder))
+    assert "has no checkpoint, and begins anew" in (folder / "run/banner.txt").read_text()
+    assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+
+
+def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
+    with pytest.raises(errors.UserError, match="the run has 6 steps"):
+        train(settings(folder, "logging.profile_steps=[5, 7]"))
