@@ -48,6 +48,15 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
     assert [json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path):
+    (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
+    metrics.append(tmp_path / "eval.jsonl", line(3))
+    metrics.append(tmp_path / "eval.jsonl", line(4))
+    with metrics.Writer(tmp_path, from_step=3, tensorboard=False):
+        pass
+    assert [json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()] == [1, 3]
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "seq", "says"),
     [

@@ -151,6 +151,26 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     )
 
 
+def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
+    run = str(straight / "run")
+    with pytest.raises(errors.UserError, match=r"model\.config: the model is that of .*run\. Name another in its place"):
+        evaluation.main([run, "model.config.hidden_size=64"])
+    with pytest.raises(errors.UserError, match=r"--out = .*nowhere/e\.jsonl: cannot be written there"):
+        evaluation.main([run, "--out", str(tmp_path / "nowhere/e.jsonl")])
+    text = [f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]", f"model.tokenizer={tmp_path}"]
+    with pytest.raises(errors.UserError, match=f"model.tokenizer = {tmp_path}: cannot be loaded"):
+        evaluation.main([run, *text])
+
+
+def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
+    assert checkpoint.run_of(straight / "run/checkpoints/9") == straight / "run"
+    shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
+    (tmp_path / "model").mkdir()  # of somebody else
+    monkeypatch.chdir(tmp_path)
+    evaluation.main(["kept/9"])
+    assert not (tmp_path / "eval.jsonl").exists()
+
+
 def test_a_run_goes_on_in_another_directory(straight, stopped):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     train(settings(stopped, *words))
