@@ -16,7 +16,7 @@ import rich.console
 from jaxsp import launch, prepare
 from jaxsp.core import config, errors, processes
 from jaxsp.training import trainer
-from tests import tolerances
+from tests import noise, tolerances
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -41,6 +41,17 @@ rank = os.environ["RANK"]
 def say(*lines):
     print("\\n".join(lines), file=sys.stderr, flush=True)
 """
+
+
+@pytest.fixture(autouse=True)
+def _signals_count():
+    """Commands in the background of a shell, and of nohup, are begun deaf to these; processes begun here shall not be."""
+    deaf = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in deaf:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in deaf:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def start(*words, **options):
@@ -170,7 +181,7 @@ def test_a_mistake_that_all_processes_find_is_said_once(tmp_path):
     launcher = start("-m", "jaxsp.launch", "--processes", 2, file, "mesh.data=3")
     printed, said = launcher.communicate(timeout=100)
     assert launcher.returncode == 2, said
-    mistake, end = said.splitlines()
+    mistake, end = noise.without(said)
     assert mistake.startswith("mesh.replica = 1, mesh.data = 3, mesh.seq = 4: uses 12 devices, and JAX sees 8.")
     assert end == "all 2 processes here failed: exit code 2"
     assert "devices" not in printed, "nothing was begun"
