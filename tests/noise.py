@@ -3,7 +3,7 @@
 import re
 
 _ABSL = re.compile(
-    r"WARNING: All log messages before absl::InitializeLog\(\)|[IWE]\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+\.cc:\d+\] "
+    r"(process \d+: )?(WARNING: All log messages before absl::InitializeLog\(\)|[IWE]\d{4} [\d:.]+ +\d+ \S+\.cc:\d+\] )"
 )
 
 
