@@ -75,9 +75,11 @@ def made_once(cached: pathlib.Path) -> Iterator[None]:
     if not os.access(cached.parent, os.W_OK):  # a cache that is only read: nothing can be made there
         yield
         return
-    until = time.monotonic() + _FIRST_S
-    while processes.here().index > 0 and not lock.exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    if processes.here().index > 0 and not lock.exists():
+        until = time.monotonic() + _FIRST_S
+        while not lock.exists() and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.2)  # the lock's file is made first, and then locked
     with filelock.FileLock(lock):
         yield
 
