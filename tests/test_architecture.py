@@ -17,10 +17,10 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 """From the ground up. A module imports from lower floors; rooms on one floor do not know each other."""
 
 PLACES = {
-    "core": "axes errors processes config mesh layout batch",
+    "core": "axes errors processes notation advice config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
-    "data": "sources text packing rows pipeline",
+    "data": "files sources chat text packing mixing rows pipeline dataset",
     "model": "config layers decoder tiling",
     "hf": "families names folder tensors weights",
     "training": "sharding loss optimizer step checkpoint metrics material evaluator banner trainer",

@@ -4,12 +4,12 @@ import copy
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
 
-from jaxsp.core import errors
+from jaxsp.core import advice, errors, notation
 
 
 class Group(pydantic.BaseModel):
@@ -55,6 +55,9 @@ class Run(Group):
     resume: Annotated[str, _like("auto", min_length=1)] = "auto"
     """auto: go on from the newest checkpoint in run.directory, if it has one. never: run.directory must be new or empty.
     Or a run's directory or a checkpoint to go on from, in a run.directory that is new or empty."""
+    on_data_change: Literal["error", "restart", "continue"] = "error"
+    """When a run would go on with other rows than before, because data, row_tokens or seed changed. error: it does not.
+    restart: with the first of the new rows. continue: behind as many of them as were consumed of the old."""
 
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
@@ -125,12 +128,28 @@ class Source(Group):
     """One place that documents come from."""
 
     source: Annotated[str, _like("notes/*.txt", min_length=1)]
-    """A file or a glob: .jsonl or .json lines, .parquet, or plain text (one document a file). `{stdlib}` stands for the
-    folder of Python's own library."""
-    format: Annotated[Literal["text", "tokens"], _like("text")]
-    """text: records with `text`. tokens: records with `input_ids` and optionally `labels` (not shifted, -100: no loss)."""
+    """A file or a glob: .jsonl or .json, .parquet, .csv or .tsv, .arrow, or plain text (one document a file), each also as .gz
+    or .zst; a folder saved by `datasets`; or a data set's name on the hub. `{stdlib}` stands for the folder of Python's own
+    library."""
+    format: Annotated[Literal["text", "messages", "prompt_completion", "tokens"], _like("text")]
+    """What a record holds, as in TRL. text: `text`. messages: `messages`, each with `role` and `content`, perhaps with
+    `tools`. prompt_completion: `prompt` and `completion`, both text or both messages. tokens: `input_ids` and perhaps `labels`
+    (not shifted, -100: no loss)."""
     name: Annotated[str | None, _like("books", min_length=1)] = None
-    """What eval.jsonl calls it; null: the source as written."""
+    """What metrics and banner call it; null: the source as written."""
+    weight: Annotated[float | None, _like(0.7, gt=0, allow_inf_nan=False)] = None
+    """Share of the tokens learned from, beside the other sources' weights; the source is repeated as often as that takes. All
+    sources have one, or none: then an epoch is all their documents once. Asks for run.steps."""
+    split: Annotated[str | None, _like("train", min_length=1)] = None
+    """Which split of a hub data set or of a saved folder; null: the only one, or train."""
+    subset: Annotated[str | None, _like("en", min_length=1)] = None
+    """Which configuration of a hub data set, where it has several."""
+    revision: Annotated[str | None, _like("main", min_length=1)] = None
+    """Branch, tag or commit of a hub data set; null: the newest."""
+    fields: Annotated[dict[str, str], _like("{messages: conversations, role: from, content: value}")] = {}
+    """What the records call the fields of the format, and those of a message, where they have other names."""
+    roles: Annotated[dict[str, str], _like("{human: user, gpt: assistant}")] = {}
+    """What the template calls the roles of the messages, where they have other names."""
 
 
 class Data(Group):
@@ -140,19 +159,54 @@ class Data(Group):
     """The training documents."""
     eval: Annotated[tuple[Source, ...], _like("[{source: held-out/*.txt, format: text}]", strict=False)] = ()
     """Data sets to evaluate on, each by itself."""
-    row_tokens: Annotated[Positive, _like(8192)]
-    """Length of a row in tokens; documents are packed into rows, longer ones are split over several."""
+    row_tokens: Annotated[Positive | tuple[Positive, ...], _like(8192)]
+    """Length of a row in tokens; documents are packed into rows. Or several lengths, such as [8192, 65536]: each document goes
+    to the shortest that holds it, and each step has rows of one length."""
     max_documents_per_row: Positive = 64
     """The most pieces (documents or parts of them) in one row."""
-    workers: Positive = 1
-    """Processes that tokenise."""
+    long_documents: Literal["split", "truncate", "drop", "error"] = "split"
+    """What becomes of a document longer than the (longest) row. split: pieces in several rows. truncate: its beginning stays.
+    drop: it is left out. error: the run does not begin."""
+    chat_template: Annotated[str | None, _like("template.jinja", min_length=1)] = None
+    """A file with a chat template (Jinja), or the template itself; null: the tokenizer's own."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """assistant: of messages, only what the assistant says is learned, and of prompt_completion, the completion. all: every
+    token."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """A record that is not what its format says. error: the run does not begin. skip: it is left out, and counted."""
+    max_bad_records: NotNegative = 100
+    """The most records of a source that are skipped; with more, the run does not begin."""
+    workers: Annotated[Positive | None, _like(8)] = None
+    """Processes that tokenise; null: one for each core, as far as there is work for them."""
+
+    @pydantic.field_validator("row_tokens", mode="before")
+    @classmethod
+    def _lengths(cls, value: Any) -> Any:
+        several = isinstance(value, list | tuple)
+        lengths = list(value) if several else [value]
+        if not lengths or not all(map(_is_count, lengths)):
+            raise ValueError("must be a number of tokens, or a list of them")
+        if len(set(lengths)) < len(lengths):
+            raise ValueError("has a length twice")
+        return tuple(lengths) if several else value
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The lengths of rows, the shortest first."""
+        return tuple(sorted(self.row_tokens)) if isinstance(self.row_tokens, tuple) else (self.row_tokens,)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row; the only length of most configs."""
+        return self.row_lengths[-1]
 
 
 class Batch(Group):
     """How many rows make a step."""
 
     rows_per_step: Annotated[Positive, _like(8)]
-    """Rows that one optimizer update learns from, over the whole mesh, whatever the mesh."""
+    """Rows that one optimizer update learns from, over the whole mesh, whatever the mesh. With rows of several lengths: of the
+    longest; of shorter ones it takes as many as have the same tokens."""
     rows_at_once: Positive = 1
     """Rows that a group of devices works on at the same time; the rest of a step's rows follow in turns."""
 
@@ -231,52 +285,12 @@ class Config(Group):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
-
-_GROUPS = {name: cast(type[Group], field.annotation) for name, field in Config.model_fields.items()}
-
-
-ELSEWHERE = {
-    "sp_size": "mesh.seq",
-    "sequence_parallel_degree": "mesh.seq",
-    "sequence_parallel_size": "mesh.seq",
-    "context_parallel_size": "mesh.seq",
-    "cp_size": "mesh.seq",
-    "dp_shard_size": "mesh.data",
-    "dp_replicate_size": "mesh.replica",
-    "max_seq_length": "data.row_tokens",
-    "max_length": "data.row_tokens",
-    "sequence_len": "data.row_tokens",
-    "per_device_train_batch_size": "batch.rows_at_once",
-    "micro_batch_size": "batch.rows_at_once",
-    "train_micro_batch_size_per_gpu": "batch.rows_at_once",
-    "gradient_accumulation_steps": "batch.rows_per_step (the turns of a step follow from it and the mesh)",
-    "num_train_epochs": "run.epochs",
-    "max_steps": "run.steps",
-    "output_dir": "run.directory",
-    "lr": "optimizer.learning_rate",
-    "lr_scheduler_type": "optimizer.schedule",
-}
-"""What users of DeepSpeed, Accelerate, TRL and Axolotl look for, and what it is called here."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers (PyYAML's 1.1 reads 3e-4 as text), and no key twice (PyYAML takes the last without a word)."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
-            seen.add(str(key.value))
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the text that _Loader would read as a number."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789"))
+    def for_rows_of(self, row_tokens: int) -> "Config":
+        """The config of steps with rows of one of the lengths: as many tokens a step, and at a time, as with the longest."""
+        times = self.data.longest_row // row_tokens
+        batch = {"rows_per_step": times * self.batch.rows_per_step, "rows_at_once": times * self.batch.rows_at_once}
+        data = self.data.model_copy(update={"row_tokens": row_tokens})
+        return self.model_copy(update={"data": data, "batch": self.batch.model_copy(update=batch)})
 
 
 def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
@@ -296,7 +310,7 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UserError(f"{path}: cannot be read: {error}.") from None
     try:
-        fields = yaml.load(text, _Loader)
+        fields = notation.load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
         raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
@@ -314,7 +328,7 @@ def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     except pydantic.ValidationError as error:
         found = error.errors()
         # a list whose only entry is bad counts as empty
-        problems += [_problem(one) for one in found if not (one["type"] == "too_short" and one["input"])]
+        problems += [advice.problem(Config, one) for one in found if not (one["type"] == "too_short" and one["input"])]
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
     return config
@@ -322,52 +336,13 @@ def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 def save(config: Config, path: pathlib.Path) -> None:
     """Writes the config with every default filled in, so that `load(path, [])` gives it back."""
-    text = yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text = notation.dump(config.model_dump(mode="json"))
     path.write_text(text, encoding="utf-8")
 
 
 def describe() -> str:
     """Every field with its type, default and meaning, for --help."""
-    lines = []
-    for name, group in _GROUPS.items():
-        lines.append(f"{name}: {group.__doc__}")
-        lines += _describe(group, f"  {name}.")
-    return "\n".join(lines)
-
-
-def _describe(group: type[Group], prefix: str) -> list[str]:
-    lines = []
-    for name, field in group.model_fields.items():
-        default = "required" if field.is_required() else f"default {_yaml(field.get_default())}"
-        meaning = " ".join((field.description or "").split())
-        lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})\n      {meaning}")
-        for inner in get_args(field.annotation):
-            if isinstance(inner, type) and issubclass(inner, Group):
-                lines += _describe(inner, f"{prefix}{name}[].")
-    return lines
-
-
-def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:
-        return _type_name(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        return " | ".join(get_args(annotation))
-    plain = {dict: "mapping", tuple: "list", str: "text", type(None): "null"}
-    if (name := plain.get(get_origin(annotation) or annotation)) is not None:
-        return name
-    return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__
-
-
-def _yaml(value: object) -> str:
-    """A value as one would write it in the file, on one line, its beginning if it is long."""
-    if isinstance(value, float):
-        return repr(value)
-    try:
-        text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
-    except yaml.YAMLError:
-        text = repr(value)
-    text = " ".join(text.removesuffix("...\n").split())
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return advice.describe(Config)
 
 
 def _override(fields: dict[str, Any], word: str) -> str | None:
@@ -377,7 +352,7 @@ def _override(fields: dict[str, Any], word: str) -> str | None:
     if not equals or not all([*groups, name]):
         return f"{word}: is not key.path=value, for example mesh.seq=4."
     try:
-        value = yaml.load(text, _Loader)
+        value = notation.load(text)
     except (yaml.YAMLError, ValueError):
         return f"{key} = {text}: is not a YAML value. Quote it: '{key}=\"...\"'."
     place: Any = fields
@@ -390,7 +365,7 @@ def _override(fields: dict[str, Any], word: str) -> str | None:
                 return f"{key} = {text}: {above} is a list of {len(place)}. Use {entries}."
             index = int(part)
         elif not isinstance(place, dict):
-            return f"{key} = {text}: {above} = {_yaml(place)} is a value, not a group of fields."
+            return f"{key} = {text}: {above} = {notation.line(place)} is a value, not a group of fields."
         if depth == len(groups):
             place[index] = value
         else:
@@ -405,7 +380,35 @@ def _across(fields: dict[str, Any]) -> list[str]:
     return [
         *_one_of(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
         *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
+        *_weights(fields),
     ]
+
+
+def _weights(fields: dict[str, Any]) -> list[str]:
+    """Problems of the sources' weights, which are shares of a number of steps."""
+    run, data = fields.get("run"), fields.get("data")
+    groups = {name: data.get(name) for name in ("train", "eval")} if isinstance(data, dict) else {}
+    sources = {
+        name: [one for one in group if isinstance(one, dict)] if isinstance(group, list) else []
+        for name, group in groups.items()
+    }
+    weighted = {name: [one.get("weight") is not None for one in group] for name, group in sources.items()}
+    found = []
+    if any(weighted.get("eval", [])):
+        number = weighted["eval"].index(True)
+        found.append(f"data.eval.{number}.weight: every data set is evaluated by itself, as a whole. Leave it out.")
+    if any(weighted.get("train", [])):
+        if not all(weighted["train"]):
+            number = weighted["train"].index(False)
+            found.append(
+                f"data.train.{number}.weight: missing. All sources have a weight, or none: data.train.{number}.weight=1."
+            )
+        if isinstance(run, dict) and run.get("epochs") is not None:
+            found.append(
+                "data.train.0.weight: with weights, sources end at different times and are repeated, so that there are no "
+                "epochs. Give run.steps, or leave the weights out."
+            )
+    return found
 
 
 def _one_of(fields: dict[str, Any], group: str, names: tuple[str, str], role: str, example: str) -> list[str]:
@@ -417,70 +420,6 @@ def _one_of(fields: dict[str, Any], group: str, names: tuple[str, str], role: st
     if not there:
         return [f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."]
     if len(there) == 2:
-        said = ", ".join(f"{group}.{name} = {_yaml(given[name])}" for name in names)
+        said = ", ".join(f"{group}.{name} = {notation.line(given[name])}" for name in names)
         return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null or {group}.{names[1]}=null."]
     return []
-
-
-def _problem(found: Any) -> str:
-    """One line for one of pydantic's findings: field, value, rule and a way out."""
-    path = [str(part) for part in found["loc"]]
-    key, given = ".".join(path), f"{'.'.join(path)} = {_yaml(found['input'])}"
-    match found["type"]:
-        case "extra_forbidden" if path[-1] in ELSEWHERE:
-            return f"{given}: unknown. Here it is called {ELSEWHERE[path[-1]]}."
-        case "extra_forbidden":
-            return f"{given}: unknown.{_nearest_key(path)}"
-        case "missing":
-            return f"{key}: missing.{_meaning(path)}"
-        case "value_error":
-            rule = str(found["ctx"]["error"])
-        case "tuple_type":
-            rule = "must be a list"
-        case "too_short":
-            rule = "must have at least 1 entry"
-        case "dict_type" | "model_type":
-            rule = "must be a group of fields"
-        case "string_type":
-            rule = "must be text, in quotes where it looks like something else"
-        case "string_too_short":
-            rule = "must not be empty"
-        case _:
-            rule = found["msg"].replace("Input should be", "must be")
-    return f"{given}: {rule}.{_meaning(path)}"
-
-
-def _group(path: list[str]) -> type[Group] | None:
-    """The class that declares the fields next to the last word of `path`."""
-    group: Any = Config
-    for part in path[:-1]:
-        if part.isdigit():
-            continue
-        field = group.model_fields.get(part)
-        if field is None:
-            return None
-        inner = [arg for arg in (field.annotation, *get_args(field.annotation)) if isinstance(arg, type)]
-        group = next((arg for arg in inner if issubclass(arg, Group)), None)
-        if group is None:
-            return None
-    return group
-
-
-def _nearest_key(path: list[str]) -> str:
-    group = _group(path)
-    here = list(group.model_fields) if group else []
-    everywhere = {field: f"{name}.{field}" for name, other in _GROUPS.items() for field in other.model_fields}
-    if path[-1] in everywhere:
-        return f" Did you mean {everywhere[path[-1]]}?"
-    return errors.nearest(path[-1], here) or errors.nearest(path[-1], everywhere) or f" Known here: {', '.join(here)}."
-
-
-def _meaning(path: list[str]) -> str:
-    """What a field means, and a value that works; of a group, what it is and its fields."""
-    group, inner = _group(path), _group([*path, ""])
-    field = group.model_fields.get(path[-1]) if group else None
-    if field and field.description:
-        works = field.examples[0] if field.examples else field.default
-        example = works if isinstance(works, str) else _yaml(works)
-        return f" {' '.join(field.description.split())} For example {'.'.join(path)}={example}."
-    return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""

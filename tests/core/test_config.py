@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxsp.core import config, errors
+from jaxsp.core import advice, config, errors
 
 SOUND = """
 run: {directory: runs/first, steps: 3}
@@ -75,7 +75,7 @@ def test_all_problems_are_told_at_once(file):
         "run.steps = x: must be a valid integer",
         "run.epochs = [1]: must be a valid integer",
         "mesh.seq = two: must be a valid integer",
-        "data.train.0.format = json: must be 'text' or 'tokens'",
+        "data.train.0.format = json: must be 'text', 'messages', 'prompt_completion' or 'tokens'",
         "batch.rows_per_step = 0: must be greater than or equal to 1",
         "nonsense = 1: unknown",
     ]
@@ -132,7 +132,7 @@ def test_one_mistake_is_one_line_that_names_field_value_rule_and_way_out(file, w
     assert re.fullmatch(pattern, found), found
 
 
-@pytest.mark.parametrize(("theirs", "ours"), config.ELSEWHERE.items())
+@pytest.mark.parametrize(("theirs", "ours"), advice.ELSEWHERE.items())
 def test_names_of_other_systems_are_answered_with_ours(file, theirs, ours):
     assert problems(file, f"{theirs}=4") == [f"{theirs} = 4: unknown. Here it is called {ours}."]
     group, _, field = ours.split()[0].partition(".")
