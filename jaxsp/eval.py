@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import rich.console
 
-from jaxsp import cli, prepare
+from jaxsp import cli, prepare, resume
 from jaxsp.core import config, errors, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.hf import folder, weights
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
         problems=cli.Problems(),
         with_training=False,
         fields=None if meta is None else meta.model,
-        kept=prepare.kept_model(found) if found is not None and own_tokenizer else None,
+        kept=resume.kept_model(found) if found is not None and own_tokenizer else None,
     )
     program = asked.program
     if found is not None:

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import rich.console
 
-from jaxsp import cli, prepare
+from jaxsp import cli, resume
 from jaxsp.core import config, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.data import text
+from jaxsp.data import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
 from jaxsp.training import checkpoint
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     meta = checkpoint.read_meta(found)
     settings = config.parse(meta.config)
     table = decoder.table(families.model_config(meta.model, field="model.config"))
-    kept = prepare.kept_model(found)
+    kept = resume.kept_model(found)
     # all that model.source had beside its weights, not a tokenizer alone
     is_whole = kept is not None and (kept / "config.json").is_file()
     tokenizer = None if is_whole else _tokenizer(settings, kept)
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> None:
     )
     console = rich.console.Console(markup=False)
     console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
-    if tokenizer is not None and not text.loads_as(tokenizer, out):
+    if tokenizer is not None and not tokenizers.loads_as(tokenizer, out):
         console.print(
             f"transformers' AutoTokenizer takes another class for {meta.model['model_type']} and reads this "
             f"tokenizer wrongly; load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(out)!r})",
@@ -65,9 +65,9 @@ def main(arguments: list[str]) -> None:
 def _tokenizer(settings: config.Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
     """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
     named = settings.model.tokenizer
-    if named != text.BYTES and kept is not None:
-        return text.load_tokenizer(str(kept)) if (kept / "tokenizer_config.json").is_file() else None
-    return None if named is None else text.load_tokenizer(named)
+    if named != tokenizers.BYTES and kept is not None:
+        return tokenizers.load(str(kept)) if (kept / "tokenizer_config.json").is_file() else None
+    return None if named is None else tokenizers.load(named)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,21 @@
 
 import dataclasses
 import functools
-import os
 import pathlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxsp import attention, cli
+from jaxsp import attention, cli, resume
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.data import packing, rows, sources, text
+from jaxsp.data import chat, dataset, rows, sources, text, tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder
 from jaxsp.training import checkpoint, sharding
-from jaxsp.training.material import DataSet, Material, Start
+from jaxsp.training.material import Material, Start
 from jaxsp.training.step import Program
 
 if TYPE_CHECKING:
@@ -34,10 +33,12 @@ class Asked:
     folder: folder.Folder | None
     """Of model.source."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
+    template: str | None
+    """The chat template of the config, where it has one."""
     choice: attention.Choice
-    train: DataSet | None
+    train: dataset.DataSet | None
     """None where it was not asked for."""
-    evals: tuple[DataSet, ...]
+    evals: tuple[dataset.DataSet, ...]
 
 
 def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Program, Material]:
@@ -48,26 +49,24 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     problems = cli.Problems()
     found = meta = fields = kept = None
     with problems.collect():
-        found = resumed(settings.run)
+        found = resume.checkpoint_of(settings.run)
         meta = None if found is None else checkpoint.read_meta(found)
     if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):
         # what the run keeps of its model is enough: where it came from may be gone, or out of reach
-        kept = kept_model(found)
+        kept = resume.kept_model(found)
         fields = None if kept is None else meta.model
     asked = read(settings, devices=devices, problems=problems, fields=fields, kept=kept)
     data = asked.train
     assert data is not None, "it was asked for"
     start = Start()
     if found is not None and meta is not None:
-        _check_same(meta, asked, data, found)
-        start = Start(
-            checkpoint=found,
-            step=meta.step,
-            rows=meta.rows,
-            num_tokens=meta.num_tokens_total,
-            changed=_changed(meta, settings),
-        )
-    num_steps, total_rows = length(settings, data.epochs, start)
+        start = resume.start(meta, found, settings, model=asked.program.model, data=data)
+    run = settings.run
+    if run.steps is not None:
+        schedule = data.schedule(settings, consumed=start.rows, num_steps=max(run.steps - start.step, 0))
+    else:
+        schedule = data.schedule(settings, consumed=start.rows, epochs=run.epochs)
+    num_steps = start.step + len(schedule)
     profiled = settings.logging.profile_steps
     if profiled is not None and profiled[1] > num_steps:
         raise errors.UserError(
@@ -88,7 +87,7 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         train=data,
         evals=asked.evals,
         start=start,
-        total_rows=total_rows,
+        schedule=schedule,
         fields=asked.fields,
         origin=origin,
         choice=asked.choice,
@@ -129,9 +128,9 @@ def read(
     asked += [("data.eval", settings.data.eval)]
     named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
     not_found = settings.model.source is not None and fields is None
-    if settings.model.tokenizer is not None or (not not_found and any(one.format == "text" for _, one in named)):
+    if settings.model.tokenizer is not None or (not not_found and any(one.format != "tokens" for _, one in named)):
         with problems.collect():
-            tokenizer = _tokenizer(settings, source, kept)
+            tokenizer = tokenizer_of(settings, source, kept)
             if model is not None and len(tokenizer) > model.vocab_size:
                 raise errors.UserError(
                     f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
@@ -143,13 +142,17 @@ def read(
     records = {}
     for field, one in named:
         with problems.collect():
-            records[field] = sources.read(one, field=f"{field}.source")
+            records[field] = sources.read(one, data=settings.data, field=f"{field}.source")
     with problems.collect():
-        _check_names(settings.data.eval)
+        for field, group in asked:
+            _check_names(field, group)
     if model is not None:
         with problems.collect():
             heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-            kernel = attention.choose(settings, devices=devices, **heads)
+            # one kernel for all lengths of rows: where cuDNN serves but some, none of them
+            of_lengths = [settings.for_rows_of(length) for length in reversed(settings.data.row_lengths)]
+            kernels = [attention.choose(one, devices=devices, **heads) for one in of_lengths]
+            kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
     if sizes is not None:
         problems += _divisions(settings, sizes, with_training=with_training)
     problems.check()
@@ -159,20 +162,29 @@ def read(
     if (cache := settings.logging.compilation_cache) is not None:
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
 
-    tokenize = functools.partial(text.tokenize, tokenizer=tokenizer, vocab_size=model.vocab_size, workers=settings.data.workers)
+    tokenize = functools.partial(text.tokenize, data=settings.data, tokenizer=tokenizer, vocab_size=model.vocab_size)
     tokenized = {}
     for field, one in named:
         with problems.collect():
             tokenized[field] = tokenize(records[field], source=one, field=f"{field}.source")
     problems.check()
-    row_tokens, max_pieces = settings.data.row_tokens, settings.data.max_documents_per_row
 
-    def data_set(name: str, members: Sequence[str], field: str) -> DataSet:
-        documents = rows.Documents([tokenized[member] for member in members], field=field)
-        epochs = packing.Epochs(documents.lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=settings.run.seed)
-        return DataSet(name=name, documents=documents, epochs=epochs)
+    def data_set(name: str, members: Mapping[str, config.Source], field: str, lengths: config.Data) -> dataset.DataSet:
+        documents = rows.Documents(
+            [tokenized[member].dataset for member in members],
+            names=[one.name or one.source for one in members.values()],
+            longest=settings.data.longest_row,
+            long_documents=settings.data.long_documents,
+            field=field,
+        )
+        weights = [one.weight for one in members.values() if one.weight is not None]
+        digests = [tokenized[member].digest for member in members]
+        return dataset.of(
+            name, documents, settings.model_copy(update={"data": lengths}), digests=digests, weights=weights or None
+        )
 
-    members = [field for field, _ in named if field.startswith("data.train")]
+    longest_only = settings.for_rows_of(settings.data.longest_row).data
+    members = {field: one for field, one in named if field.startswith("data.train")}
     attend = attention.make_attend(seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks)
     program = Program(
         config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=settings.run.steps or 1
@@ -182,111 +194,33 @@ def read(
         fields=fields | families.token_ids(fields, tokenizer),
         folder=source,
         tokenizer=tokenizer,
+        template=None if settings.data.chat_template is None or tokenizer is None else chat.template(settings.data, tokenizer),
         choice=kernel,
-        train=data_set("train", members, "data.train") if members else None,
+        train=data_set("train", members, "data.train", settings.data) if members else None,
         evals=tuple(
-            data_set(one.name or one.source, [field], f"{field}.source")
+            data_set(one.name or one.source, {field: one}, f"{field}.source", longest_only)
             for field, one in named
             if field.startswith("data.eval")
         ),
     )
 
 
-def length(settings: config.Config, epochs: packing.Epochs, start: Start) -> tuple[int, int]:
-    """Steps of the run, and rows that it consumes; the last step of a number of epochs may be filled with empty rows."""
-    rows_per_step = settings.batch.rows_per_step
-    if settings.run.steps is not None:
-        return settings.run.steps, start.rows + max(settings.run.steps - start.step, 0) * rows_per_step
-    assert settings.run.epochs is not None, "core.config asks for one of them"
-    total_rows = max(epochs.rows_in(settings.run.epochs), start.rows)
-    return start.step + -(-(total_rows - start.rows) // rows_per_step), total_rows
-
-
-def resumed(run: config.Run) -> pathlib.Path | None:
-    """The checkpoint that a run goes on from. Raises: UserError where there has to be one, or run.directory cannot be used."""
-    directory = pathlib.Path(run.directory)
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    asked = f"run.directory = {run.directory}"
-    if not there.is_dir():
-        raise errors.UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise errors.UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
-    has_files = directory.is_dir() and any(directory.iterdir())
-    if run.resume == "auto":
-        if has_files and not (directory / "config.yaml").is_file():
-            raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
-        return checkpoint.newest(directory)
-    # process 0 may have begun to write by the time that another looks
-    if has_files and jax.process_index() == 0:
-        raise errors.UserError(
-            f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
-        )
-    if run.resume == "never":
-        return None
-    found = checkpoint.newest(run.resume)
-    if found is None:
-        raise errors.UserError(
-            f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
-            "auto or never."
-        )
-    return found
-
-
-def kept_model(found: pathlib.Path) -> pathlib.Path | None:
-    """Where the run of a checkpoint keeps the small files of its model; None for a checkpoint that lies elsewhere."""
-    run = checkpoint.run_of(found)
-    return run / "model" if run is not None and (run / "model").is_dir() else None
-
-
-def _check_same(meta: checkpoint.Meta, asked: Asked, data: DataSet, found: pathlib.Path) -> None:
-    """Raises: UserError where a checkpoint is of another model, or of other rows."""
-    way_out = (
-        f"Undo that, or begin a run with these weights: python -m jaxsp.export {found} FOLDER, then run.directory=NEW "
-        "model.source=FOLDER."
-    )
-    saved, settings, problems = config.parse(meta.config), asked.program.config, []
-    was, model = families.model_config(meta.model, field="model.config"), asked.program.model
-    for name in (field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(was, field.name)):
-        said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
-        problems.append(f"model: {said}. {way_out}")
-    if saved.optimizer.name != settings.optimizer.name:
-        problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
-    if meta.data != data.fingerprint(settings):
-        decides = {
-            "run.seed": (saved.run.seed, settings.run.seed),
-            "data.row_tokens": (saved.data.row_tokens, settings.data.row_tokens),
-            "data.max_documents_per_row": (saved.data.max_documents_per_row, settings.data.max_documents_per_row),
-        }
-        differs = [f"{name} = {now}, and was {before}" for name, (before, now) in decides.items() if now != before]
-        what = "; ".join(differs) or "data.train: the documents are not those of before"
-        problems.append(f"{what}: that makes other rows than those that {found} has consumed {meta.rows:,} of. {way_out}")
-    if problems:
-        raise errors.UserError(problems)
-
-
-def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
-    """The fields that are not as they were, with both values."""
-    before, now = meta.config, settings.model_dump(mode="json")
-    return tuple(
-        f"{group}.{name} {before.get(group, {}).get(name)} -> {value}"
-        for group, fields in now.items()
-        for name, value in fields.items()
-        if before.get(group, {}).get(name) != value and (group, name) not in (("run", "directory"), ("run", "resume"))
-    )
-
-
-def _tokenizer(
+def tokenizer_of(
     settings: config.Config, source: folder.Folder | None, kept: pathlib.Path | None
 ) -> "transformers.PreTrainedTokenizerBase":
+    """The tokenizer that a config asks for: the one a run keeps, else the one that is named, else that of model.source.
+
+    Raises: UserError where there is none.
+    """
     named = settings.model.tokenizer
-    if named != text.BYTES and kept is not None and (kept / "tokenizer_config.json").is_file():
-        return text.load_tokenizer(str(kept))
+    if named != tokenizers.BYTES and kept is not None and (kept / "tokenizer_config.json").is_file():
+        return tokenizers.load(str(kept))
     if named is None and source is None:
         raise errors.UserError("model.tokenizer = null: text needs one. Use bytes, or a folder or hub name.")
     if named is not None:
-        return text.load_tokenizer(named)
+        return tokenizers.load(named)
     assert source is not None
-    return text.load_tokenizer(str(source.path), asked=f"model.source = {source.source}: its tokenizer")
+    return tokenizers.load(str(source.path), asked=f"model.source = {source.source}: its tokenizer")
 
 
 def _keep_model(asked: Asked, kept: pathlib.Path | None, directory: pathlib.Path) -> None:
@@ -298,25 +232,34 @@ def _keep_model(asked: Asked, kept: pathlib.Path | None, directory: pathlib.Path
         folder.copy_small_files(asked.folder.path, directory)
     elif asked.tokenizer is not None:
         asked.tokenizer.save_pretrained(directory)
+    if asked.template is not None:  # what was learned is what a chat has to be written like
+        (directory / "chat_template.jinja").write_text(asked.template, encoding="utf-8")
 
 
-def _check_names(evals: Sequence[config.Source]) -> None:
-    names = [one.name or one.source for one in evals]
+def _check_names(field: str, given: Sequence[config.Source]) -> None:
+    names = [one.name or one.source for one in given]
     for number, name in enumerate(names):
         if name in names[:number]:
             raise errors.UserError(
-                f"data.eval.{number}.name = {name}: is the name of another data set. Give each its own: "
-                f"data.eval.{number}.name={name}-{number}."
+                f"{field}.{number}.name = {name}: is the name of another one. Give each its own: "
+                f"{field}.{number}.name={name}-{number}."
             )
 
 
 def _divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool) -> list[str]:
     """Rows and lengths that do not divide."""
     found = []
-    row_tokens, seq = settings.data.row_tokens, sizes[axes.SEQ]
-    if row_tokens % seq:
-        near = errors.choices(_multiples(row_tokens, seq))
-        found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
+    longest, seq = settings.data.longest_row, sizes[axes.SEQ]
+    for row_tokens in settings.data.row_lengths:
+        if row_tokens % seq:
+            near = errors.choices(_multiples(row_tokens, seq))
+            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
+        if longest % row_tokens:
+            asked, more = list(settings.data.row_lengths), _multiples(longest, row_tokens)[-1]
+            found.append(
+                f"data.row_tokens = {asked}: every step has the same tokens, and {longest} is not a multiple of {row_tokens}. "
+                f"Use {more} in place of {longest}."
+            )
     per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):

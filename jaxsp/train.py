@@ -3,7 +3,7 @@
 import jax
 import rich.console
 
-from jaxsp import cli, prepare
+from jaxsp import cli, example, prepare
 from jaxsp.core import config, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.training import trainer
@@ -14,13 +14,21 @@ def main(arguments: list[str]) -> None:
     parser = cli.parser("train", "Trains a model and writes a run directory.", fields=True, several=True)
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
+    parser.add_argument(
+        "--show-example", action="store_true", help="prints what is learned of each source's first record, and trains nothing"
+    )
+    parser.add_argument("--verbose", action="store_true", help="says who gets which rows of the first step")
     given = parser.parse_intermixed_args(arguments)
     settings = config.load(given.config, given.changes)
     process = cli.process(given)
+    if given.show_example:
+        example.show(settings, rich.console.Console(quiet=process.index > 0, markup=False))
+        return
     meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices, num_processes=process.num_processes)
     processes.start(process)
     program, material = prepare.training(settings, devices=jax.devices())
-    trainer.train(program, material, rich.console.Console(quiet=jax.process_index() > 0, markup=False))
+    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
+    trainer.train(program, material, console, verbose=given.verbose)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ PLACES = {
     "core": "axes errors processes notation advice config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
-    "data": "files sources chat text packing mixing rows pipeline dataset",
+    "data": "tables files formats hub sources tokenizers chat encoding text packing mixing rows pipeline dataset account",
     "model": "config layers decoder tiling",
     "hf": "families names folder tensors weights",
     "training": "sharding loss optimizer step checkpoint metrics material evaluator banner trainer",
     "planner": "compiled memory comms report",
-    "commands": "cli prepare train plan export eval launch",
+    "commands": "cli resume prepare example train plan export eval launch",
 }
 """The modules of a room in the order they build on each other: each imports only those before it, so there are no cycles."""
 

@@ -1,4 +1,4 @@
-"""scripts/bench times the step that the train command runs, and writes down whatever comes of it; scripts/gpu_check.sh."""
+"""scripts/bench times the train command's step and data path, and writes down whatever comes of it; scripts/gpu_check.sh."""
 
 import dataclasses
 import json
@@ -9,10 +9,11 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 
 from jaxsp.core import processes
-from scripts.bench import machine, report, step
+from scripts.bench import batches, machine, packing, report, step
 from tests import noise
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -156,6 +157,68 @@ def test_what_is_missing_is_named(monkeypatch):
     assert "Unable to initialize backend 'cuda': no driver. Install jax[cuda13]" in machine.missing()
     monkeypatch.setattr(processes, "num_gpus", lambda environ: 0)
     assert "/dev/nvidia0 is missing" in machine.missing()
+
+
+def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(packing, "_trl", lambda: False)
+    out = tmp_path / "packing.json"
+    words = [
+        "--documents",
+        "2000",
+        "--grain-documents",
+        "500",
+        "--harder-documents",
+        "300",
+        "--repeats",
+        "1",
+        "--out",
+        str(out),
+    ]
+    assert packing.main(words) == 0
+    found = json.loads(out.read_text())
+    assert {case["lengths"] for case in found["cases"]} == {kind.name for kind in (packing.MANY, *packing.HARDER)}
+    ours = [case for case in found["cases"] if case["packer"].startswith("jaxsp")]
+    assert all(case["most"] <= int(case["packer"].split()[1]) for case in ours)
+    assert all(case["bound"] <= case["rows"] for case in found["cases"])
+    assert all(0.5 < case["fullness"] <= 1 for case in found["cases"])
+    assert [case["documents"] for case in found["cases"][:4]] == [2000, 2000, 500, 500]
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == packing.HEADER
+    assert "trl is not installed: left out" in printed
+
+
+def test_trl_packs_every_document(monkeypatch):
+    pytest.importorskip("trl", reason="needs trl")
+    lengths = np.array([5, 3, 2, 9, 20])
+    for batch_size in (2, None):
+        _, counts = packing.trls(lengths, 10, batch_size)
+        assert counts.sum() == len(packing.pieces(lengths, 10)) == 6
+
+
+def test_no_packer_can_do_with_fewer_rows():
+    assert packing.bound(np.array([6, 6, 6]), 10, 9) == 3, "no two fit"
+    assert packing.bound(np.array([6, 6, 4, 4]), 10, 9) == 2
+    assert packing.bound(np.array([6, 6, 5, 5]), 10, 9) == 3, "fives do not go with sixes"
+    assert packing.bound(np.array([1, 1, 1, 1]), 10, 2) == 2, "two at most"
+    assert sorted(packing.pieces(np.array([20, 4, 13]), 10).tolist()) == [3, 4, 10, 10, 10]
+
+
+def test_batches_are_timed_over_a_whole_epoch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(batches, "ROW_TOKENS", 8192)
+    out = tmp_path / "batches.json"
+    assert batches.main(["--tokens", "500000", "--seconds", "0", "--out", str(out)]) == 0
+    cases = json.loads(out.read_text())["cases"]
+    assert [case["name"].split(": ")[1] for case in cases[:4]] == [
+        "1 device",
+        "2 x 4 devices",
+        "dataset[i], plain",
+        "dataset[i], numpy",
+    ]
+    for case in (*cases[:2], *cases[4:6]):
+        assert case["num_tokens"] >= 500_000
+        assert len(case["anonymous_mib"]) == 3
+    assert cases[0]["num_tokens"] == cases[1]["num_tokens"], "the same epoch on either mesh"
+    assert capsys.readouterr().out.splitlines()[0] == batches.HEADER
 
 
 @pytest.fixture

@@ -9,16 +9,17 @@ import subprocess
 import sys
 import time
 
+import datasets
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 import rich.console
 
 from jaxsp import export, prepare
 from jaxsp.core import config, errors
-from jaxsp.data import packing, pipeline
+from jaxsp.data import dataset, pipeline, rows
 from jaxsp.training import checkpoint, trainer
-from jaxsp.training.material import Start
 
 MODEL = {
     "model_type": "llama",
@@ -159,8 +160,12 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
 
 def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     chosen = settings(tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924)
-    epochs = packing.Epochs(np.full(20_243, 15_922), row_tokens=15_924, max_pieces=64, seed=0)
-    assert prepare.length(chosen, epochs, Start()) == (20_243, 20_243)
+    tokens = np.zeros(15_922, np.int32)
+    lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
+    one = datasets.Dataset(pa.table({"tokens": lists}))
+    documents = rows.Documents([datasets.concatenate_datasets([one] * 20_243)])
+    data = dataset.of("train", documents, chosen, digests=["unused"])
+    assert len(data.schedule(chosen, epochs=1)) == 20_243
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
@@ -239,6 +244,11 @@ BAD = [
         {"batch__rows_per_step": 6, "mesh__data": 4},
         4,
         "batch.rows_per_step = 6: is no whole number of turns of 4 rows (4 groups, 1 row at once). Use 4 or 8.",
+    ),
+    (
+        {"data__row_tokens": [48, 128]},
+        1,
+        "data.row_tokens = [48, 128]: every step has the same tokens, and 128 is not a multiple of 48. Use 144 in place of",
     ),
     ({"mesh__seq": 8}, 8, "mesh.seq = 8: 4 query heads cannot be shared by 8 devices. Use 1, 2 or 4."),
     ({"mesh__seq": 4}, 6, "mesh.seq"),

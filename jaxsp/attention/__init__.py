@@ -63,7 +63,7 @@ def choose(
         num_heads=num_heads // seq,
         num_kv_heads=num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq,
         head_dim=head_dim,
-        row_tokens=settings.data.row_tokens,
+        row_tokens=settings.data.longest_row,
         rows_at_once=settings.batch.rows_at_once,
         max_pieces=settings.data.max_documents_per_row,
         dtype=settings.model.compute_dtype,

@@ -128,9 +128,9 @@ class Source(Group):
     """One place that documents come from."""
 
     source: Annotated[str, _like("notes/*.txt", min_length=1)]
-    """A file or a glob: .jsonl or .json, .parquet, .csv or .tsv, .arrow, or plain text (one document a file), each also as .gz
-    or .zst; a folder saved by `datasets`; or a data set's name on the hub. `{stdlib}` stands for the folder of Python's own
-    library."""
+    """A file or a glob: .jsonl or .json (lines, or one array), .csv, .tsv or plain text (one document a file), also as .gz or
+    .zst; .parquet or .arrow; a folder saved by `datasets`; or a data set's name on the hub. `{stdlib}` stands for the folder of
+    Python's own library."""
     format: Annotated[Literal["text", "messages", "prompt_completion", "tokens"], _like("text")]
     """What a record holds, as in TRL. text: `text`. messages: `messages`, each with `role` and `content`, perhaps with
     `tools`. prompt_completion: `prompt` and `completion`, both text or both messages. tokens: `input_ids` and perhaps `labels`
@@ -380,17 +380,19 @@ def _across(fields: dict[str, Any]) -> list[str]:
     return [
         *_one_of(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
         *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
-        *_weights(fields),
+        *_of_sources(fields),
     ]
 
 
-def _weights(fields: dict[str, Any]) -> list[str]:
-    """Problems of the sources' weights, which are shares of a number of steps."""
+def _of_sources(fields: dict[str, Any]) -> list[str]:
+    """Problems of what the sources say together: their weights, which are shares of a number of steps; and their formats."""
     run, data = fields.get("run"), fields.get("data")
-    groups = {name: data.get(name) for name in ("train", "eval")} if isinstance(data, dict) else {}
+    if not isinstance(data, dict):
+        return []
     sources = {
-        name: [one for one in group if isinstance(one, dict)] if isinstance(group, list) else []
-        for name, group in groups.items()
+        name: [one for one in group if isinstance(one, dict)]
+        for name in ("train", "eval")
+        if isinstance(group := data.get(name), list)
     }
     weighted = {name: [one.get("weight") is not None for one in group] for name, group in sources.items()}
     found = []
@@ -408,6 +410,12 @@ def _weights(fields: dict[str, Any]) -> list[str]:
                 "data.train.0.weight: with weights, sources end at different times and are repeated, so that there are no "
                 "epochs. Give run.steps, or leave the weights out."
             )
+    formats = {one.get("format") for group in sources.values() for one in group}
+    if data.get("chat_template") is not None and formats <= {"text", "tokens"}:
+        found.append(
+            f"data.chat_template = {notation.line(data['chat_template'])}: no source has messages or prompt_completion to "
+            "write with it. Leave it out."
+        )
     return found
 
 

@@ -1,32 +1,31 @@
-"""Documents as they lie on disk: files and globs, read once into an Arrow file that is mapped into memory from then on."""
+"""Documents as they lie on disk or on the hub, read once into an Arrow file that is mapped into memory from then on."""
 
 import contextlib
+import dataclasses
+import functools
 import glob
-import json
+import itertools
 import os
 import pathlib
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import filelock
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from jaxsp.core import config, errors, processes
+from jaxsp.data import files, formats, hub, tables
 
 if TYPE_CHECKING:
     import datasets
 
-_VERSION = 1
+_VERSION = 2
 """Part of the cache's name: count up when the same file would be read differently."""
-
-_KINDS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet"}
-
-_NOT_READ = (".csv", ".tsv", ".arrow", ".gz", ".zst", ".zip", ".xz", ".bz2")
-"""Kinds of data that would make nonsense as plain text."""
 
 _BATCH = 2**24
 """Characters or tokens of the documents that are written together; their lengths go from a few to 100 million."""
@@ -34,35 +33,83 @@ _BATCH = 2**24
 _FIRST_S = 1.0
 """How long others wait for process 0 to begin with a file; it may lie on another machine and never begin."""
 
-_TYPES = {"place": pa.string(), "text": pa.large_string()}
+_TOO_MANY = 100
+"""Bad records after which reading stops: the format is not what was said, and reading on would say the same again."""
+
+_NAMED = 5
+"""Bad records that a message names."""
+
 _IDS = pa.large_list(pa.int32())
+_TYPES = {"place": pa.string(), "problem": pa.string(), "text": pa.large_string(), "record": pa.large_string()}
+
+_COLUMNS = {"text": ("text",), "messages": ("record",), "prompt_completion": ("record",), "tokens": ("input_ids",)}
+"""What is kept of the records of each format; of tokens, labels too where the records have them."""
+
+Entry = dict[str, Any]
+"""A row of the Arrow file: place, problem and what is kept of the record."""
 
 
-def read(source: config.Source, *, field: str) -> "datasets.Dataset":
-    """The records of a source: `text`, or `input_ids` and perhaps `labels`, and `place`, where each came from.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Origin:
+    """Where a source's records come from."""
+
+    state: Any
+    """Changes when they do."""
+    records: Callable[[], Iterator[tables.Found]]
+
+
+def read(source: config.Source, *, data: config.Data, field: str) -> "datasets.Dataset":
+    """The records of a source, in its order and none left out, read once and from then on mapped into memory.
+
+    Columns: `place`, where a record stands; `problem`, why it cannot be used, or null; and of a record without problem
+    `text`; or `input_ids` and, where the first record has them, `labels`; or `record`, its messages or prompt and completion
+    as JSON under our names.
 
     Args:   field: what the user calls the source in messages, such as data.train.0.source.
-    Raises: UserError naming the file, and the line or record, that cannot be used.
+    Raises: UserError naming the file, and the line or row, that cannot be used, as far as `data` does not skip it.
     """
     import datasets
 
+    asked = f"{field} = {source.source}"
     try:
-        files = _find(source.source)
-        kind = _kind(files, source.format)
-        names = _names(files, kind, source.format)
-        state = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in map(_resolved, files)]
-        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, kind, names, state))
+        columns = formats.columns(source, field=field)
+        origin = _origin(source, columns, field=field)
+        names = _names(source, origin)
+        told = (source.format, names, sorted(source.fields.items()), sorted(source.roles.items()))
+        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, told, origin.state))
         cached = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint / "records.arrow"
         cached.parent.mkdir(parents=True, exist_ok=True)
         with made_once(cached):
             if not cached.exists():
-                _write(_documents(files, kind, names), names, cached)
-    except (errors.UserError, PermissionError) as problem:
-        raise errors.UserError(f"{field} = {source.source}: {problem}") from None
+                _write(_entries(source, origin, names, data=data), names, cached, desc=f"Reading {source.source}")
+    except (errors.UserError, PermissionError) as error:
+        problems = error.problems if isinstance(error, errors.UserError) else [str(error)]
+        group = f"{field.rpartition('.')[0]}."
+        # a problem of another field of the source says so itself
+        raise errors.UserError(one if one.startswith(group) else f"{asked}: {one}" for one in problems) from None
     dataset = datasets.Dataset.from_file(str(cached))
     # tokens are cached under this; from_file's own would go by the time at which the cache was written
     dataset._fingerprint = fingerprint
+    judge(dataset, data=data, asked=asked)
     return dataset
+
+
+def judge(dataset: "datasets.Dataset", *, data: config.Data, asked: str) -> int:
+    """How many records are left out, by their column `problem`, if data.on_bad_record allows it.
+
+    Args:   asked: how a message about the source begins: the field and its value.
+    Raises: UserError naming the first of those that cannot be used, how many there are, and what to do.
+    """
+    assert dataset._indices is None, "the table's order is not the dataset's"
+    bad, first = 0, list[tuple[str, str]]()
+    for batch in dataset.data.select(["place", "problem"]).to_batches():
+        if batch.column(1).null_count < len(batch):
+            found = batch.filter(pc.is_valid(batch.column(1)))
+            bad += len(found)
+            first += [(row["place"], row["problem"]) for row in found.slice(0, _NAMED).to_pylist()]
+    if bad and (data.on_bad_record == "error" or bad > data.max_bad_records):
+        raise errors.UserError(f"{asked}: {problem}" for problem in _verdict(first, f"{bad:,} of {len(dataset):,}", bad, data))
+    return bad
 
 
 @contextlib.contextmanager
@@ -93,19 +140,73 @@ def lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray
             yield offsets - offsets[0], chunk.flatten().to_numpy()
 
 
-def _find(source: str) -> list[str]:
+def _verdict(first: list[tuple[str, str]], said: str, bad: int, data: config.Data) -> list[str]:
+    """The problems of a source that has more bad records than it may have."""
+    if data.on_bad_record == "error":
+        them = "them" if bad > 1 else "it"
+        way_out = f"Mend {them}, or leave {them} out: data.on_bad_record=skip"
+        way_out += f" data.max_bad_records={bad}." if bad > data.max_bad_records else "."
+    else:
+        way_out = f"Mend them, or set data.max_bad_records, which is {data.max_bad_records}, to {bad} or more."
+    which = f"; these are the first {_NAMED}" if bad > _NAMED else ""
+    return [*_named(first), f"{said} records cannot be used{which}. {way_out}"]
+
+
+def _named(first: list[tuple[str, str]]) -> list[str]:
+    """A line for each of the first bad records; what is the same as in the line before is not said again."""
+    before = [None, *(problem for _, problem in first)]
+    return [
+        f"{place}: {'the same' if problem == last else problem}."
+        for (place, problem), last in zip(first[:_NAMED], before, strict=False)
+    ]
+
+
+def _origin(source: config.Source, columns: tables.Columns, *, field: str) -> _Origin:
+    """The files, saved folder or hub data set that a source's name stands for: what lies here comes first."""
+    path = pathlib.Path(source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])).expanduser()
+    named = not glob.has_magic(str(path)) and not path.exists() and files.kind(str(path)) == "text"
+    if path.is_dir() and hub.is_saved(path):
+        dataset = hub.open_saved(path, source, field=field)
+    elif named and files.ends(source.source)[0] not in _TEXTS and hub.is_name(source.source):
+        dataset = hub.open_named(source, field=field)
+    else:
+        for name in ("split", "subset", "revision"):
+            if value := getattr(source, name):
+                raise errors.UserError(f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out.")
+        found = _find(path, source)
+        kind = _kind(found, source.format)
+        state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in map(_resolved, found)]
+        read = functools.partial(_file_records, found, columns)
+        return _Origin(state=(kind, state), records=read)
+    return _Origin(
+        state=(source.source, dataset._fingerprint),
+        records=functools.partial(hub.records, dataset, columns, place=source.source),
+    )
+
+
+_TEXTS = (".txt", ".md", ".text", ".rst", ".tex", ".html", ".htm", ".xml", ".log", ".py", ".yaml", ".yml")
+"""Ends of names of plain text; a name like these that is no file is not looked for on the hub."""
+
+
+def _file_records(found: list[str], columns: tables.Columns) -> Iterator[tables.Found]:
+    return itertools.chain.from_iterable(files.records(file, columns) for file in found)
+
+
+def _find(path: pathlib.Path, source: config.Source) -> list[str]:
     """The files that a name or a glob stands for, sorted."""
-    path = pathlib.Path(source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])).expanduser()
     if path.is_dir():
-        raise errors.UserError(f"is a folder. Name its files, for example {source.rstrip('/')}/**/*.jsonl.")
+        raise errors.UserError(f"is a folder. Name its files, for example {source.source.rstrip('/')}/**/*.jsonl.")
     if path.is_file():
         return [str(path)]
     if not glob.has_magic(str(path)):
-        raise errors.UserError(f"no such file below {pathlib.Path.cwd()}. Give a file, or a glob such as texts/**/*.txt.")
-    files = sorted(file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file())
-    if not files:
+        raise errors.UserError(
+            f"no such file below {pathlib.Path.cwd()}. Give a file, a glob such as texts/**/*.txt, "
+            "or the name of a data set on the hub, such as HuggingFaceH4/ultrachat_200k."
+        )
+    found = sorted(file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file())
+    if not found:
         raise errors.UserError(f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` goes into folders.")
-    return files
+    return found
 
 
 def _resolved(file: str) -> pathlib.Path:
@@ -113,52 +214,85 @@ def _resolved(file: str) -> pathlib.Path:
     return pathlib.Path(file).resolve()
 
 
-def _kind(files: list[str], record_format: str) -> str:
-    suffixes = {pathlib.Path(file).suffix.lower(): file for file in files}
-    if not_read := sorted(set(suffixes) & set(_NOT_READ)):
-        some = suffixes[not_read[0]]
-        raise errors.UserError(f"{some}: {not_read[0]} files are not read. Make .jsonl, .parquet or plain text files of them.")
-    kinds = {_KINDS.get(suffix, "text"): file for suffix, file in suffixes.items()}
+def _kind(found: list[str], record_format: str) -> str:
+    """The one kind that all files are of."""
+    kinds = {files.kind(file): file for file in found}
     if len(kinds) > 1:
         some = " and ".join(sorted(kinds.values()))
         raise errors.UserError(f"matches files of several kinds, such as {some}. Make each kind a source of its own.")
     (kind,) = kinds
-    if kind == "text" and record_format == "tokens":
-        raise errors.UserError("plain text holds no input_ids. Use format: text, or a .jsonl or .parquet file.")
+    if kind == "text" and record_format != "text":
+        needed = errors.choices(formats.NAMES[record_format][0])
+        raise errors.UserError(f"plain text holds no {needed}. Use format: text, or a .jsonl or .parquet file.")
     return kind
 
 
-def _names(files: list[str], kind: str, record_format: str) -> list[str]:
-    """The fields that are read: `labels` where the first record has them."""
-    if record_format == "text":
-        return ["text"]
-    _, first = next((found for file in files for found in _records(file, kind)), ("", {}))
-    return ["input_ids", "labels"] if isinstance(first, dict) and first.get("labels") is not None else ["input_ids"]
+def _names(source: config.Source, origin: _Origin) -> list[str]:
+    """The columns that are kept: `labels` where the first record has them, or the user says what they are called."""
+    names = list(_COLUMNS[source.format])
+    if source.format == "tokens":
+        labels = source.fields.get("labels", "labels")
+        usable = (record for _, record, problem in itertools.islice(origin.records(), _TOO_MANY) if problem is None)
+        first = next((record for record in usable if isinstance(record, dict)), {})
+        if "labels" in source.fields or formats.holds(first, labels):
+            names.append("labels")
+    return names
 
 
-def _documents(files: list[str], kind: str, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Every record, checked."""
-    empty = True
-    for file in files:
-        for place, record in _records(file, kind):
-            document = _check(record, place, names)
-            empty = empty and not len(document[names[0]])
-            yield document
-    if empty:
-        raise errors.UserError(f"there is no record with {names[0]} in it. Give files with at least one.")
+def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: config.Data) -> Iterator[Entry]:
+    """Every record, checked. Raises: UserError where there are too many bad ones, or none that is of use."""
+    check = formats.checker(source, labels="labels" in names)
+    nothing = {name: np.zeros(0, np.int32) if name in ("input_ids", "labels") else "" for name in names}
+    unseen = {theirs: ours for ours, theirs in source.fields.items() if ours in formats.NAMES[source.format][1]}
+    most = max(data.max_bad_records, _TOO_MANY)
+    number, bad, usable, first = 0, 0, False, list[tuple[str, str]]()
+    for place, record, problem in origin.records():
+        number += 1
+        if problem is None:
+            if unseen and isinstance(record, dict):
+                unseen = {theirs: ours for theirs, ours in unseen.items() if theirs not in record}
+            try:
+                entry = check(record)
+                usable = usable or len(entry[names[0]]) > 0
+                yield {"place": place, "problem": None, **entry}
+                continue
+            except formats.Bad as reason:
+                problem = str(reason)
+        bad += 1
+        first += [(place, problem)] * (len(first) < _NAMED)
+        if bad > most:
+            way_out = (
+                "Correct format or fields, mend the records, or set data.on_bad_record=skip and data.max_bad_records to more."
+            )
+            raise errors.UserError(
+                [*_named(first), f"more than {most:,} records cannot be used; these are the first. {way_out}"]
+            )
+        yield {"place": place, "problem": problem, **nothing}
+    needed = errors.choices(formats.NAMES[source.format][0])
+    if not usable and bad:
+        others = ", and there is nothing in the others" if bad < number else ""
+        said = f"{bad:,} of {number:,} records cannot be used{others}"
+        raise errors.UserError([*_named(first), f"{said}. Correct format or fields, or mend the records."])
+    if not usable:
+        raise errors.UserError(f"there is no record with {needed} in it. Give at least one.")
+    for theirs, ours in unseen.items():
+        raise errors.UserError(f"fields: no record has {theirs}, which is to be read as {ours}. Leave it out, or correct it.")
 
 
-def _write(documents: Iterator[dict[str, Any]], names: list[str], path: pathlib.Path) -> None:
-    """Writes the Arrow file, and only when all documents are in it gives it its name."""
-    schema = pa.schema({name: _TYPES.get(name, _IDS) for name in ("place", *names)})
+def _write(entries: Iterator[Entry], names: list[str], path: pathlib.Path, *, desc: str) -> None:
+    """Writes the Arrow file, and only when all entries are in it gives it its name."""
+    import datasets
+
+    schema = pa.schema({name: _TYPES.get(name, _IDS) for name in ("place", "problem", *names)})
+    hidden = processes.here().index > 0
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
-            waiting: list[dict[str, Any]] = []
+            waiting: list[Entry] = []
             size = 0
-            for document in documents:
-                waiting.append(document)
-                size += len(document[names[0]])
+            for entry in datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_SEEN_S, disable=hidden):
+                waiting.append(entry)
+                size += len(entry[names[0]]) + _ENTRY
                 if size > _BATCH:
                     stream.write_batch(_batch(waiting, schema))
                     waiting, size = [], 0
@@ -167,92 +301,20 @@ def _write(documents: Iterator[dict[str, Any]], names: list[str], path: pathlib.
         partial.replace(path)
 
 
-def _batch(documents: list[dict[str, Any]], schema: pa.Schema) -> pa.RecordBatch:
+_SEEN_S = 3.0
+"""How long reading takes before there is a progress bar."""
+
+_ENTRY = 100
+"""Characters that an entry counts for beside its document: a source may have a million empty ones."""
+
+
+def _batch(entries: list[Entry], schema: pa.Schema) -> pa.RecordBatch:
     columns = []
     for name in schema.names:
-        values = [document[name] for document in documents]
+        values = [entry[name] for entry in entries]
         if schema.field(name).type == _IDS:
             offsets = np.cumsum([0, *map(len, values)])
             columns.append(pa.LargeListArray.from_arrays(offsets, np.concatenate(values)))
         else:
             columns.append(pa.array(values, schema.field(name).type))
     return pa.record_batch(columns, schema=schema)
-
-
-def _records(file: str, kind: str) -> Iterator[tuple[str, Any]]:
-    """Each record of a file with the place where it stands."""
-    if kind == "text":
-        try:
-            yield file, {"text": pathlib.Path(file).read_bytes().decode()}
-        except UnicodeDecodeError as error:
-            raise errors.UserError(f"{file}: is not UTF-8 text ({error}). Convert it, or leave it out.") from None
-    elif kind == "json":
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                place = f"{file}, line {number}"
-                try:
-                    if line.strip():
-                        yield place, json.loads(line)
-                except ValueError as error:
-                    raise errors.UserError(f"{place}: is not JSON ({error}). Each line is one record.") from None
-    else:
-        yield from _parquet(file)
-
-
-def _parquet(file: str) -> Iterator[tuple[str, Any]]:
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        table = parquet.ParquetFile(file)
-        names = [name for name in table.schema_arrow.names if name in ("text", "input_ids", "labels")]
-        for batch in table.iter_batches(columns=names, batch_size=64):
-            for row in range(batch.num_rows):
-                number += 1
-                yield f"{file}, record {number}", {name: _plain(batch.column(name)[row]) for name in names}
-    except (pa.ArrowException, OSError) as error:
-        raise errors.UserError(f"{file}: is not parquet, or is broken after record {number} ({error}).") from None
-
-
-def _plain(scalar: pa.Scalar) -> Any:
-    """A list stays an array, because Python's own numbers are 30 times slower."""
-    is_list = scalar.is_valid and isinstance(scalar, pa.ListScalar | pa.LargeListScalar)
-    return scalar.values.to_numpy(zero_copy_only=False) if is_list else scalar.as_py()
-
-
-def _check(record: Any, place: str, names: list[str]) -> dict[str, Any]:
-    """The fields of a record that are read, with their types. Raises: UserError naming the place."""
-    if not isinstance(record, dict):
-        raise errors.UserError(f'{place}: is a {type(record).__name__}, not a record such as {{"{names[0]}": ...}}.')
-    for name in names:
-        if record.get(name) is None:
-            others = ", ".join(sorted(record)) or "nothing"
-            raise errors.UserError(f"{place}: has no {name}; it has {others}. Every record of the source needs one.")
-    if names == ["text"]:
-        return {"place": place, "text": _text(record["text"], place)}
-    ids = {name: _ids(record[name], f"{place}: {name}") for name in names}
-    if "labels" not in names and record.get("labels") is not None:
-        raise errors.UserError(f"{place}: has labels and the source's first record has none. Give all or none, as two sources.")
-    if "labels" in names and len(ids["labels"]) != len(ids["input_ids"]):
-        counts = f"{len(ids['labels'])} labels for {len(ids['input_ids'])} input_ids"
-        raise errors.UserError(f"{place}: {counts}. Give one for each, not shifted, -100 where there is no loss.")
-    return {"place": place, **ids}
-
-
-def _text(value: Any, place: str) -> str:
-    if not isinstance(value, str):
-        raise errors.UserError(f"{place}: text is a {type(value).__name__}, not a string.")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise errors.UserError(f"{place}: text is not Unicode ({error}).") from None
-    return value
-
-
-def _ids(value: Any, place: str) -> np.ndarray:
-    with contextlib.suppress(ValueError):  # lists of different lengths are no array
-        array = np.asarray(value)
-        ids = array.astype(np.int32) if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size) else None
-        if ids is not None and np.array_equal(ids, array):
-            return ids
-    raise errors.UserError(f"{place} is not a list of whole numbers below 2,147,483,648.")

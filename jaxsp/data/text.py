@@ -1,161 +1,256 @@
-"""Text becomes tokens, once: the result is cached on disk under the fingerprint of text and tokenizer."""
+"""Records become tokens, once: the result is cached on disk under the fingerprint of all that it is made of."""
 
+import dataclasses
 import functools
+import hashlib
+import importlib.metadata
+import json
 import os
 import pathlib
 import tempfile
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 
 from jaxsp.core import batch, config, errors
-from jaxsp.data import sources
+from jaxsp.data import chat, encoding, sources, tokenizers
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
-BYTES = "bytes"
-"""The name of the tokenizer of our own making."""
+_VERSION = 2
+"""Part of the cache's name: count up when the same record would become other tokens."""
 
-_VERSION = 1
-"""Part of the cache's name: count up when the same text would become other tokens."""
+_BATCH_BYTES = 2**22
+"""Records given to the tokenizer at a time: they can be 1 KB or 100 MB, and take about 40 times as much memory meanwhile."""
 
-_BATCH_BYTES = 2**24
-"""Text given to the tokenizer at a time: documents can be 1 KB or 100 MB."""
-
-
-def bytes_tokenizer() -> "transformers.PreTrainedTokenizerFast":
-    """A tokenizer that needs no files: token id = byte value, and 256 is the end of a document.
-
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet writes bytes as printable characters in another order
-        than their values, so the vocabulary names each one.
-    """
-    import tokenizers
-    import transformers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    # the alphabet's bytes that are printable stand for themselves, the rest follow from 256 in the order of their values
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    # "<eos>" in a text is five bytes, not the end of a document
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", split_special_tokens=True)
+_WORKER_BYTES = {"text": 2**27, "messages": 2**25, "prompt_completion": 2**25}
+"""As many records are worth a worker. It takes 3 to 8 s to start; without, the tokenizer's threads use the cores too, but for
+a tenth of the time with text, and more with templates, which Python renders. (40 MB of text on 2 cores: 10 s without, 17 with.)
+"""
 
 
-def load_tokenizer(name: str, *, asked: str | None = None) -> "transformers.PreTrainedTokenizerBase":
-    """The tokenizer of a folder or of the hub, or BYTES. Raises: UserError if there is none, or it makes no tokens.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """A source's documents, as tokens."""
 
-    Args: asked: how a message about it begins; model.tokenizer and the name by default.
-    """
-    import transformers
+    dataset: "datasets.Dataset"
+    """`place`, `problem`, `tokens`, and `labels` where not every token is learned; a record with a problem has no tokens."""
+    digest: str
+    """Of all tokens and labels in order."""
+    num_skipped: int
+    """Records with a problem."""
 
-    if name == BYTES:
-        return bytes_tokenizer()
-    asked = asked or f"model.tokenizer = {name}:"
-    way_out = f"As model.tokenizer, give a folder with tokenizer.json, a hub name, or {BYTES}."
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class How:
+    """How the records of a source become tokens."""
+
+    tokenizer: Any
+    template: str | None
+    """The one of the config, instead of the tokenizer's own."""
+    format: str
+    train_on: str
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether there are tokens that are not learned."""
+        return self.format != "text" and self.train_on != "all"
+
+
+def how(source: config.Source, *, data: config.Data, tokenizer: "transformers.PreTrainedTokenizerBase") -> How:
+    """How a source's records become tokens. Raises: UserError where they need a chat template, and there is none."""
+    template = chat.template(data, tokenizer) if source.format == "messages" or data.chat_template is not None else None
+    return How(tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on)
+
+
+def encode(records: Sequence[str], how: How) -> list[encoding.Encoded]:
+    """Tokens and labels of texts, or of records as JSON; or what is wrong with them."""
+    return encoding.encode([_rendered(record, how) for record in records], how.tokenizer)
+
+
+def _rendered(record: str, how: How) -> chat.Rendered | chat.Refused:
+    if how.format == "text":
+        return chat.Rendered(text=record, is_plain=True)
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise a bare Exception for some broken files
-        reason = next(iter(str(error).splitlines()), type(error).__name__).strip().rstrip(":.")
-        raise errors.UserError(f"{asked} cannot be loaded: {reason}. {way_out}") from None
-    if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
-        raise errors.UserError(f"{asked} has an empty vocabulary, text becomes nothing. {way_out}")
-    return tokenizer
-
-
-def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> bool:
-    """Whether AutoTokenizer makes of an exported folder what was put there.
-
-    It does not always: of a folder with model_type qwen2 it makes a Qwen2Tokenizer, whatever the folder says.
-    """
-    import transformers
-
-    probe = "e\u0301 caf\u00e9\n\t2026 x_1"
-    loaded = transformers.AutoTokenizer.from_pretrained(folder)
-    return len(loaded) == len(tokenizer) and loaded(probe)["input_ids"] == tokenizer(probe)["input_ids"]
+        return chat.render(json.loads(record), tokenizer=how.tokenizer, template=how.template, train_on=how.train_on)
+    except chat.Refused as problem:
+        return problem
 
 
 def tokenize(
     dataset: "datasets.Dataset",
     *,
     source: config.Source,
+    data: config.Data,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
-    workers: int,
     field: str,
-) -> "datasets.Dataset":
-    """The records of `sources.read` as `tokens` and, where the records have them, `labels` (not shifted yet).
+) -> Tokenized:
+    """The records of `sources.read` as tokens and, where not every token is learned, labels (not shifted yet).
 
-    A text gets the tokenizer's own special tokens, then its end token, if it has one and the text does not end with it
-    already (as in TRL). A text without any token stays empty.
-
-    Raises: UserError for a token id that the model has no embedding for.
+    Raises: UserError for records with problems as data.on_bad_record says, for a token id that the model has no embedding
+        for, and where there is no chat template.
     """
+    import datasets
+
+    asked = f"{field} = {source.source}"
+    folder = pathlib.Path(dataset.cache_files[0]["filename"]).parent
+    if source.format == "tokens":
+        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint))
+        tokenized = dataset.rename_column("input_ids", "tokens")
+    else:
+        assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
+        made_by = how(source, data=data, tokenizer=tokenizer)
+        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _content(made_by)))
+        with sources.made_once(folder / f"cache-{fingerprint}.arrow"):
+            tokenized = _map(dataset, made_by, workers=data.workers, fingerprint=fingerprint, title=source.source)
+    counted = _counted(tokenized, folder / f"counted-{fingerprint}.json")
+    num_skipped = sources.judge(tokenized, data=data, asked=asked)
+    for column, (lowest, highest) in counted["ids"].items():
+        for value, number in (lowest, highest):
+            if not 0 <= value < vocab_size:
+                raise errors.UserError(
+                    f"{asked}: {tokenized[number]['place']}: {column} hold the id {value}, but the model's vocab_size is "
+                    f"{vocab_size}: ids go from 0 to {vocab_size - 1}. Use the model's own tokenizer, or set "
+                    "model.config.vocab_size."
+                )
+    return Tokenized(dataset=tokenized, digest=counted["digest"], num_skipped=num_skipped)
+
+
+def first(
+    dataset: "datasets.Dataset",
+    *,
+    source: config.Source,
+    data: config.Data,
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    field: str,
+) -> tuple[str, np.ndarray, np.ndarray | None]:
+    """Place, tokens and labels of the first of the records of `sources.read` that can be used, as `tokenize` makes them.
+
+    Raises: UserError for a record before it with a problem, where data.on_bad_record is error, and where there is none.
+    """
+    asked = f"{field} = {source.source}"
+    made_by = None
+    if source.format != "tokens":
+        assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
+        made_by = how(source, data=data, tokenizer=tokenizer)
+    for entry in dataset:
+        if entry["problem"] is not None:
+            continue
+        if made_by is None:
+            ids = {name: np.asarray(entry[name], np.int32) for name in ("input_ids", "labels") if name in entry}
+            made: encoding.Encoded = (ids["input_ids"], ids.get("labels"))
+        else:
+            (made,) = encode([entry["text" if source.format == "text" else "record"]], made_by)
+        if not isinstance(made, chat.Refused):
+            if len(made[0]):
+                return entry["place"], *made
+        elif data.on_bad_record == "error":
+            raise errors.UserError(f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip.")
+    raise errors.UserError(f"{asked}: no record makes a token. Give files with at least one that does.")
+
+
+def _content(how: How) -> tuple[Any, ...]:
+    """All that decides which tokens a record becomes."""
+    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
+    return (how.format, how.train_on, how.template, versions, tokenizers.content(how.tokenizer))
+
+
+def _map(dataset: "datasets.Dataset", how: How, *, workers: int | None, fingerprint: str, title: str) -> "datasets.Dataset":
     import datasets
     import multiprocess
 
-    if source.format == "tokens":
-        tokenized = dataset.rename_column("input_ids", "tokens")
-    else:
-        assert tokenizer is not None, "the config asks for a tokenizer where a source is text"
+    cores = len(os.sched_getaffinity(0))
+    num_bytes = dataset.data.nbytes
+    num_workers = min(workers or min(cores, -(-num_bytes // _WORKER_BYTES[how.format])), len(dataset))
+    if num_workers > 1:
         # the workers of `datasets`: forking a process in which JAX has threads can hang
         multiprocess.set_start_method("spawn", force=True)
-        mean_bytes = max(dataset.data.nbytes // len(dataset), 1)
-        batch_size = min(max(_BATCH_BYTES // mean_bytes, 1), 1000)
-        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _files(tokenizer)))
-        with sources.made_once(pathlib.Path(dataset.cache_files[0]["filename"]).with_name(f"cache-{fingerprint}.arrow")):
-            tokenized = dataset.map(
-                functools.partial(_encode, tokenizer=tokenizer),
-                batched=True,
-                batch_size=batch_size,
-                writer_batch_size=batch_size,
-                input_columns=["text", "place"],
-                remove_columns=["text"],
-                features=datasets.Features(
-                    {"place": datasets.Value("string"), "tokens": datasets.LargeList(datasets.Value("int32"))}
-                ),
-                # one worker is this process
-                num_proc=min(workers, len(dataset)) if workers > 1 else None,
-                new_fingerprint=fingerprint,
-                desc=f"Tokenising {source.source}",
-            )
-    for column in (name for name in tokenized.column_names if name != "place"):
-        _check_ids(tokenized, column, vocab_size=vocab_size, asked=f"{field} = {source.source}")
-    return tokenized.remove_columns("place")
+    batch_size = min(max(_BATCH_BYTES * len(dataset) // max(num_bytes, 1), 1), 1000)
+    types = {name: datasets.Value("string") for name in ("place", "problem")}
+    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in _columns(how)}
+    return (
+        dataset.with_format("arrow")
+        .map(
+            functools.partial(_encoded, how=how, num_threads=max(cores // num_workers, 1) if num_workers > 1 else None),
+            batched=True,
+            batch_size=batch_size,
+            writer_batch_size=batch_size,
+            remove_columns=dataset.column_names,
+            features=datasets.Features(types),
+            num_proc=num_workers if num_workers > 1 else None,  # one worker is this process
+            new_fingerprint=fingerprint,
+            desc=f"Tokenising {title}",
+        )
+        .with_format(None)
+    )
 
 
-def _encode(texts: list[str], places: list[str], *, tokenizer: Any) -> dict[str, list]:
-    encoded = tokenizer(texts, return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    for ids in encoded:
-        if ids and end is not None and ids[-1] != end:
-            ids.append(end)
-    return {"tokens": encoded, "place": places}
+def _columns(how: How) -> list[str]:
+    return ["tokens", "labels"] if how.has_labels else ["tokens"]
 
 
-def _files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:
-    """Everything that a tokenizer is made of, as the files that it would save."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        return [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
+def _encoded(records: pa.Table, *, how: How, num_threads: int | None) -> pa.Table:
+    """The tokens of some records. Args: num_threads: that a worker tokenises with; None: this process is no worker."""
+    if num_threads is not None and num_threads > 1:
+        # `datasets` forbids its workers threads of their own, for fear of forks; the cores would idle
+        os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
+    places, problems = records["place"], records["problem"].to_pylist()
+    column = records["text" if how.format == "text" else "record"].to_pylist()
+    usable = [number for number, problem in enumerate(problems) if problem is None]
+    empty = np.zeros(0, np.int32)
+    made = [(empty, empty)] * len(problems)
+    for number, one in zip(usable, encode([column[number] for number in usable], how), strict=True):
+        if isinstance(one, chat.Refused):
+            problems[number] = str(one)
+        else:
+            tokens, labels = one
+            made[number] = (tokens, tokens if labels is None else labels)
+    lists = {}
+    for place, name in enumerate(_columns(how)):
+        arrays = [one[place] for one in made]
+        offsets = np.cumsum([0, *map(len, arrays)])
+        lists[name] = pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
+    return pa.table({"place": places, "problem": pa.array(problems, pa.string()), **lists})
 
 
-def _check_ids(dataset: "datasets.Dataset", column: str, *, vocab_size: int, asked: str) -> None:
-    before = 0
-    for offsets, values in sources.lists(dataset, column):
-        outside = (values < 0) | (values >= vocab_size)
-        if column == "labels":
-            outside &= values != batch.NO_LABEL
-        if outside.any():
-            at = int(outside.argmax())
-            document = before + int(np.searchsorted(offsets, at, side="right")) - 1
-            raise errors.UserError(
-                f"{asked}: {dataset[document]['place']}: {column} hold the id {values[at]}, "
-                f"but the model's vocab_size is {vocab_size}: ids go from 0 to {vocab_size - 1}. "
-                "Use the model's own tokenizer, or set model.config.vocab_size."
-            )
-        before += len(offsets) - 1
+def _counted(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
+    """A digest of all tokens and labels, and the lowest and the highest id of each with its record; kept in a file.
+
+    All tokens are read for it, about 1 GB in a second, so that it is done once.
+    """
+    with sources.made_once(cached):
+        if not cached.exists():
+            found = _count(dataset)
+            if not os.access(cached.parent, os.W_OK):
+                return found
+            with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False, encoding="utf-8") as partial:
+                json.dump(found, partial)
+            pathlib.Path(partial.name).replace(cached)
+        return json.loads(cached.read_text(encoding="utf-8"))
+
+
+def _count(dataset: "datasets.Dataset") -> dict[str, Any]:
+    digests, extremes = [], {}
+    for column in (name for name in ("tokens", "labels") if name in dataset.column_names):
+        # as two streams, in which chunks leave no trace
+        lengths, values = hashlib.sha256(), hashlib.sha256()
+        ends: list[tuple[int, int]] = []
+        before = 0
+        for offsets, ids in sources.lists(dataset, column):
+            lengths.update(np.diff(offsets).astype("<i8").data)
+            values.update(np.ascontiguousarray(ids, "<i4").data)
+            learned = np.flatnonzero(ids != batch.NO_LABEL) if column == "labels" else None
+            known = ids if learned is None else ids[learned]
+            for at in (known.argmin(), known.argmax()) if len(known) else ():
+                place = at if learned is None else learned[at]
+                ends.append((int(known[at]), before + int(np.searchsorted(offsets, place, side="right")) - 1))
+            before += len(offsets) - 1
+        digests += [column, lengths.hexdigest(), values.hexdigest()]
+        if ends:
+            extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
+    return {"digest": hashlib.sha256(" ".join(digests).encode()).hexdigest(), "ids": extremes}

@@ -12,6 +12,8 @@ import rich.text
 from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
+from jaxsp.data import account
+from jaxsp.data.account import count
 from jaxsp.training import evaluator, loss, metrics, sharding
 from jaxsp.training.material import Material
 from jaxsp.training.step import Program
@@ -20,7 +22,7 @@ from jaxsp.training.step import Program
 def before(program: Program, material: Material) -> list[tuple[str, str]]:
     """The banner: pairs of a word and what is to be known about it."""
     config, model, mesh = program.config, program.model, program.mesh
-    row_tokens, rows_per_step, at_once = config.data.row_tokens, config.batch.rows_per_step, config.batch.rows_at_once
+    row_tokens, rows_per_step, at_once = config.data.longest_row, config.batch.rows_per_step, config.batch.rows_at_once
     groups, seq = meshes.num_groups(mesh), mesh.shape[axes.SEQ]
     devices = mesh.devices.flatten()
     table = program.table
@@ -32,12 +34,15 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     again = "too" if material.choice.kernel == "reference" else "not"  # it names no residuals to keep
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
-    per_epoch = material.train.epochs.rows_in(1)
-    documents, tokens = material.train.documents, int(material.train.documents.lengths.sum())
+    documents, schedule = material.train.documents, material.schedule
+    num_rows = int(schedule.count.sum()) + sum(schedule.begin)
+    per_epoch = account.num_steps_per_epoch(material.train, config)
+    epoch = "" if per_epoch is None else f"; an epoch is {count(per_epoch, 'step')}"
+    shorter = [config.for_rows_of(length) for length in reversed(config.data.row_lengths[:-1])]
+    others = "".join(f" or {one.batch.rows_per_step:,} of {one.data.longest_row:,}" for one in shorter)
     tile = loss.tile_tokens(
         num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
     )
-    empty = f" ({documents.num_empty:,} empty ones left out)" if documents.num_empty else ""
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
@@ -45,7 +50,10 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
         ("devices", f"{len(devices)} x {devices[0].device_kind}{several}, jax {jax.__version__}"),
-        ("mesh", f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {_count(groups, 'group')} of {seq}"),
+        (
+            "mesh",
+            f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {count(groups, 'group')} of {seq}",
+        ),
         (
             "model",
             f"{material.fields['model_type']} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
@@ -55,29 +63,24 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         *[("changed", ", ".join(material.start.changed))] * bool(material.start.changed),
         (
             "step",
-            f"{_count(rows_per_step, 'row')} of {row_tokens:,} tokens ({rows_per_step * row_tokens:,} in all); "
-            f"a group works on {held}; {_count(turns, 'turn')}",
+            f"{count(rows_per_step, 'row')} of {row_tokens:,} tokens{others} ({rows_per_step * row_tokens:,} in all); "
+            f"a group works on {held}; {count(groups * at_once, 'row')} in flight; {count(turns, 'turn')}",
         ),
         (
             "run",
-            f"{_count(program.num_steps, 'step')} over {_count(material.total_rows, 'row')}; an epoch is "
-            f"{_count(-(-per_epoch // rows_per_step), 'step')}",
+            f"{count(program.num_steps, 'step')} over {count(num_rows, 'row')}{epoch}",
         ),
-        (
-            "data",
-            f"{_count(len(documents.lengths), 'document')}{empty}, {_count(tokens, 'token')}, {documents.num_loss_tokens:,} "
-            f"with a loss; packed into {_count(per_epoch, 'row')}, {100 * tokens / (per_epoch * row_tokens):.2f} % full",
-        ),
+        *account.account(material.train, config, schedule),
         ("attention", attention.describe(material.choice, **heads)),
         (
             "memory",
-            f"logits for {_count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
+            f"logits for {count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
             f"attention {again}; gradients summed in {config.memory.grad_reduce_dtype}",
         ),
         (
             "optimizer",
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
-            f"{_count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
+            f"{count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
         ),
         *_evaluation(material, config.run.eval_every),
         *_beyond(model_fields=material.fields, longest=int(documents.lengths.max())),
@@ -89,10 +92,10 @@ def _evaluation(material: Material, every: int | None) -> list[tuple[str, str]]:
     if not material.evals:
         return []
     sets = [
-        f"{one.name} ({_count(len(one.documents.lengths), 'document')}, {_count(int(one.documents.lengths.sum()), 'token')})"
+        f"{one.name} ({count(len(one.documents.lengths), 'document')}, {count(int(one.documents.lengths.sum()), 'token')})"
         for one in material.evals
     ]
-    when = "after the last step" if every is None else f"every {_count(every, 'step')} and after the last"
+    when = "after the last step" if every is None else f"every {count(every, 'step')} and after the last"
     return [("evaluates", f"{when}: {', '.join(sets)}")]
 
 
@@ -124,8 +127,11 @@ def after(
     at_first = "none" if first.loss is None else f"{first.loss:.4f}"
     at_last = f"{sum(recent_losses) / len(recent_losses):.4f}" if recent_losses else "none"
     return [
-        ("trained", f"{_count(num_steps, 'step')}, {_count(num_tokens, 'token')} in {_duration(seconds)}"),
-        ("loss", f"{at_first} at step {first.step}, {at_last} in the mean of the last {_count(len(recent_losses), 'step')}"),
+        ("trained", f"{count(num_steps, 'step')}, {count(num_tokens, 'token')} in {_duration(seconds)}"),
+        (
+            "loss",
+            f"{at_first} at step {first.step}, {at_last} in the mean of the last {count(len(recent_losses), 'step')}",
+        ),
         ("speed", f"{num_tokens / seconds:,.0f} tokens/s"),
         ("wrote", f"{directory}/metrics.jsonl, {directory}/checkpoints/{last.step}"),
         ("next", f"python -m jaxsp.export {directory} {directory}/hf"),
@@ -195,20 +201,12 @@ def result(result: evaluator.Result) -> str:
     perplexity = "" if result.perplexity is None else f", perplexity {result.perplexity:.4g}"
     return (
         f"step {result.step}  {result.data}: loss {loss_now}{perplexity}, token accuracy {result.token_accuracy:.4f} "
-        f"over {_count(result.num_loss_tokens, 'loss token')} ({result.seconds:.1f} s)"
+        f"over {count(result.num_loss_tokens, 'loss token')} ({result.seconds:.1f} s)"
     )
 
 
 def _shared(seq: int) -> str:
     return f"shared by {seq} devices" if seq > 1 else "on one device"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{_s(number)}"
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
 
 
 def _duration(seconds: float) -> str:

@@ -29,11 +29,11 @@ class Meta:
     """The run's config, every field."""
     model: dict[str, Any]
     """Fields of the model's config.json."""
-    data: str
-    """A fingerprint of what decides the rows and their order."""
+    data: dict[str, Any]
+    """What decides the rows and their order."""
     step: int
-    rows: int
-    """Rows consumed: with `data`, the whole state of the data."""
+    rows: dict[str, int]
+    """Rows consumed, by their length: with `data`, the whole state of the data."""
     num_tokens_total: int
 
 

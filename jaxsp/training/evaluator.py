@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 
 from jaxsp.core import mesh as meshes
+from jaxsp.data.dataset import DataSet
 from jaxsp.model import layers
 from jaxsp.training import step
-from jaxsp.training.material import DataSet
 from jaxsp.training.step import Program
 
 
@@ -40,14 +40,15 @@ class Result:
 class Evaluator:
     """Evaluates data sets, each by itself, as often as it is asked; compiles when it is asked first.
 
-    Rows are packed and as long as in training. Every group of devices works on `batch.rows_at_once` of them; sums over
-    steps are float64 on the host.
+    Rows are packed and as long as in training, the longest where there are several lengths. Every group of devices works on
+    `batch.rows_at_once` of them; sums over steps are float64 on the host.
     """
 
     def __init__(self, program: Program, sets: Sequence[DataSet]):
         slots = meshes.num_groups(program.mesh) * program.config.batch.rows_at_once
-        batch = program.config.batch.model_copy(update={"rows_per_step": slots})
-        self._program = dataclasses.replace(program, config=program.config.model_copy(update={"batch": batch}))
+        settings = program.config.for_rows_of(program.config.data.longest_row)
+        batch = settings.batch.model_copy(update={"rows_per_step": slots})
+        self._program = dataclasses.replace(program, config=settings.model_copy(update={"batch": batch}))
         self._sets = sets
 
     def due(self, number: int) -> bool:
@@ -66,7 +67,8 @@ class Evaluator:
         for data in self._sets:
             totals = self._totals
             began = time.perf_counter()
-            feed = data.feed(self._program, total_rows=data.epochs.rows_in(1))
+            settings = self._program.config
+            feed = data.feed(settings, self._program.mesh, data.schedule(settings, epochs=1))
             parts = list(_fetched(totals(master, rows) for rows, _ in feed.batches()))
             sums = {name: sum(float(getattr(part, name)) for part in parts) for name in ("loss", "num_correct")}
             counts = {

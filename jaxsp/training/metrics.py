@@ -29,8 +29,8 @@ class Line:
 
     step: int
     """Steps so far, this one counted."""
-    epoch: int
-    """Pass over the data, from 1, that the step's last row belongs to."""
+    epoch: int | None
+    """Pass over the data, from 1, that the step's last row belongs to; None where sources are mixed by weight."""
     loss: float | None
     """Mean over the step's loss tokens; None where there is none, or it is not finite."""
     token_accuracy: float | None
@@ -45,8 +45,14 @@ class Line:
     num_loss_tokens: int
     num_tokens_total: int
     """num_tokens of all steps so far."""
+    num_tokens_by_source: dict[str, int]
+    """num_tokens of each source."""
+    row_tokens: int
+    """Length of the step's rows."""
     padding_share: float
     """Of the step's token slots, those that no piece fills."""
+    attention_imbalance: float
+    """Attention work of the group of devices that has most, over the groups' mean, turn by turn; 1 is even."""
     step_s: float
     """Seconds between the end of the step before and the end of this one."""
     data_wait_s: float
@@ -101,7 +107,13 @@ class Writer:
             self._files[name].write(json.dumps(fields, allow_nan=False) + "\n")
             self._files[name].flush()
         if self._board is not None:
-            for field, value in fields.items():
+            parts = {
+                f"{field}/{name}": part
+                for field, value in fields.items()
+                if isinstance(value, dict)
+                for name, part in value.items()
+            }
+            for field, value in (fields | parts).items():
                 if field != "step" and isinstance(value, int | float):
                     self._board.add_scalar(f"{group}/{field}", value, fields["step"])
 

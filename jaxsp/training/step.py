@@ -144,7 +144,7 @@ def shapes(program: Program) -> tuple[State, batch.Batch]:
     opt = jax.tree.map(state_of, table, master)
     slots = meshes.num_groups(mesh) * settings.batch.rows_at_once
     turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)
-    widths = {batch.PER_TOKEN: settings.data.row_tokens, batch.PER_ROW: settings.data.max_documents_per_row}
+    widths = {batch.PER_TOKEN: settings.data.longest_row, batch.PER_ROW: settings.data.max_documents_per_row}
     rows: dict[str, Any] = {
         name: jax.ShapeDtypeStruct((turns, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec))
         for name, spec in batch.SPECS.items()

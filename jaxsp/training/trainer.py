@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import filelock
@@ -15,17 +16,19 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.core import config, errors
-from jaxsp.data import pipeline
+from jaxsp.data import account, pipeline
 from jaxsp.training import banner, checkpoint, evaluator, metrics, step
 from jaxsp.training.material import Material, Start
 from jaxsp.training.step import Program
 
 
-def train(program: Program, material: Material, console: rich.console.Console) -> None:
+def train(program: Program, material: Material, console: rich.console.Console, *, verbose: bool = False) -> None:
     """Trains from where the material begins to the last step, and writes the run directory.
 
     With several processes, all of them train and save together; process 0 alone writes the rest. A step whose loss or
     gradients are not finite ends the run: a checkpoint is written, and errors.Stopped raised.
+
+    Args: verbose: says who gets which rows of the first step.
     """
     settings, start = program.config, material.start
     directory = pathlib.Path(settings.run.directory)
@@ -43,11 +46,11 @@ def train(program: Program, material: Material, console: rich.console.Console) -
         state = step.with_weights(program, material.weights())
     else:
         state = checkpoint.restore(start.checkpoint, step.shapes(program)[0], num_steps=start.step)
-    steps = material.train.feed(program, total_rows=material.total_rows, first_row=start.rows).batches()
-    began = time.perf_counter()
-    with console.status("compiling the step"):
-        run_step = step.compile(program)
-    console.print(f"the step was compiled in {time.perf_counter() - began:.1f} s")
+    feed = material.train.feed(settings, program.mesh, material.schedule)
+    if verbose:
+        console.print("\n".join([f"step {start.step + 1}:", *account.hands(feed.deal(0))]), highlight=False, soft_wrap=True)
+    steps = feed.batches()
+    run_step = _compile(program, [stream.row_tokens for stream in material.train.streams], console)
     evaluate = evaluator.Evaluator(program, material.evals)
 
     # From here on there is a run
@@ -72,7 +75,7 @@ def train(program: Program, material: Material, console: rich.console.Console) -
             if trace.begins(number):
                 log.catch_up()
                 trace.begin()
-            state, numbers = run_step(state, rows)
+            state, numbers = run_step[counts.row_tokens](state, rows)
             log.catch_up()
             # the step just sent off is running: its time holds this wait, and the rows travel meanwhile
             asked = time.perf_counter()
@@ -107,6 +110,18 @@ def train(program: Program, material: Material, console: rich.console.Console) -
             "A lower optimizer.learning_rate or more optimizer.warmup_steps usually help."
         )
     banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
+
+
+def _compile(program: Program, row_lengths: Sequence[int], console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
+    """The step for rows of each length."""
+    began, compiled = time.perf_counter(), {}
+    for number, row_tokens in enumerate(row_lengths, 1):
+        which = f" for rows of {row_tokens:,} tokens, {number} of {len(row_lengths)}" if len(row_lengths) > 1 else ""
+        with console.status(f"compiling the step{which}"):
+            compiled[row_tokens] = step.compile(dataclasses.replace(program, config=program.config.for_rows_of(row_tokens)))
+    each = f" for each of {len(row_lengths)} lengths of rows" if len(row_lengths) > 1 else ""
+    console.print(f"the step was compiled{each} in {time.perf_counter() - began:.1f} s")
+    return compiled
 
 
 def _begin(
@@ -145,7 +160,7 @@ def _agree(start: Start, directory: pathlib.Path) -> None:
     """Raises: UserError where processes would begin at different steps, because they do not see the same files."""
     if jax.process_count() == 1:
         return
-    begins = multihost_utils.process_allgather(np.array([start.step, start.rows], np.int32))
+    begins = multihost_utils.process_allgather(np.array([start.step, sum(start.rows.values())], np.int32))
     if (begins != begins[0]).any():
         raise errors.UserError(
             f"run.directory = {directory}: processes would begin at steps {errors.choices(sorted({*begins[:, 0].tolist()}))}, "
@@ -223,6 +238,7 @@ class Log:
         self._began = self._ended = time.perf_counter()
         self._running: Running | None = None
         self._num_steps, self._num_tokens = material.start.step, material.start.num_tokens
+        self._source_names = [source.name for source in material.train.documents.sources]
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
         self.broken: int | None = None
         """The first step that was not finite."""
@@ -279,25 +295,26 @@ class Log:
         """What a checkpoint made now says of itself; all steps have to be recorded."""
         assert self._running is None, "the tokens of the running step are not counted yet"
         settings, start = self._program.config, self._material.start
-        rows = start.rows + (self._num_steps - start.step) * settings.batch.rows_per_step
+        consumed = self._material.schedule.consumed(self._num_steps - start.step)
+        lengths = [str(stream.row_tokens) for stream in self._material.train.streams]
         return checkpoint.Meta(
             config=settings.model_dump(mode="json"),
             model=self._material.fields,
             data=self._material.train.fingerprint(settings),
             step=self._num_steps,
-            rows=min(rows, self._material.total_rows),
+            rows=dict(zip(lengths, consumed, strict=True)),
             num_tokens_total=self._num_tokens,
         )
 
     def _line(self, running: Running, numbers: step.Metrics, step_s: float) -> metrics.Line:
-        config, mesh = self._program.config, self._program.mesh
+        config, mesh, counts = self._program.config, self._program.mesh, running.counts
         num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
-        assert num_tokens == running.counts.piece_lengths.sum(), "the devices' count and the plan's"
-        tflops = metrics.step_flops(self._program.model, running.counts.piece_lengths) / step_s / num_devices / 1e12
+        assert num_tokens == counts.piece_lengths.sum(), "the devices' count and the plan's"
+        tflops = metrics.step_flops(self._program.model, counts.piece_lengths) / step_s / num_devices / 1e12
         peak = metrics.peak_tflops(mesh.devices.flat[0].device_kind)
         return metrics.Line(
             step=self._num_steps,
-            epoch=running.counts.epoch + 1,
+            epoch=None if counts.epoch is None else counts.epoch + 1,
             loss=_finite(numbers.loss) if numbers.num_loss_tokens else None,
             token_accuracy=_finite(numbers.token_accuracy) if numbers.num_loss_tokens else None,
             grad_norm=_finite(numbers.grad_norm),
@@ -306,7 +323,10 @@ class Log:
             num_tokens=num_tokens,
             num_loss_tokens=int(numbers.num_loss_tokens),
             num_tokens_total=self._num_tokens,
-            padding_share=1 - num_tokens / (config.batch.rows_per_step * config.data.row_tokens),
+            num_tokens_by_source=dict(zip(self._source_names, counts.tokens_of_sources, strict=True)),
+            row_tokens=counts.row_tokens,
+            padding_share=1 - num_tokens / (config.batch.rows_per_step * config.data.longest_row),
+            attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=running.data_wait_s,
             tokens_per_s=num_tokens / step_s,

@@ -1,7 +1,9 @@
 """What a measurement depends on: python -m scripts.bench.machine prints it, or what keeps JAX from an NVIDIA GPU (exit 2)."""
 
 import importlib.metadata
+import os
 import pathlib
+import platform
 import subprocess
 import sys
 
@@ -55,6 +57,14 @@ def versions() -> dict[str, str | None]:
         "cuda_plugin": _installed("jax-cuda13-plugin", "jax-cuda12-plugin"),
         "python": sys.version.split()[0],
     }
+
+
+def cpu() -> str:
+    """The processor's name, as far as the system tells, and how many cores this process may use."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def commit() -> str | None:

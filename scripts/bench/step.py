@@ -253,7 +253,7 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
         }
     )
     program, material = prepare.training(settings, devices=[device])
-    ((rows, counts),) = material.train.feed(program, total_rows=1).batches()
+    ((rows, counts),) = material.train.feed(settings, program.mesh, material.train.schedule(settings, num_steps=1)).batches()
     full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
     return program, step.with_weights(program, material.weights()), (rows, counts)

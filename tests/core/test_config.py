@@ -106,8 +106,14 @@ SAID = {
     "mesh=null": "mesh = null: must be a group of fields. .*",
     "data.train=[]": "data.train = []: must have at least 1 entry. .* For example data.train=[{source: .*}].",
     "data.train=a.txt": "data.train = a.txt: must be a list. .*",
-    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format, name.",
-    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text' or 'tokens'. .*=text.",
+    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format, name, weight, .*.",
+    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text', 'messages', .* or 'tokens'. .*=text.",
+    "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: has a length twice. .* For example data.row_tokens=8192.",
+    "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
+    "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: must be a number of tokens, or a list of them. .*",
+    "data.train.1.weight=1": "data.train.0.weight: missing. All sources have a weight, or none: data.train.0.weight=1.",
+    "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: every data set is evaluated by itself.*",
+    "data.chat_template=a.jinja": "data.chat_template = a.jinja: no source has messages or prompt_completion .* Leave it out.",
     "data.train.x=1": "data.train.x = 1: data.train is a list of 2. Use data.train.0 or data.train.1.",
     "data.train.2.source=c.txt": "data.train.2.source = c.txt: data.train is a list of 2. Use .*",
     "data.train.²=1": "data.train.² = 1: data.train is a list of 2. Use .*",
@@ -155,7 +161,11 @@ def test_the_values_that_errors_propose_are_accepted(file):
         key = f"{group}.{name}"
         wrong = "x" if key == "data.eval" else "[]"
         (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE)
-        other = {"run.epochs": ["run.steps=null"], "model.source": ["model.config=null"]}
+        other = {
+            "run.epochs": ["run.steps=null"],
+            "model.source": ["model.config=null"],
+            "data.chat_template": ["data.train.0.format=messages"],
+        }
         config.load(file, [example, *other.get(key, [])])
 
 
@@ -225,3 +235,19 @@ def test_nothing_can_be_changed_afterwards(file):
     found = config.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         found.mesh.seq = 2
+
+
+def test_weights_ask_for_steps(file):
+    words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
+    (found,) = problems(file, *words)
+    assert found.startswith("data.train.0.weight: with weights, sources end at different times and are repeated")
+    assert found.endswith("Give run.steps, or leave the weights out.")
+    assert [one.weight for one in config.load(file, words[2:]).data.train] == [1, 3]
+
+
+def test_steps_with_shorter_rows_have_as_many_tokens(file):
+    both = config.load(file, ["data.row_tokens=[128, 32]", "batch.rows_at_once=2"])
+    assert (both.data.row_lengths, both.data.longest_row) == ((32, 128), 128)
+    short = both.for_rows_of(32)
+    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_at_once) == ((32,), 32, 8)
+    assert both.for_rows_of(128).batch == both.batch

@@ -115,3 +115,74 @@ def test_threads_may_share_it(monkeypatch):
 def test_no_document_is_no_sequence():
     with pytest.raises(AssertionError, match="no document"):
         epochs(lengths=(0,))
+
+
+def fullness(lengths, *, row_tokens, max_pieces):
+    plan = packing.plan(lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=9)
+    return lengths.sum() / (len(plan) * row_tokens)
+
+
+def advice(lengths, *, row_tokens, max_pieces):
+    plan = packing.plan(lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=5)
+    return packing.room(plan, row_tokens=row_tokens, max_pieces=max_pieces)
+
+
+def test_pieces_of_more_than_half_a_row_come_first():
+    """In random order such a piece often finds no short one that is left, and fills a row alone."""
+    lengths = np.random.default_rng(0).integers(1, 32769, 50_000)
+    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.998, "0.993 in random order"
+
+
+def test_short_pieces_are_not_shut_out_where_the_cap_is_near():
+    random = np.random.default_rng(0)
+    lengths = np.concatenate([random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)])
+    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.84, "0.81 if long pieces come first"
+
+
+CHAT = mixed_lengths(200_000, mean=280)
+BIMODAL = np.concatenate([np.full(120_000, 100), np.random.default_rng(0).integers(8000, 20_000, 4000)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "row_tokens", "max_pieces"),
+    [(CHAT, 32768, 64), (CHAT, 32768, 128), (CHAT, 131072, 64), (mixed_lengths(50_000), 32768, 8), (BIMODAL, 32768, 64)],
+)
+def test_what_is_advised_fills_the_rows(lengths, row_tokens, max_pieces):
+    found = advice(lengths, row_tokens=row_tokens, max_pieces=max_pieces)
+    assert found.fullness == pytest.approx(fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01)
+    assert found.fullness < 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_pieces) >= 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_pieces - 32) < 0.99, "not more than it takes"
+    assert fullness(lengths, row_tokens=found.row_tokens, max_pieces=max_pieces) >= 0.99
+    longer = found.row_tokens + row_tokens // 16
+    assert fullness(lengths, row_tokens=longer, max_pieces=max_pieces) < 0.99, "not shorter than it takes"
+    assert found.num_cut == np.sum((found.row_tokens < lengths) & (lengths <= row_tokens))
+
+
+def test_advice_is_round():
+    found = advice(CHAT, row_tokens=32768, max_pieces=64)
+    assert (found.max_pieces % 16, found.row_tokens % 1024) == (0, 0)
+
+
+def test_no_row_may_be_short_enough():
+    found = advice(np.full(100_000, 30), row_tokens=131072, max_pieces=8)
+    assert (found.row_tokens, found.num_cut) == (None, 0)
+    assert fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_pieces) > 0.95, "23 rows"
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param(mixed_lengths(20_000), id="full"),
+        pytest.param(np.random.default_rng(0).integers(13_107, 22_937, 20_000), id="two fit at most, whatever the cap"),
+        pytest.param(np.full(100, 20), id="not enough for a row"),
+        pytest.param(np.zeros(0, np.int64), id="none"),
+    ],
+)
+def test_a_cap_that_does_not_matter_is_not_spoken_of(lengths):
+    assert advice(lengths, row_tokens=32768, max_pieces=64) is None
+
+
+def test_rows_that_hold_the_cap_but_are_empty_for_another_reason_get_no_advice():
+    """Three of 0.3 rows each make 0.9: the cap is reached, and a fourth would not fit."""
+    assert advice(np.full(3000, 9830), row_tokens=32768, max_pieces=3) is None

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.core import batch
+from jaxsp.core import batch, config
 from jaxsp.core import mesh as meshes
-from jaxsp.data import packing, pipeline, rows
+from jaxsp.data import dataset, packing, rows
 
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 
@@ -29,21 +29,28 @@ def documents_of(lengths, labels=False):
     return rows.Documents([datasets.Dataset.from_dict(columns)])
 
 
-def pipeline_of(
-    documents, *, mesh=(1, 2, 4), rows_per_step=16, rows_at_once=1, row_tokens=32, epochs=2, max_pieces=5, first_row=0
-):
-    plans = packing.Epochs(documents.lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=0)
-    return pipeline.Pipeline(
-        documents,
-        plans,
-        mesh=mesh_of(*mesh),
-        rows_per_step=rows_per_step,
-        rows_at_once=rows_at_once,
-        row_tokens=row_tokens,
-        max_pieces=max_pieces,
-        total_rows=plans.rows_in(epochs),
-        first_row=first_row,
+def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5, **data):
+    return config.parse(
+        {
+            "run": {"directory": "unused", "steps": 1},
+            "model": {"config": {"model_type": "llama"}},
+            "data": {
+                "train": [{"source": "unused", "format": "tokens"}],
+                "row_tokens": row_tokens,
+                "max_documents_per_row": max_pieces,
+                **data,
+            },
+            "batch": {"rows_per_step": rows_per_step, "rows_at_once": rows_at_once},
+            "optimizer": {"learning_rate": 0.1},
+        }
     )
+
+
+def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, **fields):
+    settings = settings_of(**fields)
+    data = dataset.of("train", documents, settings, digests=["unused"])
+    schedule = data.schedule(settings, consumed={settings.data.longest_row: first_row}, epochs=epochs)
+    return data.feed(settings, mesh_of(*mesh), schedule)
 
 
 def ragged(count=60, seed=1):
@@ -91,7 +98,8 @@ def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
 def test_rows_are_dealt_to_the_groups_in_turn():
     feed = pipeline_of(documents_of([8] * 16), mesh=(1, 2, 2), rows_per_step=8, rows_at_once=2, row_tokens=8, epochs=1)
     ((given, _), *_) = feed.batches()
-    first = [int(feed._documents.share(feed._epochs.row(row), 0, 1).tokens[0]) for row in range(8)]
+    # equally long: they are dealt in their order
+    first = [int(feed._documents.share(feed._streams[0].row(row), 0, 1).tokens[0]) for row in range(8)]
     # group 0 gets rows 0, 2, 4, 6 and group 1 the others, two at once
     assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [[first[i] for i in (0, 2, 1, 3)], [first[i] for i in (4, 6, 5, 7)]]
 
@@ -129,6 +137,11 @@ def test_arrays_are_split_as_the_step_expects():
         assert getattr(given, name).dtype == np.int32
 
 
+def by_work(plans, indices):
+    """The slow and obvious order: the row with the most attention work first, equal ones in the order of the plan."""
+    return sorted(indices, key=lambda index: (-sum(int(n) ** 2 for n in plans.row(index).length), index))
+
+
 def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     """Steps straddle epochs; only the run's last one is filled up."""
     documents = ragged()
@@ -140,7 +153,8 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     assert len(steps) == feed.num_steps == -(-total // 16)
     for name in batch.SPECS:
         found = np.concatenate([step[name] for step, _ in steps])
-        for index, row in enumerate(map(plans.row, range(total))):
+        order = [index for first in range(0, total, 16) for index in by_work(plans, range(first, min(first + 16, total)))]
+        for index, row in enumerate(map(plans.row, order)):
             share, slots = documents.share(row, 0, 32), rows.slots(row, 5)
             whole = dataclasses.asdict(share) | dataclasses.asdict(slots)
             assert np.array_equal(found[index], whole[name.split("_")[0]]), (name, index)

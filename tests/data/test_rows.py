@@ -65,7 +65,7 @@ def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left
     other = dataset([[], [7, 8, 9]], labels=[[], [-100, -100, 9]])
     stored = rows.Documents([one, other])
     assert stored.lengths.tolist() == [2, 3, 1, 3]
-    assert stored.num_empty == 2
+    assert [source.num_empty for source in stored.sources] == [1, 1]
     share = stored.share(row_of((0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 3)), 0, 9)
     assert share.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert share.labels.tolist() == [2, -100, 4, 5, -100, -100, -100, 9, -100]

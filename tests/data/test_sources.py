@@ -19,8 +19,23 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def read(source, format="text"):
-    return sources.read(config.Source(source=source, format=format), field="data.train.0.source")
+def settings(**fields):
+    return config.Data(train=[config.Source(source="x", format="text")], row_tokens=8, **fields)
+
+
+def read(source, format="text", data=None, **fields):
+    return sources.read(
+        config.Source(source=source, format=format, **fields), data=data or settings(), field="data.train.0.source"
+    )
+
+
+def problems(source, format="text", data=None, **fields):
+    """What is wrong with a source, without whose fault it is."""
+    with pytest.raises(errors.UserError) as caught:
+        read(source, format, data, **fields)
+    assert all("\n" not in problem and problem.startswith("data.train.0.") for problem in caught.value.problems)
+    assert not list(datasets.config.HF_DATASETS_CACHE.rglob("cache-*"))
+    return [problem.removeprefix(f"data.train.0.source = {source}: ") for problem in caught.value.problems]
 
 
 def write_parquet(path, columns):
@@ -30,10 +45,11 @@ def write_parquet(path, columns):
     parquet.write_table(pa.table(columns), path)
 
 
-def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
-    text = "\ufeffeins\r\nzwei \U0001f600\n\n"
+def test_a_text_file_is_one_document_byte_for_byte_but_for_the_mark_of_its_encoding(tmp_path):
+    text = "eins\r\nzwei \ufeff\U0001f600\n\n"
     (tmp_path / "a.md").write_bytes(text.encode())
-    assert read("a.md")["text"] == [text]
+    (tmp_path / "b.md").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read("*.md")["text"] == [text, text]
 
 
 def test_a_glob_is_sorted_and_goes_into_folders(tmp_path):
@@ -93,10 +109,10 @@ def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
     write, begun = sources._write, []
 
-    def slow(*arguments):
+    def slow(*arguments, **named):
         begun.append(arguments)
         time.sleep(0.3)
-        write(*arguments)
+        write(*arguments, **named)
 
     monkeypatch.setattr(sources, "_write", slow)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -132,52 +148,37 @@ def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
         assert not list(tmp_path.glob("*.lock"))
 
 
-BAD = [
-    # (files, source, format, what the message must say)
-    ({}, "no.txt", "text", ["no such file", "Give a file"]),
-    ({}, "no/**/*.txt", "text", ["no file matches"]),
-    ({"a/b.txt": "x"}, "a", "text", ["is a folder", "a/**/*.jsonl"]),
-    ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", ["several kinds", "a.jsonl", "a.txt"]),
-    ({"a.txt": "x"}, "a.txt", "tokens", ["plain text holds no input_ids"]),
-    ({"a.txt": ""}, "a.txt", "text", ["no record with text"]),
-    ({"a.jsonl": "\n"}, "a.jsonl", "text", ["no record with text"]),
-    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", ["no record with input_ids"]),
-    ({"a.txt": b"\xff\xfe\x00"}, "a.txt", "text", ["a.txt", "not UTF-8"]),
-    ({"a.jsonl": '{"text": "x"}\n\n{"text": "y"'}, "a.jsonl", "text", ["a.jsonl, line 3", "not JSON"]),
-    ({"a.jsonl": b'{"text": "x"}\n{"text": "\xff"}'}, "a.jsonl", "text", ["a.jsonl, line 2", "not JSON"]),
-    ({"a.jsonl": '["x"]'}, "a.jsonl", "text", ["a.jsonl, line 1", "list, not a record"]),
-    ({"a.jsonl": '{"text": "x"}\n{"body": "y"}'}, "a.jsonl", "text", ["a.jsonl, line 2", "has no text; it has body"]),
-    ({"a.jsonl": '{"text": null}'}, "a.jsonl", "text", ["a.jsonl, line 1", "has no text"]),
-    ({"a.jsonl": '{"text": "x"}\n{"text": 7}'}, "a.jsonl", "text", ["a.jsonl, line 2", "text is a int"]),
-    ({"a.jsonl": '{"text": "\\ud800"}'}, "a.jsonl", "text", ["a.jsonl, line 1", "not Unicode"]),
-    ({"a.jsonl": '{"text": "x"}'}, "a.jsonl", "tokens", ["a.jsonl, line 1", "has no input_ids; it has text"]),
-    ({"a.jsonl": '{"input_ids": [1]}\n{"input_ids": "1 2"}'}, "a.jsonl", "tokens", ["line 2: input_ids is not a list"]),
-    ({"a.jsonl": '{"input_ids": [1, 2.5]}'}, "a.jsonl", "tokens", ["line 1: input_ids is not a list"]),
-    ({"a.jsonl": '{"input_ids": [[1], [2, 3]]}'}, "a.jsonl", "tokens", ["line 1: input_ids is not a list"]),
-    ({"a.jsonl": '{"input_ids": [true]}'}, "a.jsonl", "tokens", ["line 1: input_ids is not a list"]),
-    ({"a.jsonl": '{"input_ids": [2147483648]}'}, "a.jsonl", "tokens", ["line 1: input_ids is not a list"]),
-    (
-        {"a.jsonl": '{"input_ids": [1, 2], "labels": [1, 2]}\n{"input_ids": [1, 2], "labels": [1]}'},
-        "a.jsonl",
-        "tokens",
-        ["line 2", "1 labels for 2 input_ids"],
-    ),
-    (
-        {"a.jsonl": '{"input_ids": [1], "labels": [1]}\n{"input_ids": [1, 2]}'},
-        "a.jsonl",
-        "tokens",
-        ["line 2", "has no labels"],
-    ),
-    (
-        {"a.jsonl": '{"input_ids": [1]}\n{"input_ids": [1], "labels": [1]}'},
-        "a.jsonl",
-        "tokens",
-        ["line 2", "has labels", "first record has none"],
-    ),
-    ({"a.CSV": "text"}, "a.CSV", "text", ["a.CSV: .csv files are not read"]),
-    ({"a.jsonl.gz": b"x"}, "a.jsonl.gz", "text", [".gz files are not read"]),
-    ({"a.parquet": b"PAR1 nonsense"}, "a.parquet", "text", ["a.parquet", "not parquet"]),
+REFUSED = [
+    # (files, source, format, what the message begins with)
+    ({}, "no.txt", "text", "no such file below "),
+    ({}, "no/such.jsonl", "text", "no such file below "),
+    ({}, "no/such.txt.gz", "text", "no such file below "),
+    ({}, "no/**/*.txt", "text", "no file matches below "),
+    ({"a/b.txt": "x"}, "a", "text", "is a folder. Name its files, for example a/**/*.jsonl."),
+    ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", "matches files of several kinds, such as a.jsonl and a.txt."),
+    ({"a.txt": "x"}, "a.txt", "tokens", "plain text holds no input_ids. Use format: text, or a .jsonl"),
+    ({"a.txt.gz": "x"}, "a.txt.gz", "prompt_completion", "plain text holds no prompt or completion."),
+    ({"a.txt": ""}, "a.txt", "text", "there is no record with text in it."),
+    ({"a.jsonl": "\n"}, "a.jsonl", "text", "there is no record with text in it."),
+    ({"a.jsonl": ""}, "a.jsonl", "messages", "there is no record with messages in it."),
+    ({"a.json": "[]"}, "a.json", "text", "there is no record with text in it."),
+    ({"a.csv": "text\n"}, "a.csv", "text", "there is no record with text in it."),
+    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", "there is no record with input_ids in it."),
+    ({"a.ZIP": "text"}, "a.ZIP", "text", "a.ZIP: .zip files are not read."),
+    ({"a.tar.gz": "text"}, "a.tar.gz", "text", "a.tar.gz: .tar.gz files are not read."),
+    ({"a.parquet.gz": "text"}, "a.parquet.gz", "text", "a.parquet.gz: .parquet.gz files are not read."),
+    ({"a.gz": "text"}, "a.gz", "text", "a.gz: its name does not say what is compressed. Call it a.jsonl.gz if"),
 ]
+
+
+@pytest.mark.parametrize(("made", "source", "format", "says"), REFUSED)
+def test_what_cannot_be_read_at_all_is_named_with_a_way_out(tmp_path, made, source, format, says):
+    for name, content in made.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (problem,) = problems(source, format)
+    assert problem.startswith(says)
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "half a file would be taken for a whole one"
 
 
 def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
@@ -195,32 +196,120 @@ def test_json_lines_have_several_names(tmp_path):
         assert read(name)["text"] == ["x"]
 
 
-@pytest.mark.parametrize(("files", "source", "format", "says"), BAD)
-def test_a_bad_source_is_named_with_its_place(tmp_path, files, source, format, says):
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(errors.UserError) as caught:
-        read(source, format)
-    (problem,) = caught.value.problems
-    assert problem.startswith(f"data.train.0.source = {source}: ")
-    for words in says:
-        assert words in problem
-    assert not list((tmp_path / "cache").rglob("*.arrow")), "half a file would be taken for a whole one"
+def write_lines(path, records):
+    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
 
 
 @pytest.mark.parametrize(
-    ("columns", "format", "says"),
+    ("format", "records", "says"),
     [
-        ({"text": ["x", None]}, "text", "a.parquet, record 2: has no text"),
-        ({"text": [1, 2]}, "text", "a.parquet, record 1: text is a int"),
-        ({"body": ["x"]}, "text", "a.parquet, record 1: has no text"),
-        ({"input_ids": [[1, 2], [3, None]]}, "tokens", "a.parquet, record 2: input_ids is not a list"),
-        ({"input_ids": [[1.5]]}, "tokens", "a.parquet, record 1: input_ids is not a list"),
-        ({"input_ids": [[1, 2]], "labels": [[1]]}, "tokens", "a.parquet, record 1: 1 labels for 2 input_ids"),
+        ("text", ['{"text": "y"'], "is not JSON (Expecting ',' delimiter"),
+        ("text", ['["x"]'], "is a list, not a record such as"),
+        ("text", [{"body": "y"}], "has no text; it has body."),
+        ("text", [{"text": None}], "text is null."),
+        ("text", [{"text": 7}], "text is a number, not a string."),
+        ("text", ['{"text": "\\ud800"}'], "text is not Unicode ("),
+        ("text", ['{"text": "a", "text": "b"}'], "has text twice."),
+        ("tokens", [{"text": "x"}], "has no input_ids; it has text. Try format: text."),
+        ("tokens", [{"input_ids": "1 2"}], "input_ids is a string, and not one of JSON"),
+        ("tokens", [{"input_ids": [1, 2.5]}], "input_ids is not a list of whole numbers"),
+        ("tokens", [{"input_ids": [[1], [2, 3]]}], "input_ids is not a list of whole numbers"),
+        ("tokens", [{"input_ids": [True]}], "input_ids is not a list of whole numbers"),
+        ("tokens", [{"input_ids": [2147483648]}], "input_ids is not a list of whole numbers"),
+        ("tokens", [{"input_ids": [1, None]}], "input_ids is not a list of whole numbers"),
+        ("tokens", [{"input_ids": [1], "labels": [1]}], "has labels and the source's first record has none: all have"),
     ],
 )
-def test_a_bad_parquet_record_is_named(columns, format, says):
-    write_parquet("a.parquet", columns)
-    with pytest.raises(errors.UserError, match=says):
-        read("a.parquet", format)
+def test_a_bad_record_is_named_with_its_line_and_what_is_wrong(tmp_path, format, records, says):
+    good = {"text": "x"} if format == "text" else {"input_ids": [1]}
+    write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
+    problem, summary = problems("a.jsonl", format)
+    assert problem.startswith(f"a.jsonl, line 3: {says}")
+    assert summary == "1 of 3 records cannot be used. Mend it, or leave it out: data.on_bad_record=skip."
+
+
+def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tmp_path):
+    labelled = {"input_ids": [1, 2], "labels": [-100, 2]}
+    write_lines(tmp_path / "a.jsonl", [labelled, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2]}])
+    one, two, _ = problems("a.jsonl", "tokens")
+    assert one.startswith("a.jsonl, line 2: 1 labels for 2 input_ids: there has to be one for each, not shifted")
+    assert two == "a.jsonl, line 3: has no labels; it has input_ids."
+    found = read("a.jsonl", "tokens", settings(on_bad_record="skip"))
+    assert (found["input_ids"], found["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
+
+
+def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
+    found = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert found["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert found["text"] == ["x", "", "", ""]
+    assert [problem and problem.split(" (")[0] for problem in found["problem"]] == [
+        None,
+        "is not JSON",
+        None,
+        "text is a number, not a string",
+    ]
+    for asked in ("one", "two"):  # also of what is cached
+        assert sources.judge(found, data=settings(on_bad_record="skip"), asked=asked) == 2
+
+
+def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"])
+    for _ in range(2):  # what was read is kept, and so is what was wrong with it
+        *named, summary = problems("a.jsonl")
+        assert named == ["a.jsonl, line 2: text is a number, not a string."] + [
+            f"a.jsonl, line {line}: the same." for line in (3, 4, 5, 6)
+        ]
+        assert summary.startswith("8 of 9 records cannot be used; these are the first 5. Mend them, or leave them out: ")
+        assert summary.endswith("data.on_bad_record=skip.")
+    lenient = settings(on_bad_record="skip", max_bad_records=8)
+    assert sources.judge(read("a.jsonl", data=lenient), data=lenient, asked="x") == 8
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
+    assert summary.startswith("8 of 9 records cannot be used; these are the first 5. Mend them, or set data.max_bad_records, ")
+    assert summary.endswith("which is 7, to 8 or more.")
+
+
+def test_reading_stops_early_where_nearly_everything_is_bad(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
+    for data, most in ((settings(), 100), (settings(on_bad_record="skip"), 100), (settings(max_bad_records=120), 120)):
+        first, second, *_, summary = problems("a.jsonl", data=data)
+        assert first == "a.jsonl, line 2: has no text; it has messages. Try format: messages."
+        assert second == "a.jsonl, line 3: the same."
+        assert summary.startswith(f"more than {most} records cannot be used; these are the first. Correct format or fields")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
+
+
+def test_a_source_of_which_nothing_is_left_is_refused_under_skip_too(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
+    assert summary.startswith("1 of 2 records cannot be used, and there is nothing in the others. Correct format or fields")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}])
+    for fields, says in (
+        (
+            {"fields": {"txt": "body"}},
+            "data.train.0.fields: format text has no txt. Use text for what the records call",
+        ),
+        ({"fields": {"role": "from"}}, "data.train.0.fields: format text has no role. Use text"),
+        ({"roles": {"human": "user"}}, "data.train.0.roles: format text has no roles. Leave it out"),
+        ({"split": "train"}, "data.train.0.split = train: files have no split. Leave it out."),
+        ({"subset": "en"}, "data.train.0.subset = en: files have no subset. Leave it out."),
+        ({"revision": "main"}, "data.train.0.revision = main: files have no revision. Leave it out."),
+        (
+            {"format": "messages", "fields": {"tools": "function"}},
+            "fields: no record has function, which is to be read as tools.",
+        ),
+    ):
+        (problem,) = problems("a.jsonl", **fields)
+        assert problem.startswith(says)
+
+
+def test_what_is_read_of_the_same_file_in_another_way_is_read_again(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
+    assert read("a.jsonl")["text"] == ["x"]
+    assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
+    assert read("a.jsonl")["text"] == ["x"]

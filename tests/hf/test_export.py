@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core import batch, errors
-from jaxsp.data import text
+from jaxsp.data import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder, layers
 from tests import tolerances
@@ -141,7 +141,7 @@ def test_the_config_read_back_is_the_same_model(tmp_path, name):
 
 
 def test_the_tokenizer_and_its_special_tokens_come_along(tmp_path):
-    tokenizer = text.bytes_tokenizer()
+    tokenizer = tokenizers.of_bytes()
     export(tmp_path / "out", {**TINY, "bos_token_id": 7, "eos_token_id": 2}, tokenizer=tokenizer)
     loaded = oracle.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("naïve <eos>")["input_ids"] == list("naïve <eos>".encode())

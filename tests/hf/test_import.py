@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core import errors
-from jaxsp.data import text
+from jaxsp.data import tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder, layers
 from jaxsp.training import sharding
@@ -94,7 +94,7 @@ def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(t
     (tmp_path / "it's old/model.safetensors").unlink()
     state = {name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16() for name, array in source.items()}
     oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
-    text.bytes_tokenizer().save_pretrained(tmp_path / "it's old")
+    tokenizers.of_bytes().save_pretrained(tmp_path / "it's old")
     with pytest.raises(
         errors.UserError, match=r"holds no model.safetensors but pytorch_model.bin: pickles can run code"
     ) as raised:

@@ -13,7 +13,7 @@ import transformers
 from jaxsp import eval as evaluation
 from jaxsp import export, prepare
 from jaxsp.core import config, errors
-from jaxsp.data import text as text_room
+from jaxsp.data import tokenizers
 from jaxsp.hf import weights
 from jaxsp.training import checkpoint, trainer
 from tests import tolerances
@@ -187,7 +187,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     )
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
     folder = tmp_path / "hf"
-    weights.export(whole, table=program.table, fields=MODEL, tokenizer=text_room.bytes_tokenizer(), directory=folder)
+    weights.export(whole, table=program.table, fields=MODEL, tokenizer=tokenizers.of_bytes(), directory=folder)
     words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
     words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
     train(settings(tmp_path, *words, "run.steps=2"))
@@ -211,7 +211,7 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     found, expected = lines(stopped / "run"), lines(straight / "run")
     assert [line["step"] for line in found] == list(range(1, 15))
     assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], "8 steps of 4 rows are 4 steps of 8"
-    assert checkpoint.read_meta(checkpoint.newest(stopped / "run")).rows == STEPS * 8
+    assert checkpoint.read_meta(checkpoint.newest(stopped / "run")).rows == {"64": STEPS * 8}
     for half in range(4):
         pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert sum(line["num_loss_tokens"] for line in pair) == expected[STOPPED + half]["num_loss_tokens"]
@@ -220,12 +220,39 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
 REFUSED = [
     (["run.seed=1"], "run.seed = 1, and was 0: that makes other rows than those"),
     (["data.row_tokens=128"], "data.row_tokens = 128, and was 64: that makes other rows than those"),
-    (["data.train.0.source=SHORT"], "data.train: the documents are not those of before: that makes other rows"),
+    (["data.max_documents_per_row=9"], "data.max_documents_per_row = 9, and was 8: that makes other rows"),
+    (["data.row_tokens=128", "run.on_data_change=continue"], "rows of other lengths cannot be counted on. Use restart."),
+    (["data.train.0.source=SHORT"], "short.jsonl) has other tokens than before: 5 documents, and had 61; 81 tokens, and had "),
     (["model.config.hidden_size=64"], "hidden_size = 64: is 60 in the model of"),
     (["optimizer.name=sgd"], "has the state of adamw"),
     (["run.directory=OTHER", "run.resume=NOWHERE"], "run.resume = NOWHERE: holds no checkpoint"),
     (["run.resume=never"], "is not empty"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("then", "words", "begins", "said"),
+    [
+        ("restart", ["data.row_tokens=128"], 0, "data.row_tokens = 128, and was 64: begins with the first of the new rows"),
+        ("continue", ["run.seed=1"], STOPPED * 8, "run.seed = 1, and was 0: goes on behind as many of the new rows"),
+    ],
+)
+def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
+    chosen = settings(stopped, *words, f"run.on_data_change={then}")
+    program, material = prepare.training(chosen, devices=jax.devices())
+    assert (material.start.step, program.num_steps, material.schedule.begin) == (STOPPED, STEPS, (begins,))
+    train(chosen)
+    found = lines(stopped / "run")
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert said in (stopped / "run/banner.txt").read_text()
+    # what was learned is what the new plan has there
+    (stream,) = material.train.streams
+    rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
+    tokens = [sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8]) for step in range(STEPS - STOPPED)]
+    assert [line["num_tokens"] for line in found[STOPPED:]] == tokens
+    assert checkpoint.read_meta(checkpoint.newest(stopped / "run")).rows == {
+        str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
+    }
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED)

@@ -63,7 +63,7 @@ class Recorded(checkpoint.Store):
 def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     now = 1000.0
     state = step.State(master={}, opt={}, step=np.int32(0))
-    meta = checkpoint.Meta(config={}, model={}, data="", step=0, rows=0, num_tokens_total=0)
+    meta = checkpoint.Meta(config={}, model={}, data={}, step=0, rows={}, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
     save = trainer.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0)

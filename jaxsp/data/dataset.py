@@ -1,0 +1,142 @@
+"""Documents and the rows they are packed into: what a run learns from, or is evaluated on."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsp.core import config, errors
+from jaxsp.data import mixing, packing, pipeline, rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSet:
+    """Documents and the streams of rows they are packed into, one for each length that documents need, the shortest first."""
+
+    name: str
+    documents: rows.Documents
+    streams: tuple[mixing.Stream, ...]
+    shares: tuple[float, ...]
+    """Of all steps, those with rows of each stream."""
+    digests: tuple[str, ...]
+    """Of each source's tokens."""
+    weights: tuple[float, ...] | None
+    """Of each source, adding up to 1; None where all documents are packed together."""
+
+    def schedule(
+        self,
+        settings: config.Config,
+        *,
+        consumed: Mapping[int, int] | None = None,
+        num_steps: int | None = None,
+        epochs: int | None = None,
+    ) -> mixing.Schedule:
+        """The steps to come: so many, or to the end of so many epochs.
+
+        Args: consumed: rows consumed before, by their length.
+        """
+        begin = [(consumed or {}).get(stream.row_tokens, 0) for stream in self.streams]
+        return mixing.schedule(
+            begin=begin,
+            rows_per_step=[settings.for_rows_of(stream.row_tokens).batch.rows_per_step for stream in self.streams],
+            shares=self.shares,
+            seed=settings.run.seed,
+            num_steps=num_steps,
+            ends=None if epochs is None else [max(s.rows_in(epochs), b) for s, b in zip(self.streams, begin, strict=True)],
+        )
+
+    def feed(self, settings: config.Config, mesh: jax.sharding.Mesh, schedule: mixing.Schedule) -> pipeline.Pipeline:
+        """The steps of a schedule, for a mesh."""
+        return pipeline.Pipeline(self.documents, self.streams, schedule, mesh=mesh, settings=settings)
+
+    def fingerprint(self, settings: config.Config) -> dict[str, Any]:
+        """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""
+        data, of_sources = settings.data, zip(self.documents.sources, self.digests, strict=True)
+        return {
+            "run.seed": settings.run.seed,
+            "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.longest_row,
+            "data.max_documents_per_row": data.max_documents_per_row,
+            "data.long_documents": data.long_documents,
+            "weights": None if self.weights is None else list(self.weights),
+            "sources": [
+                {"name": one.name, "documents": one.num_documents, "tokens": one.num_tokens, "digest": digest}
+                for one, digest in of_sources
+            ],
+        }
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What makes other rows than before, in words; nothing where the rows are the same."""
+    said = [
+        f"{name} = {now[name]}, and was {before.get(name)}" for name in now if "." in name and now[name] != before.get(name)
+    ]
+    if before["weights"] != now["weights"]:
+        said.append(f"weights of data.train = {now['weights']}, and were {before['weights']}")
+    if len(before["sources"]) != len(now["sources"]):
+        said.append(f"data.train has {len(now['sources'])} sources, and had {len(before['sources'])}")
+        return said
+    for number, (was, one) in enumerate(zip(before["sources"], now["sources"], strict=True)):
+        if was["digest"] == one["digest"] and was["tokens"] == one["tokens"]:
+            continue  # under another name they are the same documents
+        counts = "; ".join(f"{one[what]:,} {what}, and had {was[what]:,}" for what in ("documents", "tokens"))
+        said.append(f"data.train.{number} ({one['name']}) has other tokens than before: {counts}")
+    return said
+
+
+def of(
+    name: str,
+    documents: rows.Documents,
+    settings: config.Config,
+    *,
+    digests: Sequence[str],
+    weights: Sequence[float] | None = None,
+) -> DataSet:
+    """Documents packed: each in rows of the shortest length that holds it, all together or, with weights, source by source."""
+    lengths, row_lengths = documents.lengths, settings.data.row_lengths
+    wanted = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
+    source_of = documents.source_of(np.arange(len(lengths))) if weights is not None else np.zeros(len(lengths), np.int64)
+    weights = None if weights is None else tuple(np.divide(weights, sum(weights)).tolist())
+    # tokens that the rows of one length and source should have, of all tokens: as many as the source has in this length
+    pools = (1.0,) if weights is None else weights
+    tokens = np.bincount(source_of, lengths, minlength=len(pools))
+    if not tokens.all():
+        empty = int(np.argmin(tokens))
+        raise errors.UserError(
+            f"data.train.{empty} ({documents.sources[empty].name}): no document is left of it, and it has a weight. "
+            "Leave it out, or see data.long_documents and data.on_bad_record."
+        )
+    streams, shares = [], []
+    for number, row_tokens in enumerate(row_lengths):
+        parts, rates, members = [], [], []
+        for pool, weight in enumerate(pools):
+            chosen = np.flatnonzero((wanted == number) & (source_of == pool))
+            if not len(chosen):
+                continue
+            parts.append(
+                packing.Epochs(
+                    lengths[chosen],
+                    row_tokens=row_tokens,
+                    max_pieces=settings.data.max_documents_per_row,
+                    seed=settings.run.seed,
+                    documents=chosen,
+                )
+            )
+            members.append(pool)
+            rates.append(weight * parts[-1].rows_in(1) / tokens[pool])
+        if parts:
+            streams.append(
+                mixing.Stream(
+                    parts, (np.array(rates) / sum(rates)).tolist(), row_tokens=row_tokens, sources=members if weights else ()
+                )
+            )
+            shares.append(sum(rates) * row_tokens)
+    return DataSet(
+        name=name,
+        documents=documents,
+        streams=tuple(streams),
+        shares=tuple((np.array(shares) / sum(shares)).tolist()),
+        digests=tuple(digests),
+        weights=weights,
+    )

@@ -1,0 +1,146 @@
+"""Data sets of `datasets`: folders that it saved, and the hub's, by name. No code of theirs is ever run."""
+
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import huggingface_hub.errors as hub
+
+from jaxsp.core import config, errors
+from jaxsp.data import tables
+
+if TYPE_CHECKING:
+    import datasets
+
+_NOTHING = "there is no such file or folder"
+_EXAMPLE = "Give a file, a glob such as texts/**/*.txt, or a name such as HuggingFaceH4/ultrachat_200k."
+
+_SUBSETS = re.compile(
+    r"(?:available configs: |Available: |configs in the cache: |configurations in the cache: )\[?(.*?)(?:\]|$)", re.MULTILINE
+)
+"""How `datasets` names the subsets that there are, where it was asked for another, or for none."""
+
+_MOST_SAID = 300
+"""Characters of what `datasets` says; of tables that do not fit each other it says everything."""
+
+_ROWS = 1000
+"""Rows that are looked up at a time."""
+
+
+def is_saved(path: pathlib.Path) -> bool:
+    """Whether `save_to_disk` made this folder."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def is_name(source: str) -> bool:
+    """Whether the hub could have a data set of that name."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
+
+
+def open_saved(path: pathlib.Path, source: config.Source, *, field: str) -> "datasets.Dataset":
+    """The data set in a folder, or the split of it that is asked for."""
+    import datasets
+
+    for name in ("subset", "revision"):
+        if value := getattr(source, name):
+            raise errors.UserError(f"{_beside(field, name)} = {value}: only data sets of the hub have one. Leave it out.")
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise errors.UserError(f"cannot be loaded: {_reason(error)}. Copy or make it again.") from None
+    if isinstance(found, datasets.Dataset):
+        if source.split and source.split != str(found.split):
+            raise errors.UserError(
+                f"{_beside(field, 'split')} = {source.split}: the folder holds one data set, not several. Leave it out."
+            )
+        return found
+    return _split(found, source, field=field)
+
+
+def open_named(source: config.Source, *, field: str) -> "datasets.Dataset":
+    """The hub's data set of that name, downloaded once, or the split of it that is asked for."""
+    import datasets
+
+    try:
+        builder = datasets.load_dataset_builder(source.source, name=source.subset, revision=source.revision)
+        if source.revision and type(builder).__name__ == "Cache" and builder.hash != source.revision:
+            # without a network, `datasets` takes whatever revision it has
+            raise errors.UserError(
+                f"{_beside(field, 'revision')} = {source.revision}: the hub cannot be reached, and the cache holds "
+                f"{builder.hash}. Give that, or try again with a network."
+            )
+        builder.download_and_prepare()
+        found = builder.as_dataset()
+    except (
+        datasets.exceptions.DatasetsError,
+        hub.HTTPError,
+        hub.HFValidationError,
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:
+        if isinstance(error, errors.UserError):
+            raise
+        raise errors.UserError(_refusal(error, source, field=field)) from None
+    assert isinstance(found, datasets.DatasetDict)
+    return _split(found, source, field=field)
+
+
+def records(dataset: "datasets.Dataset", columns: tables.Columns, *, place: str) -> Iterator[tables.Found]:
+    """The rows of a data set in its order."""
+    names = dataset.column_names
+    wanted = dataset.select_columns(columns.among(names) or names[:1]).with_format("arrow")
+    batches = (batch for table in wanted.iter(_ROWS) for batch in table.to_batches())
+    yield from tables.rows(batches, names, columns, place=place)
+
+
+def _split(found: "datasets.DatasetDict", source: config.Source, *, field: str) -> "datasets.Dataset":
+    """The split that is asked for, else the only one, else the one called train."""
+    names = list(found)
+    asked = source.split or (names[0] if len(names) == 1 else "train")
+    if asked not in found:
+        given = f"{_beside(field, 'split')} = {source.split}: there is no such split" if source.split else "has several splits"
+        raise errors.UserError(f"{given}. Set {_beside(field, 'split')} to {errors.choices(names)}.")
+    return found[asked]
+
+
+def _refusal(error: Exception, source: config.Source, *, field: str) -> str:
+    """Why the hub's data set cannot be had, and the way out."""
+    import datasets
+
+    name = source.source
+    if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # the error itself says only that there was one
+    said = " ".join(str(error).split())[:_MOST_SAID]
+    known = _SUBSETS.search(str(error))
+    if known:
+        subsets = errors.choices(word.strip(" '\"") for word in known[1].split(","))
+        beside = _beside(field, "subset")
+        given = f"{beside} = {source.subset}: there is no such subset" if source.subset else "has several subsets"
+        return f"{given}. Set {beside} to {subsets}."
+    if "gated dataset" in said:
+        return f"is gated. Accept its terms on https://huggingface.co/datasets/{name}, and log in: hf auth login."
+    if source.revision and said.startswith("Revision"):
+        return f"{_beside(field, 'revision')} = {source.revision}: the data set has no such branch, tag or commit."
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return f"{_NOTHING}, and no such data set on the hub. {_EXAMPLE} If it is private, log in: hf auth login."
+    if isinstance(error, ConnectionError):
+        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        return f"{_NOTHING}, the cache holds no data set of that name, and {why}. {_EXAMPLE}"
+    if "scripts are no longer supported" in said:
+        return "is made by a script, and no code of a data set is run. Give one that is parquet or JSON files."
+    way_out = f"Try again, or give files: hf download {name} --repo-type dataset --local-dir FOLDER."
+    return f"cannot be loaded: {said.rstrip('.')}. {way_out}"
+
+
+def _beside(field: str, name: str) -> str:
+    """What the user calls another field of the same source."""
+    return f"{field.rpartition('.')[0]}.{name}"
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what an error says."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".") if lines else type(error).__name__

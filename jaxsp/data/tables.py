@@ -1,0 +1,114 @@
+"""Tables in files of parquet and Arrow, row by row as Python objects: no more of them at a time than memory holds."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pyarrow as pa
+
+Found = tuple[str, Any, str | None]
+"""Where a record stands, what it is, and why nobody can tell what it is, if so."""
+
+_BATCH = 2**24
+"""Bytes of rows that become Python objects at a time."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Columns:
+    """What a format takes from a record, by the record's own names."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+
+    def among(self, names: list[str]) -> list[str]:
+        """Those to read from a table; none where one is missing that is required, for then no row can be used."""
+        if not set(self.required) <= set(names):
+            return []
+        return [name for name in (*self.required, *self.optional) if name in names]
+
+
+def rows(batches: Iterable[pa.RecordBatch], names: list[str], columns: Columns, *, place: str) -> Iterator[Found]:
+    """The rows of Arrow tables, counted from 1, as records with the columns that are wanted.
+
+    Where a column that is required does not exist, a row is only the names of those that do, with nothing in them.
+    """
+    wanted = columns.among(names)
+    number = 0
+    for batch in batches:
+        batch.validate()
+        batch = batch.select(wanted)
+        at_once = max(_BATCH * batch.num_rows // max(batch.nbytes, 1), 1)
+        for start in range(0, batch.num_rows, min(at_once, 1000)):
+            part = batch.slice(start, min(at_once, 1000))
+            for row, problem in _as_python(part) if wanted else [(dict.fromkeys(names, ""), None)] * part.num_rows:
+                number += 1
+                yield f"{place}, row {number}", row, problem
+
+
+def parquet(file: str, columns: Columns) -> Iterator[Found]:
+    """The rows of a parquet file. Raises: what pyarrow raises where it is broken."""
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
+        names = table.schema_arrow.names
+        num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+        batch_size = min(max(_BATCH * table.metadata.num_rows // max(num_bytes, 1), 1), 1000)
+        # of a table without the columns that are wanted, the rows are only counted
+        batches = table.iter_batches(columns=columns.among(names) or names[:1], batch_size=batch_size)
+        yield from rows(batches, names, columns, place=file)
+
+
+def arrow(file: str, columns: Columns) -> Iterator[Found]:
+    """The rows of an Arrow file, or of a stream in a file. Raises: what pyarrow raises where it is broken, or ValueError."""
+    with pa.memory_map(file) as source:
+        if source.read(6) == b"ARROW1":
+            table = pa.ipc.open_file(source)
+            batches = (table.get_batch(number) for number in range(table.num_record_batches))
+            yield from rows(batches, table.schema.names, columns, place=file)
+            return
+        source.seek(0)
+        stream = pa.ipc.open_stream(source)
+        yield from rows(stream, stream.schema.names, columns, place=file)
+        # a stream that is cut between two batches reads like a shorter one, but for this mark
+        source.seek(max(source.size() - 8, 0))
+        if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
+            raise ValueError("the stream has no end")
+
+
+def _as_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
+    """The rows of a small batch, or what is wrong with them."""
+    try:
+        values = [_column(column) for column in batch.columns]
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [(None, f"is not UTF-8 text ({error})")]
+        return [row for index in range(batch.num_rows) for row in _as_python(batch.slice(index, 1))]
+    return [(dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)]
+
+
+def _column(column: pa.Array) -> list[Any]:
+    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if lists and pa.types.is_primitive(column.type.value_type):  # as Python's own numbers they would take 30 times as long
+        return [one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column]
+    values = column.to_pylist()
+    return [_parsed(value, column.type) for value in values] if _holds_json(column.type) else values
+
+
+def _holds_json(kind: pa.DataType) -> bool:
+    """Whether there is JSON in an Arrow type: `datasets` writes what has different types in different records so."""
+    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    return isinstance(kind, pa.JsonType) or any(map(_holds_json, inner))
+
+
+def _parsed(value: Any, kind: pa.DataType) -> Any:
+    """A value with the JSON in it parsed."""
+    if value is None:
+        return None
+    if isinstance(kind, pa.JsonType):
+        return json.loads(value)
+    if isinstance(value, list):
+        return [_parsed(one, kind.value_type) for one in value]
+    if isinstance(value, dict):
+        return {name: _parsed(one, kind.field(name).type) for name, one in value.items()}
+    return value

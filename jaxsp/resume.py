@@ -1,0 +1,97 @@
+"""Where a run goes on: the checkpoint, and whether what is asked now still fits it."""
+
+import dataclasses
+import os
+import pathlib
+
+import jax
+
+from jaxsp.core import config, errors
+from jaxsp.data import dataset
+from jaxsp.hf import families
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import checkpoint
+from jaxsp.training.material import Start
+
+
+def checkpoint_of(run: config.Run) -> pathlib.Path | None:
+    """The checkpoint that a run goes on from. Raises: UserError where there has to be one, or run.directory cannot be used."""
+    directory = pathlib.Path(run.directory)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    asked = f"run.directory = {run.directory}"
+    if not there.is_dir():
+        raise errors.UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise errors.UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
+    has_files = directory.is_dir() and any(directory.iterdir())
+    if run.resume == "auto":
+        if has_files and not (directory / "config.yaml").is_file():
+            raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
+        return checkpoint.newest(directory)
+    # process 0 may have begun to write by the time that another looks
+    if has_files and jax.process_index() == 0:
+        raise errors.UserError(
+            f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
+        )
+    if run.resume == "never":
+        return None
+    found = checkpoint.newest(run.resume)
+    if found is None:
+        raise errors.UserError(
+            f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
+            "auto or never."
+        )
+    return found
+
+
+def kept_model(found: pathlib.Path) -> pathlib.Path | None:
+    """Where the run of a checkpoint keeps the small files of its model; None for a checkpoint that lies elsewhere."""
+    run = checkpoint.run_of(found)
+    return run / "model" if run is not None and (run / "model").is_dir() else None
+
+
+def start(
+    meta: checkpoint.Meta, found: pathlib.Path, settings: config.Config, *, model: ModelConfig, data: dataset.DataSet
+) -> Start:
+    """Where a run goes on from a checkpoint. Raises: UserError where that is of another model, or of other rows."""
+    way_out = (
+        f"Undo that, or begin a run with these weights: python -m jaxsp.export {found} FOLDER, then run.directory=NEW "
+        "model.source=FOLDER."
+    )
+    saved, problems = config.parse(meta.config), []
+    was = families.model_config(meta.model, field="model.config")
+    for name in (field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(was, field.name)):
+        said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
+        problems.append(f"model: {said}. {way_out}")
+    if saved.optimizer.name != settings.optimizer.name:
+        problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
+    rows, changed = {int(length): count for length, count in meta.rows.items()}, _changed(meta, settings)
+    if others := dataset.changes(meta.data, data.fingerprint(settings)):
+        what, then = "; ".join(others), settings.run.on_data_change
+        consumed = " and ".join(f"{count:,} of {length:,} tokens" for length, count in rows.items())
+        if then == "error":
+            problems.append(
+                f"{what}: that makes other rows than those that {found} has consumed ({consumed}). Undo that, or set "
+                "run.on_data_change=restart (begin with the first of the new rows) or continue (behind as many of them)."
+            )
+        elif then == "restart":
+            rows, changed = {}, (*changed, f"{what}: begins with the first of the new rows")
+        elif saved.data.row_lengths != settings.data.row_lengths:
+            problems.append(f"{what}: run.on_data_change = continue: rows of other lengths cannot be counted on. Use restart.")
+        else:
+            changed = (*changed, f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})")
+    if problems:
+        raise errors.UserError(problems)
+    return Start(checkpoint=found, step=meta.step, rows=rows, num_tokens=meta.num_tokens_total, changed=changed)
+
+
+def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
+    """The fields that are not as they were, with both values."""
+    before, now = meta.config, settings.model_dump(mode="json")
+    return tuple(
+        f"{group}.{name} {before.get(group, {}).get(name)} -> {value}"
+        for group, fields in now.items()
+        for name, value in fields.items()
+        if before.get(group, {}).get(name) != value
+        and (group, name) not in (("run", "directory"), ("run", "resume"), ("run", "on_data_change"))
+    )

@@ -1,0 +1,263 @@
+"""What of a conversation is learned: what the assistant says and its end mark, to the token, or nothing at all."""
+
+import unicodedata
+
+import numpy as np
+import pytest
+from tokenizers import normalizers, processors
+
+from jaxsp.core import batch, config, errors
+from jaxsp.data import chat, encoding
+from tests.data import chats
+
+SHOWN = {
+    "chatml": (
+        chats.CHATML,
+        lambda m: (m["content"] or "") + chats.call_text(m, "<tool_call>", "</tool_call>") + "<|im_end|>\n",
+    ),
+    "headers": (chats.HEADERS, lambda m: (m["content"] or "").strip() + chats.call_text(m) + "<|eot_id|>"),
+    "inst": (chats.INST, lambda m: " " + (m["content"] or "") + chats.call_text(m, "[TOOL_CALLS]") + "</s>"),
+    "turns": (chats.TURNS, lambda m: m["content"].strip() + "<end_of_turn>\n"),
+}
+"""Templates without marks, and what a message of the assistant is in their text."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chats.tokenizer()
+
+
+def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
+    rendered = chat.render(record, tokenizer=tokenizer, template=template, train_on=train_on)
+    (made,) = encoding.encode([rendered], tokenizer)
+    if isinstance(made, chat.Refused):
+        raise made
+    return made
+
+
+def learned(tokens, labels):
+    """The runs of tokens that are learned."""
+    assert tokens.dtype == labels.dtype == np.int32
+    assert len(tokens) == len(labels)
+    is_learned = labels != batch.NO_LABEL
+    np.testing.assert_array_equal(labels[is_learned], tokens[is_learned])
+    borders = np.flatnonzero(np.diff(is_learned, prepend=False, append=False))
+    return [tokens[start:end] for start, end in borders.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_loss_is_on_what_the_assistant_says_and_its_end_mark(tokenizer, name):
+    template, says = SHOWN[name]
+    for messages in chats.conversations(50, alternating=name == "turns"):
+        tokens, labels = encode({"messages": messages}, tokenizer, template)
+        expected = [says(message) for message in messages if message["role"] == "assistant"]
+        assert [tokenizer.decode(run) for run in learned(tokens, labels)] == expected
+        whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+        assert tokens.tolist() == whole
+        assert encode({"messages": messages}, tokenizer, template, "all")[1] is None
+
+
+def test_marks_give_the_mask_that_transformers_gives(tokenizer):
+    for messages in chats.conversations(50):
+        tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
+        theirs = tokenizer.apply_chat_template(messages, chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+        assert tokens.tolist() == theirs["input_ids"]
+        assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"]
+        np.testing.assert_array_equal(labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1])
+
+
+def test_marks_that_end_in_a_character_of_several_tokens_hold_all_of_it(tokenizer):
+    """transformers marks but the first of them."""
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endfor %}"
+    tokens, labels = encode({"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template)
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["x \U0001f980"]
+
+
+def test_turns_that_change_when_others_follow_are_found(tokenizer):
+    thinks = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\none", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "<|im_start|>assistant\n"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "<|im_start|>assistant\nq"},
+        {"role": "assistant", "content": "three", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
+    ]
+    call = chats.call_text(thinks[1], "<tool_call>", "</tool_call>")
+    found = learned(*encode({"messages": thinks}, tokenizer, chats.THINKING))
+    assert [tokenizer.decode(run) for run in found] == [
+        f"one{call}<|im_end|>\n",
+        "two<|im_end|>\n",
+        f"three{call}<|im_end|>\n",
+        "<think>\nso\n</think>\n\nfour<|im_end|>\n",
+    ]
+    for messages in chats.conversations(50):
+        expected = [SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"]
+        expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
+        found = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
+        assert [tokenizer.decode(run) for run in found] == expected
+
+
+def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
+    """As the prompts of models that think, which the turns of those that do not lack."""
+    thinks = chats.CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+    assert "<think>" in thinks
+    for talk in (TALK, TALK + TALK):
+        found = learned(*encode({"messages": talk}, tokenizer, thinks))
+        assert [tokenizer.decode(run) for run in found] == ["answer<|im_end|>\n"] * (len(talk) // 2)
+
+
+def test_what_is_null_is_not_there_for_a_template(tokenizer):
+    template = chats.CHATML.replace("(message.content or '')", "(message.content if message.content is defined else 'nothing')")
+    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [chats.CALL]}]
+    tokens, labels = encode({"messages": messages}, tokenizer, template)
+    assert tokens.tolist() == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    assert tokenizer.decode(learned(tokens, labels)[0]).startswith("nothing<tool_call>")
+
+
+def test_a_conversation_may_begin_with_the_assistant(tokenizer):
+    messages = [
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    found = learned(*encode({"messages": messages}, tokenizer))
+    assert [tokenizer.decode(run) for run in found] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
+
+
+def test_what_a_tokenizer_does_around_tokens_moves_no_label():
+    """A normalizer that makes one character of two, and spaces that are taken out of tokens' offsets."""
+    tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    for template in (chats.INST, chats.CHATML):
+        for messages in chats.conversations(20):
+            says = dict(SHOWN.values())[template]
+            expected = [unicodedata.normalize("NFC", says(message)) for message in messages if message["role"] == "assistant"]
+            assert [tokenizer.decode(run) for run in learned(*encode({"messages": messages}, tokenizer, template))] == expected
+    assert tokenizer.backend_tokenizer.post_processor is not None
+
+
+def test_a_token_across_the_border_is_refused(tokenizer):
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
+    with pytest.raises(chat.Refused, match=r"one token holds the end of '.*assistant\\n' and the beginning of '\\nan ans"):
+        encode(record, tokenizer)
+    assert encode(record, tokenizer, train_on="all")[1] is None
+    theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+    labels = encode(record, tokenizer, chats.MARKED)[1]
+    assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], "marks are the user's word"
+
+
+TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
+PROMPT = "{%- if add_generation_prompt"
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "reason"),
+    [
+        ({"messages": []}, chats.CHATML, "messages is empty"),
+        ({"messages": "hi"}, chats.CHATML, "no list of messages"),
+        ({"messages": [{"content": "x"}]}, chats.CHATML, "no list of messages, each with a role"),
+        ({"messages": TALK[:1]}, chats.CHATML, "has no turn of the role assistant"),
+        ({"messages": TALK, "tools": TOOLS}, chats.CHATML, "ignores tools"),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": True}},
+            chats.CHATML,
+            "kwargs cannot set add_gen",
+        ),
+        (
+            {"messages": [{"role": "critic", "content": "x"}, *TALK]},
+            chats.INST,
+            "refuses it: Only user, system, tool and assist",
+        ),
+        ({"messages": TALK[:1] + TALK}, chats.TURNS, "refuses it: Conversation roles must alternate"),
+        ({"messages": TALK}, "{{ messages[0].content }}", r"drops what message 2 \(assistant\) says"),
+        ({"messages": TALK}, "{{ messages[1].content }}", r"drops what message 1 \(user\) says"),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]},
+            chats.CHATML.replace("tool_calls", "calls"),
+            "drops what message 2",
+        ),
+        ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]}, chats.CHATML, "drops the thinking"),
+        ({"messages": TALK}, "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "end mark"),
+        ({"messages": TALK + TALK}, "{{ messages | length }}" + chats.CHATML, "cannot be told apart"),
+        # different with the turns that are put between, in as many characters, and different at its end
+        (
+            {"messages": TALK + TALK},
+            "{{ 'A' if messages | length in (1, 10) else 'B' }}" + chats.CHATML,
+            "cannot be told apart",
+        ),
+        ({"messages": TALK + TALK}, chats.CHATML.replace(PROMPT, "{{ messages | length }}" + PROMPT), "cannot be told apart"),
+        (
+            {"messages": TALK},
+            "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.content }}{% endfor %}",
+            "marks leave out what the assistant says",
+        ),
+        ({"prompt": TALK[:1], "completion": "x"}, chats.CHATML, "both have to be the same"),
+        ({"prompt": TALK[:1], "completion": []}, chats.CHATML, "completion is empty"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, "{{ messages | length }}" + chats.CHATML, "the prompt differently"),
+    ],
+)
+def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, reason):
+    with pytest.raises(chat.Refused, match=reason):
+        encode(record, tokenizer, template)
+
+
+def test_a_part_without_the_turns_words_is_refused():
+    with pytest.raises(chat.Refused, match=r"what message 2 \(assistant\) says is not where"):
+        chat._check_turn(TALK[1], 1, "another answ<|im_end|>\n")
+
+
+def test_tools_reach_the_template(tokenizer):
+    template = "{{ (tools | tojson) if tools }}" + chats.CHATML
+    tokens, labels = encode({"messages": TALK, "tools": TOOLS}, tokenizer, template)
+    assert tokenizer.decode(tokens).startswith('[{"type": "function", "function": {"name": "weather"')
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    assert encode({"messages": TALK, "tools": []}, tokenizer)[0].tolist() == encode({"messages": TALK}, tokenizer)[0].tolist()
+
+
+def test_a_completion_is_learned_with_the_end_token(tokenizer):
+    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
+    assert (tokenizer.decode(tokens), [tokenizer.decode(run) for run in learned(tokens, labels)]) == (
+        "2 + 2 = 4</s>",
+        [" 4</s>"],
+    )
+    merged, labels = encode({"prompt": "it is an ", "completion": "answer"}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(merged, labels)] == [" answer</s>"], "a token across the border is learned"
+    done, labels = encode({"prompt": "a", "completion": " b</s>"}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(done, labels)] == [" b</s>"]
+    assert encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer, train_on="all")[0].tolist() == tokens.tolist()
+    tokens, labels = encode({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+
+
+def test_a_tokenizer_without_offsets_learns_all_or_nothing():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    with pytest.raises(chat.Refused, match="ByT5Tokenizer does not say where its tokens stand"):
+        encode({"messages": TALK}, slow)
+    tokens, labels = encode({"messages": TALK}, slow, train_on="all")
+    assert (slow.decode(tokens).count("answer"), labels) == (1, None)
+
+
+def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+
+    def given(name):
+        data = {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8, "chat_template": name}
+        return chat.template(config.Data.model_validate(data), tokenizer)
+
+    (tmp_path / "a.jinja").write_text(chats.CHATML)
+    assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
+    with pytest.raises(errors.UserError, match=r"data\.chat_template = b\.jinja: no such file below .*data|\{\{ or \{%"):
+        given("b.jinja")
+    with pytest.raises(errors.UserError, match=r"is no Jinja template: line 2: unexpected '\}'"):
+        given("{{ x }}\n{{ y }")
+    with pytest.raises(errors.UserError, match="null: the tokenizer has no chat template of its own"):
+        given(None)
+    own = chats.tokenizer()
+    own.chat_template = chats.CHATML
+    data = config.Data.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
+    assert chat.template(data, own) is None

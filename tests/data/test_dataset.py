@@ -1,0 +1,287 @@
+"""Documents, each once, in rows of the right length, and every count known before the first step."""
+
+import datasets
+import jax
+import numpy as np
+import pytest
+
+from jaxsp.core import errors
+from jaxsp.data import account, dataset, rows
+from tests.data import test_pipeline
+
+
+def tokenized(lengths, first=0, labels=False):
+    """Documents whose tokens are numbered through from `first`, so that a token says where it is from."""
+    tokens, number = [], first
+    for length in lengths:
+        tokens.append(list(range(number, number + length)))
+        number += length
+    columns = {"tokens": tokens, "place": [f"a.jsonl, line {line}" for line in range(1, len(lengths) + 1)]}
+    if labels:
+        columns["labels"] = [[token if token % 3 else -100 for token in document] for document in tokens]
+    return datasets.Dataset.from_dict(columns)
+
+
+def data_of(sources, settings, weights=None, **fields):
+    sets, first = [], 1
+    for lengths in sources:
+        sets.append(tokenized(lengths, first))
+        first += sum(lengths)
+    names = [chr(ord("a") + number) for number in range(len(sources))]
+    documents = rows.Documents(sets, names=names, longest=settings.data.longest_row, **fields)
+    return dataset.of("train", documents, settings, digests=names, weights=weights)
+
+
+def lengths_of(count, most, seed=0):
+    return np.random.default_rng(seed).integers(1, most, count).tolist()
+
+
+def steps_of(data, settings, mesh=(1, 2, 4), **how):
+    return list(data.feed(settings, test_pipeline.mesh_of(*mesh), data.schedule(settings, **how)).batches())
+
+
+def taken(steps):
+    """Tokens of a run's steps, in order of their numbers; 0 is padding."""
+    found = np.concatenate([np.asarray(given.tokens_BL).ravel() for given, _ in steps])
+    return np.sort(found[found > 0])
+
+
+TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
+
+
+def test_each_document_goes_to_the_shortest_row_that_holds_it():
+    settings = test_pipeline.settings_of(**TWO)
+    data = data_of([[1, 16, 17, 64, 65, 200]], settings)
+    found = {
+        stream.row_tokens: {int(d) for index in range(stream.rows_in(1)) for d in stream.row(index).document}
+        for stream in data.streams
+    }
+    assert found == {16: {0, 1}, 64: {2, 3, 4, 5}}
+
+
+def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_the_same_space():
+    settings = test_pipeline.settings_of(**TWO)
+    lengths = [*lengths_of(90, 20), *lengths_of(20, 90)]
+    steps = steps_of(data_of([lengths], settings), settings, epochs=1)
+    assert taken(steps).tolist() == list(range(1, sum(lengths) + 1))
+    assert {counts.row_tokens for _, counts in steps} == {16, 64}
+    for given, counts in steps:
+        turns, slots, row_tokens = given.tokens_BL.shape
+        assert (turns, slots * row_tokens, row_tokens) == (2, 2 * 64, counts.row_tokens), (
+            "as many turns, as many tokens at once"
+        )
+
+
+def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other_rows_per_step():
+    settings = test_pipeline.settings_of(**TWO)
+    lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
+    data = data_of([lengths], settings)
+    schedule = data.schedule(settings, epochs=2)
+    for done in range(0, len(schedule), 5):
+        first = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), schedule)
+        before = [first.read(step) for step in range(done)]
+        consumed = dict(zip((16, 64), schedule.consumed(done), strict=True))
+        other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
+        after = steps_of(data, other, (1, 1, 2), consumed=consumed, epochs=2)
+        pieces = sorted(
+            int(n) for counts in [*(step.counts for step in before), *(c for _, c in after)] for n in counts.piece_lengths
+        )
+        whole = sorted(int(n) for _, counts in steps_of(data, settings, epochs=2) for n in counts.piece_lengths)
+        assert pieces == whole
+
+
+def test_a_length_that_no_document_needs_has_no_steps():
+    data = data_of([[3, 4, 5]], test_pipeline.settings_of(**TWO))
+    assert [stream.row_tokens for stream in data.streams] == [16]
+    assert data.shares == (1.0,)
+
+
+def shares_of(steps):
+    tokens = np.sum([counts.tokens_of_sources for _, counts in steps], axis=0)
+    return tokens / tokens.sum()
+
+
+@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
+def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(row_tokens):
+    settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=4)
+    sources = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
+    data = data_of(sources, settings, weights=[6.0, 3.0, 1.0])
+    steps = steps_of(data, settings, num_steps=300)
+    assert data.weights == pytest.approx((0.6, 0.3, 0.1))
+    assert shares_of(steps) == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
+    assert {counts.epoch for _, counts in steps} == {None}
+    lines = [
+        words for word, words in account.account(data, settings, data.schedule(settings, num_steps=300)) if word == "source"
+    ]
+    total = sum(counts.piece_lengths.sum() for _, counts in steps)
+    for line, weight, one in zip(lines, (0.6, 0.3, 0.1), data.documents.sources, strict=True):
+        times = float(line.split("repeated ")[1].split()[0])
+        assert times == pytest.approx(weight * total / one.num_tokens, rel=0.03)
+
+
+def test_a_row_has_documents_of_one_source_where_they_have_weights():
+    settings = test_pipeline.settings_of()
+    data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], settings, weights=[1.0, 1.0])
+    (stream,) = data.streams
+    for index in range(50):
+        assert len(set(data.documents.source_of(stream.row(index).document).tolist())) == 1
+
+
+def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
+    settings = test_pipeline.settings_of()
+    data = data_of([[10] * 30, [5] * 30], settings)
+    steps = steps_of(data, settings, epochs=1)
+    assert np.sum([counts.tokens_of_sources for _, counts in steps], axis=0).tolist() == [300, 150]
+
+
+def test_a_source_of_which_nothing_is_left_is_no_part_of_a_mixture():
+    settings = test_pipeline.settings_of()
+    with pytest.raises(errors.UserError, match=r"data\.train\.1 \(b\): no document is left of it"):
+        data_of([[3, 4], [50, 60]], settings, weights=[1.0, 1.0], long_documents="drop")
+
+
+LONG = [40, 5, 33, 32, 100]
+
+
+@pytest.mark.parametrize(
+    ("what", "lengths", "counts"),
+    [
+        ("split", LONG, {"num_split": 3}),
+        ("truncate", [32, 5, 32, 32, 32], {"num_truncated": 3, "num_tokens_truncated": 77}),
+        ("drop", [5, 32], {"num_dropped": 3, "num_tokens_dropped": 173}),
+    ],
+)
+def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
+    settings = test_pipeline.settings_of(rows_per_step=2)
+    data = data_of([LONG], settings, long_documents=what)
+    (source,) = data.documents.sources
+    assert data.documents.lengths.tolist() == lengths
+    found = {name: value for name, value in vars(source).items() if value and name not in ("name", "num_documents")}
+    assert found == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
+    steps = steps_of(data, settings, epochs=1)
+    assert len(taken(steps)) == sum(lengths)
+    assert sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps) == source.num_loss_tokens
+
+
+def test_a_truncated_document_ends_like_any_other():
+    """Its last token has no next one: the label would be a token that is not there."""
+    for labels in (False, True):
+        stored = rows.Documents([tokenized([40], 1, labels)], longest=32, long_documents="truncate")
+        row = data_of([[40]], test_pipeline.settings_of(), long_documents="truncate").streams[0].row(0)
+        share = stored.share(row, 0, 32)
+        assert share.tokens.tolist() == list(range(1, 33))
+        assert share.labels.tolist() == [token if token % 3 or not labels else -100 for token in range(2, 33)] + [-100]
+        assert stored.num_loss_tokens == np.sum(share.labels != -100)
+
+
+def test_a_long_document_may_be_an_error():
+    with pytest.raises(errors.UserError) as raised:
+        rows.Documents([tokenized(LONG)], longest=32, long_documents="error", field="data.train")
+    (said,) = raised.value.problems
+    assert said.startswith(
+        "data.long_documents = error: data.train: a.jsonl, line 1 has 40 tokens, and a row 32, and 2 others "
+    )
+    assert said.endswith("Use split, truncate or drop, or a data.row_tokens of at least 100.")
+
+
+def test_rows_of_similar_work_are_side_by_side():
+    """Documents of 32 tokens are 32 times the work of as many documents of 1; dealt by chance groups would wait."""
+    settings = test_pipeline.settings_of(rows_per_step=16, max_pieces=32)
+    data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], settings)
+    steps = steps_of(data, settings, (1, 8, 1), epochs=1)
+    for given, counts in steps:
+        work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
+        assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
+    feed = data.feed(settings, test_pipeline.mesh_of(1, 8, 1), data.schedule(settings, epochs=1))
+    unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
+    assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
+    assert feed.num_steps == len(steps)
+    even = steps_of(data_of([[32] * 32], settings), settings, (1, 8, 1), epochs=1)
+    assert [counts.imbalance for _, counts in even] == [1.0, 1.0]
+
+
+def _dealt_unsorted(data, first):
+    (stream,) = data.streams
+    work = np.array([int((stream.row(index).length.astype(int) ** 2).sum()) for index in range(first, first + 16)]).reshape(
+        2, 8
+    )
+    return work.max(1).sum() / work.mean(1).sum()
+
+
+def test_who_gets_what_is_what_they_get():
+    settings = test_pipeline.settings_of(rows_per_step=8, rows_at_once=2)
+    data = data_of([lengths_of(60, 30)], settings)
+    feed = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), data.schedule(settings, epochs=1))
+    (stream,) = data.streams
+    for step, (given, _) in enumerate(feed.batches()):
+        dealt = feed.deal(step)
+        assert [(hand.turn, hand.group, hand.devices) for hand in dealt] == [
+            (turn, group, tuple(range(4 * group, 4 * group + 4))) for turn in range(2) for group in range(2)
+        ]
+        for hand in dealt:
+            there = np.asarray(given.lengths_BM)[hand.turn, 2 * hand.group : 2 * hand.group + 2]
+            rows_there = [[] if row is None else stream.row(row).length.tolist() for row in hand.rows]
+            assert [length[length > 0].tolist() for length in there] == rows_there
+            assert (hand.num_tokens, hand.num_pieces) == (there.sum(), np.sum(there > 0))
+    assert sorted(row for hand in feed.deal(0) for row in hand.rows) == list(range(8))
+    line = account.hands(feed.deal(0))[1]
+    assert line.startswith("turn 1  group 1  devices 4 5 6 7 of process 0  rows ")
+    last = account.hands(feed.deal(feed.num_steps - 1))
+    assert any(" -" in line for line in last), "empty rows at the end are seen"
+
+
+def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
+    for mesh, slots in (((1, 8, 1), 16), ((1, 2, 4), 4)):
+        settings = test_pipeline.settings_of(rows_per_step=16, rows_at_once=2)
+        (given, _), *_ = steps_of(data_of([[8] * 200], settings), settings, mesh, epochs=1)
+        assert given.tokens_BL.shape[1] == slots
+
+
+def test_every_count_is_said_before_the_first_step():
+    settings = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
+    data = data_of([[10, 70, 0, 3], [5]], settings)
+    said = account.account(data, settings, data.schedule(settings, epochs=1))
+    assert said == [
+        (
+            "data",
+            "4 documents in 5 pieces, 88 tokens, 84 with a loss; packed into 2 rows of 16 tokens and 2 rows of 64 tokens, "
+            "55.00 % full",
+        ),
+        ("", "1 document longer than a row: split; 1 empty document left out"),
+        ("source", "a: 3 documents, 83 tokens"),
+        ("source", "b: 1 document, 5 tokens"),
+    ]
+    assert account.num_steps_per_epoch(data, settings) == 2
+
+
+def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
+    settings = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
+    data = data_of([[16] * 800], settings)
+    (said,) = [words for word, words in account.account(data, settings, data.schedule(settings, epochs=1)) if word == "note"]
+    assert said.startswith("rows of 1,024 tokens are 12 % full, because they hold at most 8 documents: ")
+    cap = int(said.split("data.max_documents_per_row=")[1].split()[0])
+    length = int(said.split("rows of ")[2].split()[0])
+    for fields in ({"row_tokens": 1024, "max_pieces": cap}, {"row_tokens": length, "max_pieces": 8}):
+        other = test_pipeline.settings_of(**fields)
+        (stream,) = data_of([[16] * 800], other).streams
+        assert 12_800 / (stream.rows_in(1) * stream.row_tokens) >= 0.96, "800 documents are few: the last row may be half empty"
+
+
+def test_changes_of_the_data_are_named():
+    settings = test_pipeline.settings_of()
+    data = data_of([[3, 4], [5]], settings)
+    before = data.fingerprint(settings)
+    assert dataset.changes(before, data.fingerprint(settings)) == []
+    other = test_pipeline.settings_of(row_tokens=64, max_pieces=6)
+    (tokens, slots) = dataset.changes(before, data.fingerprint(other))
+    assert (tokens, slots) == ("data.row_tokens = 64, and was 32", "data.max_documents_per_row = 6, and was 5")
+    longer = data_of([[3, 4], [6, 1]], settings)
+    renamed = {**longer.fingerprint(settings)}
+    renamed["sources"] = [{**renamed["sources"][0], "name": "x"}, {**renamed["sources"][1], "digest": "new"}]
+    assert dataset.changes(before, renamed) == [
+        "data.train.1 (b) has other tokens than before: 2 documents, and had 1; 7 tokens, and had 5"
+    ]
+    assert dataset.changes(before, data_of([[3]], settings).fingerprint(settings)) == ["data.train has 1 sources, and had 2"]
+    weighted = data_of([[3, 4], [5]], settings, weights=[1.0, 3.0]).fingerprint(settings)
+    assert dataset.changes(before, weighted) == ["weights of data.train = [0.25, 0.75], and were None"]
+    assert len(jax.devices()) == 8

@@ -1,0 +1,194 @@
+"""Data sets that `datasets` saved or the hub has are sources like files, and each refusal is one line with a way out."""
+
+import json
+import pathlib
+
+import datasets
+import huggingface_hub
+import pytest
+
+from jaxsp.core import config, errors
+from jaxsp.data import sources
+
+COMMIT = "0123456789abcdef" * 2 + "01234567"
+
+TRAIN, TEST = (datasets.Dataset.from_dict({"text": [f"{name} {row}" for row in range(5)]}) for name in ("train", "test"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def read(source, format="text", **fields):
+    one = config.Source(source=source, format=format, **fields)
+    return sources.read(one, data=config.Data(train=[one], row_tokens=8), field="data.train.0.source")
+
+
+def problem(source, **fields):
+    with pytest.raises(errors.UserError) as raised:
+        read(source, **fields)
+    (line,) = raised.value.problems
+    return line
+
+
+def test_a_saved_data_set_is_read_in_its_order(tmp_path):
+    TRAIN.save_to_disk("one")
+    found = read("one")
+    assert found["text"] == TRAIN["text"]
+    assert found["place"] == [f"one, row {row}" for row in (1, 2, 3, 4, 5)]
+    TRAIN.select([3, 1]).save_to_disk("two", num_shards=2)
+    assert read("two")["text"] == ["train 3", "train 1"]
+
+
+def test_a_saved_data_set_that_changes_is_read_again(tmp_path):
+    TRAIN.save_to_disk("one")
+    assert read("one")["text"] == TRAIN["text"]
+    TEST.save_to_disk("one")
+    assert read("one")["text"] == TEST["text"]
+
+
+def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
+    datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
+    datasets.DatasetDict(test=TEST).save_to_disk("single")
+    datasets.DatasetDict(a=TRAIN, b=TEST).save_to_disk("other")
+    assert read("both")["text"] == TRAIN["text"]
+    assert read("both", split="test")["text"] == read("single")["text"] == read("other", split="b")["text"] == TEST["text"]
+    assert problem("other") == "data.train.0.source = other: has several splits. Set data.train.0.split to a or b."
+    assert problem("both", split="dev") == (
+        "data.train.0.split = dev: there is no such split. Set data.train.0.split to train or test."
+    )
+
+
+def test_what_would_do_nothing_for_a_saved_folder_is_refused(tmp_path):
+    TRAIN.save_to_disk("one")
+    assert problem("one", subset="en") == "data.train.0.subset = en: only data sets of the hub have one. Leave it out."
+    assert problem("one", revision="main").startswith("data.train.0.revision = main: only data sets of the hub")
+    assert problem("one", split="train").startswith("data.train.0.split = train: the folder holds one data set, not several.")
+
+
+def test_a_saved_folder_that_is_broken_is_named(tmp_path):
+    TRAIN.save_to_disk("one")
+    (tmp_path / "one/data-00000-of-00001.arrow").unlink()
+    assert problem("one").startswith("data.train.0.source = one: cannot be loaded: ")
+
+
+def test_messages_of_a_data_set_are_read_as_they_were_put_in(tmp_path):
+    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": "x"})]
+    messages = [[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}] for call in calls]
+    datasets.Dataset.from_dict({"messages": messages, "id": [1, 2]}, on_mixed_types="use_json").save_to_disk("one")
+    assert [json.loads(record)["messages"] for record in read("one", "messages")["record"]] == messages
+
+
+def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
+    """org/name as `datasets` keeps it after a download: a folder for each subset, called after the commit."""
+    for subset in subsets:
+        files = {}
+        for split, content in (("train", TRAIN), ("test", TEST)):
+            files[split] = str(tmp_path / f"{split}.parquet")
+            content.to_parquet(files[split])
+        builder = datasets.load_dataset_builder("parquet", data_files=files, cache_dir=str(tmp_path / "made" / subset))
+        builder.download_and_prepare()
+        folder = tmp_path / f"cache/org___name/{subset}/0.0.0/{COMMIT}"
+        folder.parent.mkdir(parents=True)
+        made = pathlib.Path(builder.cache_dir).rename(folder)
+        for path in made.glob("parquet-*.arrow"):
+            path.rename(made / path.name.replace("parquet-", "name-"))
+        info = (made / "dataset_info.json").read_text().replace('"dataset_name": "parquet"', '"dataset_name": "name"')
+        (made / "dataset_info.json").write_text(info.replace('"config_name": "default"', f'"config_name": "{subset}"'))
+
+
+def test_a_name_is_the_hubs_data_set_where_no_file_is_called_so(tmp_path):
+    cached(tmp_path, "default")
+    assert read("org/name")["text"] == TRAIN["text"]
+    found = read("org/name", split="test", revision=COMMIT)
+    assert (found["text"], found["place"][0]) == (TEST["text"], "org/name, row 1")
+    assert problem("org/name", split="dev").startswith("data.train.0.split = dev: there is no such split. Set")
+    assert problem("org/name", revision="v2") == (
+        f"data.train.0.revision = v2: the hub cannot be reached, and the cache holds {COMMIT}. "
+        "Give that, or try again with a network."
+    )
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org/name").write_text("a file comes first")
+    assert read("org/name")["text"] == ["a file comes first"]
+
+
+def test_of_several_subsets_one_has_to_be_asked_for(tmp_path):
+    cached(tmp_path, "de", "en")
+    assert problem("org/name").startswith("data.train.0.source = org/name: has several subsets. Set data.train.0.subset to ")
+    assert read("org/name", subset="en")["text"] == TRAIN["text"]
+    assert problem("org/name", subset="fr") == (
+        "data.train.0.subset = fr: there is no such subset. Set data.train.0.subset to de or en."
+    )
+
+
+def generation_error():
+    error = datasets.exceptions.DatasetGenerationError("An error occurred while generating the dataset")
+    error.__cause__ = ValueError("Not a parquet file\n" + "x" * 10_000)
+    return error
+
+
+NOT_FOUND = datasets.exceptions.DatasetNotFoundError
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (
+            NOT_FOUND("Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to access it."),
+            "source = org/name: is gated. Accept its terms on https://huggingface.co/datasets/org/name, and log in: hf auth",
+        ),
+        (
+            NOT_FOUND("Dataset 'org/name' doesn't exist on the Hub or cannot be accessed."),
+            "source = org/name: there is no such file or folder, and no such data set on the hub. Give a file",
+        ),
+        (
+            NOT_FOUND("Revision 'v2' doesn't exist for dataset 'org/name' on the Hub."),
+            "revision = v2: the data set has no such branch, tag or commit.",
+        ),
+        (
+            ConnectionError("Couldn't reach 'org/name' on the Hub (LocalEntryNotFoundError)"),
+            "source = org/name: there is no such file or folder, the cache holds no data set of that name, and the hub cannot",
+        ),
+        (
+            ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nExample of usage:"),
+            "source = org/name: has several subsets. Set data.train.0.subset to a or b.",
+        ),
+        (
+            RuntimeError("Dataset scripts are no longer supported, but found name.py"),
+            "source = org/name: is made by a script, and no code of a data set is run.",
+        ),
+        (generation_error(), "source = org/name: cannot be loaded: Not a parquet file xxx"),
+        (
+            OSError(28, "No space left on device"),
+            "source = org/name: cannot be loaded: [Errno 28] No space left on device. Try again, or give files: hf download",
+        ),
+    ],
+)
+def test_what_the_hub_answers_is_one_line_with_a_way_out(monkeypatch, error, says):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    said = problem("org/name", revision="v2")
+    assert said.startswith(f"data.train.0.{says}")
+    assert len(said) < 500
+
+
+def test_an_unknown_subset_is_answered_with_those_there_are(monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("BuilderConfig 'c' not found. Available: ['a', 'b']")
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", fail)
+    assert problem("org/name", subset="c").startswith(
+        "data.train.0.subset = c: there is no such subset. Set data.train.0.subset to a or b."
+    )
+
+
+def test_offline_the_reason_is_said():
+    assert "and HF_HUB_OFFLINE is set. Give a file" in problem("org/gone")

@@ -1,0 +1,91 @@
+"""Ids and labels are those of TRL's SFTTrainer, for the same records and the same template."""
+
+import types
+
+import datasets
+import pytest
+
+from jaxsp.data import chat, encoding
+from tests.data import chats
+
+sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
+
+
+def theirs(records, tokenizer, *, messages):
+    """What SFTTrainer makes of a data set, by its own preparation."""
+    trainer = types.SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=not messages, chat_template=None)
+    settings = types.SimpleNamespace(
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=messages, max_length=None, shuffle_dataset=False
+    )
+    made = sft_trainer.SFTTrainer._prepare_dataset(
+        trainer, datasets.Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, settings, False, None, "train"
+    )
+    return [(row["input_ids"], row["labels"]) for row in made]
+
+
+def ours(records, tokenizer, template=None):
+    rendered = [chat.render(one, tokenizer=tokenizer, template=template, train_on="assistant") for one in records]
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in encoding.encode(rendered, tokenizer)]
+
+
+@pytest.fixture
+def tokenizer():
+    made = chats.tokenizer()
+    made.chat_template = chats.MARKED
+    return made
+
+
+def test_conversations(tokenizer):
+    records = [{"messages": messages} for messages in chats.conversations(50)]
+    expected = theirs(records, tokenizer, messages=True)
+    assert ours(records, tokenizer) == expected
+    assert ours(records, tokenizer, chats.CHATML) == expected, "derived without marks"
+
+
+def test_prompts_and_completions_of_messages(tokenizer):
+    records = []
+    for messages in chats.conversations(50):
+        border = max(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+        records.append({"prompt": messages[:border], "completion": messages[border:]})
+    assert ours(records, tokenizer) == theirs(records, tokenizer, messages=False)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_prompts_and_completions_of_text(tokenizer, begins):
+    """Also where a token holds the end of the prompt and the beginning of the completion."""
+    from tokenizers import processors
+
+    if begins:
+        post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.backend_tokenizer.post_processor = post
+    texts = [message["content"] for messages in chats.conversations(30, alternating=True) for message in messages]
+    records = [{"prompt": a, "completion": b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    records += [{"prompt": "an ", "completion": "answer"}, {"prompt": "", "completion": "x"}, {"prompt": "x", "completion": ""}]
+    records += [{"prompt": "x\n", "completion": "\ny"}, {"prompt": "x", "completion": "y</s>"}]
+    made = ours(records, tokenizer)
+    assert made == theirs(records, tokenizer, messages=False)
+    assert (made[0][0][0] == tokenizer.bos_token_id) == begins
+
+
+@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "llama3", "gemma", "gemma3", "cohere", "lfm2"])
+def test_the_mask_derived_of_a_known_template_is_that_of_its_counterpart_with_marks(name):
+    """TRL has both of each model. Of Qwen 2.5's, the marks hold the header's line break too, which no prompt ends before."""
+    from trl import chat_template_utils
+
+    plain, marked = (
+        (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}{kind}.jinja").read_text() for kind in ("", "_training")
+    )
+    tokenizer = chats.tokenizer()
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                "<|START_OF_TURN_TOKEN|>",
+                "<|CHATBOT_TOKEN|>",
+                "<|USER_TOKEN|>",
+                "<|END_OF_TURN_TOKEN|>",
+            ]
+        }
+    )
+    records = [{"messages": messages} for messages in chats.conversations(20, alternating=True)]
+    tokenizer.chat_template = marked
+    assert ours(records, tokenizer, plain) == theirs(records, tokenizer, messages=True)

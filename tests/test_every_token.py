@@ -1,0 +1,178 @@
+"""Every token of every document is learned from once in an epoch: on every layout of mesh and processes, stopped or not.
+
+A token's id is its number in the whole corpus, so that a batch says which (document, token) is in it.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+import yaml
+
+from jaxsp import prepare
+from jaxsp.core import config
+from jaxsp.training import checkpoint, trainer
+from tests import consumed
+
+REPO = pathlib.Path(__file__).parent.parent
+LENGTHS = [*np.random.default_rng(0).integers(1, 60, 80).tolist(), 200, 1, 64, 65, 300, 128]
+"""Documents; rows have 64 tokens."""
+
+ONE_LENGTH = {"row_tokens": 64, "max_documents_per_row": 6}
+TWO_LENGTHS = {"row_tokens": [32, 64], "max_documents_per_row": 6, "long_documents": "drop"}
+
+
+def write_config(folder: pathlib.Path, data: dict) -> None:
+    firsts = np.cumsum([1, *LENGTHS])
+    records = [
+        json.dumps({"input_ids": list(range(a, b))}) for a, b in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
+    ]
+    (folder / "train.jsonl").write_text("\n".join(records), encoding="utf-8")
+    model = {"model_type": "llama", "vocab_size": int(firsts[-1]), "hidden_size": 16, "num_hidden_layers": 1}
+    model |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4, "intermediate_size": 16}
+    fields = {
+        "run": {"directory": str(folder / "run"), "epochs": 1, "save_every": 1},
+        "model": {"config": model, "compute_dtype": "float32"},
+        "mesh": {"virtual_cpu_devices": 8},
+        "data": {"train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}], **data},
+        "batch": {"rows_per_step": 8},
+        "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"keep_latest": 100},
+        "logging": {"tensorboard": False},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(fields), encoding="utf-8")
+
+
+def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
+    return [f"mesh.data={mesh[0]}", f"mesh.seq={mesh[1]}", *more]
+
+
+def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
+    settings = config.load(folder / "config.yaml", list(words))
+    with consumed.noted(folder / log):
+        program, material = prepare.training(settings, devices=jax.devices())
+        trainer.train(program, material, rich.console.Console(quiet=True))
+
+
+def train_apart(folder: pathlib.Path, log: str, *words: str, processes: int, kill_at: int = 0) -> None:
+    """Trains in so many processes; with `kill_at` all of them kill themselves there."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    started = []
+    for index in range(processes):
+        command = [sys.executable, "-m", "tests.consumed", str(folder / log), str(kill_at), str(folder / "config.yaml"), *words]
+        if processes > 1:
+            command += ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(index)]
+        started.append(
+            subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [process.communicate(timeout=300)[0] for process in started]
+    assert {process.returncode for process in started} == {-9 if kill_at else 0}, "\n".join(said)
+
+
+def learned(steps: list[tuple[np.ndarray, np.ndarray]]) -> str:
+    """A hash of every (document, token) that was learned from, in the corpus' order; a token that came twice is in it twice."""
+    tokens = np.concatenate([tokens.ravel() for tokens, _ in steps])
+    return hashlib.sha256(np.sort(tokens[tokens > 0]).astype(np.int64).tobytes()).hexdigest()
+
+
+def check_labels(steps: list[tuple[np.ndarray, np.ndarray]]) -> None:
+    """A token's label is the next one of its document, and there is one for all but its last token."""
+    lasts = np.cumsum(LENGTHS)
+    for tokens, labels in steps:
+        has_next = (tokens > 0) & ~np.isin(tokens, lasts)
+        assert np.array_equal(labels, np.where(has_next, tokens + 1, -100))
+
+
+def rows_of(step: tuple[np.ndarray, np.ndarray]) -> set[bytes]:
+    tokens, _ = step
+    return {row.tobytes() for row in tokens.reshape(-1, tokens.shape[-1]) if row.any()}
+
+
+def expected(data: dict) -> str:
+    """The slow and obvious hash: all documents written out, without those that are reported dropped."""
+    firsts, longest = np.cumsum([1, *LENGTHS]), np.max(data["row_tokens"])
+    dropped = data.get("long_documents") == "drop"
+    kept = [np.arange(a, b) for a, b in itertools.pairwise(firsts) if b - a <= longest or not dropped]
+    return hashlib.sha256(np.concatenate(kept).astype(np.int64).tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def straight(request, tmp_path_factory):
+    """A run that nothing interrupts: its folder, its data fields, and what it learned from, step by step."""
+    data = {"one": ONE_LENGTH, "two": TWO_LENGTHS}[request.param]
+    folder = tmp_path_factory.mktemp("straight")
+    write_config(folder, data)
+    train_here(folder, "log", *words_of((2, 4)))
+    steps = consumed.read(folder / "log")
+    assert len(steps) > 5
+    assert learned(steps) == expected(data)
+    check_labels(steps)
+    dropped = 4 if "long_documents" in data else 0
+    assert (f"{dropped} documents longer than a row: dropped" in (folder / "run/banner.txt").read_text()) == bool(dropped)
+    return folder, data, steps
+
+
+LAYOUTS = [
+    ("one", 1, (8, 1)),
+    ("one", 1, (1, 8)),
+    ("one", 2, (2, 4)),
+    ("one", 2, (1, 8)),
+    ("two", 1, (1, 8)),
+    ("two", 2, (4, 2)),
+]
+"""Lengths of rows, processes, and data x seq; one more is that of `straight`. 2 processes of 1 x 8 share every row."""
+
+
+@pytest.mark.parametrize(("straight", "processes", "mesh"), LAYOUTS, indirect=["straight"])
+def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, processes, mesh):
+    _, data, wanted = straight
+    write_config(tmp_path, data)
+    if processes == 1:
+        train_here(tmp_path, "log", *words_of(mesh))
+    else:
+        train_apart(tmp_path, "log", *words_of(mesh), processes=processes)
+    steps = consumed.read(tmp_path / "log")
+    assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted]
+    assert learned(steps) == expected(data)
+    check_labels(steps)
+
+
+STOPS = [
+    ("one", (2, (1, 8)), (1, (4, 2)), 4),
+    ("one", (1, (2, 4)), (2, (1, 8)), 16),
+    ("two", (2, (2, 4)), (1, (1, 8)), 16),
+]
+"""Lengths of rows, layout that is killed, layout that goes on, and its rows_per_step (8 before)."""
+
+
+@pytest.mark.parametrize(("straight", "before", "after", "rows_per_step"), STOPS, indirect=["straight"])
+def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(straight, tmp_path, before, after, rows_per_step):
+    _, data, wanted = straight
+    write_config(tmp_path, data)
+    train_apart(tmp_path, "killed", *words_of(before[1]), processes=before[0], kill_at=6)
+    done = checkpoint.read_meta(checkpoint.newest(tmp_path / "run")).step
+    assert 0 < done < 6
+    words = words_of(after[1], f"batch.rows_per_step={rows_per_step}")
+    if after[0] == 1:
+        train_here(tmp_path, "went_on", *words)
+    else:
+        train_apart(tmp_path, "went_on", *words, processes=after[0])
+    steps = consumed.read(tmp_path / "killed")[:done]
+    assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted[:done]]
+    steps += consumed.read(tmp_path / "went_on")
+    assert learned(steps) == expected(data)
+    check_labels(steps)
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["num_tokens_total"] == sum(int(np.sum(tokens > 0)) for tokens, _ in steps)
