@@ -28,7 +28,7 @@ def test_a_device_that_is_known_has_a_peak():
 
 def line(step):
     fields = {name: 1.0 if "float" in str(kind) else 1 for name, kind in metrics.Line.__annotations__.items()}
-    return metrics.Line(**fields | {"step": step})
+    return metrics.Line(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
