@@ -64,6 +64,8 @@ def main(arguments: list[str]) -> None:
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
     console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
+    for one in asked.evals:
+        console.print(f"{one.name}: {banner.documents_of(one)}", highlight=False, soft_wrap=True)
     for result in evaluator.Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
         console.print(banner.result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:

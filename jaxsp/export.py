@@ -49,6 +49,8 @@ def main(arguments: list[str]) -> None:
         directory=out,
         dtype=dtype,
     )
+    if settings.data.chat_template is not None:  # what was learned is what a chat has to be written like
+        (out / "chat_template.jinja").write_text(settings.data.chat_template, encoding="utf-8")
     console = rich.console.Console(markup=False)
     console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
     if tokenizer is not None and not tokenizers.loads_as(tokenizer, out):

@@ -33,8 +33,6 @@ class Asked:
     folder: folder.Folder | None
     """Of model.source."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
-    template: str | None
-    """The chat template of the config, where it has one."""
     choice: attention.Choice
     train: dataset.DataSet | None
     """None where it was not asked for."""
@@ -47,6 +45,8 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
     """
     problems = cli.Problems()
+    with problems.collect():
+        settings = _with_template(settings)
     found = meta = fields = kept = None
     with problems.collect():
         found = resume.checkpoint_of(settings.run)
@@ -117,6 +117,8 @@ def read(
     """
     model = sizes = tokenizer = source = kernel = None
     with problems.collect():
+        settings = _with_template(settings)
+    with problems.collect():
         if fields is None and settings.model.source is not None:
             source = folder.find(settings.model.source)
         fields = fields or (source.fields if source else settings.model.config)
@@ -132,9 +134,12 @@ def read(
         with problems.collect():
             tokenizer = tokenizer_of(settings, source, kept)
             if model is not None and len(tokenizer) > model.vocab_size:
+                way_out = f"Set model.config.vocab_size={len(tokenizer)}, or more."
+                if settings.model.source is not None:
+                    way_out = "Use the model's own tokenizer: model.tokenizer=null."
                 raise errors.UserError(
                     f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
-                    f"{model.vocab_size:,}. Use the model's own tokenizer: model.tokenizer=null with a model.source."
+                    f"{model.vocab_size:,}. {way_out}"
                 )
     if source is not None and model is not None and not source.on_hub:
         with problems.collect():
@@ -178,6 +183,7 @@ def read(
             field=field,
         )
         weights = [one.weight for one in members.values() if one.weight is not None]
+        weights = weights if len(weights) > 1 else []  # all tokens are of the only one in any case
         digests = [tokenized[member].digest for member in members]
         return dataset.of(
             name, documents, settings.model_copy(update={"data": lengths}), digests=digests, weights=weights or None
@@ -194,7 +200,6 @@ def read(
         fields=fields | families.token_ids(fields, tokenizer),
         folder=source,
         tokenizer=tokenizer,
-        template=None if settings.data.chat_template is None or tokenizer is None else chat.template(settings.data, tokenizer),
         choice=kernel,
         train=data_set("train", members, "data.train", settings.data) if members else None,
         evals=tuple(
@@ -232,8 +237,14 @@ def _keep_model(asked: Asked, kept: pathlib.Path | None, directory: pathlib.Path
         folder.copy_small_files(asked.folder.path, directory)
     elif asked.tokenizer is not None:
         asked.tokenizer.save_pretrained(directory)
-    if asked.template is not None:  # what was learned is what a chat has to be written like
-        (directory / "chat_template.jinja").write_text(asked.template, encoding="utf-8")
+
+
+def _with_template(settings: config.Config) -> config.Config:
+    """The config with the chat template itself in place of its file, so that a run has all it needs. Raises: UserError."""
+    if settings.data.chat_template is None:
+        return settings
+    data = settings.data.model_copy(update={"chat_template": chat.written_out(settings.data.chat_template)})
+    return settings.model_copy(update={"data": data})
 
 
 def _check_names(field: str, given: Sequence[config.Source]) -> None:
@@ -249,17 +260,11 @@ def _check_names(field: str, given: Sequence[config.Source]) -> None:
 def _divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool) -> list[str]:
     """Rows and lengths that do not divide."""
     found = []
-    longest, seq = settings.data.longest_row, sizes[axes.SEQ]
+    seq = sizes[axes.SEQ]
     for row_tokens in settings.data.row_lengths:
         if row_tokens % seq:
             near = errors.choices(_multiples(row_tokens, seq))
             found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
-        if longest % row_tokens:
-            asked, more = list(settings.data.row_lengths), _multiples(longest, row_tokens)[-1]
-            found.append(
-                f"data.row_tokens = {asked}: every step has the same tokens, and {longest} is not a multiple of {row_tokens}. "
-                f"Use {more} in place of {longest}."
-            )
     per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):

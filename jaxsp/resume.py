@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import pathlib
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 
@@ -12,6 +14,9 @@ from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
 from jaxsp.training import checkpoint
 from jaxsp.training.material import Start
+
+_MAKES_TOKENS = ("data.train", "data.chat_template", "model.tokenizer", "model.source")
+"""Fields, or how they begin, that make other tokens."""
 
 
 def checkpoint_of(run: config.Run) -> pathlib.Path | None:
@@ -68,15 +73,19 @@ def start(
     rows, changed = {int(length): count for length, count in meta.rows.items()}, _changed(meta, settings)
     if others := dataset.changes(meta.data, data.fingerprint(settings)):
         what, then = "; ".join(others), settings.run.on_data_change
-        consumed = " and ".join(f"{count:,} of {length:,} tokens" for length, count in rows.items())
+        same_lengths = saved.data.row_lengths == settings.data.row_lengths
+        consumed = " and ".join(f"{count:,} rows of {length:,} tokens" for length, count in rows.items())
         if then == "error":
+            fields = [change for change in changed if change.startswith(_MAKES_TOKENS)]
+            because = f" (changed: {', '.join(fields)})" if fields else ""
+            or_else = " or continue (behind as many of them)" if same_lengths else ""
             problems.append(
-                f"{what}: that makes other rows than those that {found} has consumed ({consumed}). Undo that, or set "
-                "run.on_data_change=restart (begin with the first of the new rows) or continue (behind as many of them)."
+                f"{what}{because}: that makes other rows than those that {found} has consumed ({consumed}). Undo that, or set "
+                f"run.on_data_change=restart (begin with the first of the new rows){or_else}."
             )
         elif then == "restart":
             rows, changed = {}, (*changed, f"{what}: begins with the first of the new rows")
-        elif saved.data.row_lengths != settings.data.row_lengths:
+        elif not same_lengths:
             problems.append(f"{what}: run.on_data_change = continue: rows of other lengths cannot be counted on. Use restart.")
         else:
             changed = (*changed, f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})")
@@ -87,11 +96,25 @@ def start(
 
 def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
     """The fields that are not as they were, with both values."""
-    before, now = meta.config, settings.model_dump(mode="json")
+    before, now = (dict(_values(fields)) for fields in (meta.config, settings.model_dump(mode="json")))
+    not_said = ("run.directory", "run.resume", "run.on_data_change")
     return tuple(
-        f"{group}.{name} {before.get(group, {}).get(name)} -> {value}"
-        for group, fields in now.items()
-        for name, value in fields.items()
-        if before.get(group, {}).get(name) != value
-        and (group, name) not in (("run", "directory"), ("run", "resume"), ("run", "on_data_change"))
+        f"{field} {_short(before.get(field))} -> {_short(now.get(field))}"
+        for field in before | now
+        if before.get(field) != now.get(field) and field not in not_said
     )
+
+
+def _values(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of nested fields, with its name as in `key.path=value`."""
+    inner = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    for name, value in inner:
+        yield from _values(value, f"{field}.{name}" if field else str(name))
+    if not isinstance(fields, dict | list):
+        yield field, fields
+
+
+def _short(value: Any) -> str:
+    """A value in a few words: a chat template is pages."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

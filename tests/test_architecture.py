@@ -20,7 +20,8 @@ PLACES = {
     "core": "axes errors processes notation advice config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
-    "data": "tables files formats hub sources tokenizers chat encoding text packing mixing rows pipeline dataset account",
+    "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
+    "packing mixing rows pipeline dataset account",
     "model": "config layers decoder tiling",
     "hf": "families names folder tensors weights",
     "training": "sharding loss optimizer step checkpoint metrics material evaluator banner trainer",

@@ -32,7 +32,7 @@ def asked(*sources, tokenizer="bytes"):
             "data": {
                 "train": [{"source": name, "format": format} for name, format in sources],
                 "row_tokens": 64,
-                "chat_template": "chat.jinja",
+                "chat_template": "chat.jinja" if "messages" in dict(sources).values() else None,
             },
             "batch": {"rows_per_step": 1},
             "optimizer": {"learning_rate": 0.1},

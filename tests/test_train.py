@@ -245,11 +245,6 @@ BAD = [
         4,
         "batch.rows_per_step = 6: is no whole number of turns of 4 rows (4 groups, 1 row at once). Use 4 or 8.",
     ),
-    (
-        {"data__row_tokens": [48, 128]},
-        1,
-        "data.row_tokens = [48, 128]: every step has the same tokens, and 128 is not a multiple of 48. Use 144 in place of",
-    ),
     ({"mesh__seq": 8}, 8, "mesh.seq = 8: 4 query heads cannot be shared by 8 devices. Use 1, 2 or 4."),
     ({"mesh__seq": 4}, 6, "mesh.seq"),
     ({"run__directory": f"{__file__}/run"}, 1, "test_train.py is a file. Name a folder that is new or empty."),

@@ -57,7 +57,8 @@ class Run(Group):
     Or a run's directory or a checkpoint to go on from, in a run.directory that is new or empty."""
     on_data_change: Literal["error", "restart", "continue"] = "error"
     """When a run would go on with other rows than before, because data, row_tokens or seed changed. error: it does not.
-    restart: with the first of the new rows. continue: behind as many of them as were consumed of the old."""
+    restart: with the first of the new rows. continue: behind as many of them as were consumed of the old, where row_tokens is
+    as before."""
 
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
@@ -138,8 +139,8 @@ class Source(Group):
     name: Annotated[str | None, _like("books", min_length=1)] = None
     """What metrics and banner call it; null: the source as written."""
     weight: Annotated[float | None, _like(0.7, gt=0, allow_inf_nan=False)] = None
-    """Share of the tokens learned from, beside the other sources' weights; the source is repeated as often as that takes. All
-    sources have one, or none: then an epoch is all their documents once. Asks for run.steps."""
+    """In data.train: share of the tokens learned from, beside the other sources' weights; the source is repeated as often as
+    that takes. All sources have one, or none: then an epoch is all their documents once. Asks for run.steps."""
     split: Annotated[str | None, _like("train", min_length=1)] = None
     """Which split of a hub data set or of a saved folder; null: the only one, or train."""
     subset: Annotated[str | None, _like("en", min_length=1)] = None
@@ -147,7 +148,8 @@ class Source(Group):
     revision: Annotated[str | None, _like("main", min_length=1)] = None
     """Branch, tag or commit of a hub data set; null: the newest."""
     fields: Annotated[dict[str, str], _like("{messages: conversations, role: from, content: value}")] = {}
-    """What the records call the fields of the format, and those of a message, where they have other names."""
+    """What the records call the fields of the format (text; messages or prompt and completion, tools, chat_template_kwargs;
+    input_ids, labels), and those of a message (role, content), where they have other names."""
     roles: Annotated[dict[str, str], _like("{human: user, gpt: assistant}")] = {}
     """What the template calls the roles of the messages, where they have other names."""
 
@@ -188,6 +190,14 @@ class Data(Group):
             raise ValueError("must be a number of tokens, or a list of them")
         if len(set(lengths)) < len(lengths):
             raise ValueError("has a length twice")
+        longest = max(lengths)
+        if any(longest % length for length in lengths):
+            # the nearest that divide it
+            parts = [part for part in range(1, longest // 2 + 1) if longest % part == 0]
+            near = {min(parts, key=lambda part: max(part / length, length / part)) for length in lengths if length < longest}
+            raise ValueError(
+                f"every step has the same tokens: the longest has to be a multiple of each. Use {[*sorted(near), longest]}"
+            )
         return tuple(lengths) if several else value
 
     @property

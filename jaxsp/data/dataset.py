@@ -25,6 +25,11 @@ class DataSet:
     weights: tuple[float, ...] | None
     """Of each source, adding up to 1; None where all documents are packed together."""
 
+    @property
+    def origins(self) -> list[tuple[rows.Source, str]]:
+        """Each source, with the digest of its tokens."""
+        return list(zip(self.documents.sources, self.digests, strict=True))
+
     def schedule(
         self,
         settings: config.Config,
@@ -53,16 +58,17 @@ class DataSet:
 
     def fingerprint(self, settings: config.Config) -> dict[str, Any]:
         """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""
-        data, of_sources = settings.data, zip(self.documents.sources, self.digests, strict=True)
+        data = settings.data
         return {
             "run.seed": settings.run.seed,
             "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.longest_row,
             "data.max_documents_per_row": data.max_documents_per_row,
-            "data.long_documents": data.long_documents,
+            # where no document is too long, they are the same rows
+            "data.long_documents": data.long_documents if any(map(rows.Source.had_long, self.documents.sources)) else None,
             "weights": None if self.weights is None else list(self.weights),
             "sources": [
                 {"name": one.name, "documents": one.num_documents, "tokens": one.num_tokens, "digest": digest}
-                for one, digest in of_sources
+                for one, digest in self.origins
             ],
         }
 

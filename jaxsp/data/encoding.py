@@ -8,28 +8,30 @@ What is learned is told by characters. A text that is tokenised in parts has oth
 """
 
 import contextlib
+import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxsp.core import batch
-from jaxsp.data import chat
+from jaxsp.data import chat, wording
 
 if TYPE_CHECKING:
     import transformers
 
-Encoded = tuple[np.ndarray, np.ndarray | None] | chat.Refused
+Encoded = tuple[np.ndarray, np.ndarray | None] | wording.Refused
 """Ids and labels, int32, not shifted (no labels: every token is learned); or why there are none."""
 
 
 def encode(
-    rendered: Sequence[chat.Rendered | chat.Refused], tokenizer: "transformers.PreTrainedTokenizerBase"
+    rendered: Sequence[chat.Rendered | wording.Refused], tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> list[Encoded]:
     """The tokens of each text and its labels; what was refused stays so.
 
     A plain text gets the tokenizer's own special tokens, then its end token, if it has one and the text does not end with it
-    already (as in TRL, which adds a second one where the tokenizer itself ends with it). A text without any token stays empty.
+    already (as in TRL, which adds a second one where the tokenizer itself ends with it). A text without a token of its own gets
+    none, and is empty.
 
     Text of special tokens inside a content becomes those tokens, as everywhere in transformers; it moves no label.
     """
@@ -57,17 +59,19 @@ def _ids(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain: bool) -
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         lists = tokenizer(texts, add_special_tokens=is_plain, **options)["input_ids"]
+    num_special = tokenizer.num_special_tokens_to_add(pair=False) if is_plain else 0
     for ids in lists:
-        if ids and end is not None and ids[-1] != end:
-            ids.append(end)
-        yield np.fromiter(ids, np.int32, len(ids)), None
+        made = ids if len(ids) > num_special else []
+        if made and end is not None and made[-1] != end:
+            made.append(end)
+        yield np.fromiter(made, np.int32, len(made)), None
 
 
 def _with_labels(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain: bool) -> Iterator[Encoded]:
     if not _is_fast(tokenizer):
         name = type(tokenizer).__name__
         problem = f"{name} does not say where its tokens stand: use data.train_on=all, or a tokenizer with a tokenizer.json"
-        yield from [chat.Refused(problem)] * len(rendered)
+        yield from [wording.Refused(problem)] * len(rendered)
         return
     _settle(tokenizer)
     before, after = _special_tokens(tokenizer) if is_plain else ([], [])
@@ -75,7 +79,7 @@ def _with_labels(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain:
     with _offsets_untouched(tokenizer.backend_tokenizer) as backend:
         encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
     for one, encoding in zip(rendered, encodings, strict=True):
-        ids = [*before, *encoding.ids, *after]
+        ids = [*before, *encoding.ids, *after] if encoding.ids else []
         if ids and end is not None and ids[-1] != end:
             ids.append(end)
         tokens = np.fromiter(ids, np.int32, len(ids))
@@ -86,8 +90,8 @@ def _with_labels(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain:
                 last = len(ids) if is_plain else last  # with the end token
                 labels[len(before) + first : len(before) + last] = tokens[len(before) + first : len(before) + last]
             if (labels == batch.NO_LABEL).all():
-                raise chat.Refused("there is no token in it to learn")
-        except chat.Refused as problem:
+                raise wording.Refused("there is no token in it to learn")
+        except wording.Refused as problem:
             yield problem
         else:
             yield tokens, labels
@@ -102,15 +106,17 @@ def _tokens_of(encoding: Any, start: int, stop: int, *, exact: bool, text: str) 
     # characters that the tokenizer's normalizer dropped have no token
     first = next((token for place in range(start, stop) if (token := encoding.char_to_token(place)) is not None), None)
     if first is None:
-        return (len(encoding), len(encoding)) if start == stop else (0, 0)
+        return len(encoding), len(encoding)
     last = next(token for place in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(place)) is not None)
     while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < stop:
         last += 1
     begins, ends = encoding.token_to_chars(first)[0], encoding.token_to_chars(last)[1]
-    if exact and (begins < start or ends > stop):
-        place = start if begins < start else stop
+    # an accent that became one character with the letter before it
+    is_joined = bool(unicodedata.combining(text[start])) and encoding.char_to_token(start) is None
+    if exact and (is_joined or begins < start or ends > stop):
+        place = start if is_joined or begins < start else stop
         around = f"{text[max(place - 12, 0) : place]!r} and the beginning of {text[place : place + 12]!r}"
-        raise chat.Refused(
+        raise wording.Refused(
             f"one token holds the end of {around}, and the assistant says but one of them: change what the turn begins or "
             "ends with (line breaks, mostly), or use data.train_on=all, or a chat template with {% generation %}"
         )

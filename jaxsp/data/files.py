@@ -82,7 +82,7 @@ def records(file: str, columns: tables.Columns) -> Iterator[tables.Found]:
         if isinstance(error, errors.UserError):
             raise
         raise errors.UserError(
-            f"{file}: is broken {f'after {last[len(file) + 2 :]}' if last else 'from the start'} "
+            f"{file}: is broken {f'after {last[len(file) + 2 :]}' if last else 'before the end of its first record'} "
             f"({' '.join(str(error).split()).rstrip('.')}). Copy or make it again: nobody can say how many records are missing."
         ) from None
 

@@ -1,9 +1,12 @@
 """What a record of each format has to hold, and what becomes of it: the fields we need, under our names and of one type.
 
 Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats). Differs: content given as a list of parts becomes one
-    string, because templates of models for text alone print the list as Python would.
+    string, because templates of models for text alone print the list as Python would; the arguments of a tool call given as
+    a string of JSON (as OpenAI's API does) become the object they are, which transformers asks for: most templates would write
+    the string as JSON once more.
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +70,7 @@ class Bad(Exception):
 def columns(source: config.Source, *, field: str) -> tables.Columns:
     """What a source's records need to have, under their own names.
 
-    Raises: UserError for names in `fields` or `roles` that would do nothing.
+    Raises: UserError for names in `fields` that the format does not know or that are one, and for `roles` that it has not.
     """
     required, optional = NAMES[source.format]
     chat = "tools" in optional
@@ -79,6 +82,11 @@ def columns(source: config.Source, *, field: str) -> tables.Columns:
                 f"{group}.fields: format {source.format} has no {name}. Use {errors.choices(known)} "
                 f"for what the records call otherwise.{errors.nearest(name, known)}"
             )
+    for names in ((*required, *optional), _OF_MESSAGES if chat else ()):
+        asked = [source.fields.get(name, name) for name in names]
+        if twice := [name for number, name in enumerate(asked) if name in asked[:number]]:
+            both = " and ".join(ours for ours, theirs in zip(names, asked, strict=True) if theirs == twice[0])
+            raise errors.UserError(f"{group}.fields: {both} are both read from {twice[0]}. Name a field of its own for each.")
     if source.roles and not chat:
         raise errors.UserError(f"{group}.roles: format {source.format} has no roles. Leave it out, or use format: messages.")
     theirs = source.fields.get
@@ -100,6 +108,18 @@ def checker(source: config.Source, *, labels: bool) -> Check:
 
     makes = {"text": _text, "messages": _messages, "prompt_completion": _prompt_completion, "tokens": _tokens}[source.format]
     return check
+
+
+def roles(record: Any, source: config.Source) -> set[str]:
+    """The roles of a record's messages, as the source calls them."""
+    found = set()
+    for ours in ("messages", "prompt", "completion"):
+        value = record.get(source.fields.get(ours, ours)) if isinstance(record, dict) else None
+        with contextlib.suppress(ValueError, RecursionError):  # a prompt is no JSON; what should be is judged elsewhere
+            value = json.loads(value) if isinstance(value, str) else value
+        messages = value if isinstance(value, list) else []
+        found |= {str(one.get(source.fields.get("role", "role"))) for one in messages if isinstance(one, dict)}
+    return found
 
 
 def holds(record: Row, name: str) -> bool:
@@ -128,6 +148,8 @@ def _messages(record: Row, source: config.Source, labels: bool) -> Row:
 
 def _prompt_completion(record: Row, source: config.Source, labels: bool) -> Row:
     made: Row = {}
+    if source.fields.get("prompt") == "instruction" and holds(record, "input"):
+        raise Bad(f"has an input beside its instruction, which would not be learned from. {_ALPACA}")
     for ours in ("prompt", "completion"):
         name, value = _field(record, ours, source)
         made[ours] = value if isinstance(value, str) else _conversation(value, name, source)
@@ -184,12 +206,28 @@ def _message(message: Any, place: str, source: config.Source) -> Row:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise Bad(f"{place}: tool_calls is {_word(calls)}, not a list of objects")
+    if calls:
+        made["tool_calls"] = [_call(call, f"{place}: tool_calls: call {number}") for number, call in enumerate(calls, 1)]
     if content_name in message:
         made["content"] = _content(message[content_name], f"{place}: {content_name}")
     elif not calls:
         raise Bad(f"{place} has no {content_name}, and no tool_calls; it has {_listed(message)}")
     named = (role_name, content_name, *made)
     return made | {name: value for name, value in message.items() if name not in named and (name != "tool_calls" or value)}
+
+
+def _call(call: Row, place: str) -> Row:
+    """A tool call whose arguments are an object."""
+    if isinstance(call.get("function"), dict):
+        return call | {"function": _call(call["function"], place)}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    arguments = _loaded(call["arguments"], f"{place}: arguments")
+    if not isinstance(arguments, dict):
+        raise Bad(
+            f"{place}: arguments is a string of JSON that is {_word(arguments)}, not an object such as " + '{"city": "Rome"}'
+        )
+    return call | {"arguments": arguments}
 
 
 def _content(value: Any, place: str) -> str:

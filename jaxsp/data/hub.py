@@ -128,7 +128,8 @@ def _refusal(error: Exception, source: config.Source, *, field: str) -> str:
         return f"{_NOTHING}, and no such data set on the hub. {_EXAMPLE} If it is private, log in: hf auth login."
     if isinstance(error, ConnectionError):
         why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        return f"{_NOTHING}, the cache holds no data set of that name, and {why}. {_EXAMPLE}"
+        download = f"hf download {name} --repo-type dataset --local-dir FOLDER"
+        return f"{_NOTHING}, the cache holds no data set of that name, and {why}. With a network: {download}."
     if "scripts are no longer supported" in said:
         return "is made by a script, and no code of a data set is run. Give one that is parquet or JSON files."
     way_out = f"Try again, or give files: hf download {name} --repo-type dataset --local-dir FOLDER."

@@ -73,9 +73,10 @@ class Stream:
 def _turns(shares: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     """The part of each of the first rows, and which of the part's rows it is.
 
-    Source: divisor method of Webster (Sainte-Laguë): each part's rows evenly spread, each count within one of its share.
+    Source: divisor method of Webster (Sainte-Laguë): each part's rows are evenly spread. Of k parts, one can be ahead of its
+        share of n rows by share * k / 2 + 1/2.
     """
-    counts = [int(np.ceil(num_rows * share)) + 1 for share in shares]
+    counts = [int(np.ceil((num_rows + len(shares)) * share)) + 1 for share in shares]
     parts = np.repeat(np.arange(len(shares), dtype=np.int16), counts)
     places = np.concatenate([np.arange(count) for count in counts])
     order = np.argsort((places + 0.5) / shares[parts], kind="stable")[:num_rows]

@@ -194,7 +194,7 @@ def room(rows: Rows, *, row_tokens: int, max_pieces: int) -> Advice | None:
     leaves 1 % of the rows empty if they spread like chats, and 4 % if they spread a little more (lognormal, sigma 1 and 1.5).
     """
     fullness = int(rows.length.sum()) / (max(len(rows), 1) * row_tokens)
-    if fullness >= FULL or np.diff(rows.row_starts).max(initial=0) < max_pieces:
+    if fullness >= FULL or len(rows) == 1 or np.diff(rows.row_starts).max(initial=0) < max_pieces:
         return None
     lengths = np.bincount(rows.document, rows.length).astype(np.int64)
     lengths = np.sort(lengths[lengths > 0])
@@ -208,7 +208,9 @@ def room(rows: Rows, *, row_tokens: int, max_pieces: int) -> Advice | None:
 
     free = plan(some, row_tokens=row_tokens, max_pieces=total, seed=0)
     least, capped = len(free) * row_tokens, slots(row_tokens, max_pieces)
-    if total < row_tokens or capped - least <= (capped - total) / 2:
+    if total < row_tokens:  # all pieces fit into one row
+        return Advice(fullness=fullness, max_pieces=-(-len(free.length) // 16) * 16, row_tokens=None, num_cut=0)
+    if capped - least <= (capped - total) / 2:
         return None
     enough = max(least, total / (FULL + 0.002))  # a little fuller than promised: each epoch has another plan
     mean = len(free.length) * row_tokens / enough

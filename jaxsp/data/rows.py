@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import datasets
 
 
+_NAMED = 3
+"""Bad records of a source that are said to be skipped."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
     """A range of a row's tokens. Shapes: [tokens of the range], int32."""
@@ -40,6 +44,8 @@ class Source:
     num_loss_tokens: int
     num_skipped: int
     """Bad records left out."""
+    skipped: tuple[str, ...]
+    """The first of them: where they stand, and why."""
     num_empty: int
     """Records without a token, left out."""
     num_split: int
@@ -51,6 +57,10 @@ class Source:
     num_dropped: int
     """Documents longer than a row, left out."""
     num_tokens_dropped: int
+
+    def had_long(self) -> bool:
+        """Whether there were documents longer than a row."""
+        return bool(self.num_split or self.num_truncated or self.num_dropped)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,8 +216,8 @@ def _count(
     longest: int | None,
 ) -> Source:
     """Args: found: of each chunk, the length of all documents, which of them are used, and how much of each."""
-    skipped = len(dataset) - dataset.data.column("problem").null_count if "problem" in dataset.column_names else 0
-    counts = dict.fromkeys((field.name for field in dataclasses.fields(Source) if field.name != "name"), 0)
+    num_skipped, skipped = sources.bad(dataset, most=_NAMED) if "problem" in dataset.column_names else (0, [])
+    counts = dict.fromkeys((field.name for field in dataclasses.fields(Source) if field.name.startswith("num_")), 0)
     for chunk, lengths, places, used in found:
         whole = lengths[places]
         dropped = np.delete(lengths, places)
@@ -220,5 +230,6 @@ def _count(
         counts["num_tokens_truncated"] += int((whole - used).sum())
         counts["num_dropped"] += int(np.sum(dropped > 0))
         counts["num_tokens_dropped"] += int(dropped.sum())
-    counts["num_empty"] -= skipped
-    return Source(name=name, **counts | {"num_skipped": skipped})
+    counts["num_empty"] -= num_skipped
+    said = tuple(f"{place}: {problem}" for place, problem in skipped)
+    return Source(name=name, skipped=said, **counts | {"num_skipped": num_skipped})

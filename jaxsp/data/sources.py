@@ -10,7 +10,7 @@ import pathlib
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -100,16 +100,23 @@ def judge(dataset: "datasets.Dataset", *, data: config.Data, asked: str) -> int:
     Args:   asked: how a message about the source begins: the field and its value.
     Raises: UserError naming the first of those that cannot be used, how many there are, and what to do.
     """
+    number, first = bad(dataset, most=_NAMED)
+    if number and (data.on_bad_record == "error" or number > data.max_bad_records):
+        verdict = _verdict(first, f"{number:,} of {len(dataset):,}", number, data)
+        raise errors.UserError(f"{asked}: {problem}" for problem in verdict)
+    return number
+
+
+def bad(dataset: "datasets.Dataset", *, most: int) -> tuple[int, list[tuple[str, str]]]:
+    """How many records cannot be used, and place and problem of the first of them."""
     assert dataset._indices is None, "the table's order is not the dataset's"
-    bad, first = 0, list[tuple[str, str]]()
+    number, first = 0, list[tuple[str, str]]()
     for batch in dataset.data.select(["place", "problem"]).to_batches():
         if batch.column(1).null_count < len(batch):
             found = batch.filter(pc.is_valid(batch.column(1)))
-            bad += len(found)
-            first += [(row["place"], row["problem"]) for row in found.slice(0, _NAMED).to_pylist()]
-    if bad and (data.on_bad_record == "error" or bad > data.max_bad_records):
-        raise errors.UserError(f"{asked}: {problem}" for problem in _verdict(first, f"{bad:,} of {len(dataset):,}", bad, data))
-    return bad
+            number += len(found)
+            first += [(row["place"], row["problem"]) for row in found.slice(0, most - len(first)).to_pylist()]
+    return number, first
 
 
 @contextlib.contextmanager
@@ -175,11 +182,12 @@ def _origin(source: config.Source, columns: tables.Columns, *, field: str) -> _O
                 raise errors.UserError(f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out.")
         found = _find(path, source)
         kind = _kind(found, source.format)
-        state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in map(_resolved, found)]
         read = functools.partial(_file_records, found, columns)
-        return _Origin(state=(kind, state), records=read)
+        return _Origin(state=(kind, _state(found)), records=read)
+    # one that was made again from other data may keep its fingerprint
+    made = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
     return _Origin(
-        state=(source.source, dataset._fingerprint),
+        state=(source.source, dataset._fingerprint, _state(made)),
         records=functools.partial(hub.records, dataset, columns, place=source.source),
     )
 
@@ -195,7 +203,9 @@ def _file_records(found: list[str], columns: tables.Columns) -> Iterator[tables.
 def _find(path: pathlib.Path, source: config.Source) -> list[str]:
     """The files that a name or a glob stands for, sorted."""
     if path.is_dir():
-        raise errors.UserError(f"is a folder. Name its files, for example {source.source.rstrip('/')}/**/*.jsonl.")
+        endings = (file.suffix for file in path.rglob("*.*") if file.is_file())
+        example = f"{source.source.rstrip('/')}/**/*{next(endings, '.jsonl')}"
+        raise errors.UserError(f"is a folder. Name its files, for example {example}.")
     if path.is_file():
         return [str(path)]
     if not glob.has_magic(str(path)):
@@ -209,9 +219,10 @@ def _find(path: pathlib.Path, source: config.Source) -> list[str]:
     return found
 
 
-def _resolved(file: str) -> pathlib.Path:
-    """One name for a file, wherever it is named from."""
-    return pathlib.Path(file).resolve()
+def _state(found: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int]]:
+    """What changes when a file does; a file has one name, wherever it is named from."""
+    resolved = [pathlib.Path(file).resolve() for file in found]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in resolved]
 
 
 def _kind(found: list[str], record_format: str) -> str:
@@ -244,6 +255,7 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
     check = formats.checker(source, labels="labels" in names)
     nothing = {name: np.zeros(0, np.int32) if name in ("input_ids", "labels") else "" for name in names}
     unseen = {theirs: ours for ours, theirs in source.fields.items() if ours in formats.NAMES[source.format][1]}
+    unseen_roles = set(source.roles)
     most = max(data.max_bad_records, _TOO_MANY)
     number, bad, usable, first = 0, 0, False, list[tuple[str, str]]()
     for place, record, problem in origin.records():
@@ -251,6 +263,8 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
         if problem is None:
             if unseen and isinstance(record, dict):
                 unseen = {theirs: ours for theirs, ours in unseen.items() if theirs not in record}
+            if unseen_roles:
+                unseen_roles -= formats.roles(record, source)
             try:
                 entry = check(record)
                 usable = usable or len(entry[names[0]]) > 0
@@ -275,6 +289,8 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
         raise errors.UserError([*_named(first), f"{said}. Correct format or fields, or mend the records."])
     if not usable:
         raise errors.UserError(f"there is no record with {needed} in it. Give at least one.")
+    for role in sorted(unseen_roles):
+        raise errors.UserError(f"roles: no message has the role {role}. Leave it out, or correct it.")
     for theirs, ours in unseen.items():
         raise errors.UserError(f"fields: no record has {theirs}, which is to be read as {ours}. Leave it out, or correct it.")
 

@@ -15,13 +15,13 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.core import batch, config, errors
-from jaxsp.data import chat, encoding, sources, tokenizers
+from jaxsp.data import chat, encoding, sources, tokenizers, wording
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
-_VERSION = 2
+_VERSION = 3
 """Part of the cache's name: count up when the same record would become other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -41,8 +41,6 @@ class Tokenized:
     """`place`, `problem`, `tokens`, and `labels` where not every token is learned; a record with a problem has no tokens."""
     digest: str
     """Of all tokens and labels in order."""
-    num_skipped: int
-    """Records with a problem."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,12 @@ def encode(records: Sequence[str], how: How) -> list[encoding.Encoded]:
     return encoding.encode([_rendered(record, how) for record in records], how.tokenizer)
 
 
-def _rendered(record: str, how: How) -> chat.Rendered | chat.Refused:
+def _rendered(record: str, how: How) -> chat.Rendered | wording.Refused:
     if how.format == "text":
         return chat.Rendered(text=record, is_plain=True)
     try:
         return chat.render(json.loads(record), tokenizer=how.tokenizer, template=how.template, train_on=how.train_on)
-    except chat.Refused as problem:
+    except wording.Refused as problem:
         return problem
 
 
@@ -109,7 +107,7 @@ def tokenize(
         with sources.made_once(folder / f"cache-{fingerprint}.arrow"):
             tokenized = _map(dataset, made_by, workers=data.workers, fingerprint=fingerprint, title=source.source)
     counted = _counted(tokenized, folder / f"counted-{fingerprint}.json")
-    num_skipped = sources.judge(tokenized, data=data, asked=asked)
+    sources.judge(tokenized, data=data, asked=asked)
     for column, (lowest, highest) in counted["ids"].items():
         for value, number in (lowest, highest):
             if not 0 <= value < vocab_size:
@@ -118,7 +116,7 @@ def tokenize(
                     f"{vocab_size}: ids go from 0 to {vocab_size - 1}. Use the model's own tokenizer, or set "
                     "model.config.vocab_size."
                 )
-    return Tokenized(dataset=tokenized, digest=counted["digest"], num_skipped=num_skipped)
+    return Tokenized(dataset=tokenized, digest=counted["digest"])
 
 
 def first(
@@ -146,7 +144,7 @@ def first(
             made: encoding.Encoded = (ids["input_ids"], ids.get("labels"))
         else:
             (made,) = encode([entry["text" if source.format == "text" else "record"]], made_by)
-        if not isinstance(made, chat.Refused):
+        if not isinstance(made, wording.Refused):
             if len(made[0]):
                 return entry["place"], *made
         elif data.on_bad_record == "error":
@@ -157,7 +155,9 @@ def first(
 def _content(how: How) -> tuple[Any, ...]:
     """All that decides which tokens a record becomes."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
-    return (how.format, how.train_on, how.template, versions, tokenizers.content(how.tokenizer))
+    # one of the config, which a run keeps as its tokenizer's own, is the same there
+    template = None if how.format == "text" else how.template or how.tokenizer.chat_template
+    return (how.format, how.train_on, template, versions, tokenizers.content(how.tokenizer))
 
 
 def _map(dataset: "datasets.Dataset", how: How, *, workers: int | None, fingerprint: str, title: str) -> "datasets.Dataset":
@@ -205,7 +205,7 @@ def _encoded(records: pa.Table, *, how: How, num_threads: int | None) -> pa.Tabl
     empty = np.zeros(0, np.int32)
     made = [(empty, empty)] * len(problems)
     for number, one in zip(usable, encode([column[number] for number in usable], how), strict=True):
-        if isinstance(one, chat.Refused):
+        if isinstance(one, wording.Refused):
             problems[number] = str(one)
         else:
             tokens, labels = one

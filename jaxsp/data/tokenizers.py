@@ -69,7 +69,8 @@ def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os
 
 
 def content(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:
-    """Everything that a tokenizer is made of, as the files that it would save."""
+    """Everything that a tokenizer is made of but its chat templates, as the files that it would save."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
-        return [(path.name, path.read_bytes()) for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
+        files = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file() and path.suffix != ".jinja"]
+        return [(path.name, path.read_bytes()) for path in files]

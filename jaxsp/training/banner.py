@@ -14,6 +14,7 @@ from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
 from jaxsp.data import account
 from jaxsp.data.account import count
+from jaxsp.data.dataset import DataSet
 from jaxsp.training import evaluator, loss, metrics, sharding
 from jaxsp.training.material import Material
 from jaxsp.training.step import Program
@@ -35,7 +36,9 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
     documents, schedule = material.train.documents, material.schedule
-    num_rows = int(schedule.count.sum()) + sum(schedule.begin)
+    num_rows, to_come = int(schedule.count.sum()), ""
+    if material.start.step:
+        to_come = f", {len(schedule):,} of them to come"
     per_epoch = account.num_steps_per_epoch(material.train, config)
     epoch = "" if per_epoch is None else f"; an epoch is {count(per_epoch, 'step')}"
     shorter = [config.for_rows_of(length) for length in reversed(config.data.row_lengths[:-1])]
@@ -68,7 +71,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ),
         (
             "run",
-            f"{count(program.num_steps, 'step')} over {count(num_rows, 'row')}{epoch}",
+            f"{count(program.num_steps, 'step')}{to_come} over {count(num_rows, 'row')}{epoch}",
         ),
         *account.account(material.train, config, schedule),
         ("attention", attention.describe(material.choice, **heads)),
@@ -91,12 +94,15 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
 def _evaluation(material: Material, every: int | None) -> list[tuple[str, str]]:
     if not material.evals:
         return []
-    sets = [
-        f"{one.name} ({count(len(one.documents.lengths), 'document')}, {count(int(one.documents.lengths.sum()), 'token')})"
-        for one in material.evals
-    ]
+    sets = [f"{one.name} ({documents_of(one)})" for one in material.evals]
     when = "after the last step" if every is None else f"every {count(every, 'step')} and after the last"
     return [("evaluates", f"{when}: {', '.join(sets)}")]
+
+
+def documents_of(data: DataSet) -> str:
+    """How many documents and tokens a data set has, and what is left out of it."""
+    lengths, others = data.documents.lengths, account.not_as_they_are(data.documents.sources)
+    return f"{count(len(lengths), 'document')}, {count(int(lengths.sum()), 'token')}{'; ' * bool(others)}{others}"
 
 
 def _written(program: Program, material: Material) -> str:

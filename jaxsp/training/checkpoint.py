@@ -97,7 +97,10 @@ def read_meta(checkpoint: pathlib.Path) -> Meta:
     """The JSON item of a checkpoint. Raises: UserError where it cannot be read."""
     try:
         # not through orbax, which would make JAX count its devices before the config says how many there are
-        return Meta(**json.loads((checkpoint / META / "metadata").read_text(encoding="utf-8")))
+        fields = json.loads((checkpoint / META / "metadata").read_text(encoding="utf-8"))
+        if isinstance(fields.get("rows"), int):
+            raise ValueError("it is of an earlier version, which counted rows otherwise")
+        return Meta(**fields)
     except (ValueError, OSError, TypeError) as error:
         raise _broken(checkpoint, error) from error
 

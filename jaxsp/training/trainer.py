@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import pathlib
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from jax.experimental import multihost_utils
 from jaxsp.core import config, errors
 from jaxsp.data import account, pipeline
 from jaxsp.training import banner, checkpoint, evaluator, metrics, step
-from jaxsp.training.material import Material, Start
+from jaxsp.training.material import Material
 from jaxsp.training.step import Program
 
 
@@ -32,7 +33,7 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     """
     settings, start = program.config, material.start
     directory = pathlib.Path(settings.run.directory)
-    _agree(start, directory)
+    _agree(program, material)
     if start.step >= program.num_steps:
         console.print(f"{directory}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer.")
         return
@@ -156,16 +157,29 @@ def _interrupted(log: "Log", save: "Saving", kind: type[BaseException] | None, *
         raise KeyboardInterrupt(f"interrupted after step {log.num_sent}; {kept}") from None
 
 
-def _agree(start: Start, directory: pathlib.Path) -> None:
-    """Raises: UserError where processes would begin at different steps, because they do not see the same files."""
+def _agree(program: Program, material: Material) -> None:
+    """Raises: UserError where processes were given different configs or data, or would begin at different steps."""
     if jax.process_count() == 1:
         return
-    begins = multihost_utils.process_allgather(np.array([start.step, sum(start.rows.values())], np.int32))
-    if (begins != begins[0]).any():
+    start, settings = material.start, program.config
+    told = [(f"data: {one.name}", digest) for data in (material.train, *material.evals) for one, digest in data.origins]
+    told.append(("the config", repr(settings)))
+    hashes = [np.frombuffer(hashlib.sha256(words.encode()).digest()[:8], np.int32) for _, words in told]
+    own = np.concatenate([[start.step, sum(start.rows.values())], *hashes]).astype(np.int32)
+    of_all = multihost_utils.process_allgather(own)
+    differs = (of_all != of_all[0]).any(0)
+    if differs[:2].any():
+        steps = errors.choices(sorted({*of_all[:, 0].tolist()}))
         raise errors.UserError(
-            f"run.directory = {directory}: processes would begin at steps {errors.choices(sorted({*begins[:, 0].tolist()}))}, "
-            "because they see different checkpoints. Name a folder that all nodes share."
+            f"run.directory = {settings.run.directory}: processes would begin at steps {steps}, because they see different "
+            "checkpoints. Name a folder that all nodes share."
         )
+    for (what, _), other in zip(told, differs[2:].reshape(-1, 2).any(1), strict=True):
+        if other:
+            raise errors.UserError(
+                f"{what}: is not the same in all processes. Give all of them the same files, for example in a folder that all "
+                "nodes share."
+            )
 
 
 def _see(directory: pathlib.Path) -> None:

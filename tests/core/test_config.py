@@ -109,6 +109,7 @@ SAID = {
     "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format, name, weight, .*.",
     "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text', 'messages', .* or 'tokens'. .*=text.",
     "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: has a length twice. .* For example data.row_tokens=8192.",
+    "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: every step has .* Use [256, 512, 1024]. .*",
     "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
     "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: must be a number of tokens, or a list of them. .*",
     "data.train.1.weight=1": "data.train.0.weight: missing. All sources have a weight, or none: data.train.0.weight=1.",

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import normalizers, processors
 
 from jaxsp.core import batch, config, errors
-from jaxsp.data import chat, encoding
+from jaxsp.data import chat, encoding, turns, wording
 from tests.data import chats
 
 SHOWN = {
@@ -30,7 +30,7 @@ def tokenizer():
 def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
     rendered = chat.render(record, tokenizer=tokenizer, template=template, train_on=train_on)
     (made,) = encoding.encode([rendered], tokenizer)
-    if isinstance(made, chat.Refused):
+    if isinstance(made, wording.Refused):
         raise made
     return made
 
@@ -140,7 +140,7 @@ def test_what_a_tokenizer_does_around_tokens_moves_no_label():
 
 def test_a_token_across_the_border_is_refused(tokenizer):
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
-    with pytest.raises(chat.Refused, match=r"one token holds the end of '.*assistant\\n' and the beginning of '\\nan ans"):
+    with pytest.raises(wording.Refused, match=r"one token holds the end of '.*assistant\\n' and the beginning of '\\nan ans"):
         encode(record, tokenizer)
     assert encode(record, tokenizer, train_on="all")[1] is None
     theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
@@ -150,6 +150,10 @@ def test_a_token_across_the_border_is_refused(tokenizer):
 
 TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
 PROMPT = "{%- if add_generation_prompt"
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+UNPROMPTED = chats.CHATML[: chats.CHATML.index(PROMPT)]
+HALF_PROMPTED = chats.CHATML.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>' }}{% endif")
+CALLED = [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
 
 
@@ -180,7 +184,33 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
             "drops what message 2",
         ),
         ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]}, chats.CHATML, "drops the thinking"),
-        ({"messages": TALK}, "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}", "end mark"),
+        (
+            {"messages": TALK},
+            PLAIN,
+            r"no end mark behind message 2 \(assistant\).*train_on=all.*trl/tree/main/trl/chat_templates",
+        ),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, PLAIN, r"no end mark behind message 2 \(assistant\)"),
+        # a header that the prompt does not write, or half of it
+        *(
+            ({"messages": messages}, template, "prompt ends before the words of message 2")
+            for template in (UNPROMPTED, HALF_PROMPTED)
+            for messages in (TALK, TALK + TALK, CALLED, [TALK[0], {"role": "assistant", "content": ""}])
+        ),
+        *(
+            ({"prompt": TALK[:1], "completion": completion}, template, "prompt ends before the words of message 2")
+            for template in (UNPROMPTED, HALF_PROMPTED)
+            for completion in (TALK[1:], CALLED[1:])
+        ),
+        # arguments left out
+        ({"messages": CALLED}, chats.CHATML.replace("call.function |", "call.function.name |"), "drops what message 2"),
+        ({"messages": CALLED}, chats.MARKED.replace("call.function |", "{'arguments': 1} |"), "drops what message 2"),
+        ({"messages": TALK, "chat_template_kwargs": {"strftime_now": "x"}}, chats.CHATML, "kwargs cannot set strftime_now"),
+        ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, "it writes the date of today .* Write a date into it"),
+        (
+            {"messages": CALLED},
+            chats.CHATML.replace("call.function | tojson", "'' + call.function.name + call.function.arguments"),
+            "arguments of tool calls for strings, write them in it with | tojson",
+        ),
         ({"messages": TALK + TALK}, "{{ messages | length }}" + chats.CHATML, "cannot be told apart"),
         # different with the turns that are put between, in as many characters, and different at its end
         (
@@ -200,13 +230,163 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
     ],
 )
 def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, reason):
-    with pytest.raises(chat.Refused, match=reason):
+    with pytest.raises(wording.Refused, match=reason):
         encode(record, tokenizer, template)
 
 
 def test_a_part_without_the_turns_words_is_refused():
-    with pytest.raises(chat.Refused, match=r"what message 2 \(assistant\) says is not where"):
-        chat._check_turn(TALK[1], 1, "another answ<|im_end|>\n")
+    whole = "ask another answ<|im_end|>\n"
+    with pytest.raises(wording.Refused, match=r"what message 2 \(assistant\) says is not where"):
+        turns.check(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), way_out="")
+
+
+def test_thinking_may_stand_before_the_words_and_nothing_else():
+    said = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
+    for text, before, begins in (
+        ("four<|im_end|>", "", True),
+        ("\n<think>four</think>four", "", True),
+        ("hm</think></think> four", "<think>\n", True),
+        ("hm</think>four", "", False),
+        ("<think>four</think>assistant\nfour", "", False),
+        ("assistant\nfour", "", False),
+    ):
+        assert wording.begin(said, text, before=before) == begins
+    assert wording.begin({"role": "assistant", "content": "a <think>b</think> c"}, "a <think>b</think> c<|im_end|>", before="")
+
+
+GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (
+            "{% macro say(m) %}A: " + GENERATION + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+            "a {% macro %}",
+        ),
+        (
+            "{% macro wrap() %}{{ caller() }}{% endmacro %}{% for m in messages %}{% call wrap() %}"
+            + GENERATION
+            + "{% endcall %}{% endfor %}",
+            "a {% call %}",
+        ),
+        ("{% for m in messages %}{% filter trim %}" + GENERATION + "{% endfilter %}{% endfor %}", "a {% filter %}"),
+        ("{% for m in messages %}{% set x %}" + GENERATION + "{% endset %}{{ x }}{% endfor %}", "a {% set %}"),
+        ("{% for m in messages recursive %}" + GENERATION + "{% endfor %}", "a {% recursive for %}"),
+        ("{% for m in messages %}{% generation %}" + GENERATION + "{% endgeneration %}{% endfor %}", "a {% generation %}"),
+        # two letters of an earlier turn
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}"
+            + GENERATION
+            + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}{% endif %}{% endfor %}",
+            r"but a part of what message 2 \(assistant\) says",
+        ),
+        # its call but not its words
+        (
+            "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}{% generation %}{{ m.tool_calls | tojson }}"
+            "{% endgeneration %}{% elif m.role == 'assistant' %}"
+            + GENERATION
+            + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            r"but a part of what message 4 \(assistant\) says",
+        ),
+        # all but what a longer answer has
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}{% endgeneration %}"
+            "{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            r"but a part of what message 4 \(assistant\) says",
+        ),
+        ("{% for m in messages %}" + GENERATION + "{% endfor %}", r"marks hold what message 1 \(user\) says"),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            r"hold what message 1 \(user\)",
+        ),
+        ("{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}", "drops what message 2"),
+    ],
+)
+def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(tokenizer, template, reason):
+    talk = [
+        *TALK,
+        TALK[0],
+        {"role": "assistant", "content": "wait", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "a long answer2"},
+    ]
+    if "tool_calls" not in template:
+        talk = [*TALK, TALK[0], talk[-1]]
+    with pytest.raises(wording.Refused, match=reason):
+        encode({"messages": talk}, tokenizer, template)
+
+
+def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
+    last = chats.MARKED.replace("{%- if message.role == 'assistant' %}", "{%- if loop.last %}")
+    cut = chats.MARKED.replace("{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}")
+    thinks = [TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}, *TALK]
+    for template, expected in ((last, ["answer<|im_end|>\n"]), (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"])):
+        assert template != chats.MARKED
+        found = learned(*encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template))
+        assert [tokenizer.decode(run) for run in found] == expected
+
+
+def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
+    template = chats.MARKED.replace("role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}")
+    assert template != chats.MARKED
+    thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
+    found = learned(*encode({"messages": thinks}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in found] == ["<think>hm</think>one<|im_end|>\n"]
+
+
+def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
+    arguments = {"it's": ['a "quoted"\n\\ \u00f6', {"x": "1 < 2 & '3'"}]}
+    talk = [TALK[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    for way in ("tojson", "tojson(ensure_ascii=True)", "string", "string | e"):
+        tokens, labels = encode(
+            {"messages": talk}, tokenizer, chats.CHATML.replace("call.function | tojson", f"call.function | {way}")
+        )
+        assert len(learned(tokens, labels)) == 1
+
+
+def test_words_that_others_say_too_are_told_apart(tokenizer):
+    """`assistant` stands in the header, `x` in what the user says."""
+    words = ["assistant", "x", "user", "x", "x", "assistant", "ask"]
+    talk = [{"role": ("user", "assistant")[number % 2], "content": word} for number, word in enumerate([*words, "<"])]
+    expected = [f"{message['content']}<|im_end|>\n" for message in talk[1::2]]
+    for template in (chats.MARKED, chats.CHATML, chats.THINKING):
+        found = [tokenizer.decode(run) for run in learned(*encode({"messages": talk}, tokenizer, template))]
+        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in found] == expected
+
+
+def test_a_template_that_writes_the_date_writes_the_same_tomorrow(tokenizer):
+    """As Llama 3.2's, which has a date of its own for a renderer that knows none. A record may give one."""
+    dated = (
+        "\n  {% if not date_string is defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+        "{% endif %}{{ date_string }}:" + chats.CHATML
+    )
+    tokens, labels = encode({"messages": TALK}, tokenizer, dated)
+    assert tokenizer.decode(tokens).startswith("\n26 Jul 2024:<|im_start|>")
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    given = {"messages": TALK, "chat_template_kwargs": {"date_string": "1 May 2025"}}
+    theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")["input_ids"]
+    assert encode(given, tokenizer, dated)[0].tolist() == theirs
+
+
+def test_an_accent_that_joins_the_letter_before_it_is_refused():
+    tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
+    template = "{% for m in messages %}{{ m.role + ':E' + m.content + '</s>' }}{% endfor %}" + (
+        "{{ 'assistant:E' if add_generation_prompt }}"
+    )
+    said = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
+    with pytest.raises(wording.Refused, match=r"one token holds the end of .*:E' and the beginning of '\u0301x</s>'"):
+        encode({"messages": said}, tokenizer, template)
+    found = learned(*encode({"messages": TALK}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
+
+
+def test_a_completion_without_a_token_learns_the_end_alone():
+    tokenizer = chats.tokenizer(normalizer=normalizers.Strip())
+    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " "}, tokenizer)
+    assert [run.tolist() for run in learned(tokens, labels)] == [[tokenizer.eos_token_id]]
+    assert tokenizer.decode(tokens) == "2 + 2 =</s>"
 
 
 def test_tools_reach_the_template(tokenizer):
@@ -236,7 +416,7 @@ def test_a_tokenizer_without_offsets_learns_all_or_nothing():
     from transformers import ByT5Tokenizer
 
     slow = ByT5Tokenizer()
-    with pytest.raises(chat.Refused, match="ByT5Tokenizer does not say where its tokens stand"):
+    with pytest.raises(wording.Refused, match="ByT5Tokenizer does not say where its tokens stand"):
         encode({"messages": TALK}, slow)
     tokens, labels = encode({"messages": TALK}, slow, train_on="all")
     assert (slow.decode(tokens).count("answer"), labels) == (1, None)

@@ -1,12 +1,11 @@
 """Documents, each once, in rows of the right length, and every count known before the first step."""
 
 import datasets
-import jax
 import numpy as np
 import pytest
 
-from jaxsp.core import errors
-from jaxsp.data import account, dataset, rows
+from jaxsp.core import config, errors
+from jaxsp.data import account, dataset, rows, sources, text
 from tests.data import test_pipeline
 
 
@@ -104,8 +103,8 @@ def shares_of(steps):
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(row_tokens):
     settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=4)
-    sources = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
-    data = data_of(sources, settings, weights=[6.0, 3.0, 1.0])
+    lengths = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
+    data = data_of(lengths, settings, weights=[6.0, 3.0, 1.0])
     steps = steps_of(data, settings, num_steps=300)
     assert data.weights == pytest.approx((0.6, 0.3, 0.1))
     assert shares_of(steps) == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
@@ -254,17 +253,53 @@ def test_every_count_is_said_before_the_first_step():
     assert account.num_steps_per_epoch(data, settings) == 2
 
 
+def test_what_would_become_of_long_documents_is_no_change_where_there_are_none():
+    settings = test_pipeline.settings_of()
+    fingerprints = [
+        data_of([lengths], settings, long_documents=what).fingerprint(test_pipeline.settings_of(long_documents=what))
+        for lengths in ([3, 32], [3, 33])
+        for what in ("split", "truncate")
+    ]
+    assert dataset.changes(fingerprints[0], fingerprints[1]) == []
+    assert dataset.changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
+
+
 def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
     settings = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
     data = data_of([[16] * 800], settings)
     (said,) = [words for word, words in account.account(data, settings, data.schedule(settings, epochs=1)) if word == "note"]
     assert said.startswith("rows of 1,024 tokens are 12 % full, because they hold at most 8 documents: ")
     cap = int(said.split("data.max_documents_per_row=")[1].split()[0])
-    length = int(said.split("rows of ")[2].split()[0])
+    length = int(said.split("data.row_tokens=")[1])
     for fields in ({"row_tokens": 1024, "max_pieces": cap}, {"row_tokens": length, "max_pieces": 8}):
         other = test_pipeline.settings_of(**fields)
         (stream,) = data_of([[16] * 800], other).streams
         assert 12_800 / (stream.rows_in(1) * stream.row_tokens) >= 0.96, "800 documents are few: the last row may be half empty"
+
+
+def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
+    settings = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
+    data = data_of([[5] * 60], settings)
+    (said,) = [words for word, words in account.account(data, settings, data.schedule(settings, epochs=1)) if word == "note"]
+    assert said.endswith("data.max_documents_per_row=64 would fill them")
+
+
+def test_skipped_records_are_named(tmp_path):
+    lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    settings = test_pipeline.settings_of(on_bad_record="skip")
+    source = config.Source(source=str(tmp_path / "a.jsonl"), format="tokens")
+    read = sources.read(source, data=settings.data, field="data.train.0.source")
+    made = text.tokenize(read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source")
+    documents = rows.Documents([made.dataset], names=["a"], longest=32)
+    data = dataset.of("train", documents, settings, digests=[made.digest])
+    said = account.account(data, settings, data.schedule(settings, epochs=1))
+    assert ("", "5 bad records skipped") in said
+    named = [words for word, words in said if word == "skipped"]
+    assert [
+        words.startswith(f"{tmp_path}/a.jsonl, line {line}: has no input_ids")
+        for words, line in zip(named, (2, 3, 4), strict=True)
+    ]
 
 
 def test_changes_of_the_data_are_named():
@@ -284,4 +319,3 @@ def test_changes_of_the_data_are_named():
     assert dataset.changes(before, data_of([[3]], settings).fingerprint(settings)) == ["data.train has 1 sources, and had 2"]
     weighted = data_of([[3, 4], [5]], settings, weights=[1.0, 3.0]).fingerprint(settings)
     assert dataset.changes(before, weighted) == ["weights of data.train = [0.25, 0.75], and were None"]
-    assert len(jax.devices()) == 8

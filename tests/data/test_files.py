@@ -132,7 +132,7 @@ def test_half_a_file_is_an_error(tmp_path, name, cut):
     content = compressed(CONTENT[inner], codec)
     (tmp_path / name).write_bytes(content[: -int(cut if cut >= 1 else cut * len(content))])
     with pytest.raises(
-        errors.UserError, match=rf"^{name}: is broken (after|from).*nobody can say how many records are missing\.$"
+        errors.UserError, match=rf"^{name}: is broken (after|before).*nobody can say how many records are missing\.$"
     ):
         read(name)
 
@@ -153,14 +153,14 @@ BROKEN = [
     ("a.json", '[{"text": "x"} {"text": "y"}]', "after record 1 (expecting , or ], and there is {)"),
     ("a.json", '[{"text": "x"}] {"text": "y"}', "after record 1 (expecting nothing, and there is {)"),
     ("a.json", '[{"text": "x"}, {"text": oops}, {"text": "y"}]', "after record 1 (Expecting value"),
-    ("a.json", "[" * 100_000, "from the start (maximum recursion"),
+    ("a.json", "[" * 100_000, "before the end of its first record (maximum recursion"),
     ("a.csv", 'text,note\nx,1\n"y,2\nz,3\n', "after line 2 (unexpected end of data)"),
     ("a.csv", 'text,note\nx,1\n"y" z,2\n', "after line 2 (',' expected after '\"')"),
-    ("a.jsonl.gz", '{"text": "x"}', "from the start (zlib inflate failed: incorrect header check)"),
-    ("a.jsonl.zst", '{"text": "x"}', "from the start (ZSTD decompress failed: Unknown frame descriptor)"),
-    ("a.parquet", "PAR1 nonsense", "from the start ("),
-    ("a.arrow", "nonsense", "from the start ("),
-    ("a.arrow", "", "from the start ("),
+    ("a.jsonl.gz", '{"text": "x"}', "before the end of its first record (zlib inflate failed: incorrect header check)"),
+    ("a.jsonl.zst", '{"text": "x"}', "before the end of its first record (ZSTD decompress failed: Unknown frame descriptor)"),
+    ("a.parquet", "PAR1 nonsense", "before the end of its first record ("),
+    ("a.arrow", "nonsense", "before the end of its first record ("),
+    ("a.arrow", "", "before the end of its first record ("),
 ]
 
 

@@ -46,6 +46,22 @@ def test_messages_keep_what_a_template_may_use_and_nothing_else_of_the_record():
     assert kept({"messages": [USER | {"tool_calls": []}], "tools": []}) == {"messages": [USER]}
 
 
+def test_arguments_of_a_call_may_be_a_string_of_json():
+    """As OpenAI writes them; a null in them was written, not filled in."""
+    given = '{"city": "Rome", "when": null, "at": [{"x": null}]}'
+    expected = {"city": "Rome", "when": None, "at": [{"x": None}]}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
+    record = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [call, {"name": "f", "arguments": "{}"}, CALL, {"name": "g"}]}]
+    }
+    assert kept(record)["messages"][1]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": expected}},
+        {"name": "f", "arguments": {}},
+        CALLED,
+        {"name": "g"},
+    ]
+
+
 def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
     records = [
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": [TOOL], "chat_template_kwargs": {"a": 1}},
@@ -99,6 +115,11 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
     alpaca = {"instruction": "a", "output": "b"}
     fields = {"prompt": "instruction", "completion": "output"}
     assert kept(alpaca, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
+    said = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
+    assert said.startswith(
+        "has an input beside its instruction, which would not be learned from. Its instruction and input are"
+    )
+    assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
     mixed = {"prompt": "a", "completion": [ASSISTANT]}
     assert (
         problem(mixed, "prompt_completion") == "only prompt is a string. Prompt and completion are both text, or both messages"
@@ -137,6 +158,14 @@ BAD = [
     ),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages: message 1: content has a part that is no text"),
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages: message 1: tool_calls is a string, not a list"),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL, {"function": {"name": "f", "arguments": "Rome"}}]}]},
+        "messages: message 2: tool_calls: call 2: arguments is a string, and not one of JSON",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        "messages: message 1: tool_calls: call 1: arguments is a string of JSON that is a list, not an object such as",
+    ),
     ({"messages": [USER], "tools": {}}, "tools is an object, not a list"),
     ({"messages": [USER], "tools": "weather"}, "tools is a string, and not one of JSON"),
     ({"messages": [USER], "tools": ["weather"]}, "tools holds a string: each tool is an object"),

@@ -52,6 +52,17 @@ def test_a_saved_data_set_that_changes_is_read_again(tmp_path):
     assert read("one")["text"] == TEST["text"]
 
 
+def test_a_saved_data_set_that_was_made_again_is_read_again_though_it_says_it_is_the_same(tmp_path):
+    TRAIN.save_to_disk("one")
+    assert read("one")["text"] == TRAIN["text"]
+    before = json.loads(pathlib.Path("one/state.json").read_text())["_fingerprint"]
+    TEST.save_to_disk("one")
+    state = json.loads(pathlib.Path("one/state.json").read_text())
+    # as `map` leaves it, of a function that reads another file now
+    pathlib.Path("one/state.json").write_text(json.dumps(state | {"_fingerprint": before}))
+    assert read("one")["text"] == TEST["text"]
+
+
 def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
     datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
     datasets.DatasetDict(test=TEST).save_to_disk("single")
@@ -191,4 +202,4 @@ def test_an_unknown_subset_is_answered_with_those_there_are(monkeypatch):
 
 
 def test_offline_the_reason_is_said():
-    assert "and HF_HUB_OFFLINE is set. Give a file" in problem("org/gone")
+    assert "and HF_HUB_OFFLINE is set. With a network: hf download org/gone" in problem("org/gone")

@@ -170,12 +170,17 @@ def test_no_row_may_be_short_enough():
     assert fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_pieces) > 0.95, "23 rows"
 
 
+def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
+    found = advice(np.full(100, 20), row_tokens=32768, max_pieces=64)
+    assert (found.max_pieces, found.row_tokens) == (112, None)
+
+
 @pytest.mark.parametrize(
     "lengths",
     [
         pytest.param(mixed_lengths(20_000), id="full"),
         pytest.param(np.random.default_rng(0).integers(13_107, 22_937, 20_000), id="two fit at most, whatever the cap"),
-        pytest.param(np.full(100, 20), id="not enough for a row"),
+        pytest.param(np.full(64, 20), id="one row holds all"),
         pytest.param(np.zeros(0, np.int64), id="none"),
     ],
 )

@@ -34,7 +34,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
         tokenizers.load(str(tmp_path / "empty"))
 
 
-def test_content_is_all_that_a_tokenizer_is_made_of_and_use_does_not_change_it():
+def test_content_is_all_that_a_tokenizer_is_made_of_but_templates_and_use_does_not_change_it():
     def words(**special):
         backend = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>"))
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
@@ -44,5 +44,6 @@ def test_content_is_all_that_a_tokenizer_is_made_of_and_use_does_not_change_it()
     assert before == tokenizers.content(words(eos_token="</s>")) != tokenizers.content(words())
     ends("one")
     assert tokenizers.content(ends) == before
-    ends.chat_template = "{{ messages }}"
-    assert tokenizers.content(ends) != before
+    for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
+        ends.chat_template = template
+        assert tokenizers.content(ends) == before

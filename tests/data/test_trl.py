@@ -1,14 +1,17 @@
 """Ids and labels are those of TRL's SFTTrainer, for the same records and the same template."""
 
+import json
 import types
 
 import datasets
 import pytest
 
-from jaxsp.data import chat, encoding
+from jaxsp.core import config
+from jaxsp.data import chat, encoding, formats
 from tests.data import chats
 
 sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
+chat_template_utils = pytest.importorskip("trl.chat_template_utils")
 
 
 def theirs(records, tokenizer, *, messages):
@@ -70,8 +73,6 @@ def test_prompts_and_completions_of_text(tokenizer, begins):
 @pytest.mark.parametrize("name", ["qwen3_instruct_2507", "llama3", "gemma", "gemma3", "cohere", "lfm2"])
 def test_the_mask_derived_of_a_known_template_is_that_of_its_counterpart_with_marks(name):
     """TRL has both of each model. Of Qwen 2.5's, the marks hold the header's line break too, which no prompt ends before."""
-    from trl import chat_template_utils
-
     plain, marked = (
         (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}{kind}.jinja").read_text() for kind in ("", "_training")
     )
@@ -89,3 +90,39 @@ def test_the_mask_derived_of_a_known_template_is_that_of_its_counterpart_with_ma
     records = [{"messages": messages} for messages in chats.conversations(20, alternating=True)]
     tokenizer.chat_template = marked
     assert ours(records, tokenizer, plain) == theirs(records, tokenizer, messages=True)
+
+
+TALK = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "one answer"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+@pytest.mark.parametrize(
+    "path", sorted(chat_template_utils._CHAT_TEMPLATES_DIR.glob("*_training.jinja")), ids=lambda path: path.stem
+)
+def test_the_marks_of_every_template_of_trl_are_taken(tokenizer, path):
+    if path.stem.startswith(("idefics3", "llava_next", "smolvlm")):
+        pytest.skip("takes no contents that are strings")
+    tokenizer.chat_template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    records = [{"messages": TALK}, {"messages": TALK[:2]}]
+    for (_, mine), (_, labels) in zip(ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True):
+        # one of them has the date of today in its prompt
+        assert [one for one in mine if one >= 0] == [one for one in labels if one >= 0]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen2_5_training", "qwen3", "llama3_1", "llama3_2", "gptoss_training", "lfm2_v2", "gemma4"]
+)
+def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, name):
+    template = (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
+    template = template.replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    call = chats.CALL["function"] | {"arguments": json.dumps(chats.CALL["function"]["arguments"])}
+    made = []
+    for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
+        messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        check = formats.checker(config.Source(source="x", format="messages"), labels=False)
+        made.append(ours([json.loads(check({"messages": messages})["record"])], tokenizer, template))
+    assert made[0] == made[1]

@@ -16,6 +16,7 @@ WORDS = (
     "logging.profile_steps=[2, 3]",
     "model.config.num_hidden_layers=1",
     'data.train.0.source="{stdlib}/a*.py"',
+    "data.train.0.name=a",
     "data.row_tokens=256",
     "mesh.data=1",
     "mesh.seq=2",
@@ -29,7 +30,8 @@ def train(folder, name):
     done = subprocess.run(
         [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
         cwd=pathlib.Path(__file__).parents[2],
-        env=os.environ | {"XLA_FLAGS": ""},
+        # else programs that compile in a second are kept or not, as it happens
+        env=os.environ | {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
         capture_output=True,
         text=True,
         check=False,

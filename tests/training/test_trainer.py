@@ -1,7 +1,9 @@
 """When checkpoints are due, and what is left of a run that breaks."""
 
+import contextlib
 import dataclasses
 import json
+import re
 import time
 
 import filelock
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import rich.console
+from jax.experimental import multihost_utils
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
@@ -156,3 +159,46 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
 def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
     with pytest.raises(errors.UserError, match="the run has 6 steps"):
         train(settings(folder, "logging.profile_steps=[5, 7]"))
+
+
+OTHERS = [
+    ("nothing", None),
+    ("train", "data: books: is not the same in all processes. Give all of them the same files"),
+    ("eval", "data: held out: is not the same in all processes"),
+    ("step", "processes would begin at steps 0 or 4, because they see different checkpoints"),
+    ("config", "the config: is not the same in all processes"),
+]
+
+
+@pytest.mark.parametrize(("other", "says"), OTHERS)
+def test_processes_with_different_data_or_configs_do_not_train_together(folder, monkeypatch, other, says):
+    """Two files of equal lengths on two nodes would be half rows of one and half rows of the other, with normal losses."""
+    one = {"source": f"{folder}/data.jsonl", "format": "tokens"}
+    named = [f"data.train={json.dumps([{**one, 'name': 'books'}])}", f"data.eval={json.dumps([{**one, 'name': 'held out'}])}"]
+    program, material = prepare.training(settings(folder, *named), devices=jax.devices()[:1])
+    told = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own]))
+    trainer._agree(program, material)
+    changed = {
+        "nothing": (program, material),
+        "train": (program, dataclasses.replace(material, train=dataclasses.replace(material.train, digests=("z",)))),
+        "eval": (
+            program,
+            dataclasses.replace(material, evals=(dataclasses.replace(material.evals[0], digests=("z",)),)),
+        ),
+        "step": (program, dataclasses.replace(material, start=dataclasses.replace(material.start, step=4))),
+        "config": (dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")), material),
+    }[other]
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
+    with pytest.raises(errors.UserError, match=re.escape(says)) if says else contextlib.nullcontext():
+        trainer._agree(*changed)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
+    path = tmp_path / "3" / checkpoint.META
+    path.mkdir(parents=True)
+    fields = {"config": {}, "model": {}, "data": "0123", "step": 3, "rows": 24, "num_tokens_total": 9}
+    (path / "metadata").write_text(json.dumps(fields))
+    with pytest.raises(errors.UserError, match="cannot be read: it is of an earlier version"):
+        checkpoint.read_meta(tmp_path / "3")

@@ -1,0 +1,262 @@
+"""Where in a conversation's text stands what the assistant says, with its end mark.
+
+Three turns, as ChatML writes them; what is learned of them is between the bars, the end mark with it:
+
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n|Hello.<|im_end|>\n|
+
+Where the template has {% generation %} marks, they say what is learned. They are tried on the same conversation with words of
+ours in the place of its own: there it is seen whether they hold all that an assistant's turn says, and nothing of others.
+Where it has none, the parts are found by rendering the conversation in pieces, and are taken only if they prove right:
+
+1.  By prefixes. What the template writes up to an assistant's turn, with its generation prompt, and what it writes up to the
+    turn's end, have both to be beginnings of the whole text.
+2.  Some templates write a turn differently when others follow (Qwen3 cuts the thinking out of earlier turns; a prefix ends
+    with a last turn, which keeps it). There, each assistant's turn is put between pairs of short turns that are not in the
+    conversation. Where they stand in the text is where the turn begins and ends, if the text without them is the whole
+    text again, character for character.
+
+A part found so has to begin with the turn's words, or its thinking, and to end with more than them: a header of the turn that
+the generation prompt does not write would be learned otherwise, and a turn without an end mark never teaches to stop.
+
+Whatever this does not settle is refused, never guessed. The text is that of the template in any case: where it cuts the
+thinking out of earlier turns, that thinking is not learned.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxsp.data import wording
+
+Parts = list[tuple[int, int]]
+"""Of a text, first character and end."""
+
+Render = Callable[..., tuple[str, Parts]]
+"""(messages, prompt=False) -> the template's text of them, with the generation prompt if asked for, and its marks."""
+
+Messages = list[dict[str, Any]]
+
+
+@functools.lru_cache
+def has_marks(template: str) -> bool:
+    """Whether a template has {% generation %} marks. Raises: Refused for marks that transformers tells wrong places of."""
+    from jinja2 import nodes
+    from transformers.utils import chat_template_utils
+
+    def is_mark(node: nodes.Node) -> bool:
+        called = node.call.node if isinstance(node, nodes.CallBlock) else None
+        return isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+
+    tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+    # text written there is held back, and what was written before it is not counted
+    holding = {"Macro": "macro", "CallBlock": "call", "FilterBlock": "filter", "AssignBlock": "set"}
+    for node in tree.find_all(nodes.Node):
+        is_loop = isinstance(node, nodes.For) and node.recursive
+        name = "recursive for" if is_loop else holding.get(type(node).__name__)
+        if name is not None and any(map(is_mark, node.find_all(nodes.CallBlock))):
+            name = "generation" if is_mark(node) else name
+            raise wording.Refused(
+                f"the template's {{% generation %}} marks stand inside a {{% {name} %}}, where transformers does not see what "
+                "they mark: put them around it"
+            )
+    return any(map(is_mark, tree.find_all(nodes.CallBlock)))
+
+
+def marked(messages: Messages, turns: list[int], whole: str, marks: Parts, render: Render) -> Parts:
+    """The parts that a template's marks name. Raises: Refused where they hold another's words, or half of a turn's."""
+    probe, words = _probe(messages, whole)
+    text, probe_marks = render(probe)
+    held: dict[int, set[bool]] = {turn: set() for turn in turns}
+    for number, word in words:
+        for start in _places(text, word):
+            end = start + len(word)
+            touched = any(start < last and first < end for first, last in probe_marks)
+            if touched and number not in held:
+                raise wording.Refused(
+                    f"the template's {{% generation %}} marks hold what message {number + 1} ({messages[number]['role']}) says"
+                )
+            if touched and not any(first <= start and end <= last for first, last in probe_marks):
+                raise wording.Refused(_half(number))
+        if number in held and (places := _places(text, word)):
+            # what a tool answers may name the call again
+            held[number].add(any(first <= start < last for start in places for first, last in probe_marks))
+    parts = [(start, end) for start, end in marks if start < end]
+    if not parts or False in held[turns[-1]]:
+        raise wording.Refused("the template's {% generation %} marks leave out what the assistant says")
+    said, at = "\0".join(whole[start:end] for start, end in parts), 0
+    for turn in turns:
+        if len(held[turn]) == 2:
+            raise wording.Refused(_half(turn))
+        if held[turn] == {True}:
+            if (words_end := wording.end_in(said, messages[turn], at)) is None:
+                raise wording.Refused(_half(turn))
+            at = words_end
+    return parts
+
+
+def _half(turn: int) -> str:
+    return f"the template's {{% generation %}} marks hold but a part of what message {turn + 1} ({wording.ASSISTANT}) says"
+
+
+def _probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, str]]]:
+    """The conversation with words of ours for what is said and called, and these with their messages' numbers."""
+    made: Messages = []
+    words: list[tuple[int, str]] = []
+    for number, message in enumerate(messages):
+        one = dict(message)
+        content = wording.said(message)
+        if content.strip():
+            word = _unlike(whole, len(words))
+            words.append((number, word))
+            # spaces around it, and thinking before it, decide how templates write it
+            begin = len(message["content"]) - len(content.lstrip())
+            one["content"] = message["content"][:begin] + word + content[len(content.rstrip()) :]
+        calls: Messages = []
+        for call in message.get("tool_calls") or []:
+            word = _unlike(whole, len(words))
+            words.append((number, word))
+            function = call.get("function")
+            calls.append(call | ({"function": function | {"name": word}} if isinstance(function, dict) else {"name": word}))
+        made.append(one | ({"tool_calls": calls} if calls else {}))
+    return made, words
+
+
+def _places(text: str, word: str) -> list[int]:
+    found = [text.find(word)]
+    while found[-1] >= 0:
+        found.append(text.find(word, found[-1] + 1))
+    return found[:-1]
+
+
+def unmarked(messages: Messages, turns: list[int], whole: str, render: Render) -> Parts:
+    """The parts, of a template without marks. Raises: Refused where they cannot be told for certain."""
+
+    def text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
+        return render(messages, prompt=prompt)[0]
+
+    found = _by_prefixes(messages, turns, whole, text) or _by_insertion(messages, turns, whole, text)
+    if found is None:
+        raise wording.Refused(
+            "the chat template has no {% generation %} marks, and writes turns differently when others follow, so that what "
+            f"the assistant says cannot be told apart: {wording.WAY_OUT}"
+        )
+    for turn, part in zip(turns, found, strict=True):
+        check(messages, [turn], whole, part, render, way_out=wording.WAY_OUT)
+    return found
+
+
+def _by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> Parts | None:
+    """What follows the generation prompt, up to the turn's end; None if a prefix is no beginning of the whole text."""
+    parts = []
+    for turn in turns:
+        try:
+            before = render(messages[:turn], prompt=True)
+            after = render(messages[: turn + 1]) if turn + 1 < len(messages) else whole
+        except wording.Refused:  # of an empty conversation, or of one that stops in the middle
+            return None
+        if not whole.startswith(before) or not whole.startswith(after) or len(after) <= len(before):
+            return None
+        parts.append((len(before), len(after)))
+    return parts
+
+
+def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> Parts | None:
+    """Where turns begin and end, by turns put between them; None if they change more than they add."""
+    borders = sorted({border for turn in turns for border in (turn, turn + 1) if border < len(messages)})
+    words = [_unlike(whole, number) for number in range(2 * len(borders))]
+    mixed = []
+    for number, message in enumerate(messages):
+        if number in borders:
+            place = 2 * borders.index(number)
+            mixed += [{"role": wording.ASSISTANT, "content": word} for word in words[place : place + 2]]
+        mixed.append(message)
+    try:
+        with_prompt, text = render(messages, prompt=True), render(mixed)
+    except wording.Refused:  # of roles that have to alternate
+        return None
+    prompt = with_prompt.removeprefix(whole)
+    if not prompt or prompt == with_prompt:
+        return None
+
+    def header(begin: int, word: str) -> int:
+        """Where the turn that says the word begins; -1 where that is not seen."""
+        end = text.find(word, begin)
+        found = text.rfind(prompt, begin, end)
+        # the prompt of a model that thinks may hold more than the header of a turn
+        sizes = (size for size in range(len(prompt), 0, -1) if text.endswith(prompt[:size], begin, end))
+        return -1 if end < 0 else found if found >= 0 else end - next(sizes, end + 1)
+
+    starts, headers, seen, at = {}, {}, 0, 0
+    for border, first, second in zip(borders, words[::2], words[1::2], strict=True):
+        one = header(seen, first)
+        first_end = text.find(first, seen) + len(first)
+        two = header(first_end, second)
+        if one < 0 or two < 0 or not whole.startswith(text[seen:one], at):
+            return None
+        at += one - seen
+        starts[border], headers[border] = at, text[one : first_end - len(first)]
+        ending = text[first_end:two]
+        second_end = text.find(second, two) + len(second)
+        if not text.startswith(ending, second_end):
+            return None
+        seen = second_end + len(ending)
+    if text[seen:] != whole[at:]:
+        return None
+    parts = []
+    for turn in turns:
+        known = [
+            words for words in (prompt, headers[turn]) if prompt.startswith(words) and whole.startswith(words, starts[turn])
+        ]
+        if not known:
+            return None
+        parts.append((starts[turn] + len(known[0]), starts.get(turn + 1, len(whole))))
+    return parts
+
+
+def _unlike(whole: str, number: int) -> str:
+    """A word that no template changes and that does not stand in a text."""
+    word = f"Qx{number}z"
+    while word in whole:
+        word = f"Q{word}"
+    return word
+
+
+def check(
+    messages: Messages, learned: Sequence[int], whole: str, part: tuple[int, int], render: Render, *, way_out: str
+) -> None:
+    """Raises: Refused where a part of a text is not what the learned messages say, and nothing before it, and an end mark.
+
+    Args: learned: numbers of messages that follow each other; what stands between them is not looked at.
+    """
+    first, last = learned[0], learned[-1]
+    text, start, message = whole, part[0], messages[first]
+    said, at = whole[slice(*part)], 0
+    for number in learned:
+        end = wording.end_in(said, messages[number], at)
+        if end is None:
+            raise wording.Refused(
+                f"what message {number + 1} ({messages[number]['role']}) says is not where the chat template ends the prompt"
+            )
+        at = end
+    if not wording.said(message).strip():
+        # what a template writes before a call cannot be known; before a word it can, and its header is the same
+        message = {"role": message["role"], "content": _unlike(whole, 0)}
+        prompt, text = render(messages[:first], prompt=True)[0], render([*messages[:first], message])[0]
+        start = shared(prompt, text)
+    if not wording.begin(message, text[start:], before=text[:start]):
+        raise wording.Refused(
+            f"the chat template's generation prompt ends before the words of message {first + 1} ({message['role']}), so that "
+            f"its header would be learned: {way_out}"
+        )
+    if not said[at:].strip():
+        raise wording.Refused(
+            f"the chat template puts no end mark behind message {last + 1} ({messages[last]['role']}), so that the model would "
+            f"not learn to stop: {way_out}"
+        )
+
+
+def shared(one: str, other: str) -> int:
+    """Length of the beginning that two texts share."""
+    if other.startswith(one):
+        return len(one)
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,0 +1,111 @@
+"""What a chat template has to write of a message, and whether it did."""
+
+import json
+import re
+from typing import Any
+
+ASSISTANT = "assistant"
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The names under which transformers takes a message's thinking."""
+
+_THINK, _THOUGHT = "<think>", "</think>"
+
+_UNCHANGED = re.compile(r"""[^\x00-\x1f"'\\<>&]+""")
+
+WAY_OUT = (
+    "use data.train_on=all, or as data.chat_template one with {% generation %} around what the assistant says. TRL has such "
+    "templates for many models: *_training.jinja in github.com/huggingface/trl/tree/main/trl/chat_templates"
+)
+
+
+class Refused(ValueError):
+    """Why a record cannot be learned from; the text names the reason and, where there is one, the way out."""
+
+
+def of(message: dict[str, Any]) -> list[list[str]]:
+    """What a template has to write of a message, however it trims it and whatever thinking it cuts.
+
+    First what it says, then each tool call. A call's words are its name, the names of its arguments, and the longest piece of
+    each string in them that no notation (JSON's, Python's, XML's) would change; they may stand in any order.
+    """
+    groups = [[said(message)]]
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        called = _strings([function.get("name"), function.get("arguments")]) if isinstance(function, dict) else []
+        groups.append([max(_UNCHANGED.findall(words), key=len, default="") for words in called])
+    kept = [[words.strip() for words in group if words.strip()] for group in groups]
+    return [group for group in kept if group]
+
+
+def said(message: dict[str, Any]) -> str:
+    """A message's content, without the thinking in it."""
+    content = message.get("content", "")
+    if not isinstance(content, str):
+        return ""
+    return content.rpartition(_THOUGHT)[2] if message["role"] == ASSISTANT else content
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [words for name, one in value.items() for words in (str(name), *_strings(one))]
+    if isinstance(value, list):
+        return [words for one in value for words in _strings(one)]
+    return [value] if isinstance(value, str) else []
+
+
+def end_in(text: str, message: dict[str, Any], at: int = 0) -> int | None:
+    """Where the words of a message end in a text, searched from a place on; None if some of them are not there."""
+    for group in of(message):
+        ends = [_end(text, words, at) for words in group]
+        if -1 in ends:
+            return None
+        at = max(ends)
+    return at
+
+
+def _end(text: str, words: str, at: int) -> int:
+    # what a tool says may be written as JSON
+    ways = {words, json.dumps(words, ensure_ascii=False)[1:-1]}
+    ends = [place + len(way) for way in ways if (place := text.find(way, at)) >= 0]
+    if not ends and not words.isascii():
+        way = json.dumps(words)[1:-1]
+        ends = [place + len(way)] if (place := text.find(way, at)) >= 0 else []
+    return min(ends, default=-1)
+
+
+def begin(message: dict[str, Any], text: str, *, before: str) -> bool:
+    """Whether a text begins with what a message says, or with thinking and then that.
+
+    Args: before: the text before it, which may have begun the thinking.
+    """
+    words, rest = said(message).strip(), text.lstrip()
+    if rest.startswith((words, message.get("content", "").strip())):
+        return True
+    if not rest.startswith(_THINK) and not before.rstrip().endswith(_THINK):
+        return False
+    parts = rest.split(_THOUGHT)
+    return any(_THOUGHT.join(parts[number:]).lstrip().startswith(words) for number in range(1, len(parts)))
+
+
+def thinking(message: dict[str, Any]) -> str:
+    """What a message says of its thinking, in a field or in its content."""
+    content = message.get("content", "")
+    inside = content.rpartition(_THOUGHT)[0].rpartition(_THINK)[2] if isinstance(content, str) else ""
+    return next((message[name] for name in _REASONING if isinstance(message.get(name), str)), inside).strip()
+
+
+def check_all_there(messages: list[dict[str, Any]], whole: str) -> None:
+    """Raises: Refused where a message, or a part of it, is not in the text."""
+    at = 0
+    for number, message in enumerate(messages, 1):
+        moves = message["role"] not in ("system", "developer")  # what these say may stand elsewhere
+        end = end_in(whole, message, at if moves else 0)
+        if end is None:
+            raise Refused(f"the chat template drops what message {number} ({message['role']}) says")
+        at = end if moves else at
+    last = next((message for message in reversed(messages) if message["role"] == ASSISTANT), None)
+    if last is not None and thinking(last) not in whole:
+        raise Refused(
+            "the chat template drops the thinking of the assistant's last turn. Leave it out, or give another template"
+        )

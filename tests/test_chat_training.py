@@ -1,0 +1,86 @@
+"""A chat file, trained on, evaluated and exported: what is learned is counted by hand, and the template goes along."""
+
+import json
+
+import jax
+import pytest
+import rich.console
+import transformers
+
+from jaxsp import eval as evaluation
+from jaxsp import export, prepare
+from jaxsp.core import config
+from jaxsp.training import trainer
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TURNS = [("user", "Hi"), ("assistant", "Hello. \U0001f600"), ("user", "<|assistant|>no"), ("assistant", " two\nlines")]
+ANSWERS = sum(len(words.encode()) + len("<|end|>") for role, words in TURNS if role == "assistant")
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+
+
+@pytest.fixture(scope="module")
+def chat_run(tmp_path_factory):
+    """A folder with a run of two epochs of ten conversations, whose template's file is no longer there."""
+    folder = tmp_path_factory.mktemp("chat")
+    record = json.dumps({"messages": [{"role": role, "content": words} for role, words in TURNS]})
+    (folder / "chats.jsonl").write_text("\n".join([record] * 10))
+    (folder / "chatml.jinja").write_text(TEMPLATE)
+    source = {"source": str(folder / "chats.jsonl"), "format": "messages"}
+    settings = config.parse(
+        {
+            "run": {"directory": str(folder / "run"), "epochs": 2},
+            "model": {"config": MODEL, "tokenizer": "bytes", "compute_dtype": "float32"},
+            "mesh": {"data": 1, "seq": 2},
+            "data": {
+                "train": [source],
+                "eval": [{**source, "name": "held out"}],
+                "row_tokens": 256,
+                "chat_template": str(folder / "chatml.jinja"),
+            },
+            "batch": {"rows_per_step": 1},
+            "optimizer": {"learning_rate": 0.01},
+            "logging": {"tensorboard": False},
+        }
+    )
+    program, material = prepare.training(settings, devices=jax.devices()[:2])
+    trainer.train(program, material, rich.console.Console(quiet=True))
+    (folder / "chatml.jinja").unlink()
+    return folder
+
+
+def test_what_the_assistant_says_is_learned_and_nothing_else(chat_run):
+    lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
+    assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
+    assert f"{10 * ANSWERS:,} with a loss" in (chat_run / "run/banner.txt").read_text()
+
+
+def test_the_export_writes_chats_as_they_were_learned(chat_run):
+    export.main([str(chat_run / "run"), str(chat_run / "hf")])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat_run / "hf")
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert said == "<|user|>Hi<|end|><|assistant|>"
+
+
+def test_a_run_is_evaluated_without_its_template_s_file(chat_run, capsys):
+    words = ["mesh.data=4", "data.on_bad_record=skip", f"data.eval=[{_with_a_bad_record(chat_run)}]"]
+    evaluation.main([str(chat_run / "run"), *words])
+    said = capsys.readouterr().out
+    assert f"over {ANSWERS:,} loss tokens" in said
+    assert "1 bad record skipped" in said, "no record is left out without a word"
+
+
+def _with_a_bad_record(folder):
+    good = (folder / "chats.jsonl").read_text().splitlines()[0]
+    (folder / "bad.jsonl").write_text(good + '\n{"messages": []}\n')
+    return f"{{source: {folder / 'bad.jsonl'}, format: messages}}"
