@@ -21,6 +21,7 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+WEIGHTS = {"train.jsonl": 3.0, "short.jsonl": 1.0}
 LENGTHS = [3, 30, 31, 32, 33, 64, 100, 128, 300, 2, 17, 8, 120]
 
 
@@ -126,3 +127,19 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
                 assert line[name] == wanted[name], name
             for name in ("loss", "grad_norm"):
                 assert line[name] == (wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH))
+
+
+def test_a_mixture_of_sources_goes_on_after_a_stop_with_the_rows_that_would_have_come(folder, tmp_path):
+    records = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "short.jsonl").write_text("\n".join(records[:5]))
+    weights = [{"source": str(folder / name), "format": "tokens", "weight": weight} for name, weight in WEIGHTS.items()]
+    words = ["run.epochs=null", "run.steps=9", f"data.train={json.dumps(weights)}"]
+    straight = train(settings(folder, f"run.directory={tmp_path}/straight", *words, row_tokens=[64, 128]))
+    tokens = {name: sum(line["num_tokens_by_source"][f"{folder}/{name}"] for line in straight) for name in WEIGHTS}
+    assert tokens["train.jsonl"] > tokens["short.jsonl"] > 0
+    assert {line["epoch"] for line in straight} == {None}
+    on = [f"run.directory={tmp_path}/on", f"run.resume={tmp_path}/straight/checkpoints/4"]
+    after = train(settings(folder, *on, *words, row_tokens=[64, 128]))
+    for line, wanted in zip(after, straight[4:], strict=True):
+        for name in ("step", "row_tokens", "num_tokens_by_source", "num_tokens_total", "loss", "grad_norm"):
+            assert line[name] == wanted[name], name
