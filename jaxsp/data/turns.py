@@ -40,14 +40,24 @@ Messages = list[dict[str, Any]]
 @functools.lru_cache
 def has_marks(template: str) -> bool:
     """Whether a template has {% generation %} marks. Raises: Refused for marks that transformers tells wrong places of."""
-    from jinja2 import nodes
-    from transformers.utils import chat_template_utils
+    import jinja2
+    from jinja2 import ext, nodes, parser
+
+    class Marks(ext.Extension):
+        """The tag, as transformers has it: a block that holds statements."""
+
+        tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+        def parse(self, parser: parser.Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_generation"), [], [], body).set_lineno(line)
 
     def is_mark(node: nodes.Node) -> bool:
         called = node.call.node if isinstance(node, nodes.CallBlock) else None
-        return isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+        return isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation"
 
-    tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+    tree = jinja2.Environment(extensions=[Marks, ext.loopcontrols]).parse(template)
     # text written there is held back, and what was written before it is not counted
     holding = {"Macro": "macro", "CallBlock": "call", "FilterBlock": "filter", "AssignBlock": "set"}
     for node in tree.find_all(nodes.Node):
