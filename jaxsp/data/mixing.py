@@ -2,7 +2,7 @@
 
 Rows of two sources a and b, of which a is to give 3 tokens of 4, and whose rows are equally full:
 
-    a b a a a b a a a b a a ...     row j of a source stands at (j + 1/2) / share: a at 0.7, 2, 3.3 ..., b at 2, 6, 10 ...
+    a a b a a a b a a a b a ...     row j of a source stands at (j + 1/2) / share: a at 0.7, 2, 3.3 ..., b at 2, 6, 10 ...
 
 Steps of rows of two lengths, where three quarters of all row space are rows of the first:
 

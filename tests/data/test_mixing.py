@@ -29,6 +29,12 @@ def test_every_beginning_has_each_part_in_proportion():
         assert np.all(np.abs(counts - end * np.array(SHARES)) < 1.5), end
 
 
+def test_the_order_is_the_one_that_is_drawn():
+    """As at the top of the module; the first of two that stand at the same place comes first."""
+    stream = stream_of(9, 9, shares=(0.75, 0.25))
+    assert "".join("ab"[stream.row(index).document[0] // 100] for index in range(12)) == "aabaaabaaaba"
+
+
 def test_each_part_goes_through_its_own_rows_without_a_gap():
     stream, expected = stream_of(7, 5, 3), parts(7, 5, 3)
     taken = [0, 0, 0]
