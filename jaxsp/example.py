@@ -28,20 +28,19 @@ def show(settings: config.Config, console: rich.console.Console) -> None:
 
     Raises: UserError with the problems of all sources.
     """
-    problems = cli.Problems()
+    problems, tokenizer = cli.Problems(), None
+    named, model = settings.model.tokenizer, settings.model.source
+    if named is not None or any(source.format != "tokens" for source in settings.data.train):
+        tokenizer = prepare.tokenizer_of(settings, folder.find(model) if named is None and model is not None else None, None)
     for number, source in enumerate(settings.data.train):
         with problems.collect():
-            _show(source, settings, console, field=f"data.train.{number}.source")
+            _show(source, settings.data, tokenizer, console, field=f"data.train.{number}.source")
     problems.check()
 
 
-def _show(source: config.Source, settings: config.Config, console: rich.console.Console, *, field: str) -> None:
-    records = sources.read(source, data=settings.data, field=field)
-    tokenizer = None
-    if settings.model.tokenizer is not None or source.format != "tokens":
-        named, model = settings.model.tokenizer, settings.model.source
-        tokenizer = prepare.tokenizer_of(settings, folder.find(model) if named is None and model is not None else None, None)
-    place, tokens, labels = text.first(records, source=source, data=settings.data, tokenizer=tokenizer, field=field)
+def _show(source: config.Source, data: config.Data, tokenizer: Any, console: rich.console.Console, *, field: str) -> None:
+    records = sources.read(source, data=data, field=field)
+    place, tokens, labels = text.first(records, source=source, data=data, tokenizer=tokenizer, field=field)
     learned = np.ones(len(tokens), bool) if labels is None else labels != batch.NO_LABEL
     learned[:1] = False  # no token comes before it that it could be told from
     legend = _marked("like this" if learned.any() else "nothing", console)

@@ -45,8 +45,6 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
     Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
     """
     problems = cli.Problems()
-    with problems.collect():
-        settings = _with_template(settings)
     found = meta = fields = kept = None
     with problems.collect():
         found = resume.checkpoint_of(settings.run)
@@ -56,7 +54,7 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         kept = resume.kept_model(found)
         fields = None if kept is None else meta.model
     asked = read(settings, devices=devices, problems=problems, fields=fields, kept=kept)
-    data = asked.train
+    data, settings = asked.train, asked.program.config
     assert data is not None, "it was asked for"
     start = Start()
     if found is not None and meta is not None:

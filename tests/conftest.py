@@ -21,7 +21,7 @@ os.environ["HF_DATASETS_CACHE"] = f"{_caches.name}/datasets"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jax  # noqa: E402
+import jax  # noqa: E402 - the environment is set before
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

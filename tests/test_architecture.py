@@ -17,7 +17,7 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 """From the ground up. A module imports from lower floors; rooms on one floor do not know each other."""
 
 PLACES = {
-    "core": "axes errors processes notation advice config mesh layout batch",
+    "core": "axes errors processes notation advice given config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "

@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 
+import datasets
 import jax
 import numpy as np
 import pytest
 
 from jaxsp.core import processes
-from scripts.bench import batches, machine, packing, report, step
+from scripts.bench import batches, machine, packing, report, step, tokenise
 from tests import noise
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -188,7 +189,7 @@ def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch)
 
 
 def test_trl_packs_every_document(monkeypatch):
-    pytest.importorskip("trl", reason="needs trl")
+    pytest.importorskip("trl", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
     lengths = np.array([5, 3, 2, 9, 20])
     for batch_size in (2, None):
         _, counts = packing.trls(lengths, 10, batch_size)
@@ -201,6 +202,21 @@ def test_no_packer_can_do_with_fewer_rows():
     assert packing.bound(np.array([6, 6, 5, 5]), 10, 9) == 3, "fives do not go with sixes"
     assert packing.bound(np.array([1, 1, 1, 1]), 10, 2) == 2, "two at most"
     assert sorted(packing.pieces(np.array([20, 4, 13]), 10).tolist()) == [3, 4, 10, 10, 10]
+
+
+def test_tokenising_is_timed_beside_the_tokenizer_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    out = tmp_path / "tokenise.json"
+    assert tokenise.main(["--megabytes", "0.05", "--runs", "2", "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["command"].startswith("python -m scripts.bench.tokenise --megabytes 0.05")
+    assert [case["format"] for case in found["cases"]] == ["text", "messages"]
+    for case in found["cases"]:
+        assert case["tokens"] > 1000
+        assert len(case["ratios"]) == 2
+        assert min(case["ratios"]) > 0
+    assert capsys.readouterr().out.startswith("format text  documents ")
 
 
 def test_batches_are_timed_over_a_whole_epoch(tmp_path, monkeypatch, capsys):

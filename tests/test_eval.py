@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import rich.console
+import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export, prepare
@@ -14,7 +15,6 @@ from jaxsp.core import config, errors
 from jaxsp.training import trainer
 from tests import tolerances
 
-safetensors = pytest.importorskip("safetensors.numpy")
 oracle = pytest.importorskip("tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of")
 
 DOCUMENTS = [np.random.default_rng(n).integers(0, 131, n) for n in (2, 7, 33, 90)]  # the last is longer than a row
@@ -84,7 +84,11 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     trainer.train(program, material, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     expected, found = (
-        {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in safetensors.load_file(file).items()}
+        {
+            name: tensor
+            for file in sorted(folder.glob("*.safetensors"))
+            for name, tensor in safetensors.numpy.load_file(file).items()
+        }
         for folder in (tmp_path / "hf", tmp_path / "out")
     )
     assert found.keys() == expected.keys()

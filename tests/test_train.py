@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import rich.console
+import transformers
 
 from jaxsp import export, prepare
 from jaxsp.core import config, errors
@@ -322,7 +323,6 @@ def test_an_export_says_when_transformers_would_misread_its_tokenizer(tmp_path, 
     export.main([str(tmp_path / "run"), str(tmp_path / "hf")])
     warned = "PreTrainedTokenizerFast.from_pretrained" in capsys.readouterr().out
     assert warned == (model_type == "qwen2")
-    transformers = pytest.importorskip("transformers")
     loaded = transformers.PreTrainedTokenizerFast if warned else transformers.AutoTokenizer
     assert loaded.from_pretrained(tmp_path / "hf")("e\u0301").input_ids == [101, 204, 129]
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "hf").iterdir()}

@@ -42,7 +42,7 @@ def attend(
     Raises: what `problems` finds is the caller's to report; here it is an assertion.
     Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated when seq does not divide them.
     """
-    B, l, H, K = q_BlHK.shape  # noqa: E741  # l is this device's share of L
+    B, l, H, K = q_BlHK.shape  # l is this device's share of L
     G = k_BlGK.shape[2]
     assert not problems(num_heads=H, seq=seq)
     repeats = kv_repeats(num_kv_heads=G, seq=seq)

@@ -181,7 +181,7 @@ def _elements(stream: io.BufferedReader) -> Iterator[tuple[Any, str | None]]:
             # as much again as there is: a long record is looked through a few times, not once for each chunk
             chunk = stream.read(max(_CHUNK, len(text) - at))
             text, at, ended, more = text[at:] + decode(chunk, final=not chunk), 0, not chunk, False
-        at = _SPACES.match(text, at).end()  # type: ignore[union-attr]
+        at = _SPACES.match(text, at).end()  # type: ignore[union-attr]  # no spaces match too
         if at == len(text):
             if ended:
                 break

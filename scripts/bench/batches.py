@@ -11,11 +11,7 @@ dropped. Beside it the same documents, in random order, as `datasets` gives them
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
-import json
 import pathlib
-import shlex
 import sys
 import tempfile
 import time
@@ -88,19 +84,10 @@ def main(arguments: list[str]) -> int:
                 cases.append(one_by_one(documents.with_format(form), said, given.seconds))
                 print(row(cases[-1]), flush=True)
     if given.out:
-        found = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": machine.commit(),
-            "command": shlex.join(["python", "-m", "scripts.bench.batches", *arguments]),
-            "cpu": machine.cpu(),
-            "python": sys.version.split()[0],
-            **{name: importlib.metadata.version(name) for name in ("jax", "numpy", "grain", "datasets")},
-            "row_tokens": ROW_TOKENS,
-            "rows_per_step": ROWS_PER_STEP,
-            "cases": [dataclasses.asdict(case) for case in cases],
-        }
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        sizes = {"row_tokens": ROW_TOKENS, "rows_per_step": ROWS_PER_STEP}
+        packages = ("jax", "numpy", "grain", "datasets")
+        found = [dataclasses.asdict(case) for case in cases]
+        machine.write(given.out, "scripts.bench.batches", arguments, packages, **sizes, cases=found)
     return 0
 
 

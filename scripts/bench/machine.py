@@ -1,11 +1,16 @@
 """What a measurement depends on: python -m scripts.bench.machine prints it, or what keeps JAX from an NVIDIA GPU (exit 2)."""
 
+import datetime
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 
@@ -73,6 +78,20 @@ def commit() -> str | None:
     # results of earlier checks are changes, but not of what is measured
     differing = _printed("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!scripts/bench/*.md")
     return head and head + "-changed" * bool(differing)
+
+
+def write(path: pathlib.Path, module: str, arguments: Sequence[str], packages: Sequence[str], **found: Any) -> None:
+    """Writes what a benchmark of this processor found, with all that it depends on."""
+    head = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", module, *arguments]),
+        "cpu": cpu(),
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(head | found, indent=1) + "\n", encoding="utf-8")
 
 
 def _installed(*names: str) -> str | None:

@@ -11,13 +11,10 @@ TRL's is left out where it is not installed: pip install trl==1.16.0.
 
 import argparse
 import dataclasses
-import datetime
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import pathlib
-import shlex
 import statistics
 import sys
 import time
@@ -116,17 +113,8 @@ def main(arguments: list[str]) -> int:
     if not _trl():
         print("trl is not installed: left out")
     if given.out:
-        found = {
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "commit": machine.commit(),
-            "command": shlex.join(["python", "-m", "scripts.bench.packing", *arguments]),
-            "cpu": machine.cpu(),
-            "python": sys.version.split()[0],
-            **{name: importlib.metadata.version(name) for name in ["numpy", "grain", *["trl"] * _trl()]},
-            "cases": cases,
-        }
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        packages = ["numpy", "grain", *["trl"] * _trl()]
+        machine.write(given.out, "scripts.bench.packing", arguments, packages, cases=cases)
     return 0
 
 

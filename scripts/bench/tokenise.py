@@ -1,7 +1,7 @@
-"""How fast records become tokens on disk, beside the tokenizer alone: python -m scripts.bench.tokenise [--json FILE].
+"""How fast records become tokens on disk, beside the tokenizer alone: python -m scripts.bench.tokenise [--out FILE.json].
 
-Python's own library is the text, each file a document or, with --format messages, four questions and answers; a byte-level BPE
-of 16,384 tokens is trained on it. Both run in one process with one thread, in turns; seconds are those of its core, and the
+Python's own library is the text, each file a document, and then four questions and answers; a byte-level BPE of
+16,384 tokens is trained on it. Both run in one process with one thread, in turns; seconds are those of its core, and the
 ratio is the median of theirs. `jaxsp` is all that text.tokenize does: rendering, tokenising, checking, counting, and writing
 what the cache keeps.
 """
@@ -17,48 +17,56 @@ import tempfile
 import time
 from typing import Any
 
+from scripts.bench import machine
+
 VOCAB = 16_384
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor -%}
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
 
-def main() -> int:
+def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.tokenise", description=__doc__.splitlines()[0])
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the figures there")
-    parser.add_argument("--format", choices=["text", "messages"], default="text")
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--megabytes", type=float, default=8)
-    given = parser.parse_args()
+    parser.add_argument("--megabytes", type=float, default=6)
+    parser.add_argument("--out", metavar="FILE.json", type=pathlib.Path)
+    given = parser.parse_args(arguments)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     texts = _texts(given.megabytes * 1e6)
     tokenizer = _tokenizer(texts)
-    records = [{"text": text} for text in texts]
-    if given.format == "messages":
-        records = [_conversation(text) for text in texts]
-        texts = [tokenizer.apply_chat_template(record["messages"], tokenize=False) for record in records]
+    talks = [_conversation(text) for text in texts]
+    written = [tokenizer.apply_chat_template(record["messages"], tokenize=False) for record in talks]
+    cases = []
+    for record_format, rendered, records in (
+        ("text", texts, [{"text": text} for text in texts]),
+        ("messages", written, talks),
+    ):
+        cases.append({"format": record_format, **_compare(rendered, records, tokenizer, record_format, given.runs)})
+        print("  ".join(f"{name} {value}" for name, value in cases[-1].items()), flush=True)
+    if given.out:
+        machine.write(given.out, "scripts.bench.tokenise", arguments, ("transformers", "tokenizers", "datasets"), cases=cases)
+    return 0
+
+
+def _compare(texts: list[str], records: list[dict[str, Any]], tokenizer: Any, record_format: str, runs: int) -> dict[str, Any]:
+    """The tokenizer alone on the rendered texts, and all of text.tokenize on their records."""
     alone, whole, num_tokens = [], [], 0
-    for _ in range(given.runs):
+    for _ in range(runs):
         started = time.process_time()
         num_tokens = sum(map(len, tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)))
         alone.append(time.process_time() - started)
-        whole.append(_prepare(records, tokenizer, given.format))
-    ratio = statistics.median(a / b for a, b in zip(alone, whole, strict=True))
-    figures = {
-        "format": given.format,
+        whole.append(_prepare(records, tokenizer, record_format))
+    ratios = [a / b for a, b in zip(alone, whole, strict=True)]
+    return {
         "documents": len(texts),
         "megabytes": round(sum(len(text.encode()) for text in texts) / 1e6, 2),
         "tokens": num_tokens,
         "encode_batch_tokens_per_s": round(num_tokens / statistics.median(alone)),
         "jaxsp_tokens_per_s": round(num_tokens / statistics.median(whole)),
-        "ratio": round(ratio, 3),
-        "ratios": [round(a / b, 3) for a, b in zip(alone, whole, strict=True)],
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
     }
-    print("  ".join(f"{name} {value}" for name, value in figures.items()))
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    return 0
 
 
 def _texts(num_bytes: float) -> list[str]:
@@ -117,4 +125,4 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

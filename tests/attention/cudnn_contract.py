@@ -70,7 +70,7 @@ def backward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, _, _also, 
         sees = causal & inside[:, None] & inside[None]
         q1, o1, do1 = (flat(x)[at_q] for x in (q, out, dout))
         k1, v1 = (jnp.repeat(flat(x)[at_k], repeats, axis=1) for x in (k, v))
-        dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")  # noqa: E731
+        dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
         scale = q.shape[-1] ** -0.5
         weights = jnp.where(sees[None], jnp.exp(dots("qhK,khK->hqk", q1, k1) * scale - statistic[..., None]), 0)
         delta = dots("qhK,qhK->hq", do1, o1)[..., None]

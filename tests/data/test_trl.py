@@ -11,7 +11,7 @@ from jaxsp.data import chat, encoding, formats
 from tests.data import chats
 
 sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
-chat_template_utils = pytest.importorskip("trl.chat_template_utils")
+chat_template_utils = pytest.importorskip("trl.chat_template_utils", reason="needs trl, as above")
 
 
 def theirs(records, tokenizer, *, messages):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
 
 from jaxsp import attention
 from jaxsp.core import batch
@@ -18,7 +19,6 @@ from jaxsp.training import loss, sharding
 from tests import batches
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is what transformers computes with (extra `test`)")
-transformers = pytest.importorskip("transformers")
 
 SIZES = {
     "vocab_size": 131,

@@ -39,7 +39,7 @@ def hidden_states(weights, rows, seq):
 @functools.cache
 def weights():
     rng = np.random.default_rng(2)
-    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)  # noqa: E731
+    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
     return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(MODEL))
 
 
@@ -59,7 +59,7 @@ def compiled(seq):
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     split = batch.Batch
     in_specs = (same, (share, share, share, same, same))
-    rebuilt = lambda weights, fields: local(weights, split(**dict(zip(batch.SPECS, fields, strict=True))))  # noqa: E731
+    rebuilt = lambda weights, fields: local(weights, split(**dict(zip(batch.SPECS, fields, strict=True))))
     on_mesh = jax.shard_map(rebuilt, mesh=batches.mesh(1, 1, seq), in_specs=in_specs, out_specs=(share, same), check_vma=False)
     jitted = jax.jit(on_mesh)
     return lambda arrays: [np.asarray(x) for x in jitted(weights(), tuple(arrays[name] for name in batch.SPECS))]

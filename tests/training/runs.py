@@ -25,7 +25,7 @@ NUM_STEPS = 5
 def whole_weights(model: ModelConfig) -> dict[str, Any]:
     """Weights by numpy; biases and norms are not what they start as, so that each has a say in the loss."""
     rng = np.random.default_rng(2)
-    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)  # noqa: E731
+    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
     return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(model))
 
 

@@ -99,7 +99,7 @@ def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(g
 
 def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
     """What a scan over layers puts out, stacked, is kept: weights are not, gathered or otherwise."""
-    model, (B, l, L) = runs.MODEL, (1, 16, 64)  # noqa: E741
+    model, (B, l, L) = runs.MODEL, (1, 16, 64)
     scans = [
         equation
         for equation in batches.equations(traced("float32"))

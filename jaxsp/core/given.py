@@ -1,0 +1,95 @@
+"""A config's fields as they were given: changed by `key.path=value`, and looked at together before each by itself."""
+
+from typing import Any
+
+import yaml
+
+from jaxsp.core import errors, notation
+
+
+def change(fields: dict[str, Any], word: str) -> str | None:
+    """Sets one `key.path=value` in `fields`, or returns the problem with it."""
+    key, equals, text = word.partition("=")
+    *groups, name = key.split(".")
+    if not equals or not all([*groups, name]):
+        return f"{word}: is not key.path=value, for example mesh.seq=4."
+    try:
+        value = notation.load(text)
+    except (yaml.YAMLError, ValueError):
+        return f"{key} = {text}: is not a YAML value. Quote it: '{key}=\"...\"'."
+    place: Any = fields
+    for depth, part in enumerate([*groups, name]):
+        above = ".".join(groups[:depth])
+        index: Any = part
+        if isinstance(place, list):
+            if not part.isdecimal() or int(part) >= len(place):
+                entries = errors.choices(f"{above}.{number}" for number in range(len(place))) or f"{above}=[...]"
+                return f"{key} = {text}: {above} is a list of {len(place)}. Use {entries}."
+            index = int(part)
+        elif not isinstance(place, dict):
+            return f"{key} = {text}: {above} = {notation.line(place)} is a value, not a group of fields."
+        if depth == len(groups):
+            place[index] = value
+        else:
+            if isinstance(place, dict) and place.get(index) is None:
+                place[index] = {}
+            place = place[index]
+    return None
+
+
+def across(fields: dict[str, Any]) -> list[str]:
+    """Problems of several fields together, seen in the raw fields, so that another problem does not hide them."""
+    return [
+        *_one_of(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
+        *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
+        *_of_sources(fields),
+    ]
+
+
+def _of_sources(fields: dict[str, Any]) -> list[str]:
+    """Problems of what the sources say together: their weights, which are shares of a number of steps; and their formats."""
+    run, data = fields.get("run"), fields.get("data")
+    if not isinstance(data, dict):
+        return []
+    sources = {
+        name: [one for one in group if isinstance(one, dict)]
+        for name in ("train", "eval")
+        if isinstance(group := data.get(name), list)
+    }
+    weighted = {name: [one.get("weight") is not None for one in group] for name, group in sources.items()}
+    found = []
+    if any(weighted.get("eval", [])):
+        number = weighted["eval"].index(True)
+        found.append(f"data.eval.{number}.weight: every data set is evaluated by itself, as a whole. Leave it out.")
+    if any(weighted.get("train", [])):
+        if not all(weighted["train"]):
+            number = weighted["train"].index(False)
+            found.append(
+                f"data.train.{number}.weight: missing. All sources have a weight, or none: data.train.{number}.weight=1."
+            )
+        if isinstance(run, dict) and run.get("epochs") is not None:
+            found.append(
+                "data.train.0.weight: with weights, sources end at different times and are repeated, so that there are no "
+                "epochs. Give run.steps, or leave the weights out."
+            )
+    formats = {one.get("format") for group in sources.values() for one in group}
+    if data.get("chat_template") is not None and formats <= {"text", "tokens"}:
+        found.append(
+            f"data.chat_template = {notation.line(data['chat_template'])}: no source has messages or prompt_completion to "
+            "write with it. Leave it out."
+        )
+    return found
+
+
+def _one_of(fields: dict[str, Any], group: str, names: tuple[str, str], role: str, example: str) -> list[str]:
+    """The problem of two fields of a group of which exactly one has to be given."""
+    fields_of = fields.get(group)
+    if not isinstance(fields_of, dict):
+        return []
+    there = [name for name in names if fields_of.get(name) is not None]
+    if not there:
+        return [f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."]
+    if len(there) == 2:
+        said = ", ".join(f"{group}.{name} = {notation.line(fields_of[name])}" for name in names)
+        return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null or {group}.{names[1]}=null."]
+    return []
