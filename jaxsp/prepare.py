@@ -172,7 +172,7 @@ def read(
             tokenized[field] = tokenize(records[field], source=one, field=f"{field}.source")
     problems.check()
 
-    def data_set(name: str, members: Mapping[str, config.Source], field: str, lengths: config.Data) -> dataset.DataSet:
+    def data_set(name: str, members: Mapping[str, config.Source], field: str, packed: config.Config) -> dataset.DataSet:
         documents = rows.Documents(
             [tokenized[member].dataset for member in members],
             names=[one.name or one.source for one in members.values()],
@@ -183,11 +183,9 @@ def read(
         weights = [one.weight for one in members.values() if one.weight is not None]
         weights = weights if len(weights) > 1 else []  # all tokens are of the only one in any case
         digests = [tokenized[member].digest for member in members]
-        return dataset.of(
-            name, documents, settings.model_copy(update={"data": lengths}), digests=digests, weights=weights or None
-        )
+        return dataset.of(name, documents, packed, digests=digests, weights=weights or None)
 
-    longest_only = settings.for_rows_of(settings.data.longest_row).data
+    longest_only = settings.for_rows_of(settings.data.longest_row)
     members = {field: one for field, one in named if field.startswith("data.train")}
     attend = attention.make_attend(seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks)
     program = Program(
@@ -199,7 +197,7 @@ def read(
         folder=source,
         tokenizer=tokenizer,
         choice=kernel,
-        train=data_set("train", members, "data.train", settings.data) if members else None,
+        train=data_set("train", members, "data.train", settings) if members else None,
         evals=tuple(
             data_set(one.name or one.source, {field: one}, f"{field}.source", longest_only)
             for field, one in named

@@ -14,6 +14,17 @@ from jaxsp.model.config import ModelConfig
 Arrays = dict[str, np.ndarray]
 """The fields of a Batch for all rows of a step, [rows, ...], before they are dealt to anybody."""
 
+SMALL_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+}
+"""Of one layer, that reads bytes: a config.json."""
+
 Pieces = list[list[tuple[int, int]]]
 """Start and length of each piece of each row."""
 

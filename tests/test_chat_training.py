@@ -11,6 +11,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export, prepare
 from jaxsp.core import config
 from jaxsp.training import trainer
+from tests import batches
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -18,15 +19,6 @@ TEMPLATE = (
 )
 TURNS = [("user", "Hi"), ("assistant", "Hello. \U0001f600"), ("user", "<|assistant|>no"), ("assistant", " two\nlines")]
 ANSWERS = sum(len(words.encode()) + len("<|end|>") for role, words in TURNS if role == "assistant")
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def chat_run(tmp_path_factory):
     settings = config.parse(
         {
             "run": {"directory": str(folder / "run"), "epochs": 2},
-            "model": {"config": MODEL, "tokenizer": "bytes", "compute_dtype": "float32"},
+            "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes", "compute_dtype": "float32"},
             "mesh": {"data": 1, "seq": 2},
             "data": {
                 "train": [source],

@@ -21,16 +21,9 @@ from jaxsp import export, prepare
 from jaxsp.core import config, errors
 from jaxsp.data import dataset, pipeline, rows
 from jaxsp.training import checkpoint, trainer
+from tests import batches
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
+MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
 
 
 def settings(folder, **changes):

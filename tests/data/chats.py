@@ -8,14 +8,20 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-CHATML = """{%- for message in messages -%}
-{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
-{%- for call in message.tool_calls or [] -%}
+_END = """{%- for call in message.tool_calls or [] -%}
 {{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
 {%- endfor -%}
 {{ '<|im_end|>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+"""How ChatML ends a turn, and a text."""
+
+CHATML = (
+    """{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}
+"""
+    + _END
+)
 
 MARKED = """{%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
@@ -61,7 +67,8 @@ TURNS = """{{- bos_token }}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}"""
 """As Gemma writes it: another name for the assistant, roles that alternate, no system turn."""
 
-THINKING = """{%- set ns = namespace(last=-1) -%}
+THINKING = (
+    """{%- set ns = namespace(last=-1) -%}
 {%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
 {%- for message in messages -%}
 {%- set content = message.content or '' -%}
@@ -75,12 +82,9 @@ THINKING = """{%- set ns = namespace(last=-1) -%}
 {{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}
 {%- endif -%}
 {{ content }}
-{%- for call in message.tool_calls or [] -%}
-{{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
-{%- endfor -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
+"""
+    + _END
+)
 """As Qwen3 writes it: thinking stands in the turns behind the last user's only, and the last turn has some in any case."""
 
 SPECIAL = (

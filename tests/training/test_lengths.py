@@ -10,17 +10,9 @@ import rich.console
 from jaxsp import prepare
 from jaxsp.core import batch, config
 from jaxsp.training import checkpoint, step, trainer
-from tests import tolerances
+from tests import batches, tolerances
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
+MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}
 WEIGHTS = {"train.jsonl": 3.0, "short.jsonl": 1.0}
 LENGTHS = [3, 30, 31, 32, 33, 64, 100, 128, 300, 2, 17, 8, 120]
 

@@ -16,22 +16,13 @@ from jax.experimental import multihost_utils
 from jaxsp import prepare
 from jaxsp.core import config, errors
 from jaxsp.training import checkpoint, metrics, step, trainer
-
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-}
+from tests import batches
 
 
 def settings(folder, *words):
     fields = {
         "run": {"directory": str(folder / "run"), "steps": 6, "save_every": None},
-        "model": {"config": MODEL, "compute_dtype": "float32"},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
         "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
