@@ -234,6 +234,7 @@ REFUSED = [
     ("then", "words", "begins", "said"),
     [
         ("restart", ["data.row_tokens=128"], 0, "data.row_tokens = 128, and was 64: begins with the first of the new rows"),
+        ("restart", ["run.seed=1"], 0, "run.seed = 1, and was 0: begins with the first of the new rows"),
         ("continue", ["run.seed=1"], STOPPED * 8, "run.seed = 1, and was 0: goes on behind as many of the new rows"),
     ],
 )
