@@ -47,14 +47,29 @@ class Choice:
     """What speaks against cuDNN, where `auto` had to take another kernel; empty otherwise."""
     uncounted_bytes: int
     """An estimate of what the kernel takes on a device beyond the compiled program's memory analysis."""
+    statistic_bytes: int
+    """Of that analysis, what the kernel's log-sum-exps take before they are compressed and after they are expanded."""
+    window: int | None
+    """How many tokens a token sees, itself among them; None: all before it in its piece."""
 
 
 def choose(
-    settings: config.Config, *, devices: Sequence[limits.Device], num_heads: int, num_kv_heads: int, head_dim: int
+    settings: config.Config,
+    *,
+    devices: Sequence[limits.Device],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    window: int | None,
+    device_bytes: int | None = None,
 ) -> Choice:
     """The kernel that a config asks for, or that `auto` means on these devices, which may be absent ones compiled for.
 
-    Raises: UserError with every problem: heads that cannot be shared, or a kernel that cannot do what is asked.
+    Args:
+        window: the model's, see Choice.
+        device_bytes: memory of a device; None: what the devices say, if they are there.
+    Raises: UserError with every problem: heads that cannot be shared, a kernel that cannot do what is asked, or one whose calls
+        alone are larger than a device.
     """
     seq, asked = settings.mesh.seq, settings.attention
     if found := ulysses.problems(num_heads=num_heads, seq=seq):
@@ -66,6 +81,7 @@ def choose(
         row_tokens=settings.data.longest_row,
         rows_at_once=settings.batch.rows_at_once,
         max_pieces=settings.data.max_documents_per_row,
+        window=window,
         dtype=settings.model.compute_dtype,
     )
     kernel, why = asked.kernel, ""
@@ -83,7 +99,7 @@ def choose(
                 f"attention.head_chunks = {chunks}: only the cudnn kernel takes heads in parts, and this is {kernel}{because}. "
                 "Use attention.head_chunks=null."
             )
-        return Choice(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0)
+        return Choice(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0, statistic_bytes=0, window=window)
     legal = limits.parts(work)
     if chunks is not None and chunks not in legal:
         raise errors.UserError(
@@ -91,7 +107,46 @@ def choose(
             f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.choices(legal)}, or null."
         )
     chunks = chunks or limits.fewest_parts(work)
-    return Choice(kernel=kernel, head_chunks=chunks, why="", uncounted_bytes=limits.backward_bytes(work, chunks))
+    size = device_bytes or limits.smallest_memory(devices)
+    if size is not None and (problem := limits.shortage(work, chunks, device_bytes=size)):
+        raise errors.UserError(problem)
+    return Choice(
+        kernel=kernel,
+        head_chunks=chunks,
+        why="",
+        uncounted_bytes=limits.backward_bytes(work, chunks),
+        statistic_bytes=limits.statistic_bytes(work, chunks),
+        window=window,
+    )
+
+
+def cost(
+    *,
+    seq: int,
+    rows: int,
+    share_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    remat: str,
+) -> int:
+    """Bytes that one device sends to others for a layer's attention in a turn, forward and backward.
+
+    Args: those of `ulysses.cost`; `remat` is `none`, `attention` or `full`.
+    """
+    if seq == 1:
+        return 0
+    return ulysses.cost(
+        seq=seq,
+        rows=rows,
+        share_tokens=share_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        remat=remat,
+    )
 
 
 def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
@@ -99,6 +154,8 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> 
     kernel = f"{'cuDNN' if choice.kernel == 'cudnn' else choice.kernel} kernel"
     if choice.head_chunks > 1:
         kernel += f", heads in {choice.head_chunks} parts"
+    if choice.window is not None:
+        kernel += f", a token sees the last {choice.window:,} of its document, itself among them"
     why = f" ({choice.kernel} because {choice.why})" if choice.why else ""
     if seq == 1:
         return f"{kernel}, all heads on each device{why}"
@@ -109,11 +166,15 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> 
     )
 
 
-def make_attend(*, seq: int, kernel: str | Callable[..., Array], head_chunks: int = 1) -> Attend:
-    """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own."""
-    named = KERNELS[kernel] if isinstance(kernel, str) else kernel
+def make_attend(*, seq: int, kernel: str | Callable[..., Array], window: int | None, head_chunks: int = 1) -> Attend:
+    """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own, used as it is.
+
+    Args:
+        window: of the model, as in Choice.
+    """
+    named = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
     if kernel == "cudnn":
-        named = functools.partial(cudnn.attention, head_chunks=head_chunks)
+        named = functools.partial(named, head_chunks=head_chunks)
     isolated = functools.partial(_isolated, kernel=named)
     inner = functools.partial(ulysses.attend, kernel=isolated, seq=seq) if seq > 1 else isolated
 

@@ -23,6 +23,36 @@ def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
     return math.lcm(num_kv_heads, seq) // num_kv_heads
 
 
+TRIPS = {"none": 2, "attention": 3, "full": 3}
+"""How often a layer's arrays travel in a step, by what its backward pass keeps: forward, backward, and before that once more
+where the layer is computed again. Keeping what the kernel made does not help: its q, k and v are wanted on this side of the
+all-to-all and its output on the other."""
+
+
+def cost(
+    *,
+    seq: int,
+    rows: int,
+    share_tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    remat: str,
+) -> int:
+    """Bytes that one device sends to the others of its group for a layer in a turn, forward and backward.
+
+    Args:
+        rows: that a group holds together.
+        share_tokens: tokens of a row that one device holds.
+        itemsize: bytes of an element of q, k, v, the output and their gradients.
+        remat: one of TRIPS.
+    """
+    kv_heads = num_kv_heads * kv_repeats(num_kv_heads=num_kv_heads, seq=seq)
+    held = rows * share_tokens * 2 * (num_heads + kv_heads) * head_dim * itemsize
+    return TRIPS[remat] * (held - held // seq)
+
+
 def attend(
     q_BlHK: Float[Array, "B l H K"],
     k_BlGK: Float[Array, "B l G K"],
@@ -37,8 +67,8 @@ def attend(
 
     Shapes: inside shard_map over `seq`; shares are contiguous and in the devices' order. G' is G repeated up to the
         least common multiple of G and seq, so that each device gets whole K/V heads, those of its own query heads.
-    Moves:  2 all-to-alls forward (q, k and v travel in one); per device B * l * (2 H + 2 G') * K * itemsize * (1 - 1/seq)
-        bytes. Twice as much backward: a layer that is computed again makes both again, and then there are their transposes.
+    Moves:  2 all-to-alls forward (q, k and v travel in one), the same 2 transposed backward, and the first 2 again where the
+        layer is computed again: see `cost`.
     Raises: what `problems` finds is the caller's to report; here it is an assertion.
     Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated when seq does not divide them.
     """

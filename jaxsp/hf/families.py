@@ -28,22 +28,28 @@ class Family:
     qkv_bias: bool = False
     """Always there, whatever the config says."""
     qk_norm: bool = False
-    sliding_window: bool = False
-    """Has `use_sliding_window`; where that is false, `sliding_window` and `max_window_layers` mean nothing."""
-    default_window: int | None = None
-    """The `sliding_window` that transformers takes where the field is left out; null means none."""
+    windows: tuple[str, ...] = ()
+    """Its fields for sliding windows. With `sliding_window` alone, the window is every layer's; else it is that of the layers
+    from `max_window_layers` on, or of those that `layer_types` says, and of none unless `use_sliding_window` is true."""
 
+
+_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", switches=("attention_bias", "mlp_bias")),
-    "mistral": Family(architecture="MistralForCausalLM", required=("num_key_value_heads",), default_window=4096),
-    "qwen2": Family(architecture="Qwen2ForCausalLM", required=("num_key_value_heads",), qkv_bias=True, sliding_window=True),
+    "mistral": Family(architecture="MistralForCausalLM", required=("num_key_value_heads",), windows=("sliding_window",)),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        required=("num_key_value_heads",),
+        qkv_bias=True,
+        windows=_WINDOWS,
+    ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
         switches=("attention_bias",),
         required=("num_key_value_heads", "head_dim"),
         qk_norm=True,
-        sliding_window=True,
+        windows=_WINDOWS,
     ),
 }
 
@@ -72,8 +78,8 @@ _PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *_ROPE, "rms_norm_eps", "initialize
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP is gated by silu here, no other function"),
     "attention_dropout": ((0,), "there is no dropout here"),
-    "use_sliding_window": ((False,), "every layer attends to the whole document here"),
-    "sliding_window": ((), "every layer attends to the whole document here"),
+    "use_sliding_window": ((False,), "this family's layers see whole documents"),
+    "sliding_window": ((), "this family's layers see whole documents"),
     "pretraining_tp": ((1,), "matrix products are not cut into slices here"),
     "partial_rotary_factor": ((1,), "whole heads are rotated here"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together here"),
@@ -96,6 +102,9 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 """Fields that do not change training, or that are looked at elsewhere in this file."""
+
+_KINDS = ("full_attention", "sliding_attention")
+"""Of layers, without and with a window."""
 
 _LLAMA3 = tuple(field.name for field in dataclasses.fields(Llama3Rope))
 
@@ -151,24 +160,19 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
     import huggingface_hub.errors
     import transformers
 
-    says_window = "sliding_window" in fields
+    without_window = fields.get("sliding_window", 0) is None
     fields = _without_nulls(fields)
     family = _family(fields, path)
+    if without_window and family.windows:
+        fields["sliding_window"] = None  # left out, there would be one
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
     problems += _rope(fields, path)
-    if family.default_window is not None and not says_window:
-        problems.append(
-            f"{path}.sliding_window: missing. transformers would take {family.default_window}, and every layer attends to the "
-            f"whole document here. If the model was trained so, give it sliding_window: null."
-        )
     # sums of what is missing or no number would only repeat that
     problems = problems or _heads(fields, path)
     if problems:
         raise errors.UserError(problems)
-    passed = {name: fields[name] for name in _PASSED if name in fields}
-    if family.default_window is not None:
-        passed["sliding_window"] = None
+    passed = {name: fields[name] for name in (*_PASSED, *family.windows) if name in fields}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
@@ -192,6 +196,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         output_bias=attention_bias,
         mlp_bias=given.get("mlp_bias", False),
         qk_norm=family.qk_norm,
+        sliding_window=_window(fields, family, given, path),
         tie_embeddings=given["tie_word_embeddings"],
         initializer_range=float(given["initializer_range"]),
     )
@@ -247,6 +252,9 @@ def _types(fields: dict[str, Any], path: str) -> list[str]:
         "initializer_range": share,
         **dict.fromkeys(_SWITCHES, switch),
         **dict.fromkeys(_TOKEN_IDS, ids),
+        "sliding_window": (lambda x: x is None or whole[0](x), "must be a whole number from 1, or null"),
+        "use_sliding_window": switch,
+        "max_window_layers": (_is_whole, "must be a whole number"),
     }
     return [
         f"{path}.{name} = {_text(fields[name])}: {words}."
@@ -258,20 +266,20 @@ def _types(fields: dict[str, Any], path: str) -> list[str]:
 def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str) -> list[str]:
     """Fields that ask for what we do not implement, and those that nobody knows."""
     read = {*_PASSED, *_ONLY, *_WITHOUT_EFFECT} - ({*_SWITCHES} - {*family.switches, "tie_word_embeddings"})
+    if family.windows:
+        read -= {*_WINDOWS} - {*family.windows, "layer_types"}
     problems = []
     for name, value in fields.items():
         given = f"{path}.{name} = {_text(value)}"
-        if name in _ONLY:
+        if name in _ONLY and not (family.windows and name in _WINDOWS):
             values, reason = _ONLY[name]
-            ignored = name == "sliding_window" and family.sliding_window
-            if value not in values and not ignored:
+            if value not in values:
                 ways_out = [f"Use {_text(value)}" for value in values] or ["Write null"]
-                if name != "sliding_window" or family.default_window is None:
-                    ways_out.append("leave it out")
-                problems.append(f"{given}: is not implemented: {reason}. {', or '.join(ways_out)}.")
+                problems.append(f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}.")
         elif name == "layer_types":
-            if not isinstance(value, list) or any(kind != "full_attention" for kind in value):
-                problems.append(f"{given}: is not implemented: every layer has full_attention here. Leave it out.")
+            # looked at in _window
+            if not isinstance(value, list) or not {*map(str, value)} <= {*_KINDS}:
+                problems.append(f"{given}: is not implemented: layers have {errors.choices(_KINDS)} here. Leave it out.")
         elif name == "architectures" and value != [family.architecture]:
             problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
         elif name not in read and (name not in defaults or value != defaults[name]):
@@ -279,6 +287,34 @@ def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], 
             hint = "" if name in _PASSED else errors.nearest(name, sorted({*read, *_SWITCHES}))
             problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
     return problems
+
+
+def _window(fields: dict[str, Any], family: Family, given: dict[str, Any], path: str) -> int | None:
+    """The window of every layer.
+
+    Args:
+        given: what transformers makes of the fields.
+    Raises: UserError where layers differ, or say something else than the window.
+    """
+    window = given.get("sliding_window")
+    of_model = _KINDS[window is not None]
+    kinds = fields.get("layer_types", given.get("layer_types")) or [of_model]
+    if len({*kinds}) > 1:
+        name = "layer_types" if "layer_types" in fields else "max_window_layers"
+        without = " and no layer_types" if name == "layer_types" else ""
+        raise errors.UserError(
+            f"{path}.{name} = {_text(given[name])}: is not implemented: all layers are alike here, and layer "
+            f"{kinds.index(_KINDS[0])} would see whole documents, layer {kinds.index(_KINDS[1])} their last {window} tokens. "
+            f"Use use_sliding_window=false{without}, which is the same for documents of up to {window} tokens."
+        )
+    if kinds[0] == of_model:
+        return window
+    if "use_sliding_window" in family.windows and kinds[0] == _KINDS[0]:
+        return None
+    says = "no layer has a window" if window is None else f"every layer has a window of {window}"
+    raise errors.UserError(
+        f"{path}.layer_types = {_text(kinds)}: differs from the other fields, by which {says}. Leave it out."
+    )
 
 
 def _rope(fields: dict[str, Any], path: str) -> list[str]:

@@ -33,6 +33,8 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     """RMS norm over each head of q and k, before the rotation (Qwen3)."""
+    sliding_window: int | None
+    """How many tokens a token sees, itself among them, in every layer (Mistral 7B v0.1: 4096); None: its whole piece so far."""
     tie_embeddings: bool
     """The head is the embedding; there is no tensor for it."""
     initializer_range: float

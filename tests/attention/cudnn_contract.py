@@ -2,9 +2,10 @@
 
 Whatever cuDNN leaves undefined is NaN here: outputs and gradients of tokens in no slot, the statistic beyond a slot's piece.
 What it does not read, it does not read here either: a statistic of NaN beyond a piece changes nothing.
+A window of w keeps the scores where key + w > query, both counted from the slot's first token: itself is one of the w.
 Sources: openxla/xla xla/stream_executor/cuda/cuda_dnn.cc, where q, k, v, o and their gradients get ragged offsets and the
 statistic, [slots, heads, tokens of a slot, 1], gets none; NVIDIA/cudnn-frontend scaled_dot_product_flash_attention.h, where the
-padding mask replaces the score minus the statistic.
+padding mask replaces the score minus the statistic; its utils/attn_score_modifiers.h, sliding_window_mask, for windows.
 """
 
 import jax
@@ -40,14 +41,20 @@ def slots(q, k, seqlen, q_places, kv_places):
     return first_q[:, None] + place, first_k[:, None] + place, place < lengths[:, None]
 
 
+def seen(num_tokens, window):
+    """Which keys each query of a slot sees; a window that is null or 0, as XLA has it, is none."""
+    query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]
+    return (key <= query) & (key + window > query) if window else key <= query
+
+
 def flat(x):
     return x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
 
 
-def forward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, *_, **_fields):
+def forward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, *_, sliding_window_length, **_fields):
     tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
     last = q.shape[0] * q.shape[1] - 1
-    causal = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
+    causal = seen(q.shape[1], sliding_window_length)
 
     def slot(at_q, at_k, inside):
         at_q, at_k = jnp.minimum(at_q, last), jnp.minimum(at_k, last)
@@ -59,10 +66,27 @@ def forward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, *_, **_fiel
     return merged, jnp.where(inside[:, None], lse, jnp.nan)
 
 
-def backward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, _, _also, statistic, out, dout, *_more, **_fields):
+def backward(
+    q,
+    k,
+    v,
+    _bias,
+    seqlen,
+    _kv_seqlen,
+    q_places,
+    kv_places,
+    _,
+    _also,
+    statistic,
+    out,
+    dout,
+    *_more,
+    sliding_window_length,
+    **_fields,
+):
     tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
     last = q.shape[0] * q.shape[1] - 1
-    causal = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
+    causal = seen(q.shape[1], sliding_window_length)
     repeats = q.shape[2] // k.shape[2]
 
     def slot(at_q, at_k, inside, statistic):

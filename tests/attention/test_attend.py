@@ -23,9 +23,9 @@ def small_blocks():
         yield
 
 
-def make_attend(seq, kernel="blockwise"):
+def make_attend(seq, kernel="blockwise", window=None):
     """attend on whole rows: each of `seq` devices takes its share."""
-    attend = attention.make_attend(seq=seq, kernel=kernel)
+    attend = attention.make_attend(seq=seq, kernel=kernel, window=window)
     if seq == 1:
         return attend
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
@@ -40,9 +40,9 @@ def arrays(B, H=8, G=4):
 
 
 @functools.cache
-def compiled(seq, kernel="blockwise"):
+def compiled(seq, kernel="blockwise", window=None):
     """The output, dq, dk and dv."""
-    attend = make_attend(seq, kernel)
+    attend = make_attend(seq, kernel, window)
 
     @jax.jit
     def results(q, k, v, dout, starts, lengths):
@@ -53,12 +53,13 @@ def compiled(seq, kernel="blockwise"):
 
 
 # K/V heads: more than seq, as many, fewer; not divided by it, neither dividing nor divided
+@pytest.mark.parametrize("window", [None, 15])  # 15: longer than some pieces and than a share, shorter than others
 @pytest.mark.parametrize(("seq", "H", "G"), [(2, 8, 4), (4, 8, 4), (8, 8, 4), (2, 6, 3), (6, 12, 4)])
-def test_many_devices_give_what_one_gives(seq, H, G):
+def test_many_devices_give_what_one_gives(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
     lengths = np.int32([[10, 14, 20, 0], [40, 0, 0, 0], [0, 0, 0, 0]])
     inputs = [*arrays(3, H, G), starts, lengths]
-    found, right = compiled(seq)(*inputs), compiled(1, "reference")(*inputs)
+    found, right = compiled(seq, window=window)(*inputs), compiled(1, "reference", window)(*inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.ULYSSES, name
 
@@ -143,6 +144,21 @@ def test_an_output_does_not_depend_on_later_tokens(seq, kernel):
             assert (found[name][:, t + 1 :] == 0).all(), (name, t)
             # the first token sees itself alone: its weight is 1 whatever q and k are
             assert (t == 0 and name != "dv") or (found[name][:, t] != 0).all(), (name, t)
+
+
+@EACH
+def test_an_output_depends_on_its_window_alone(seq, kernel):
+    """The derivative of an output is zero towards all but itself and the window - 1 tokens before, and not towards their v."""
+    window = 13
+    q, k, v, dout = arrays(3)
+    starts, lengths = np.zeros((3, 3), np.int32), np.int32([[L, 0, 0]] * 3)
+    for t in (0, 12, 13, 30, 47):
+        one = (np.arange(L) == t)[None, :, None, None]
+        found = compiled(seq, kernel, window)(q, k, v, dout * one, starts, lengths)
+        seen = (np.arange(L) <= t) & (np.arange(L) > t - window)
+        for name in ("dk", "dv"):
+            assert (found[name][:, ~seen] == 0).all(), (name, t)
+        assert (found["dv"][:, seen] != 0).all(), t
 
 
 # Shares of 12 tokens at seq=4: boundaries inside a share and on its edge, a piece over three shares, one that fills a share

@@ -35,17 +35,52 @@ def run(attend, *inputs):
     return jax.tree.map(np.asarray, jax.jit(functools.partial(results, attend))(*inputs))
 
 
-SHAPES = [(8, 8, 16), (8, 4, 8), (8, 2, 512), (8, 1, 100), (6, 3, 16)]
-"""Query heads, K/V heads, tokens of a block."""
+SHAPES = [
+    (8, 8, 16, 16, None),
+    (8, 4, 16, 8, None),
+    (8, 2, 16, 512, None),
+    (8, 1, 16, 100, None),
+    (6, 3, 16, 16, None),
+    (4, 2, 64, 8, 2),
+    (4, 2, 96, 8, 10),  # a block's first token sees one token of the second block before
+    (2, 1, 192, 16, 20),  # shorter than some pieces, longer than others; no multiple of a block
+    (2, 2, 256, 100, 33),
+    (2, 1, 128, 32, None),
+]
+"""Query heads, K/V heads, head size, tokens of a block, window."""
 
 
-@pytest.mark.parametrize(("h", "g", "block"), SHAPES)
-def test_blockwise_equals_the_reference(h, g, block, monkeypatch):
+@pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
+def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK", block)
-    inputs = [*arrays(len(STARTS), L, h, g, K=16), np.int32(STARTS), np.int32(LENGTHS)]
-    found, right = (run(attention.make_attend(seq=1, kernel=kernel), *inputs) for kernel in ("blockwise", "reference"))
+    inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
+    attends = [attention.make_attend(seq=1, kernel=kernel, window=window) for kernel in ("blockwise", "reference")]
+    found, right = (run(attend, *inputs) for attend in attends)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
+
+
+def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
+    windows = (None, L, 10**12)
+    right, *others = (run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows)
+    assert all(batches.same_bits(found, right) for found in others)
+
+
+def blocks_read(length, window):
+    """Blocks of keys that all blocks of queries of one long piece visit."""
+    x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
+    first = np.asarray(blockwise._blocks(x, x, x, piece, window).first_block)
+    return int((np.arange(len(first)) + 1 - first).sum())
+
+
+def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_square():
+    blocks = [4096 // blockwise.BLOCK * scale for scale in (1, 2, 4)]
+    for n, scale in zip(blocks, (1, 2, 4), strict=True):
+        assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
+        # a block's first token sees one token of the fifth block before
+        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK + 2) == 6 * n - (5 + 4 + 3 + 2 + 1)
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
@@ -58,8 +93,8 @@ def test_the_output_at_padding_is_zero(monkeypatch):
     assert np.abs(out[inside]).max(-1).min() > 0
 
 
-@pytest.mark.parametrize("poisoned", ["other piece before", "other piece after", "the future"])
-def test_blocks_of_other_pieces_and_of_the_future_are_never_read(poisoned, monkeypatch):
+@pytest.mark.parametrize("poisoned", ["other piece before", "other piece after", "the future", "before the window"])
+def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_read(poisoned, monkeypatch):
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
     monkeypatch.setattr(blockwise, "BLOCK", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
@@ -68,12 +103,14 @@ def test_blocks_of_other_pieces_and_of_the_future_are_never_read(poisoned, monke
         "other piece before": (slice(0, 24), slice(24, 64)),
         "other piece after": (slice(24, 64), slice(0, 24)),
         "the future": (slice(40, 64), slice(0, 40)),
+        "before the window": (slice(24, 40), slice(56, 64)),  # the 17 tokens that 56 sees begin with 40
     }[poisoned]
     # of the future, q stays: its queries do give gradients to the k and v before them
-    for x in (k, v) if poisoned == "the future" else (q, k, v, dout):
+    for x in (q, k, v, dout) if poisoned.startswith("other") else (k, v):
         x[:, poison] = np.nan
-    found = run(blockwise.attention, q, k, v, dout, starts, lengths)
-    for name in ("out", "dq") if poisoned == "the future" else found:
+    window = 17 if poisoned == "before the window" else None
+    found = run(functools.partial(blockwise.attention, window=window), q, k, v, dout, starts, lengths)
+    for name in found if poisoned.startswith("other") else ("out", "dq"):
         assert np.isfinite(found[name][:, clean]).all(), name
         assert np.isnan(found[name][:, poison]).any(), name
 
@@ -119,7 +156,7 @@ def num_forward_passes(policy):
     """Attention forward passes in a checkpointed function and its gradient: only they look for a maximum."""
     q, k, v, _ = map(jnp.asarray, arrays(1, 64, 4, 2, K=8))
     starts, lengths = jnp.int32([[0]]), jnp.int32([[64]])
-    attend = attention.make_attend(seq=1, kernel="blockwise")
+    attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(q):

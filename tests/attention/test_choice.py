@@ -23,7 +23,19 @@ H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-S
 B200, B300, MI300 = gpu("NVIDIA B200", "10.0"), gpu("NVIDIA B300", "10.3"), gpu("AMD Instinct MI300X", "gfx942")
 
 
-def choose(device=H100, *, heads=(32, 8, 128), seq=1, row_tokens=131072, pieces=64, rows_at_once=1, dtype="bfloat16", **asked):
+def choose(
+    device=H100,
+    *,
+    heads=(32, 8, 128),
+    window=None,
+    device_bytes=None,
+    seq=1,
+    row_tokens=131072,
+    pieces=64,
+    rows_at_once=1,
+    dtype="bfloat16",
+    **asked,
+):
     settings = config.parse(
         {
             "run": {"directory": "unused", "steps": 1},
@@ -39,8 +51,8 @@ def choose(device=H100, *, heads=(32, 8, 128), seq=1, row_tokens=131072, pieces=
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    names = ("num_heads", "num_kv_heads", "head_dim")
-    return attention.choose(settings, devices=[device], **dict(zip(names, heads, strict=True)))
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    return attention.choose(settings, devices=[device], window=window, device_bytes=device_bytes, **sizes)
 
 
 def refused(*arguments, **fields):
@@ -54,7 +66,9 @@ def refused(*arguments, **fields):
     [
         (H100, {}),
         (B200, {}),
-        (H100, {"heads": (8, 8, 256)}),
+        *((H100, {"heads": (8, 8, size)}) for size in (64, 96, 128, 192, 256)),
+        (H100, {"window": 4096}),
+        (A100, {"window": 4096, "pieces": 1}),
         (A100, {"pieces": 1}),
         (H100, {"heads": (28, 4, 128), "seq": 4}),
     ],
@@ -107,7 +121,15 @@ def test_every_obstacle_is_named_at_once():
         ((9, 5, 1), H100, {}, "9.5.1 is installed, and packed rows need 9.6.0 or later."),
         ((8, 9, 7), H100, {"pieces": 1}, "8.9.7 is installed, and flash attention needs 9.0.0 or later."),
         ((9, 10, 2), B300, {}, "9.10.2 is installed, and this GPU needs 9.11.0 or later."),
-        ((9, 5, 1), H100, {"pieces": 1}, None),
+        (
+            (9, 4, 0),
+            H100,
+            {"pieces": 1, "heads": (8, 8, 192)},
+            "9.4.0 is installed, and gradients of heads of 192 need 9.5.0 or",
+        ),
+        ((9, 1, 1), A100, {"pieces": 1, "window": 4096}, "9.1.1 is installed, and sliding windows need 9.2.0 or later."),
+        ((9, 1, 1), A100, {"pieces": 1, "window": 131072}, None),  # as long as the rows
+        ((9, 5, 1), H100, {"pieces": 1, "heads": (8, 8, 256), "window": 4096}, None),
         ((9, 28, 0), B300, {}, None),
         (None, H100, {}, None),
     ],
@@ -140,9 +162,10 @@ def test_heads_that_cannot_be_shared_are_refused():
     ("fields", "head_chunks"),
     [
         ({"seq": 8}, 1),
-        ({"row_tokens": 2**18 - 128}, 2),
+        ({"row_tokens": 2**18 - 128}, 32),  # no call has shorter slots where 512 does not divide the rows
         ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
-        ({"row_tokens": 2**20 - 128, "seq": 8}, 1),
+        ({"row_tokens": 2**18, "pieces": 2}, 2),  # room for twice the elements
+        ({"row_tokens": 2**18}, 4),
         ({"row_tokens": 5 * 2**20, "seq": 8}, 4),  # room for 4 times a head's elements is more than 2**31
         ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 2),
         ({"row_tokens": 2**17, "rows_at_once": 2, "seq": 1}, 4),
@@ -157,6 +180,7 @@ def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chu
         row_tokens=fields.get("row_tokens", 131072),
         rows_at_once=fields.get("rows_at_once", 1),
         max_pieces=fields.get("pieces", 64),
+        window=None,
         dtype="bfloat16",
     )
     assert work.elements(head_chunks) < 2**31
@@ -191,6 +215,67 @@ def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
     assert choose(seq=8, pieces=1).uncounted_bytes == tokens * heads * (sums + shared)
 
 
+def test_the_statistics_of_the_largest_call_are_counted():
+    assert choose(kernel="blockwise").statistic_bytes == 0
+    a_head = 4 * 131072  # float32
+    assert choose(seq=8).statistic_bytes == 4 * a_head * 4  # as of 4 whole rows of 4 heads, whatever the number of pieces
+    assert choose(seq=8, pieces=1000).statistic_bytes == 4 * a_head * 4
+    assert choose(seq=8, head_chunks=2).statistic_bytes == 4 * a_head * 2
+    assert choose(seq=8, pieces=2).statistic_bytes == 2 * a_head * 4
+    assert choose(seq=8, pieces=1).statistic_bytes == a_head * 4
+    # no call has shorter slots where 512 does not divide the rows
+    assert choose(seq=8, row_tokens=131200, head_chunks=1).statistic_bytes == 64 * 4 * 131200 * 4
+
+
+GIB = 2**30
+
+
+def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does():
+    fields = {"row_tokens": 2**20 + 128, "seq": 8, "device_bytes": 80 * GIB}
+    a_piece = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
+    most = 80 * GIB // a_piece
+    problem = refused(**fields, pieces=300)[0]
+    assert problem == (
+        "data.max_documents_per_row = 300: cuDNN's statistics and sums of 1 x 1,048,704 tokens in up to 300 pieces, heads in 4 "
+        f"parts, take {300 * a_piece / GIB:.1f} GiB, and a device has 80.0. Use data.max_documents_per_row={most}."
+    )
+    assert choose(**fields, pieces=most).head_chunks == 4
+    assert refused(**fields, pieces=most + 1)[0].endswith(f"Use data.max_documents_per_row={most}.")
+    # where the rows divide, short pieces have short slots
+    assert choose(**fields | {"row_tokens": 2**20}, pieces=300).kernel == "cudnn"
+
+
+def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
+    fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 8 * GIB}
+    problem = refused(**fields, head_chunks=1)[0]
+    assert problem.startswith(
+        "attention.head_chunks = 1: cuDNN's statistics and sums of 1 x 524,288 tokens in up to 64 pieces, "
+    )
+    assert problem.endswith("take 8.1 GiB, and a device has 8.0. Use attention.head_chunks=2.")
+    assert choose(**fields, head_chunks=2).head_chunks == 2
+
+
+def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
+    fields = {"seq": 8, "device_bytes": GIB, "row_tokens": 2**22}
+    problem = refused(**fields)[0]
+    length = GIB // (4 * 128 + 4 + 4) // 128 * 128
+    assert problem.startswith(
+        "data.row_tokens = 4194304: cuDNN's statistics and sums of 1 x 4,194,304 tokens in up to 64 pieces, "
+    )
+    assert problem.endswith(f"and a device has 1.0. Use data.row_tokens={length} with data.max_documents_per_row=1.")
+    assert choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
+
+
+def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
+    here = gpu()
+    here.memory_stats = lambda: {"bytes_limit": GIB}
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    assert refused(here, row_tokens=2**22, seq=8)[0].startswith("data.row_tokens = 4194304: ")
+    assert choose(row_tokens=2**22, seq=8).kernel == "cudnn"
+    here.memory_stats = lambda: None
+    assert choose(here, row_tokens=2**22, seq=8).kernel == "cudnn"
+
+
 def test_the_banner_says_how_heads_go_through_cudnn():
     said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8, seq=8)
     assert said == "Ulysses, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads"
@@ -198,3 +283,11 @@ def test_the_banner_says_how_heads_go_through_cudnn():
         attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8, seq=1)
         == "cuDNN kernel, all heads on each device"
     )
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
+def test_the_banner_names_the_window(kernel):
+    choice = choose(kernel=kernel, window=4096)
+    assert choice.window == 4096
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8, seq=1)
+    assert ", a token sees the last 4,096 of its document, itself among them, all heads on each device" in said

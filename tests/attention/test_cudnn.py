@@ -50,7 +50,7 @@ def rows(kind, which):
     return arrays
 
 
-def arrays(B, h, g):
+def arrays(B, h, g, K=K):
     """q, k, v and a cotangent of the output."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (h, g, g, h)]
@@ -58,7 +58,7 @@ def arrays(B, h, g):
 
 def run(kernel, *inputs):
     """The output, dq, dk and dv."""
-    attend = attention.make_attend(seq=1, kernel=kernel)
+    attend = attention.make_attend(seq=1, kernel=kernel, window=None)
 
     @jax.jit
     def results(q, k, v, dout, starts, lengths):
@@ -69,35 +69,40 @@ def run(kernel, *inputs):
 
 
 CASES = [
-    ("many", [0, 1], 4, 2, 1),
-    ("many", [2, 3], 4, 4, 2),  # a K/V head for each query head
-    ("many", [3, 0], 4, 1, 4),  # parts share a K/V head
-    ("two", [0, 1], 4, 2, 1),
-    ("two", [2, 3], 4, 2, 4),
-    ("one", [0, 1], 4, 2, 1),
-    ("one", [2, 3], 6, 2, 2),
-    ("one", [0], 6, 2, 6),
+    ("many", [0, 1], 4, 2, 16, 1, None),
+    ("many", [2, 3], 4, 4, 16, 2, None),  # a K/V head for each query head
+    ("many", [3, 0], 4, 1, 16, 4, None),  # parts share a K/V head
+    ("two", [0, 1], 4, 2, 16, 1, None),
+    ("two", [2, 3], 4, 2, 16, 4, None),
+    ("one", [0, 1], 4, 2, 16, 1, None),
+    ("one", [2, 3], 6, 2, 16, 2, None),
+    ("one", [0], 6, 2, 16, 6, None),
+    ("many", [0, 3], 4, 2, 96, 2, 100),  # shorter than a slot of either call
+    ("many", [2, 3], 2, 1, 64, 1, 200),  # longer than a slot of the second call
+    ("many", [0, 3], 2, 1, 256, 1, None),
+    ("two", [0, 3], 2, 1, 192, 1, 77),
+    ("one", [0, 1], 2, 1, 128, 1, 77),
 ]
-"""Pieces, rows, query heads, K/V heads, parts."""
+"""Pieces, rows, query heads, K/V heads, head size, parts, window."""
 
 
-@pytest.mark.parametrize(("kind", "which", "h", "g", "head_chunks"), CASES)
-def test_cudnn_equals_the_reference(kind, which, h, g, head_chunks):
-    inputs = [*arrays(len(which), h, g), *rows(kind, which)]
-    found = run(functools.partial(cudnn.attention, head_chunks=head_chunks), *inputs)
-    right = run(reference.attention, *inputs)
+@pytest.mark.parametrize(("kind", "which", "h", "g", "K", "head_chunks", "window"), CASES)
+def test_cudnn_equals_the_reference(kind, which, h, g, K, head_chunks, window):
+    inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
+    found = run(functools.partial(cudnn.attention, head_chunks=head_chunks, window=window), *inputs)
+    right = run(functools.partial(reference.attention, window=window), *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
 
 
 def test_whole_rows_of_a_group_go_through_cudnn():
-    """Four devices, 8 query heads and 2 K/V heads, each repeated once."""
+    """Four devices, 8 query heads and 2 K/V heads, each repeated once, and a window."""
     inputs = [*arrays(2, 8, 2), *rows("many", [0, 3])]
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    attend = attention.make_attend(seq=4, kernel="cudnn", head_chunks=2)
+    attend = attention.make_attend(seq=4, kernel="cudnn", head_chunks=2, window=90)
     found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(*inputs[:3], *inputs[4:])
-    right = run(reference.attention, *inputs)["out"]
+    right = run(functools.partial(reference.attention, window=90), *inputs)["out"]
     assert batches.difference(found, right) < tolerances.ULYSSES
 
 
@@ -111,7 +116,7 @@ def num_calls(head_chunks, policy):
     """Calls of cuDNN, forward and backward, in a checkpointed layer and its gradient."""
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     starts, lengths = map(jnp.asarray, rows("many", [0]))
-    attend = attention.make_attend(seq=1, kernel="cudnn", head_chunks=head_chunks)
+    attend = attention.make_attend(seq=1, kernel="cudnn", head_chunks=head_chunks, window=None)
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(q):
@@ -134,7 +139,8 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
-        _, saved = jax.eval_shape(functools.partial(cudnn._attention_fwd, head_chunks=1), q, k, v, starts, lengths)
+        forward = functools.partial(cudnn._attention_fwd, head_chunks=1, window=None)
+        _, saved = jax.eval_shape(forward, q, k, v, starts, lengths)
         assert saved[-1].shape == (1, 4, L), kind
         assert saved[-1].dtype == jnp.float32
 

@@ -13,10 +13,10 @@ import transformers
 
 from jaxsp import attention
 from jaxsp.core import batch
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder, layers, remat
 from jaxsp.model.config import ModelConfig
-from jaxsp.training import loss, sharding
-from tests import batches
+from jaxsp.training import loss
+from tests import batches, whole
 
 torch = pytest.importorskip("torch", reason="torch is not installed: it is what transformers computes with (extra `test`)")
 
@@ -49,9 +49,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3,
     },
     "llama tied": {**SIZES, "model_type": "llama", "tie_word_embeddings": True},
-    "mistral": {**SIZES, "model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+    "mistral": {**SIZES, "model_type": "mistral", "head_dim": 16, "sliding_window": 5, "rope_theta": 1e6},
     "qwen2": {**SIZES, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 8},
-    "qwen3": {**SIZES, "model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "qwen3": {
+        **SIZES,
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 11,
+        "max_window_layers": 0,
+    },
 }
 """Fields of a config.json. What a family can switch on is on in one of its models."""
 
@@ -109,13 +117,15 @@ def gradients(model: Any, documents: list[np.ndarray]) -> Result:
 def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], Result]:
     """By the code that training runs; logits are [rows, tokens, vocabulary]."""
     table, dtype = decoder.table(config), jnp.dtype("float32")
-    gather = sharding.Gather(num_shards=1, compute_dtype=dtype, reduce_dtype=dtype)
-    attend = attention.make_attend(seq=1, kernel="blockwise")
+    gather = whole.Whole()
+    attend = attention.make_attend(seq=1, kernel="blockwise", window=config.sliding_window)
 
     @jax.jit
     def run(weights: layers.Weights, rows: batch.Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
-            hidden = decoder.hidden_states(weights, rows, config=config, attend=attend, gather=gather, dtype=dtype)
+            hidden = decoder.hidden_states(
+                weights, rows, config=config, attend=attend, gather=gather, dtype=dtype, how=remat.Remat(), tile=4096
+            )
             head = decoder.head(weights)
             sums = loss.token_losses(hidden, rows.labels_BL, gather=gather, row=decoder.head(table), shard=head, tile=7)
             count = (rows.labels_BL != batch.NO_LABEL).sum().astype(dtype)

@@ -145,6 +145,7 @@ def test_llama_3_1():
         output_bias=False,
         mlp_bias=False,
         qk_norm=False,
+        sliding_window=None,
         tie_embeddings=False,
         initializer_range=0.02,
     )
@@ -169,6 +170,22 @@ def test_mistral():
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (32, 8, 128, False)
     # Mistral-Nemo's heads are not hidden_size / num_attention_heads
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
+
+
+def test_windows_are_read_as_transformers_reads_them():
+    without = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
+    assert read(MISTRAL).sliding_window is None
+    assert read({**MISTRAL, "sliding_window": 512}).sliding_window == 512
+    assert read({**MISTRAL, "sliding_window": 512, "layer_types": ["sliding_attention"] * 32}).sliding_window == 512
+    assert read(without).sliding_window == 4096  # transformers' default
+    assert read(QWEN2).sliding_window is None
+    on = {**QWEN2, "use_sliding_window": True}
+    assert read({**on, "max_window_layers": 24}).sliding_window is None  # from its layer 24 on: it has 24
+    assert read({**on, "max_window_layers": 0}).sliding_window == 32768
+    assert read({**on, "max_window_layers": 0, "sliding_window": None}).sliding_window is None
+    assert read({**on, "layer_types": ["sliding_attention"] * 24}).sliding_window == 32768
+    assert read({**on, "layer_types": ["full_attention"] * 24}).sliding_window is None
+    assert read({**LLAMA, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 3}) == read(LLAMA)
 
 
 def test_biases_are_the_familys():
@@ -209,12 +226,23 @@ def test_the_callers_fields_stay_as_they_are():
 REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act = gelu: is not implemented: the MLP is gated by silu here"),
     ({"attention_dropout": 0.1}, "attention_dropout = 0.1: is not implemented"),
-    ({"sliding_window": 512}, "sliding_window = 512: is not implemented: every layer attends to the whole document"),
+    (
+        {"sliding_window": 512},
+        "sliding_window = 512: is not implemented: this family's layers see whole documents. Write null, or leave it out.",
+    ),
+    (
+        {"use_sliding_window": True},
+        "use_sliding_window = true: is not implemented: this family's layers see whole documents. Use",
+    ),
     ({"pretraining_tp": 2}, "pretraining_tp = 2: is not implemented"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not implemented"),
     ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not implemented'),
     ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ["),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = ["),
+    ({"layer_types": ["chunked_attention"] * 32}, "layer_types = ["),
+    (
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+        'layer_types = ["sliding_attention"]: differs from the other fields, by which no layer has a window. Leave it out.',
+    ),
     ({"per_layer_config": {"0": {}}}, "per_layer_config = {"),
     ({"hiden_size": 512}, "hiden_size = 512: is no field of llama that jaxsp knows. Did you mean hidden_size?"),
     ({"logit_scale": 0.1}, "logit_scale = 0.1: is no field of llama that jaxsp knows."),
@@ -245,22 +273,34 @@ REFUSED = [
     ),
     (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64},
-        "use_sliding_window = true: is not implemented",
+        "max_window_layers = 28: is not implemented: all layers are alike here, and layer 0 would see whole documents, "
+        "layer 28 their last 64 tokens. Use use_sliding_window=false, which is the same for documents of up to 64 tokens.",
     ),
+    (
+        {
+            "model_type": "qwen2",
+            "num_hidden_layers": 2,
+            "use_sliding_window": True,
+            "layer_types": ["full_attention", "sliding_attention"],
+        },
+        'layer_types = ["full_attention", "sliding_attention"]: is not implemented: all layers are alike here, and layer 0 '
+        "would see whole documents, layer 1 their last 4096 tokens. Use use_sliding_window=false and no layer_types, which is "
+        "the same for documents of up to 4096 tokens.",
+    ),
+    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "layer_types = ["),
+    ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3}, ": transformers refuses it: "),
+    ({"model_type": "qwen2", "use_sliding_window": "yes"}, "use_sliding_window = yes: must be true or false."),
     ({"model_type": "qwen3", "head_dim": None}, "head_dim: missing."),
     ({"model_type": "gemma2"}, "model_type = gemma2: is not implemented. jaxsp has llama, mistral, qwen2 or qwen3."),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0: must be a whole number from 1, or null."),
+    ({"model_type": "mistral", "sliding_window": 4.5}, "sliding_window = 4.5: must be a whole number from 1, or null."),
     (
-        {"model_type": "mistral"},
-        "sliding_window: missing. transformers would take 4096, and every layer attends to the whole document here. If the "
-        "model was trained so, give it sliding_window: null.",
+        {"model_type": "mistral", "use_sliding_window": False},
+        "use_sliding_window = false: is no field of mistral that jaxsp knows.",
     ),
-    *(
-        (
-            {"model_type": "mistral", "sliding_window": window},
-            f"sliding_window = {window}: is not implemented: every layer attends to the whole document here. Write null.",
-        )
-        # a window that is longer than any document has no effect, but who says how long they are?
-        for window in (4096, 131072, 10**9)
+    (
+        {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+        'layer_types = ["full_attention"]: differs from the other fields, by which every layer has a window of 4096. Leave',
     ),
     ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map = {"),
     (

@@ -122,7 +122,7 @@ def test_old_llamas_come_with_frequencies_that_config_json_says_too(tmp_path):
 
 
 def test_exports_carry_the_small_files_of_their_source(tmp_path):
-    checkpoint(tmp_path / "in", oracle.MODELS["mistral"])
+    checkpoint(tmp_path / "in", oracle.MODELS["mistral"] | {"sliding_window": None})
     (tmp_path / "in/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2, 7]}')
     (tmp_path / "in/tokenizer.json").write_text("{}")
     (tmp_path / "in/chat_template.jinja").write_text("{{ messages }}")

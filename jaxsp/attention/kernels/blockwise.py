@@ -12,10 +12,14 @@ pieces and of the future are never read: below, `x` is computed, for pieces of 3
     . . . . . x x .
     . . . . . x x x
 
+With a window, a block of queries begins at the first token that its earliest token sees, if that is later: for a row of one
+piece and a window of a block, two blocks are computed for each.
+
 Source: the forward pass is Rabe and Staats 2021, arXiv:2112.05682; the backward pass Dao 2023, arXiv:2307.08691, sec. 3.1.2,
 with dq, dk and dv in one walk because the blocks are visited one after another.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -41,31 +45,42 @@ class _Row(NamedTuple):
     piece: Int32[Array, "n C"]
     first_block: Int32[Array, "n"]
     """The first block of keys that a block of queries needs; n where it needs none, being all padding."""
+    window: int
 
 
-@jax.custom_vjp
 def attention(
     q_BLhK: Float[Array, "B L h K"],
     k_BLgK: Float[Array, "B L g K"],
     v_BLgK: Float[Array, "B L g K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B L h K"]:
     """Causal softmax attention inside each piece, scores and sums in float32; 0 at padding.
 
-    Units: memory grows with L; time with the sum of the squares of the pieces' lengths.
+    Units: memory grows with L; time with the sum of the squares of the pieces' lengths, of a piece longer than the window
+        with its length times the window.
+    Args:
+        window: a token sees itself and the window - 1 tokens before it; None: all of them.
     """
-    return _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)[0]
+    L = q_BLhK.shape[1]
+    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, L if window is None else min(window, L))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attention(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int) -> Array:
+    return _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)[0]
 
 
 def _forward(
-    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array
+    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
 ) -> tuple[Array, Float32[Array, "B h L"]]:
     B, L, h, K = q_BLhK.shape
     piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
 
     def row(one: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        blocks = _blocks(*one)
+        blocks = _blocks(*one, window)
         out, lse = jax.lax.map(lambda i: _forward_block(blocks, i), jnp.arange(len(blocks.q)))
         return _join(out, L, h), _join(lse[..., None], L, h)[..., 0]
 
@@ -73,13 +88,15 @@ def _forward(
     return out_BLhK, lse_BLh.swapaxes(1, 2)
 
 
-def _attention_fwd(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, tuple]:
-    out_BLhK, lse_BhL = _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
+def _attention_fwd(
+    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
+) -> tuple[Array, tuple]:
+    out_BLhK, lse_BhL = _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)
     out_BLhK, lse_BhL = checkpoint_name(out_BLhK, residuals.OUT), checkpoint_name(lse_BhL, residuals.LSE)
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 
-def _attention_bwd(residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
+def _attention_bwd(window: int, residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
     q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = residuals
     B, L, h, K = q_BLhK.shape
     piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
@@ -88,7 +105,7 @@ def _attention_bwd(residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Ar
 
     def row(one: tuple[Array, ...]) -> tuple[Array, Array, Array]:
         q, k, v, piece, dout, lse, delta = one
-        blocks = _blocks(q, k, v, piece)
+        blocks = _blocks(q, k, v, piece, window)
         g = k.shape[1]
         dout, lse, delta = (_cut(x, g) for x in (dout, lse[..., None], delta[..., None]))
 
@@ -104,7 +121,7 @@ def _attention_bwd(residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Ar
     return dq, dk.astype(k_BLgK.dtype), dv.astype(v_BLgK.dtype), None, None
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _forward_block(row: _Row, i: Array) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
@@ -156,12 +173,12 @@ def _scores(row: _Row, q: Array, i: Array, j: Array) -> Float32[Array, "g rC C"]
 
 
 def _mask(row: _Row, i: Array, j: Array, num_queries: int) -> Bool[Array, "1 rC C"]:
-    """Which keys of block j the queries of block i see: those of their own piece that are not later."""
+    """Which keys of block j the queries of block i see: those of their own piece, from the window's first to themselves."""
     piece_q, piece_k = row.piece[i], row.piece[j]
     C = len(piece_q)
     place = jnp.arange(C, dtype=jnp.int32)
-    not_later = (i * C + place)[:, None] >= (j * C + place)[None, :]
-    sees = (piece_q[:, None] == piece_k[None, :]) & (piece_q[:, None] >= 0) & not_later
+    before = (i * C + place)[:, None] - (j * C + place)[None, :]
+    sees = (piece_q[:, None] == piece_k[None, :]) & (piece_q[:, None] >= 0) & (before >= 0) & (before < row.window)
     return jnp.tile(sees, (num_queries // C, 1))[None]
 
 
@@ -170,7 +187,7 @@ def _dot(dims: str, a: Array, b: Array) -> Float32[Array, "..."]:
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array) -> _Row:
+def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, window: int) -> _Row:
     L, g = len(piece_L), k_LgK.shape[1]
     C = min(BLOCK, L)
     n = -(-L // C)
@@ -178,7 +195,7 @@ def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array) -> _Row:
     place_L = jnp.arange(n * C, dtype=jnp.int32)
     # Pieces are contiguous, so a token's piece begins where the piece's number last changed.
     begins_L = jnp.concatenate([jnp.ones(1, bool), piece_L[1:] != piece_L[:-1]])
-    first_L = jax.lax.cummax(jnp.where(begins_L, place_L, 0))
+    first_L = jnp.maximum(jax.lax.cummax(jnp.where(begins_L, place_L, 0)), place_L - (window - 1))
     first_L = jnp.where(piece_L >= 0, first_L, n * C)
     return _Row(
         q=_cut(q_LhK, g),
@@ -186,6 +203,7 @@ def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array) -> _Row:
         v=_cut(v_LgK, g),
         piece=piece_L.reshape(n, C),
         first_block=first_L.reshape(n, C).min(1) // C,
+        window=window,
     )
 
 

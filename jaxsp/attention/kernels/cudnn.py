@@ -47,6 +47,7 @@ def attention(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
+    window: int | None = None,
 ) -> Float[Array, "B L h K"]:
     """Causal softmax attention inside each piece; the output at padding means nothing, not even a number.
 
@@ -55,9 +56,10 @@ def attention(
 
     Args:
         head_chunks: the heads go through in so many parts, one after another, one of `limits.parts`.
+        window: a token sees itself and the window - 1 tokens before it; None: all of them.
     Raises: what `limits.obstacles` finds is the caller's to report; here cuDNN or JAX would refuse it.
     """
-    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, head_chunks)
+    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, head_chunks, window)
 
 
 def unknown_jax() -> str | None:
@@ -76,37 +78,41 @@ def version() -> tuple[int, int, int] | None:
     return number // 10000, number // 100 % 100, number % 100
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int) -> Array:
-    return _forward(q, k, v, starts_BM, lengths_BM, head_chunks)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _attention(
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
+) -> Array:
+    return _forward(q, k, v, starts_BM, lengths_BM, head_chunks, window)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     found: list[tuple[Array, Array]] = []
     for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
-        part = _part_forward(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], starts_BM, lengths_BM)
+        part = _part_forward(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], starts_BM, lengths_BM, window)
         (q, k, v), found = _after(((q, k, v), [*found, part]))
     outs, lses = zip(*found, strict=True)
     return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
 
 
 def _attention_fwd(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
 ) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = _forward(q, k, v, starts_BM, lengths_BM, head_chunks)
+    out, lse = _forward(q, k, v, starts_BM, lengths_BM, head_chunks, window)
     out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 
-def _attention_bwd(head_chunks: int, saved: tuple[Array, ...], dout: Array) -> tuple[Array, Array, Array, None, None]:
+def _attention_bwd(
+    head_chunks: int, window: int | None, saved: tuple[Array, ...], dout: Array
+) -> tuple[Array, Array, Array, None, None]:
     q, k, v, starts_BM, lengths_BM, out, lse = saved
     found: list[tuple[Array, Array, Array]] = []
     for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
         inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads]
-        part = _part_backward(*inputs, starts_BM, lengths_BM)
-        (q, k, v, dout), found = _after(((q, k, v, dout), [*found, part]))
+        part = _part_backward(*inputs, starts_BM, lengths_BM, window)
+        (q, k, v, out, dout, lse), found = _after(((q, k, v, out, dout, lse), [*found, part]))
     dqs, dks, dvs = zip(*found, strict=True)
     sharing = max(head_chunks // k.shape[2], 1)
     return jnp.concatenate(dqs, axis=2), _joined(dks, sharing), _joined(dvs, sharing), None, None
@@ -115,16 +121,16 @@ def _attention_bwd(head_chunks: int, saved: tuple[Array, ...], dout: Array) -> t
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array) -> tuple[Array, Array]:
+def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, window: int | None) -> tuple[Array, Array]:
     if starts_BM.shape[1] == 1:
-        out, lse_BhL = _call_forward(None, q, k, v)
+        out, lse_BhL = _call_forward(None, q, k, v, window=window)
         return jnp.where(starts_BM[:, :, None, None] == 0, out, jnp.nan), lse_BhL
     B, L, h, _ = q.shape
     out, lse_Nh = jnp.zeros_like(q), jnp.zeros((B * L, h), jnp.float32)
     for call in _calls(q, starts_BM):
         taken = packed.slots(call, starts_BM, lengths_BM)
         inside_N1 = (taken.slot_N >= 0)[:, None]
-        found, statistic_ShT = _call_forward(taken, *_cut(call, q, k, v))
+        found, statistic_ShT = _call_forward(taken, *_cut(call, q, k, v), window=window)
         out = jnp.where(inside_N1.reshape(B, L, 1, 1), found.reshape(q.shape), out)
         lse_Nh = jnp.where(inside_N1, packed.compressed(statistic_ShT, taken), lse_Nh)
         (q, k, v), out, lse_Nh = _after(((q, k, v), out, lse_Nh))
@@ -132,10 +138,18 @@ def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Ar
 
 
 def _part_backward(
-    q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array, starts_BM: Array, lengths_BM: Array
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    lse_BhL: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     if starts_BM.shape[1] == 1:
-        return _call_backward(None, lse_BhL, q, k, v, out, dout)
+        return _call_backward(None, lse_BhL, q, k, v, out, dout, window=window)
     B, L, h, _ = q.shape
     lse_Nh = lse_BhL.swapaxes(1, 2).reshape(B * L, h)
     dq, dk, dv = (jnp.zeros_like(x) for x in (q, k, v))
@@ -143,28 +157,37 @@ def _part_backward(
         taken = packed.slots(call, starts_BM, lengths_BM)
         inside_BL11 = (taken.slot_N >= 0).reshape(B, L, 1, 1)
         statistic_ShT = packed.expanded(lse_Nh, taken, tokens=call.tokens)
-        found = _call_backward(taken, statistic_ShT, *_cut(call, q, k, v, out, dout))
+        found = _call_backward(taken, statistic_ShT, *_cut(call, q, k, v, out, dout), window=window)
         dq, dk, dv = (
             jnp.where(inside_BL11, x.reshape(whole.shape), whole) for x, whole in zip(found, (dq, dk, dv), strict=True)
         )
-        (q, k, v, dout), (dq, dk, dv) = _after(((q, k, v, dout), (dq, dk, dv)))
+        # lse_Nh too: else one operation expands it for all calls, and the statistics of all are there at once
+        (q, k, v, dout, lse_Nh), (dq, dk, dv) = _after(((q, k, v, dout, lse_Nh), (dq, dk, dv)))
     return dq, dk, dv
 
 
-def _call_forward(taken: packed.Slots | None, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def _call_forward(taken: packed.Slots | None, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
     """Output and log-sum-exp, f32[B, h, L], of rows as a whole; or of slots, f32[S, h, T], undefined beyond each piece."""
     out, statistic = _library()._dot_product_attention_fwd_p.bind(
-        *_operands(q, k, v, taken), **_fields(q, taken), is_training=True
+        *_operands(q, k, v, taken), **_fields(q, taken, window), is_training=True
     )
     return out, statistic
 
 
 def _call_backward(
-    taken: packed.Slots | None, statistic: Array, q: Array, k: Array, v: Array, out: Array, dout: Array
+    taken: packed.Slots | None,
+    statistic: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    *,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv; of slots, undefined at tokens of none."""
     dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(
-        *_operands(q, k, v, taken), statistic, out, dout, **_fields(q, taken)
+        *_operands(q, k, v, taken), statistic, out, dout, **_fields(q, taken, window)
     )
     return dq, dk, dv
 
@@ -189,10 +212,18 @@ def _places(taken: packed.Slots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
     return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
 
 
-def _fields(q: Array, taken: packed.Slots | None) -> dict[str, Any]:
+def _fields(q: Array, taken: packed.Slots | None, window: int | None) -> dict[str, Any]:
+    """What a call is told besides arrays.
+
+    cuDNN keeps the scores where key + window > query and, being causal, key <= query, both counted from the slot's first
+    token: the window counts the token itself. Where no slot is longer than the window, it is not told of one.
+    Source: sliding_window_mask in NVIDIA/cudnn-frontend utils/attn_score_modifiers.h, aligned to the top left, with the left
+        bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets to sliding_window_length.
+    """
     library = _library()
     mask = library.MaskType.CAUSAL if taken is None else library.MaskType.PADDING_CAUSAL
-    known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, None)
+    told = None if window is None or window >= q.shape[1] else window
+    known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, told)
     return dict(zip(_FIELDS, known, strict=True)) | (_asked_besides() or {})
 
 

@@ -5,6 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax
+
 from jaxsp.attention.kernels import cudnn, packed
 from jaxsp.core import errors
 
@@ -37,6 +39,8 @@ class Work:
     rows_at_once: int
     max_pieces: int
     """Slots for the pieces of a row; rows of one slot are taken as a whole."""
+    window: int | None
+    """How many tokens a token sees, itself among them; None: all before it."""
     dtype: str
 
     @property
@@ -46,6 +50,19 @@ class Work:
     @property
     def packs(self) -> bool:
         return self.max_pieces > 1
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the window keeps any token from seeing another."""
+        return self.window is not None and self.window < self.row_tokens
+
+    @property
+    def slot_tokens(self) -> int:
+        """Tokens that the slots of one call have room for, where that is most: what cuDNN's memory grows with."""
+        if not self.packs:
+            return self.num_tokens
+        calls = packed.calls(num_rows=self.rows_at_once, row_tokens=self.row_tokens, max_pieces=self.max_pieces)
+        return max(call.num_slots * call.tokens for call in calls)
 
     def elements(self, head_chunks: int) -> int:
         """Of q in one part of the heads."""
@@ -73,8 +90,18 @@ def fewest_parts(work: Work) -> int:
     """The fewest of `parts`, but more where that keeps the room of all slots below the limit too, and with it what a backward
     call takes below 16 GiB or so.
     """
-    legal, room = parts(work), packed.SHARE if work.packs else 1
-    return next((n for n in legal if room * work.elements(n) <= MAX_ELEMENTS), legal[-1])
+    legal = parts(work)
+    room = work.slot_tokens * work.head_dim
+    return next((n for n in legal if room * (work.num_heads // n) <= MAX_ELEMENTS), legal[-1])
+
+
+def statistic_bytes(work: Work, head_chunks: int) -> int:
+    """Memory of the log-sum-exps of the largest call, as cuDNN has them: float32, for every token of every slot.
+
+    It is taken forward, until they are compressed, and backward, from when they are expanded; by one call and one part of the
+    heads at a time. A compiled program's memory analysis counts it.
+    """
+    return 4 * work.slot_tokens * (work.num_heads // head_chunks)
 
 
 def backward_bytes(work: Work, head_chunks: int) -> int:
@@ -84,13 +111,41 @@ def backward_bytes(work: Work, head_chunks: int) -> int:
     of every slot. An estimate: the first two are exact.
     Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in node/scaled_dot_product_flash_attention.h.
     """
-    tokens = work.num_tokens
-    if work.packs:
-        calls = packed.calls(num_rows=work.rows_at_once, row_tokens=work.row_tokens, max_pieces=work.max_pieces)
-        tokens = max(call.num_slots * call.tokens for call in calls)
     heads = work.num_heads // head_chunks
     shared = 2 * 2 * work.head_dim if work.num_kv_heads // head_chunks < heads > 1 else 0
-    return tokens * heads * (4 * work.head_dim + 4 + shared)
+    return work.slot_tokens * heads * (4 * work.head_dim + 4 + shared)
+
+
+def smallest_memory(devices: Sequence[Device]) -> int | None:
+    """What JAX may take of the memory of the smallest of those devices that are this process's; None where none says."""
+    here = [device for device in jax.local_devices() if device in devices]
+    known = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
+    return min((size for size in known if size is not None), default=None)
+
+
+def shortage(work: Work, head_chunks: int, *, device_bytes: int) -> str | None:
+    """Why calls with heads in so many parts fit no device, whatever else is on it, and what would; None where they may fit."""
+
+    def taken(work: Work, head_chunks: int) -> int:
+        return statistic_bytes(work, head_chunks) + backward_bytes(work, head_chunks)
+
+    def least(max_pieces: int) -> int:
+        fewer = dataclasses.replace(work, max_pieces=max_pieces)
+        return taken(fewer, parts(fewer)[-1])
+
+    if taken(work, head_chunks) <= device_bytes:
+        return None
+    problem = (
+        f"cuDNN's statistics and sums of {work.rows_at_once} x {work.row_tokens:,} tokens in up to {work.max_pieces} pieces, "
+        f"heads in {head_chunks} parts, take {taken(work, head_chunks) / 2**30:.1f} GiB, and a device has "
+        f"{device_bytes / 2**30:.1f}."
+    )
+    if fitting := [n for n in parts(work) if taken(work, n) <= device_bytes]:
+        return f"attention.head_chunks = {head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
+    if most := next((number for number in range(work.max_pieces - 1, 0, -1) if least(number) <= device_bytes), None):
+        return f"data.max_documents_per_row = {work.max_pieces}: {problem} Use data.max_documents_per_row={most}."
+    longest = work.row_tokens * device_bytes // least(1) // ROW_MULTIPLE * ROW_MULTIPLE
+    return f"data.row_tokens = {work.row_tokens}: {problem} Use data.row_tokens={longest} with data.max_documents_per_row=1."
 
 
 def obstacles(work: Work, *, devices: Sequence[Device]) -> list[Obstacle]:
@@ -144,9 +199,15 @@ def _of_versions(work: Work, capability: tuple[int, int]) -> Iterator[Obstacle]:
         ".".join(map(str, installed)),
         "Install a newer nvidia-cudnn-cu12 (or -cu13), or use attention.kernel=blockwise.",
     )
-    needed = (9, 11, 0) if capability == (10, 3) else (9, 6, 0) if work.packs else (9, 0, 0)
+    floors = [
+        ((9, 11, 0), "this GPU needs", capability == (10, 3)),
+        ((9, 6, 0), "packed rows need", work.packs),
+        ((9, 5, 0), f"gradients of heads of {work.head_dim} need", work.head_dim > 128),
+        ((9, 2, 0), "sliding windows need", work.has_window),
+        ((9, 0, 0), "flash attention needs", True),
+    ]
+    needed, reason, _ = next(floor for floor in floors if floor[2])
     if installed < needed:
-        reason = "this GPU needs" if capability == (10, 3) else "packed rows need" if work.packs else "flash attention needs"
         yield Obstacle(f"{name} is installed, and {reason} {'.'.join(map(str, needed))} or later", way)
     elif installed in AVOIDED:
         yield Obstacle(f"{name} is installed, whose attention has known bugs", way)

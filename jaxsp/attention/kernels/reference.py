@@ -13,15 +13,21 @@ def attention(
     v_BLgK: Float[Array, "B L g K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    *,
+    window: int | None = None,
 ) -> Float[Array, "B L h K"]:
     """Causal softmax attention inside each piece, computed in float32; the output at padding means nothing.
 
     Units: memory and time grow with L * L.
+    Args:
+        window: a token sees itself and the window - 1 tokens before it; None: all of them.
     """
     B, L, h, K = q_BLhK.shape
     g = k_BLgK.shape[2]
     piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
-    mask_BLL = (piece_BL[:, :, None] == piece_BL[:, None, :]) & jnp.tril(jnp.ones((L, L), bool))[None]
+    before_LL = jnp.arange(L)[:, None] - jnp.arange(L)[None, :]
+    near_LL = (before_LL >= 0) & (before_LL < (L if window is None else window))
+    mask_BLL = (piece_BL[:, :, None] == piece_BL[:, None, :]) & near_LL[None]
     q_BLgrK = q_BLhK.reshape(B, L, g, h // g, K).astype(jnp.float32)
     k_BLgK, v32_BLgK = k_BLgK.astype(jnp.float32), v_BLgK.astype(jnp.float32)
     scores = jnp.einsum("BqgrK,BkgK->Bgrqk", q_BLgrK, k_BLgK, precision="highest") * K**-0.5

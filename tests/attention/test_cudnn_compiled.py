@@ -1,0 +1,65 @@
+"""The cuDNN kernel as it is compiled for an H100 that is not there: head sizes, windows, and what memory its calls take."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp.attention.kernels import cudnn, limits, packed
+from jaxsp.planner import compiled
+
+pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+
+L, H, G = 8192, 4, 2
+
+
+@pytest.fixture(scope="module")
+def h100():
+    return compiled.devices("h100-80gb", 1)[0]
+
+
+def program(device, *, slots, K, window):
+    """The text of attention forward and backward in bfloat16."""
+    here = jax.sharding.SingleDeviceSharding(device)
+    q, k = (jax.ShapeDtypeStruct((1, L, heads, K), jnp.bfloat16, sharding=here) for heads in (H, G))
+    places = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=here)
+
+    def gradients(q, k, v, dout, starts, lengths):
+        out, pull = jax.vjp(lambda q, k, v: cudnn.attention(q, k, v, starts, lengths, window=window), q, k, v)
+        return out, pull(dout)
+
+    return jax.jit(gradients).lower(q, k, k, q, places, places).compile().as_text()
+
+
+def windows(text, way):
+    """What each call is told: the window, 0 for none."""
+    lines = [line for line in text.splitlines() if f'custom_call_target="__cudnn$fmhaSoftmax{way}"' in line]
+    return sorted(int(re.search(r'"sliding_window_length": ?"?(\d+)', line)[1]) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("slots", "K", "window", "told"),
+    [
+        (1, 64, None, [0]),
+        (1, 192, 4096, [4096]),
+        (64, 96, 1000, [0, 1000, 1000]),  # slots of 512, 2048 and 8192 tokens
+        (64, 256, None, [0, 0, 0]),
+    ],
+)
+def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
+    work = limits.Work(
+        num_heads=H, num_kv_heads=G, head_dim=K, row_tokens=L, rows_at_once=1, max_pieces=slots, window=window, dtype="bfloat16"
+    )
+    assert limits.obstacles(work, devices=[h100]) == []
+    text = program(h100, slots=slots, K=K, window=window)
+    assert windows(text, "") == windows(text, "Backward") == told
+    calls = packed.calls(num_rows=1, row_tokens=L, max_pieces=slots) if slots > 1 else ()
+    shapes = [(call.num_slots, H, call.tokens) for call in calls] or [(1, H, L)]
+    results = [line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line]
+    held = [{shape for shape in shapes if f"f32[{shape[0]},{shape[1]},{shape[2]}]" in result} for result in results]
+    # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
+    assert max(map(len, held)) == 1
+    assert set.union(*held) == set(shapes)
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == limits.statistic_bytes(work, 1)
