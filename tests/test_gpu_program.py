@@ -4,65 +4,36 @@ called, and how much memory the recipes in configs/ take.
 
 import collections
 import json
-import os
 import pathlib
 import re
 
 import pytest
 
-from jaxsp import attention
 from jaxsp.attention.kernels import packed
-from jaxsp.core import config, mesh
+from jaxsp.core import config
 from jaxsp.hf import families
-from jaxsp.training import step
+from jaxsp.planner import comms, compiled, hlo
 
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
 REPO = pathlib.Path(__file__).parent.parent
 
-H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation" device_address_bits: 64
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.2"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 2 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-
 SMALL = {
     "model_type": "llama",
     "vocab_size": 4096,
     "hidden_size": 1024,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "intermediate_size": 2048,
 }
 
 
-def compiled(settings):
-    """The step of a config with a model.config."""
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    from jax.experimental import topologies
-
-    count = settings.mesh.data * settings.mesh.seq
-    devices = list(topologies.get_topology_desc(platform="cuda", target_config=H100, topology=f"1x{count}x1").devices)
+def compiled_step(settings):
+    """The step of a config with a model.config, on as many H100s as its mesh has."""
     model = families.model_config(settings.model.config, field="model.config")
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    choice = attention.choose(settings, devices=devices, **heads)
-    attend = attention.make_attend(seq=settings.mesh.seq, kernel=choice.kernel, head_chunks=choice.head_chunks)
-    on = mesh.make({"replica": 1, "data": settings.mesh.data, "seq": settings.mesh.seq}, devices)
-    program = step.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1)
-    return step.compile(program), choice
+    count = settings.mesh.data * settings.mesh.seq
+    return compiled.step(settings, model=model, devices=compiled.devices("h100-80gb", count))
 
 
 @pytest.fixture(scope="module", params=[64, 1], ids=["packed", "one document a row"])
@@ -78,11 +49,11 @@ def small(request):
                 "row_tokens": 8192,
                 "max_documents_per_row": request.param,
             },
-            "batch": {"rows_per_step": 4},
+            "batch": {"rows_per_step": 6},
             "optimizer": {"learning_rate": 0.1},
         }
     )
-    return request.param, compiled(settings)[0].as_text()
+    return request.param, compiled_step(settings).written.text
 
 
 def collectives(text: str) -> dict[str, collections.Counter]:
@@ -94,8 +65,10 @@ def collectives(text: str) -> dict[str, collections.Counter]:
 
 
 def num_calls(text: str) -> tuple[int, int]:
-    """Calls of cuDNN in a program, forward and backward."""
-    return tuple(text.count(f'custom_call_target="__cudnn$fmhaSoftmax{way}"') for way in ("", "Backward"))
+    """How often a program calls cuDNN, forward and backward."""
+    ways = [f'custom_call_target="__cudnn$fmhaSoftmax{way}"' for way in ("", "Backward")]
+    runs = hlo.runs(hlo.parsed(text), lambda line: line.opcode == "custom-call")
+    return tuple(sum(times for line, times in runs if way in line.attributes) for way in ways)
 
 
 def test_weights_travel_in_bfloat16_and_gradients_in_float32(small):
@@ -105,19 +78,16 @@ def test_weights_travel_in_bfloat16_and_gradients_in_float32(small):
 
 
 def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(small):
-    # forward q, k and v together, and the output; backward both again, then their transposes: 6 in a loop. XLA writes the loop
-    # over 2 layers out and makes the last layer's forward pass once, not again: 12 - 2
-    calls = [line for line in attention.collectives(small[1]) if re.search(r"all-to-all(-start)?\(", line)]
-    assert len(calls) in (6, 10, 12), calls
-    assert all("bf16[" in line for line in calls)
+    # forward q, k and v together, and the output; backward both again, then their transposes: 6 for each layer and turn
+    calls = [one for one in comms.sent(small[1]) if one.kind == "all-to-all"]
+    assert sum(one.times for one in calls) == 6 * 4 * 3
+    assert {dtype for one in calls for dtype in one.bytes_of} == {"bf16"}
 
 
 def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(small):
     slots, text = small
     expected = 1 if slots == 1 else len(packed.calls(num_rows=1, row_tokens=8192, max_pieces=slots))
-    forward, backward = num_calls(text)
-    assert forward == expected
-    assert backward in (expected, 2 * expected)  # XLA writes the backward loop over 2 layers out
+    assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
 
 
 LLAMA31_8B = {
@@ -177,18 +147,18 @@ RECIPES = {"llama31_8b_128k_8xh100": LLAMA31_8B, "qwen25_7b_64k_8xh100": QWEN25_
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
     settings = config.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
-    program, choice = compiled(settings)
-    memory = program.memory_analysis()
+    step = compiled_step(settings)
+    memory, choice = step.executable.memory_analysis(), step.choice
     own = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     gib = (own + choice.uncounted_bytes) / 2**30
     said = int(re.search(r"Planned, not measured: (\d+) GiB", path.read_text())[1])
     assert gib == pytest.approx(said, abs=1)
     assert gib < 70, "an H100 has 80 GB, of which CUDA and NCCL take some"
     shared = settings.mesh.seq > 1
-    assert set(collectives(program.as_text())["all-gather"]) == ({"bf16"} if shared else set())
-    all_to_alls = [line for line in attention.collectives(program.as_text()) if re.search(r"all-to-all(-start)?\(", line)]
-    assert len(all_to_alls) in ((6, 10, 12) if shared else (0,)), "as above"
-    forward, backward = num_calls(program.as_text())
+    assert set(collectives(step.written.text)["all-gather"]) == ({"bf16"} if shared else set())
+    all_to_alls = sum(one.times for one in comms.sent(step.written.text) if one.kind == "all-to-all")
+    turns = settings.batch.rows_per_step // (settings.mesh.data * settings.batch.rows_at_once)
+    assert all_to_alls == (6 * step.program.model.num_layers * turns if shared else 0), "as above"
     expected = len(packed.calls(num_rows=1, row_tokens=settings.data.row_tokens, max_pieces=64)) * choice.head_chunks
-    assert forward == expected
-    assert backward in (expected, 2 * expected)
+    expected *= step.program.model.num_layers * turns
+    assert num_calls(step.written.text) == (expected, expected)

@@ -1,0 +1,175 @@
+"""Bytes that each device sends in a compiled program, read from its text.
+
+Counted is payload: what the algorithms of NCCL send of an array at least, with n devices in a group.
+
+    all-gather, all-to-all    (n - 1) / n of the result
+    reduce-scatter            (n - 1) / n of the input
+    all-reduce                2 (n - 1) / n
+    collective-permute        all of it
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxsp.planner import hlo
+
+KINDS = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
+
+_UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+"""Ways to communicate that jaxsp does not use: an error where they appear."""
+
+_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sent:
+    """What one collective of a program sends from each device."""
+
+    kind: str
+    """From KINDS."""
+    op_name: str
+    """Where in jaxsp it comes from, as JAX calls it; several, where XLA made one of many. Older XLA forgets it there."""
+    group: tuple[int, ...]
+    """Numbers of the devices that take part together, in the order of the mesh: the first such group."""
+    bytes_of: Mapping[str, float]
+    """Bytes that a device sends each time, by dtype."""
+    times: int
+    """How often it runs in the program."""
+
+    @property
+    def bytes(self) -> float:
+        """That a device sends, all times together."""
+        return sum(self.bytes_of.values()) * self.times
+
+
+def sent(text: str) -> list[Sent]:
+    """Every collective of a compiled program, in the order of its text; those that send nothing too.
+
+    Args:   text: a jax.stages.Compiled's `as_text()`.
+    Raises: ValueError for a collective, or a loop around one, that cannot be understood.
+    """
+    program = hlo.parsed(text)
+    num_devices = _header(text, "num_partitions") * _header(text, "replica_count")
+    once = dict(pair for lines in program.computations.values() for pair in _collectives(lines, num_devices))
+    runs = hlo.runs(program, lambda line: line.number in once)
+    return [dataclasses.replace(once[line.number], times=times) for line, times in runs]
+
+
+def total(found: Sequence[Sent], *, kind: str | None = None, scope: str | None = None, dtype: str | None = None) -> float:
+    """Bytes that a device sends in a program's collectives: all, or those of a kind, in a jax.named_scope, of a dtype."""
+    # differentiated operations are jvp(scope)/..., and those that were combined (a/scope/x:b/scope/y)
+    inside = re.compile(rf"(?<![\w.]){re.escape(scope)}(?![\w.])" if scope else "")
+    chosen = [one for one in found if kind in (None, one.kind) and inside.search(one.op_name)]
+    return sum((size * one.times for one in chosen for name, size in one.bytes_of.items() if dtype in (None, name)), start=0.0)
+
+
+def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh of these sizes that a group of its devices lies along. Raises: ValueError if it is not along axes."""
+    places = np.unravel_index(list(group), tuple(sizes.values()))
+    along = {axis: len(set(place.tolist())) for axis, place in zip(sizes, places, strict=True)}
+    names = tuple(axis for axis, different in along.items() if different > 1)
+    if math.prod(sizes[axis] for axis in names) != len(group):
+        raise ValueError(f"devices {group} are no group along axes of the mesh {dict(sizes)}")
+    return names
+
+
+def _header(text: str, field: str) -> int:
+    found = re.search(rf"\b{field}=(\d+)", text.partition("\n")[0])
+    return int(found[1]) if found else 1
+
+
+def _collectives(lines: list[hlo.Line], num_devices: int) -> Iterator[tuple[int, Sent]]:
+    """Number and content of each collective of a computation; a -start counts with its -done, whose shape is the result's."""
+    starts = {line.name: line for line in lines if line.opcode.endswith("-start")}
+    ended = set()
+    for line in lines:
+        kind = line.opcode.removesuffix("-done")
+        if line.opcode.removesuffix("-start").removesuffix("-done") in _UNCOUNTED:
+            raise ValueError(f"{line.opcode} is not counted: {line.name}")
+        if kind not in KINDS:
+            continue
+        begun = line
+        if kind != line.opcode:
+            operand = line.operands.split()[-1].lstrip("%")
+            if operand not in starts:
+                raise ValueError(f"{line.name} ends {operand}, which does not begin in the same computation")
+            begun = starts[operand]
+            ended.add(operand)
+        yield line.number, _sent(kind, begun, line.shape, num_devices)
+    missing = [name for name, line in starts.items() if line.opcode.removesuffix("-start") in KINDS and name not in ended]
+    if missing:
+        raise ValueError(f"{missing[0]} does not end in the same computation")
+
+
+def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
+    """One collective, run once."""
+    share: Callable[[int], float]
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", begun.attributes)
+        if pairs is None:
+            raise ValueError(f"{begun.name} has no source_target_pairs")
+        group = tuple(sorted({int(number) for number in re.findall(r"\d+", pairs[1])}))
+        share = lambda size: size
+    else:
+        group = _group(begun, num_devices)
+        n = len(group)
+        share = {
+            "all-gather": lambda size: size * (n - 1) / n,
+            "all-to-all": lambda size: size * (n - 1) / n,
+            "reduce-scatter": lambda size: size * (n - 1),  # the result is a part in n of the input
+            "all-reduce": lambda size: 2 * size * (n - 1) / n,
+        }[kind]
+    op_name = re.search(r'op_name="([^"]*)"', begun.attributes)
+    sizes: collections.Counter[str] = collections.Counter()
+    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
+        sizes[dtype] += _bits(dtype) * math.prod(int(dim) for dim in dims.split(",") if dim) // 8
+    if not sizes:
+        raise ValueError(f"{begun.name} has no shape that is known: {shape}")
+    bytes_of = {dtype: float(share(size)) for dtype, size in sizes.items()}
+    return Sent(kind=kind, op_name=op_name[1] if op_name else "", group=group, bytes_of=bytes_of, times=1)
+
+
+def _bits(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    found = re.fullmatch(r"[suf](8|16|32|64)|f8e\w+()", dtype)
+    if found is None:
+        raise ValueError(f"an array of {dtype} travels, whose size is not known")
+    return int(found[1] or 8)
+
+
+def _group(line: hlo.Line, num_devices: int) -> tuple[int, ...]:
+    """The first group of devices of a collective, in one of the ways that XLA writes groups."""
+    begin = line.attributes.find("replica_groups=")
+    written = line.attributes[begin + len("replica_groups=") :]
+    if begin < 0 or written.startswith("{}"):
+        return tuple(range(num_devices))
+    if (listed := re.match(r"\{\{([\d,]+)\}", written)) is not None:
+        return tuple(map(int, listed[1].split(",")))
+    if (iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", written)) is not None:
+        return tuple(_iota(iota[2]).reshape([int(dim) for dim in iota[1].split(",")])[0].tolist())
+    if (named := re.match(r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(([^{]*)\))? \{((?:'\w+',?)+)\}", written)) is not None:
+        # the devices of a mesh along axes by name; device_ids is their order where it is not 0, 1, 2, ...
+        sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        along = re.findall(r"'(\w+)'", named[3])
+        names = list(sizes)
+        order = tuple(names.index(axis) for axis in (*(name for name in names if name not in along), *along))
+        size = math.prod(sizes[axis] for axis in along)
+        devices = np.arange(math.prod(sizes.values())) if named[2] is None else _iota(named[2])
+        return tuple(devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, size)[0].tolist())
+    raise ValueError(f"{line.name} has groups in a form that is not known: {written[:80]}")
+
+
+def _iota(written: str) -> np.ndarray:
+    """The numbers that `[2,4]T(1,0)` stands for: 0 to 7 as an array of this shape, transposed."""
+    found = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
+    if found is None:
+        raise ValueError(f"the order of devices is in a form that is not known: {written}")
+    dims = tuple(map(int, found[1].split(",")))
+    order = tuple(map(int, found[2].split(","))) if found[2] else tuple(range(len(dims)))
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order)

@@ -1,0 +1,173 @@
+"""A compiled program's text as XLA writes it: computations, their instructions, and how often loops run."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)|"
+    r"\b(?:branch_computations|called_computations)=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """An instruction."""
+
+    number: int
+    """Of its line in the text."""
+    name: str
+    shape: str
+    opcode: str
+    operands: str
+    attributes: str
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that it names."""
+        found = _CALLED.findall(self.attributes)
+        return [name.strip().lstrip("%") for one, several in found for name in (several.split(",") if several else [one])]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A program's computations by name, and which of them runs."""
+
+    computations: dict[str, list[Line]]
+    entry: str
+
+
+def parsed(text: str) -> Program:
+    """The program of a text. Raises: ValueError where there is none."""
+    computations: dict[str, list[Line]] = {}
+    entry, lines = "", []
+    for number, line in enumerate(text.splitlines()):
+        if (begins := _COMPUTATION.match(line)) is not None:
+            lines = computations[begins[2]] = []
+            entry = begins[2] if begins[1] else entry
+        elif (named := _INSTRUCTION.match(line)) is not None:
+            shape_end = _end(line, named.end())
+            opcode, _, _ = line[shape_end:].strip().partition("(")
+            operands_begin = line.index("(", shape_end)
+            operands_end = _closing(line, operands_begin)
+            lines.append(
+                Line(
+                    number=number,
+                    name=named[1],
+                    shape=line[named.end() : shape_end],
+                    opcode=opcode,
+                    operands=line[operands_begin + 1 : operands_end],
+                    attributes=line[operands_end + 1 :],
+                )
+            )
+    if not entry:
+        raise ValueError("this is no program's text: no computation in it is its ENTRY")
+    return Program(computations=computations, entry=entry)
+
+
+def runs(program: Program, wanted: Callable[[Line], bool]) -> list[tuple[Line, int]]:
+    """The instructions that are wanted, in the order of the text, and how often each runs.
+
+    Raises: ValueError for a loop around one that runs who knows how often, and for one that need not run.
+    """
+    times: collections.Counter[Line] = collections.Counter()
+    idle: dict[str, bool] = {}
+
+    def is_idle(name: str) -> bool:
+        """No wanted instruction is in a computation, or in what it calls."""
+        if name not in idle:
+            lines = program.computations[name]
+            idle[name] = not any(wanted(line) or not all(map(is_idle, line.called)) for line in lines)
+        return idle[name]
+
+    def walk(name: str, often: int) -> None:
+        """Counts the instructions of a computation that runs so often."""
+        for line in program.computations[name]:
+            times[line] += often if wanted(line) else 0
+            busy = [called for called in line.called if not is_idle(called)]
+            if not busy or line.opcode in ("async-update", "async-done"):  # these name what async-start runs
+                continue
+            if line.opcode not in ("while", "call", "fusion", "async-start"):
+                raise ValueError(f"{line.name} is a {line.opcode}: what is in it need not run")
+            rounds = _trips(line, program) if line.opcode == "while" else 1
+            for called in busy:
+                walk(called, often * rounds)
+
+    walk(program.entry, 1)
+    return sorted(((line, count) for line, count in times.items() if count), key=lambda pair: pair[0].number)
+
+
+def _trips(loop: Line, program: Program) -> int:
+    """How often a loop runs: as XLA says, or from where its counter begins and ends; it goes up by one.
+
+    Raises: ValueError where neither is to be seen.
+    """
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
+    if known is not None:
+        return int(known[1])
+    # XLA forgets the count of a loop whose first or last round it takes out, and keeps which value counts
+    counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"\}', loop.attributes)
+    around = next(lines for lines in program.computations.values() if loop in lines)
+    begin = end = step = None
+    if counter is not None:
+        named = {line.name: line for line in around}
+        begin = _constant(_operands(named[_operands(loop)[0]])[int(counter[1])], around)
+        condition, body = (_attribute(loop, name) for name in ("condition", "body"))
+        end = _bound(program.computations[condition][-1], "compare", program)
+        of_body = {line.name: line for line in program.computations[body]}
+        step = _bound(of_body[_operands(program.computations[body][-1])[int(counter[1])]], "add", program)
+    if begin is None or end is None or step != 1:
+        raise ValueError(f"{loop.name} is a loop, and how often it runs is not known")
+    return end - begin
+
+
+def _bound(line: Line, opcode: str, program: Program) -> int | None:
+    """The constant that a value is compared with (as less than it), or that is added to it, here or in a fusion."""
+    lines = next(lines for lines in program.computations.values() if line in lines)
+    while line.opcode == "fusion":
+        lines = program.computations[_attribute(line, "calls")]
+        line = lines[-1]
+    if line.opcode != opcode or (opcode == "compare" and "direction=LT" not in line.attributes):
+        return None
+    constants = [_constant(name, lines) for name in _operands(line)]
+    known = [value for value in constants if value is not None]
+    # less than: the constant is on the right
+    return known[0] if len(known) == 1 and (opcode == "add" or constants[1] is not None) else None
+
+
+def _constant(name: str, lines: list[Line]) -> int | None:
+    """The whole number that a value is, perhaps a copy of one; None if it is none."""
+    line = next(line for line in lines if line.name == name)
+    while line.opcode in ("copy", "bitcast"):
+        name = _operands(line)[0]
+        line = next(line for line in lines if line.name == name)
+    return int(line.operands) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands) else None
+
+
+def _operands(line: Line) -> list[str]:
+    """Names of an instruction's operands."""
+    return [word.split()[-1].lstrip("%") for word in re.sub(r"/\*.*?\*/", "", line.operands).split(",")]
+
+
+def _attribute(line: Line, name: str) -> str:
+    found = re.search(rf"\b{name}=%?([\w.\-]+)", line.attributes)
+    assert found is not None, f"{line.name} has no {name}"
+    return found[1]
+
+
+def _end(line: str, begin: int) -> int:
+    """Where the shape that begins here ends: a tuple in parentheses, or up to a space."""
+    return _closing(line, begin) + 1 if line[begin] == "(" else line.index(" ", begin)
+
+
+def _closing(line: str, begin: int) -> int:
+    """The parenthesis that closes the one here."""
+    depth = 0
+    for place in range(begin, len(line)):
+        depth += (line[place] == "(") - (line[place] == ")")
+        if depth == 0:
+            return place
+    raise ValueError(f"a parenthesis is not closed: {line.strip()[:200]}")

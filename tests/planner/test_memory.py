@@ -1,0 +1,147 @@
+"""What takes a compiled step's memory, against our formulas; and how that is read, from programs small enough for the eye."""
+
+import jax
+import pytest
+
+from jaxsp.planner import compiled, memory
+from jaxsp.training import levers
+from tests import tolerances
+from tests.planner import programs
+
+DEGREES = (8, 16, 32)
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def wide(request):
+    """A step on so many devices that share rows, each with as many tokens: rows double with the devices."""
+    return programs.gpu_step(data=1, seq=request.param, num_heads=64, turns=1)
+
+
+def test_each_cause_takes_what_its_formula_says(wide):
+    for cause in memory.causes(wide):
+        if cause.formula is not None:
+            assert cause.device + cause.host == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
+
+
+def test_all_that_a_step_holds_is_read(wide):
+    on_device = [array for array in memory.held(wide.written) if not array.on_host]
+    counted = wide.executable.memory_analysis().temp_size_in_bytes
+    assert memory.most(on_device) == pytest.approx(counted, rel=tolerances.CAUSE)
+    assert sum(memory.of_arguments(wide.written).values()) == pytest.approx(
+        wide.executable.memory_analysis().argument_size_in_bytes, rel=tolerances.CAUSE
+    )
+
+
+def test_what_grows_with_the_devices_is_repeated_keys_and_values():
+    """From 8 devices to 32, with 8 K/V heads: each head is on 1, 2 and 4 devices."""
+    steps = [programs.gpu_step(data=1, seq=seq, num_heads=64, turns=1) for seq in DEGREES]
+    found = [{cause.name: cause for cause in memory.causes(step) if cause.formula is not None} for step in steps]
+    grows = {name for name in found[0] if found[-1][name].device > found[0][name].device}
+    assert grows == {name for name, cause in found[-1].items() if cause.repeats > 1} == {"keys and values", "all-to-all"}
+    assert [one["keys and values"].repeats for one in found] == [1, 2, 4]
+    first, *later = (one["keys and values"] for one in found)
+    assert [cause.device for cause in later] == [first.device * cause.repeats for cause in later]
+
+
+@pytest.mark.parametrize("asked", ["state", "state_and_gradients"])
+def test_an_offloaded_optimizer_is_in_host_memory(asked):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    if jax.__version_info__ < levers.HOST_STATE_FROM:
+        pytest.skip("arrays in host memory need jax 0.11.1 or later")
+    words = ["mesh.seq=2", f"memory.offload_optimizer={asked}", "memory.offload_activations=residual", "optimizer.name=adamw"]
+    sizes = {"hidden_size": 768, "intermediate_size": 2304, "vocab_size": 4096, "num_attention_heads": 8}
+    step = programs.step(programs.settings(*words, **sizes), compiled.devices("h100-80gb", 2))
+    found = {cause.name: cause for cause in memory.causes(step)}
+    away = {"weights", "averages", "layer inputs", *(["gradients"] if asked == "state_and_gradients" else [])}
+    for name, cause in found.items():
+        if cause.formula is not None and name in away | {"gradients", "layers' weights to compute with"}:
+            taken, other = (cause.host, cause.device) if name in away else (cause.device, cause.host)
+            assert taken == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
+            assert other < tolerances.CAUSE * cause.formula, cause
+    assert ("layers' weights to compute with" in found) == (asked == "state")
+    needs = levers.measured(step.executable, 0)
+    assert needs.host >= sum(found[name].host for name in away)
+
+
+BUFFERS = """BufferAssignment:
+allocation 0: size 4096, page 0, parameter 3, shape |f32[4,256]| at ShapeIndex {}, maybe-live-out:
+ value: <1 param.3 @0> (size=4096,offset=0): f32[4,256]{1,0}
+allocation 1: size 8192, color 5, page 0, parameter 0, shape |f32[2048]| at ShapeIndex {}:
+allocation 2: size 64, thread-local:
+ value: <9 inner @0> (size=4,offset=0): f32[]
+allocation 3: size 300, page 0, preallocated-temp:
+ value: <2 fusion.1{1} @0> (size=200,offset=0): bf16[10,10]{1,0}
+ value: <3 loop{0} (phi) @0> (size=200,offset=0): bf16[10,10]{1,0}
+ value: <4 gather @0> (size=100,offset=200): s8[100]{0}
+ value: <5 in-a-fusion @0> (size=100,offset=200): s8[100]{0}
+allocation 4: size 40, color 5, preallocated-temp:
+ value: <6 copy @5> (size=40,offset=0): f32[10]{0:S(5)}
+"""
+
+LIVES = """HloLiveRange (max 9):
+  InstructionSequence:
+    0:fusion.1
+  BufferLiveRange:
+    fusion.1{1}:0-3
+    loop{0}:3-5
+    gather{}:4-6
+    copy{}:7-8
+"""
+
+TEXT = """HloModule jit_step
+ENTRY %main {
+  %a = f32[2048]{0} parameter(0), metadata={op_name="state.opt[\\'w\\'].mu"}
+  %param.3 = f32[4,256]{1,0} parameter(3), metadata={op_name="state.master[\\'w\\']"}
+  %gather = s8[100]{0} all-gather(%a), metadata={op_name="jit(step)/weights/all_gather"}
+"""
+
+
+def small():
+    return compiled.Written(buffers=BUFFERS, lives=LIVES, text=TEXT)
+
+
+def test_arrays_are_read_with_their_places_and_lives():
+    found = memory.held(small())
+    assert [(one.dtype, one.dims, one.on_host, one.begin, one.end, one.first, one.last) for one in found] == [
+        ("bf16", (10, 10), False, 0, 200, 0, 3),
+        ("bf16", (10, 10), False, 0, 200, 3, 5),
+        ("s8", (100,), False, 200, 300, 4, 6),
+        ("f32", (10,), True, 0, 40, 7, 8),
+    ]
+    assert [one.op_name for one in found] == ["", "", "jit(step)/weights/all_gather", ""]
+
+
+def test_the_most_counts_a_place_once_and_only_what_is_there_at_the_same_time():
+    found = memory.held(small())
+    assert memory.most(found[:2]) == 200  # at operation 3 both, in one place
+    assert memory.most(found[:3]) == 300
+    assert memory.most([found[0], found[2]]) == 200
+    assert memory.most([]) == 0
+
+
+def test_arguments_are_told_by_name_and_place():
+    assert memory.of_arguments(small()) == {("state.master", False): 4096, ("state.opt", True): 8192}
+
+
+def test_causes_with_the_same_arrays_are_one():
+    kind = memory._Kind
+    found = memory._together(
+        [
+            kind(name="stream", sizes=(("bf16", 8),), formula=None),
+            kind(name="stack", sizes=(("bf16", 8),), formula=16, layers=2),
+            kind(name="queries", sizes=(("bf16", 8), ("bf16", 4)), formula=5),
+            kind(name="keys", sizes=(("bf16", 4),), formula=6, repeats=2),
+        ]
+    )
+    assert [(one.name, one.formula, one.repeats) for one in found] == [("stream, queries, keys", None, 2), ("stack", 16, 1)]
+
+
+def test_an_unknown_gpu_is_an_error_that_names_those_that_are_known():
+    with pytest.raises(ValueError, match=r"--device = h100: is not known. Use h100-80gb. Did you mean h100-80gb\?"):
+        compiled.devices("h100", 8)
+
+
+def test_a_missing_compiler_is_an_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setattr(compiled, "PLUGINS", ("no_such_plugin",))
+    with pytest.raises(ValueError, match=r"pip install 'jaxsp\[plan\]'"):
+        compiled.devices("h100-80gb", 8)
