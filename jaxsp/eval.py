@@ -44,7 +44,11 @@ def main(arguments: list[str]) -> None:
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise errors.UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
     process = cli.process(given)
-    meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices, num_processes=process.num_processes)
+    meshes.choose_platform(
+        virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
+        num_processes=process.num_processes,
+        num_local=process.num_local,
+    )
     processes.start(process)
     own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]
     asked = prepare.read(
@@ -60,7 +64,9 @@ def main(arguments: list[str]) -> None:
         master = checkpoint.restore_weights(found, step.weight_shapes(program))
     else:
         assert asked.folder is not None, "what is no checkpoint is a source"
-        master = sharding.load(program.table, program.mesh, weights.open_folder(asked.folder, program.table).read)
+        master = sharding.load(
+            program.table, program.mesh, weights.open_folder(asked.folder, program.table).read, offloaded=program.offloads
+        )
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
     console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)

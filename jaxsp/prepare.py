@@ -15,7 +15,7 @@ from jaxsp.core import mesh as meshes
 from jaxsp.data import chat, dataset, rows, sources, text, tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder
-from jaxsp.training import checkpoint, sharding
+from jaxsp.training import checkpoint, levers, sharding
 from jaxsp.training.material import Material, Start
 from jaxsp.training.step import Program
 
@@ -72,12 +72,14 @@ def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Pro
         )
     program = dataclasses.replace(asked.program, num_steps=num_steps)
     seed, table, mesh = settings.run.seed, program.table, program.mesh
-    make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh)
+    make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh, offloaded=program.offloads)
     origin = f"random weights, seed {seed}"
     if found is not None:
         origin = f"step {start.step} of {found}"
     elif asked.folder is not None:
-        make = functools.partial(sharding.load, table, mesh, weights.open_folder(asked.folder, table).read)
+        make = functools.partial(
+            sharding.load, table, mesh, weights.open_folder(asked.folder, table).read, offloaded=program.offloads
+        )
         origin = f"weights of {asked.folder.source}"
     if found is None and (pathlib.Path(settings.run.directory) / "config.yaml").is_file():
         origin += "; the run that is there has no checkpoint, and begins anew"
@@ -154,8 +156,9 @@ def read(
             heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
             # one kernel for all lengths of rows: where cuDNN serves but some, none of them
             of_lengths = [settings.for_rows_of(length) for length in reversed(settings.data.row_lengths)]
-            kernels = [attention.choose(one, devices=devices, **heads) for one in of_lengths]
+            kernels = [attention.choose(one, devices=devices, window=model.sliding_window, **heads) for one in of_lengths]
             kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
+    problems += levers.problems(settings, platform=devices[0].platform)
     if sizes is not None:
         problems += _divisions(settings, sizes, with_training=with_training)
     problems.check()
@@ -187,7 +190,9 @@ def read(
 
     longest_only = settings.for_rows_of(settings.data.longest_row)
     members = {field: one for field, one in named if field.startswith("data.train")}
-    attend = attention.make_attend(seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks)
+    attend = attention.make_attend(
+        seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks, window=kernel.window
+    )
     program = Program(
         config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=settings.run.steps or 1
     )

@@ -24,7 +24,11 @@ def main(arguments: list[str]) -> None:
     if given.show_example:
         example.show(settings, rich.console.Console(quiet=process.index > 0, markup=False))
         return
-    meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices, num_processes=process.num_processes)
+    meshes.choose_platform(
+        virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
+        num_processes=process.num_processes,
+        num_local=process.num_local,
+    )
     processes.start(process)
     program, material = prepare.training(settings, devices=jax.devices())
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU: prints what is there, runs tests/gpu, times the training step, keeps the numbers in
-# scripts/bench/results/ and adds a line to scripts/bench/LOG.md. All parts run; exit code 1 if one failed. Without a GPU: one
-# line, and exit code 2. Planned for less than 8 minutes on one H100. `--commit NAME` where this is no git repository.
+# On a machine with an NVIDIA GPU: prints what is there, runs tests/gpu, times the training step, and what memory levers cost in
+# time, keeps the numbers in scripts/bench/results/ and adds a line to scripts/bench/LOG.md. All parts run; exit code 1 if one
+# failed. Without a GPU: one line, and exit code 2. Ended after less than 10 minutes. `--commit NAME` where this is no git
+# repository.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export JAX_PLATFORMS=cuda
@@ -28,25 +29,35 @@ said() { sed -n "s/^$1 *//p" <<< "$machine"; }
 device=$(said device)
 name=$(tr -cs '[:alnum:]\n' - <<< "${device#NVIDIA }" | tr '[:upper:]' '[:lower:]')
 when=$(date -u +%Y-%m-%dT%H%M)
-results=scripts/bench/results/$when-$name.json
+results=scripts/bench/results/$when-$name
 failed=0
 
 echo "== tests/gpu"
 # a test that was skipped here would be one that nobody ever runs, so pytest says which
-tests=$(timeout --kill-after=10 270 "$python" -m pytest tests/gpu -rs 2>&1 | tee >(cat >&2) | tail -n 1) || {
-    [ $? != 124 ] || tests="not done after 270 s"
+tests=$(timeout --kill-after=10 240 "$python" -m pytest tests/gpu -rs 2>&1 | tee >(cat >&2) | tail -n 1) || {
+    [ $? != 124 ] || tests="not done after 240 s"
     failed=1
 }
 [[ $tests == *passed* ]] || failed=1
 
+figures=""
+# time_step NAME UNTIL OPTIONS: the benchmark with these, ended so many seconds after this script began; figures get its own
+time_step() {
+    local file=$results-$1.json left=$(($2 - SECONDS))
+    # a case takes about 30 s, and the last may begin 65 before the end
+    timeout --kill-after=10 $left "$python" -m scripts.bench.step --steps 5 --seconds $((left - 65)) --case-seconds 60 \
+        --out "$file" "${commit[@]}" "${@:3}" || failed=1
+    local found="no numbers"
+    [ ! -f "$file" ] || found="$("$python" -m scripts.bench.report "$file") ([all cases](results/${file##*/}))"
+    figures+="; $1: $found"
+}
+
 echo "== training step"
-# what the tests left of 460 s; a case takes about 30, and the last may begin 75 before the end
-left=$((460 - SECONDS))
-timeout --kill-after=10 $left "$python" -m scripts.bench.step --shapes llama8b-2layers qwen3-0.6b --lengths 32768 8192 \
-    --steps 5 --seconds $((left - 80)) --case-seconds 75 --out "$results" "${commit[@]}" || failed=1
-figures="no numbers"
-[ ! -f "$results" ] || figures="$("$python" -m scripts.bench.report "$results") ([all cases](results/${results##*/}))"
+time_step step 430 --shapes llama8b-2layers qwen3-0.6b --lengths 32768 8192
+echo "== memory levers"
+time_step levers 580 --shapes llama8b-2layers --lengths 32768 --documents one \
+    --remat attention full --offload-activations none residual_and_attention
 
 versions="${commit[1]:-$(said commit)}, driver $(said driver), jax $(said jax)"
-echo "- $when, $device, $versions: tests: ${tests:-none}; step: $figures" | tee -a scripts/bench/LOG.md
+echo "- $when, $device, $versions: tests: ${tests:-none}$figures" | tee -a scripts/bench/LOG.md
 exit $failed

@@ -52,6 +52,7 @@ def model(**changes: Any) -> ModelConfig:
         "output_bias": True,
         "mlp_bias": True,
         "qk_norm": True,
+        "sliding_window": None,
         "tie_embeddings": False,
         "initializer_range": 0.08,
     }

@@ -22,10 +22,10 @@ PLACES = {
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
-    "model": "config layers decoder tiling",
+    "model": "config layers remat tiling decoder",
     "hf": "families names folder tensors weights",
-    "training": "sharding loss optimizer step checkpoint metrics material evaluator banner trainer",
-    "planner": "compiled memory comms report",
+    "training": "host sharding loss optimizer xla step checkpoint metrics material levers evaluator selfcheck banner trainer",
+    "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",
 }
 """The modules of a room in the order they build on each other: each imports only those before it, so there are no cycles."""

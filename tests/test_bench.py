@@ -24,7 +24,8 @@ REPO = pathlib.Path(__file__).parent.parent
 def benchmark(tmp_path_factory):
     """What a benchmark of one model that fits nowhere and one that does wrote, and what it printed."""
     out = tmp_path_factory.mktemp("bench") / "new" / "results.json"
-    words = ["--shapes", "too-big", "tiny", "--lengths", "256", "--documents", "packed", "--steps", "3", "--out", str(out)]
+    words = ["--shapes", "too-big", "tiny", "--lengths", "256", "--documents", "packed", "--steps", "3", "--remat", "full"]
+    words += ["--out", str(out)]
     command = [sys.executable, "-m", "scripts.bench.step", *words]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -57,7 +58,9 @@ def test_a_case_has_its_numbers(benchmark):
     assert case["tflops_per_device"] > 0
     assert case["loss_finite"]
     assert 6 < case["loss"] < 6.5, "ln 512 = 6.24 for random weights"
-    assert case["kernel_used"] == "blockwise"
+    assert (case["kernel_used"], case["remat"], case["remat_used"]) == ("blockwise", "full", "full")
+    assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == ("none", "none", 0)
+    assert 0 < case["planned_gib"] < 1
     assert case["why_not_cudnn"] in printed
     assert report.HEADER in printed
     assert report.row(case) in printed
@@ -118,15 +121,58 @@ def test_a_comparison_says_how_much_faster(monkeypatch, tmp_path, capsys):
     run(monkeypatch, tmp_path, [dataclasses.replace(GOOD, step_s=1.0, peak_gib=2.0), GOOD])
     (tmp_path / "results.json").rename(old)
     run(monkeypatch, tmp_path, [GOOD, step.Result(status=report.OUT_OF_MEMORY)], "--compare", str(old))
-    words = "tiny 256 one auto: 1.0000 s -> 0.5000 s, 2.00 times as fast, 2.00 times the memory"
+    words = "tiny 256 one auto auto none none: 1.0000 s -> 0.5000 s, 2.00 times as fast, 2.00 times the memory"
     assert capsys.readouterr().out.splitlines()[-1] == words
 
 
 def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
     results = [GOOD, GOOD, dataclasses.replace(GOOD, mfu=0.5), step.Result(status=report.OUT_OF_MEMORY)]
     _, found = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
-    expected = "tiny 512 one blockwise 0.500 s, 1 TFLOP/s (MFU 50.0 %), 4.0 GiB; tiny 512 packed out of memory"
+    expected = "tiny 512 one blockwise auto 0.500 s, 1 TFLOP/s (MFU 50.0 %), 4.0 GiB; tiny 512 packed out of memory"
     assert report.summary(found) == expected
+
+
+def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
+    used = [dataclasses.replace(GOOD, remat_used=remat, host_gib=1.5) for remat in ("attention", "full") for _ in range(4)]
+    words = ["--documents", "one", "--remat", "auto", "full", "--offload-activations", "none", "residual_and_attention"]
+    _, found = run(monkeypatch, tmp_path, used, *words, "--offload-optimizer", "state", "none")
+    asked = [tuple(case[name] for name in step.LEVERS) for case in found["cases"]]
+    assert asked == [
+        (remat, activations, optimizer)
+        for remat in ("auto", "full")
+        for activations in ("none", "residual_and_attention")
+        for optimizer in ("state", "none")
+    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert "  attention, inputs+attention, optimizer  " in lines[3]
+    assert "  full  " in lines[6]
+    assert lines[1].split()[-2:] == ["1.50", "-"], "GiB of the host, and no loss"
+    assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summary(found)
+
+
+def test_rows_are_doubled_until_one_does_not_fit(monkeypatch, tmp_path):
+    """Of each case alone, from the longest row that was asked for."""
+    most = {"one": 2048, "packed": 512}
+
+    def apart(case, *, seconds):
+        return GOOD if case.row_tokens <= most[case.documents] else step.Result(status=report.OUT_OF_MEMORY, message="too long")
+
+    monkeypatch.setattr(step, "apart", apart)
+    out = tmp_path / "results.json"
+    assert step.main(["--shapes", "tiny", "--lengths", "256", "512", "--until-it-fails", "--out", str(out)]) == 0
+    found = [(case["documents"], case["row_tokens"], case["status"]) for case in json.loads(out.read_text())["cases"]]
+    lengths = {"one": [256, 512, 1024, 2048, 4096], "packed": [256, 512, 1024]}
+    for documents, tried in lengths.items():
+        statuses = [report.OK] * (len(tried) - 1) + [report.OUT_OF_MEMORY]
+        assert [case[1:] for case in found if case[0] == documents] == list(zip(tried, statuses, strict=True))
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path):
+    case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
+    never = dataclasses.replace(case, remat="full", offload_activations="residual_and_attention")
+    found = step.measure(never, tmp_path)
+    assert (found.status, found.step_s) == (report.REFUSED, None)
+    assert found.message.startswith("memory.offload_activations = residual_and_attention: with memory.remat = full nothing")
 
 
 def test_the_kernel_is_read_from_the_program():
@@ -285,12 +331,13 @@ esac
 def test_the_check_runs_every_part_and_adds_one_line(copy, tests, code, words):
     done = check(copy, *words, python=GPU_MACHINE.replace("TESTS", tests).replace("CODE", str(code)))
     assert done.returncode == code, done.stderr
-    (results,) = (copy / "scripts" / "bench" / "results").glob("20*-h100-80gb-hbm3.json")
+    levers, timed = sorted((copy / "scripts" / "bench" / "results").glob("20*.json"))
     *before, line = (copy / "scripts" / "bench" / "LOG.md").read_text().splitlines()
     assert before == (REPO / "scripts" / "bench" / "LOG.md").read_text().splitlines()
     commit = "def" if words else "abc"
-    when = results.name.removesuffix("-h100-80gb-hbm3.json")
+    when = timed.name.removesuffix("-h100-80gb-hbm3-step.json")
+    assert levers.name == f"{when}-h100-80gb-hbm3-levers.json"
     assert line == (
         f"- {when}, NVIDIA H100 80GB HBM3, {commit}, driver 580.1, jax 0.11.2: tests: {tests}; step: tiny 0.5 s "
-        f"([all cases](results/{results.name}))"
+        f"([all cases](results/{timed.name})); levers: tiny 0.5 s ([all cases](results/{levers.name}))"
     )

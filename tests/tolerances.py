@@ -51,3 +51,6 @@ blockwise kernel is 2.6e-3 off at most, where rounding the results alone makes 1
 
 LSE_BF16 = 1e-3
 """The log-sum-exp of bfloat16 inputs, whose products and sums are float32, absolute."""
+
+CAUSE = 0.03
+"""Memory that a cause takes of a compiled program, against its formula."""

@@ -60,11 +60,25 @@ class Run(Group):
     restart: with the first of the new rows. continue: behind as many of them as were consumed of the old, where row_tokens is
     as before."""
 
+    xla_options: Annotated[dict[str, bool | int | float | str], _like("{xla_gpu_memory_limit_slop_factor: 90}")] = {}
+    """XLA's options for compiling the step, beside those that the banner names or in their place; they win over XLA_FLAGS.
+    Names as in XLA_FLAGS, without the dashes."""
+
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _steps_or_minutes(cls, value: Any) -> Any:
         if value is not None and not _is_count(value) and not (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m", value)):
             raise ValueError("must be a number of steps, or of minutes with an m behind it, or null")
+        return value
+
+    @pydantic.field_validator("xla_options", mode="before")
+    @classmethod
+    def _as_xla_has_them(cls, value: Any) -> Any:
+        for name, option in value.items() if isinstance(value, dict) else ():
+            if not str(name).startswith("xla_"):
+                raise ValueError(f"{name} is no name that begins with xla_")
+            if not isinstance(option, bool | int | float | str):
+                raise ValueError(f"{name} must be true or false, a number, or text")
         return value
 
     @property
@@ -247,6 +261,20 @@ class Optimizer(Group):
 class Memory(Group):
     """What memory is traded for."""
 
+    remat: Literal["auto", "none", "attention", "full"] = "auto"
+    """What the backward pass computes again. none: nothing but the tiles of MLP and loss. attention: a layer from its input,
+    but not attention, whose output is kept. full: attention too, which costs about a quarter more arithmetic where rows are
+    long. auto: attention where it fits, else full. Gathered weights are never kept, they are gathered again."""
+    offload_activations: Literal["none", "residual", "residual_and_attention"] = "none"
+    """What waits in host memory for the backward pass. residual: each layer's input. residual_and_attention: what attention
+    gives too."""
+    offload_optimizer: Literal["none", "state", "state_and_gradients"] = "none"
+    """What lies in host memory between the steps. state: float32 weights and the optimizer's averages, of which a layer at a
+    time visits its device; a copy in the compute dtype stays there. state_and_gradients: finished gradients too. Needs jax
+    0.11.1 or later."""
+    mlp_tile_tokens: Annotated[Positive | None, _like(4096)] = None
+    """Tokens of a device that go through a layer's projections and MLP at a time, and are computed again in the backward pass;
+    null: as many as keep what is between under 2 GiB."""
     loss_tile_tokens: Annotated[Positive | None, _like(1024)] = None
     """Tokens of a device whose logits exist at a time; null: as many as keep them under 256 MiB."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"

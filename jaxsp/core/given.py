@@ -43,7 +43,21 @@ def across(fields: dict[str, Any]) -> list[str]:
         *_one_of(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
         *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
         *_of_sources(fields),
+        *_of_memory(fields.get("memory")),
     ]
+
+
+def _of_memory(memory: Any) -> list[str]:
+    """Levers that contradict each other."""
+    if not isinstance(memory, dict):
+        return []
+    offloaded = memory.get("offload_activations")
+    if memory.get("remat") == "full" and offloaded == "residual_and_attention":
+        return [
+            f"memory.offload_activations = {offloaded}: with memory.remat = full nothing that attention gives is kept. Use "
+            "memory.offload_activations=residual, or memory.remat=attention."
+        ]
+    return []
 
 
 def _of_sources(fields: dict[str, Any]) -> list[str]:

@@ -97,6 +97,14 @@ def num_gpus(environ: Mapping[str, str]) -> int:
     return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
 
 
+def host_memory() -> int:
+    """Bytes of memory of this node, or of the container that the process is in."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    of_container = pathlib.Path("/sys/fs/cgroup/memory.max")
+    limit = of_container.read_text(encoding="ascii").strip() if of_container.is_file() else ""
+    return min(total, int(limit)) if limit.isdecimal() else total
+
+
 def local_gpus(process: Process, num_gpus: int) -> list[int] | None:
     """Which of the node's GPUs are this process's; None: all that it sees.
 

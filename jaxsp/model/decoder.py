@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxsp import attention
 from jaxsp.core import batch
-from jaxsp.model import layers
+from jaxsp.model import layers, remat, tiling
 from jaxsp.model.config import ModelConfig
 
 
@@ -41,30 +41,46 @@ def hidden_states(
     attend: attention.Attend,
     gather: layers.Gather,
     dtype: jnp.dtype,
+    how: remat.Remat,
+    tile: int,
 ) -> Float[Array, "B l D"]:
     """What the head reads: this device's tokens after the last norm.
 
     Args:
-        shards: this device's part of the weights, float32, like `table`; whole weights exist for one layer at a time.
+        shards: this device's part of the weights, like `table`; whole weights exist for one layer at a time.
         rows: this device's part of a turn.
-    Memory: the backward pass keeps each layer's input and attention's output and log-sum-exp; the rest of a layer is
-        computed again, attention is not, and gathered weights are never kept.
+        how: what the backward pass keeps of each layer, and what it computes again.
+        tile: tokens of a device that go through what is before attention, and what is after it, at a time.
     """
     params = table(config)
     x_BlD = lookup(gather, params["embedding"], shards["embedding"], rows.tokens_BL, dtype)
+    tiled = functools.partial(tiling.tiled, gather=gather, tile=tile)
+    before, after = _skeleton(config)
 
     def layer(x_BlD: Array, shards: layers.Weights) -> tuple[Array, None]:
-        block = nnx.merge(_skeleton(config), gather(params["layers"], shards))
-        return block(x_BlD, layers.angles(rows.positions_BL, config), attend, rows.starts_BM, rows.lengths_BM), None
+        x_BlD = remat.named_input(x_BlD)
+        q_BlHK, k_BlGK, v_BlGK = tiled(
+            lambda weights, *inputs: nnx.merge(before, weights)(*inputs),
+            params["layers"]["before"],
+            shards["before"],
+            (x_BlD, rows.positions_BL),
+        )
+        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, rows.starts_BM, rows.lengths_BM)
+        x_BlD = tiled(
+            lambda weights, *inputs: nnx.merge(after, weights)(*inputs),
+            params["layers"]["after"],
+            shards["after"],
+            (x_BlD, out_BlHK),
+        )
+        return x_BlD, None
 
-    kept = jax.checkpoint_policies.save_only_these_names(*attention.RESIDUALS)
-    x_BlD, _ = jax.lax.scan(jax.checkpoint(layer, policy=kept, prevent_cse=False), x_BlD, shards["layers"])
+    x_BlD, _ = jax.lax.scan(remat.layer(layer, how), x_BlD, shards["layers"])
     norm = nnx.merge(_norm_skeleton(config), gather(params["norm"], shards["norm"]))
     return norm(x_BlD)
 
 
 def lookup(
-    gather: layers.Gather, row: layers.Parameter, shard: Array, tokens_Bl: Int32[Array, "B l"], dtype: jnp.dtype
+    gather: layers.Gather, row: layers.Parameter, shard: Any, tokens_Bl: Int32[Array, "B l"], dtype: jnp.dtype
 ) -> Float[Array, "B l D"]:
     """Embeddings of tokens; the gradient of the table is summed over tokens in float32.
 
@@ -72,10 +88,10 @@ def lookup(
     """
 
     @jax.custom_vjp
-    def embed(shard: Array) -> Array:
+    def embed(shard: Any) -> Array:
         return gather.join(row, shard)[tokens_Bl].astype(dtype)
 
-    def backward(_: None, dx_BlD: Array) -> tuple[Array]:
+    def backward(_: None, dx_BlD: Array) -> tuple[Any]:
         gradient_VD = jnp.zeros(row.shape, jnp.float32).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
         return (gather.split(row, gradient_VD),)
 
@@ -84,8 +100,9 @@ def lookup(
 
 
 @functools.lru_cache(maxsize=4)
-def _skeleton(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.split(layers.Block(config))[0]
+def _skeleton(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+    block = layers.Block(config)
+    return nnx.split(block.before)[0], nnx.split(block.after)[0]
 
 
 @functools.lru_cache(maxsize=4)

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp import attention
 from jaxsp.core import batch
 from jaxsp.model.config import ModelConfig
 
@@ -55,16 +54,19 @@ class Parameter:
 
 @runtime_checkable
 class Gather(Protocol):
-    """Makes whole weights, in the compute dtype, of what a device holds of them; the model knows no mesh."""
+    """Makes whole weights, in the compute dtype, of what a device holds of them; the model knows no mesh.
 
-    def __call__(self, rows: Weights, shards: Weights) -> Weights:
-        """Whole weights of a tree; differentiable, and the gradient of the shards is float32."""
+    What a device holds of one weight, its shard, may be any tree of arrays.
+    """
 
-    def join(self, row: Parameter, shard: Array) -> Array:
+    def __call__(self, rows: Weights, shards: Any) -> Weights:
+        """Whole weights of a tree; differentiable."""
+
+    def join(self, row: Parameter, shard: Any) -> Array:
         """The whole of one weight; not to be differentiated."""
 
-    def split(self, row: Parameter, gradient: Array) -> Array:
-        """This device's shard, float32, of the sum of every device's gradient: the transpose of `join`."""
+    def split(self, row: Parameter, gradient: Array) -> Any:
+        """The gradient of a shard, float32, summed over all devices: the transpose of `join`."""
 
 
 def _declare(row: Parameter) -> nnx.Param:
@@ -102,31 +104,30 @@ class RMSNorm(nnx.Module):
         return (x32 * weight).astype(x.dtype)
 
 
-class Attention(nnx.Module):
-    """Projections and rotation around `attend`."""
+class Before(nnx.Module):
+    """A layer up to attention: norm, projections to queries, keys and values, rotation. Each token by itself."""
 
     def __init__(self, config: ModelConfig):
         D, K = config.hidden_size, config.head_dim
-        linear = functools.partial(Linear, config=config)
-        q_dim, kv_dim = config.num_heads * K, config.num_kv_heads * K
-        self.q = linear(D, q_dim, hf_name="self_attn.q_proj", bias=config.qkv_bias)
-        self.k = linear(D, kv_dim, hf_name="self_attn.k_proj", bias=config.qkv_bias)
-        self.v = linear(D, kv_dim, hf_name="self_attn.v_proj", bias=config.qkv_bias)
-        self.o = linear(q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias)
-        norm = functools.partial(RMSNorm, K, eps=config.rms_norm_eps)
-        self.q_norm = norm(hf_name="self_attn.q_norm") if config.qk_norm else None
-        self.k_norm = norm(hf_name="self_attn.k_norm") if config.qk_norm else None
-        self.head_dim = K
+        linear = functools.partial(Linear, bias=config.qkv_bias, config=config)
+        norm = functools.partial(RMSNorm, eps=config.rms_norm_eps)
+        self.norm = norm(D, hf_name="input_layernorm")
+        self.q = linear(D, config.num_heads * K, hf_name="self_attn.q_proj")
+        self.k = linear(D, config.num_kv_heads * K, hf_name="self_attn.k_proj")
+        self.v = linear(D, config.num_kv_heads * K, hf_name="self_attn.v_proj")
+        self.q_norm = norm(K, hf_name="self_attn.q_norm") if config.qk_norm else None
+        self.k_norm = norm(K, hf_name="self_attn.k_norm") if config.qk_norm else None
+        self.config = config
 
     def __call__(
-        self, x: Float[Array, "B l D"], angles: "Angles", attend: attention.Attend, starts_BM: Array, lengths_BM: Array
-    ) -> Float[Array, "B l D"]:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
+        self, x_BlD: Float[Array, "B l D"], positions_Bl: Int32[Array, "B l"]
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        heads = (*x_BlD.shape[:2], -1, self.config.head_dim)
+        x_BlD, turn = self.norm(x_BlD), angles(positions_Bl, self.config)
+        q, k, v = self.q(x_BlD).reshape(heads), self.k(x_BlD).reshape(heads), self.v(x_BlD).reshape(heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        out = attend(rotate(q, angles), rotate(k, angles), v, starts_BM, lengths_BM)
-        return self.o(out.reshape(*x.shape[:2], -1))
+        return rotate(q, turn), rotate(k, turn), v
 
 
 class MLP(nnx.Module):
@@ -143,21 +144,27 @@ class MLP(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nnx.Module):
-    """One layer: attention and MLP, each behind a norm and beside the residual."""
+class After(nnx.Module):
+    """A layer from attention's output on: output projection and MLP, each beside the residual. Each token by itself."""
 
     def __init__(self, config: ModelConfig):
-        norm = functools.partial(RMSNorm, config.hidden_size, eps=config.rms_norm_eps)
-        self.attention_norm = norm(hf_name="input_layernorm")
-        self.attention = Attention(config)
-        self.mlp_norm = norm(hf_name="post_attention_layernorm")
+        D = config.hidden_size
+        q_dim = config.num_heads * config.head_dim
+        self.o = Linear(q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias, config=config)
+        self.norm = RMSNorm(D, hf_name="post_attention_layernorm", eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(
-        self, x: Float[Array, "B l D"], angles: "Angles", attend: attention.Attend, starts_BM: Array, lengths_BM: Array
-    ) -> Float[Array, "B l D"]:
-        x = x + self.attention(self.attention_norm(x), angles, attend, starts_BM, lengths_BM)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(self, x_BlD: Float[Array, "B l D"], out_BlHK: Float[Array, "B l H K"]) -> Float[Array, "B l D"]:
+        x_BlD = x_BlD + self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
+        return x_BlD + self.mlp(self.norm(x_BlD))
+
+
+class Block(nnx.Module):
+    """One layer's weights: those it needs before attention and those it needs after it."""
+
+    def __init__(self, config: ModelConfig):
+        self.before = Before(config)
+        self.after = After(config)
 
 
 class Ends(nnx.Module):

@@ -15,7 +15,7 @@ from jaxsp.core import mesh as meshes
 from jaxsp.data import account
 from jaxsp.data.account import count
 from jaxsp.data.dataset import DataSet
-from jaxsp.training import evaluator, loss, metrics, sharding
+from jaxsp.training import evaluator, levers, metrics, sharding
 from jaxsp.training.material import Material
 from jaxsp.training.step import Program
 
@@ -32,7 +32,6 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     repeated = sum(4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None)
     lie = f"{repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded"
     lie = lie if meshes.num_shards(mesh) > 1 else "whole on every device"
-    again = "too" if material.choice.kernel == "reference" else "not"  # it names no residuals to keep
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
     documents, schedule = material.train.documents, material.schedule
@@ -43,9 +42,6 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     epoch = "" if per_epoch is None else f"; an epoch is {count(per_epoch, 'step')}"
     shorter = [config.for_rows_of(length) for length in reversed(config.data.row_lengths[:-1])]
     others = "".join(f" or {one.batch.rows_per_step:,} of {one.data.longest_row:,}" for one in shorter)
-    tile = loss.tile_tokens(
-        num_tokens=row_tokens * at_once // seq, vocab_size=model.vocab_size, asked=config.memory.loss_tile_tokens
-    )
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
@@ -75,11 +71,8 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ),
         *account.account(material.train, config, schedule),
         ("attention", attention.describe(material.choice, **heads)),
-        (
-            "memory",
-            f"logits for {count(tile, 'token')} of a device at a time; layers computed again in the backward pass, "
-            f"attention {again}; gradients summed in {config.memory.grad_reduce_dtype}",
-        ),
+        ("memory", levers.describe(program, tokens=row_tokens * at_once // seq)),
+        *[("XLA", program.told.words)] * bool(program.told.words),
         (
             "optimizer",
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "

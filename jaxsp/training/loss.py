@@ -1,13 +1,13 @@
 """Cross entropy from hidden states in tiles: logits never exist for more than a tile of tokens."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.core import batch
-from jaxsp.model import layers
+from jaxsp.model import layers, tiling
 
 LOGIT_BYTES = 256 * 2**20
 """What a tile's float32 logits may take unless `memory.loss_tile_tokens` says otherwise."""
@@ -22,9 +22,8 @@ class Sums(NamedTuple):
 
 
 def tile_tokens(*, num_tokens: int, vocab_size: int, asked: int | None) -> int:
-    """Tokens of a tile; a power of two unless asked otherwise, so that it divides most shares and nothing has to be padded."""
-    most = max(1, LOGIT_BYTES // (4 * vocab_size))
-    return min(num_tokens, asked or 1 << (most.bit_length() - 1))
+    """Tokens of a tile."""
+    return min(num_tokens, asked or tiling.power_of_two(LOGIT_BYTES // (4 * vocab_size)))
 
 
 def token_losses(
@@ -33,7 +32,7 @@ def token_losses(
     *,
     gather: layers.Gather,
     row: layers.Parameter,
-    shard: Array,
+    shard: Any,
     tile: int,
 ) -> Sums:
     """Sum of the token losses of this device's tokens; tokens labelled -100 add nothing, forward or backward.
@@ -51,7 +50,7 @@ def token_losses(
         flat = hidden_BlD.reshape(tokens, -1)
         return jnp.pad(flat, ((0, num_tiles * tile - tokens), (0, 0))).reshape(num_tiles, tile, -1)
 
-    def forward(hidden_BlD: Array, shard: Array) -> tuple[Sums, Array]:
+    def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, Array]:
         head_VD = gather.join(row, shard)
 
         def one(sums: Sums, tile: tuple[Array, Array]) -> tuple[Sums, Array]:
@@ -66,14 +65,14 @@ def token_losses(
         return jax.lax.scan(one, Sums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX))
 
     @jax.custom_vjp
-    def total(hidden_BlD: Array, shard: Array) -> Sums:
+    def total(hidden_BlD: Array, shard: Any) -> Sums:
         return forward(hidden_BlD, shard)[0]
 
-    def total_fwd(hidden_BlD: Array, shard: Array) -> tuple[Sums, tuple[Array, Array, Array]]:
+    def total_fwd(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any, Array]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
-    def total_bwd(residuals: tuple[Array, Array, Array], dsums: Sums) -> tuple[Array, Array]:
+    def total_bwd(residuals: tuple[Array, Any, Array], dsums: Sums) -> tuple[Array, Any]:
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.join(row, shard)
 
@@ -89,7 +88,8 @@ def token_losses(
 
         dhead_VD, dhidden_TXD = jax.lax.scan(one, jnp.zeros(row.shape, jnp.float32), (cut(hidden_BlD), labels_TX, lse_TX))
         dhidden_BlD = dhidden_TXD.reshape(num_tiles * tile, -1)[:tokens].reshape(hidden_BlD.shape)
-        return dhidden_BlD, gather.split(row, dhead_VD)
+        # else XLA may keep the whole gradient, 2 GiB of a vocabulary of 128,256, until the layers are done
+        return jax.lax.optimization_barrier((dhidden_BlD, gather.split(row, dhead_VD)))
 
     total.defvjp(total_fwd, total_bwd)
     return total(hidden_BlD, shard)

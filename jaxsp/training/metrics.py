@@ -185,13 +185,15 @@ def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
     """Floating-point operations that a step over pieces of these lengths needs, forward and backward.
 
     A matrix costs 2 per element and token, attention 4 per head element and pair of tokens that see each other, of which
-    a piece of n has n (n + 1) / 2; backward costs twice as much as forward.
+    a piece of n has n (n + 1) / 2; with a window of w, its tokens from the w-th on have w each. Backward costs twice as much
+    as forward.
     """
     lengths = piece_lengths.astype(np.float64)
     table = decoder.table(model)
     stacked = [row for row in jax.tree.leaves(table["layers"]) if row.is_matrix]
     matrices = sum(row.size * row.num_layers for row in stacked) + decoder.head(table).size
-    pairs = float(np.sum(lengths * (lengths + 1) / 2))
+    near = lengths if model.sliding_window is None else np.minimum(lengths, model.sliding_window)
+    pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
     forward = 2 * matrices * float(lengths.sum()) + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
     return 3 * forward
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from jaxsp.core import config
 from jaxsp.model import layers
+from jaxsp.training import host
 
 
 def learning_rates(settings: config.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
@@ -50,11 +51,17 @@ def init(settings: config.Optimizer, table: Any, master: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moved:
+class _Both:
     """A weight and its state: one leaf, not a tree."""
 
-    weight: Array
+    weight: Any
     state: Any
+
+
+def apart(table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any]:
+    """The trees of first and of second results of a function of each weight: of its row, and its part of each tree."""
+    both = jax.tree.map(lambda row, *parts: _Both(*function(row, *parts)), table, *trees)
+    return jax.tree.map(lambda x: x.weight, both), jax.tree.map(lambda x: x.state, both)
 
 
 def update(
@@ -70,26 +77,20 @@ def update(
 ) -> tuple[layers.Weights, Any]:
     """Weights and state after a step with the gradients times `scale`; both as they were unless `accept`.
 
-    Layers are walked one after another, in place, so that one layer's temporaries exist at a time.
+    Layers are walked one after another, in place, so that one layer's temporaries exist at a time, and what is in host memory
+    visits the device a layer at a time.
     """
 
     def one(row: layers.Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
         move = transform(settings, row).update
 
-        def layer(gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
+        def layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+            weight, state = old
             with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
                 moves, new_state = move(gradient * scale, state, weight)
                 new = (weight - rate * moves, new_state)
-            return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, (weight, state))
+            return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
-        if row.num_layers is None:
-            return layer(gradient, state, weight)
+        return host.each_layer(row, layer, (weight, state), gradient)
 
-        def at(i: Array, carry: tuple[Array, Any]) -> tuple[Array, Any]:
-            weight, state = jax.tree.map(lambda x: x[i], carry)
-            return jax.tree.map(lambda x, new: x.at[i].set(new), carry, layer(gradient[i], state, weight))
-
-        return jax.lax.fori_loop(0, row.num_layers, at, (weight, state))
-
-    moved = jax.tree.map(lambda *leaf: _Moved(*one(*leaf)), table, gradients, state, master)
-    return jax.tree.map(lambda m: m.weight, moved), jax.tree.map(lambda m: m.state, moved)
+    return apart(table, one, gradients, state, master)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Float32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import Array, Float
 
 from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
+from jaxsp.training import host
 
 Read = Callable[[layers.Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """A slice of one layer of a weight (None: it exists once), float32, without the zeros that it is stored with."""
@@ -24,6 +26,10 @@ _Spans = tuple[tuple[int, int], ...]
 
 REPLICATED_BELOW = 64 * 1024
 """Elements of one layer under which a weight is not worth a collective of its own."""
+
+
+SCOPE = "weights"
+"""Every operation that makes weights whole, or sums their gradients into shards, carries this word in the compiled program."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,9 +70,10 @@ def specs(table: layers.Weights, num_shards: int) -> Any:
     return jax.tree.map(lambda row: spec(row, num_shards), table)
 
 
-def shardings(table: layers.Weights, mesh: Mesh) -> Any:
-    """`spec` of every weight, on a mesh."""
-    return jax.tree.map(lambda row: NamedSharding(mesh, spec(row, meshes.num_shards(mesh))), table)
+def home(row: layers.Parameter, mesh: Mesh, *, offloaded: bool = False) -> NamedSharding:
+    """Where the stacked array of a weight is between steps, and what the optimizer keeps of the same shape."""
+    place = NamedSharding(mesh, spec(row, meshes.num_shards(mesh)))
+    return place.with_memory_kind(host.KIND) if offloaded and host.worth_it(row) else place
 
 
 def padding(row: layers.Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -81,7 +88,7 @@ def cut(row: layers.Parameter, stored: Any) -> Any:
     return stored[(..., *(slice(size) for size in row.shape))]
 
 
-def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh) -> layers.Weights:
+def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, offloaded: bool = False) -> layers.Weights:
     """Random master weights, float32, each on its devices; the same numbers on every mesh."""
     num_shards = meshes.num_shards(mesh)
 
@@ -93,21 +100,22 @@ def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh) -> layers.We
         )
         return jnp.pad(values, padding(row, values.ndim, num_shards))
 
-    return jax.jit(lambda: jax.tree.map(draw, table), out_shardings=shardings(table, mesh))()
+    # one after another: those of a large model need not fit a device together
+    return jax.tree.map(lambda row: jax.jit(lambda: draw(row), out_shardings=home(row, mesh, offloaded=offloaded))(), table)
 
 
-def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh) -> layers.Weights:
+def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, offloaded: bool = False) -> layers.Weights:
     """Master weights made of whole arrays in host memory, each on its devices."""
     num_shards = meshes.num_shards(mesh)
 
     def one(row: layers.Parameter, whole: Any) -> Array:
         stored = np.pad(np.asarray(whole, np.float32), padding(row, whole.ndim, num_shards))
-        return jax.device_put(stored, NamedSharding(mesh, spec(row, num_shards)))
+        return jax.device_put(stored, home(row, mesh, offloaded=offloaded))
 
     return jax.tree.map(one, table, whole)
 
 
-def load(table: layers.Weights, mesh: Mesh, read: Read) -> layers.Weights:
+def load(table: layers.Weights, mesh: Mesh, read: Read, *, offloaded: bool = False) -> layers.Weights:
     """Master weights made of slices that `read` returns, each on its devices.
 
     A process reads what its own devices hold and nothing else, and each part once, however many devices hold it.
@@ -119,7 +127,7 @@ def load(table: layers.Weights, mesh: Mesh, read: Read) -> layers.Weights:
     def one(row: layers.Parameter) -> Array:
         stored = place(row, num_shards).stored
         shape = stored if row.num_layers is None else (row.num_layers, *stored)
-        over = NamedSharding(mesh, spec(row, num_shards))
+        over = home(row, mesh, offloaded=offloaded)
         owners: dict[_Spans, list[jax.Device]] = {}
         for device, index in over.addressable_devices_indices_map(shape).items():
             assert index is not None, "it is addressable"
@@ -130,7 +138,8 @@ def load(table: layers.Weights, mesh: Mesh, read: Read) -> layers.Weights:
         for spans, devices in owners.items():
             shard = _shard(row, spans, read)
             # a copy may read its source after the call has returned
-            shards += jax.block_until_ready([jax.device_put(shard, device) for device in devices])
+            places = [SingleDeviceSharding(device, memory_kind=over.memory_kind) for device in devices]
+            shards += jax.block_until_ready([jax.device_put(shard, place) for place in places])
         return jax.make_array_from_single_device_arrays(shape, over, shards)
 
     return jax.tree.map(one, table)
@@ -150,6 +159,22 @@ def _shard(row: layers.Parameter, spans: _Spans, read: Read) -> np.ndarray:
     return shard
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a device holds of a weight, and where the gradient goes: the two need not have one dtype, nor be in one memory."""
+
+    value: Any
+    """Of any float dtype."""
+    slot: Any
+    """Float32 zeros that nobody reads. They are what is differentiated: the gradient has their shape, dtype and memory."""
+
+
+def shards(values: layers.Weights, slots: layers.Weights) -> layers.Weights:
+    """A tree of Shards."""
+    return jax.tree.map(lambda value, slot: Shard(value=value, slot=slot), values, slots)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gather:
     """Joins shards into whole weights, and sums whole gradients into shards; inside shard_map.
@@ -161,37 +186,110 @@ class Gather:
     num_shards: int
     compute_dtype: jnp.dtype
     reduce_dtype: jnp.dtype
+    gradients_on_host: bool = False
 
-    def join(self, row: layers.Parameter, shard: Float32[Array, "..."]) -> Float[Array, "..."]:
+    def slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
+        """Where the gradients of these values go."""
+        return jax.tree.map(lambda row, value: self._to_its_place(row, jnp.zeros(value.shape, jnp.float32)), table, values)
+
+    def working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
+        """Shards in the compute dtype on the device, of those in host memory; each layer's float32 is there for a moment."""
+
+        def one(row: layers.Parameter, value: Array) -> Array:
+            def cast(value: Array) -> Array:
+                return host.on_device(value).astype(self.compute_dtype)
+
+            if not host.holds(value):
+                return value
+            return cast(value) if row.num_layers is None else jax.lax.map(cast, value)
+
+        return jax.tree.map(one, table, master)
+
+    def join(self, row: layers.Parameter, shard: Shard) -> Float[Array, "..."]:
         """The whole of one layer's weight in the compute dtype: cast, then all-gathered."""
         dim = place(row, self.num_shards).dim
-        whole = shard.astype(self.compute_dtype)
+        whole = host.on_device(shard.value).astype(self.compute_dtype)
         if dim is not None:
-            whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
+            with jax.named_scope(SCOPE):
+                whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
         return cut(row, whole)
 
-    def split(self, row: layers.Parameter, gradient: Float[Array, "..."]) -> Float32[Array, "..."]:
+    def split(self, row: layers.Parameter, gradient: Float[Array, "..."]) -> Shard:
         """This device's shard of the gradient's sum over all shards; of a whole weight, this device's own gradient."""
         dim = place(row, self.num_shards).dim
         if dim is None:
-            return gradient.astype(jnp.float32)
+            return Shard(value=None, slot=self._to_its_place(row, gradient.astype(jnp.float32)))
         stored = jnp.pad(gradient.astype(self.reduce_dtype), padding(row, gradient.ndim, self.num_shards))
-        return jax.lax.psum_scatter(stored, axes.SHARDS, scatter_dimension=dim, tiled=True).astype(jnp.float32)
+        with jax.named_scope(SCOPE):
+            own = jax.lax.psum_scatter(stored, axes.SHARDS, scatter_dimension=dim, tiled=True).astype(jnp.float32)
+        return Shard(value=None, slot=self._to_its_place(row, own))
 
     def __call__(self, rows: layers.Weights, shards: layers.Weights) -> layers.Weights:
-        """Whole weights of a tree; their gradients come back as float32 shards."""
+        """Whole weights of a tree; their gradients come back in the slots of the shards."""
         return jax.tree.map(self._differentiable, rows, shards)
 
-    def _differentiable(self, row: layers.Parameter, shard: Array) -> Array:
+    def _differentiable(self, row: layers.Parameter, shard: Shard) -> Array:
         join = jax.custom_vjp(functools.partial(self.join, row))
         join.defvjp(lambda shard: (self.join(row, shard), None), lambda _, gradient: (self.split(row, gradient),))
         return join(shard)
 
-    def finish(self, table: layers.Weights, gradients: layers.Weights) -> layers.Weights:
-        """The gradients of the whole mesh: each summed once over every axis that its weight is not sharded on."""
+    def _to_its_place(self, row: layers.Parameter, gradient: Array) -> Array:
+        # a tied embedding has two gradients in a turn, and sums are made on the device
+        there = self.gradients_on_host and row.num_layers is not None and host.worth_it(row)
+        return host.on_host(gradient) if there else gradient
+
+    def add(self, table: layers.Weights, sums: layers.Weights, gradients: layers.Weights) -> layers.Weights:
+        """The sums of two turns' gradients, in the place of the first."""
+
+        def one(row: layers.Parameter, total: Array, gradient: Array) -> Array:
+            return host.each_layer(row, jnp.add, total, gradient) if host.holds(total) else total + gradient
+
+        return jax.tree.map(one, table, sums, gradients)
+
+    def finish(self, table: layers.Weights, gradients: layers.Weights, divisor: Array) -> layers.Weights:
+        """The gradients of the whole mesh, divided: each summed once over every axis that its weight is not sharded on."""
 
         def one(row: layers.Parameter, gradient: Array) -> Array:
             cut_over = () if place(row, self.num_shards).dim is None else axes.SHARDS
-            return jax.lax.psum(gradient, tuple(axis for axis in axes.ALL if axis not in cut_over))
+
+            def finished(gradient: Array) -> Array:
+                with jax.named_scope(SCOPE):
+                    return jax.lax.psum(gradient, tuple(axis for axis in axes.ALL if axis not in cut_over)) / divisor
+
+            return host.each_layer(row, finished, gradient) if host.holds(gradient) else finished(gradient)
 
         return jax.tree.map(one, table, gradients)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Bytes that a device sends in a step for the weights."""
+
+    gathers: float
+    """Of shards, to make weights whole."""
+    scatters: float
+    """Of gradients of sharded weights, in each turn."""
+    sums: float
+    """Of gradients over what their weights are not sharded on, once a step."""
+
+
+def cost(
+    table: layers.Weights, *, num_shards: int, num_replicas: int, compute_dtype: Any, reduce_dtype: Any, num_turns: int
+) -> Cost:
+    """What `Gather` sends in a step: stacked weights are joined forward and again backward, whatever is computed again.
+
+    A weight that exists once is joined and its gradient split once a turn, even a tied embedding: XLA makes one of joins of the
+    same shard, and splits the sum of two gradients.
+    """
+    gathers, scatters, sums = 0.0, 0.0, 0.0
+    for row in jax.tree.leaves(table):
+        placed, layer_count = place(row, num_shards), row.num_layers or 1
+        size = layer_count * math.prod(placed.stored)
+        if placed.dim is None:
+            sums += 4 * size * 2 * (1 - 1 / (num_shards * num_replicas))
+            continue
+        received = num_turns * size * (1 - 1 / num_shards)
+        gathers += received * jnp.dtype(compute_dtype).itemsize * (1 if row.num_layers is None else 2)
+        scatters += received * jnp.dtype(reduce_dtype).itemsize
+        sums += 4 * size / num_shards * 2 * (1 - 1 / num_replicas)
+    return Cost(gathers=gathers, scatters=scatters, sums=sums)

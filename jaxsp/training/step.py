@@ -19,9 +19,9 @@ from jaxtyping import Array
 from jaxsp import attention
 from jaxsp.core import axes, batch, config
 from jaxsp.core import mesh as meshes
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder, layers, remat, tiling
 from jaxsp.model.config import ModelConfig
-from jaxsp.training import loss, optimizer, sharding
+from jaxsp.training import host, loss, optimizer, sharding, xla
 
 
 @jax.tree_util.register_dataclass
@@ -100,20 +100,60 @@ class Program:
 
     @property
     def gather(self) -> sharding.Gather:
-        reduce_dtype = jnp.dtype(self.config.memory.grad_reduce_dtype)
-        return sharding.Gather(num_shards=meshes.num_shards(self.mesh), compute_dtype=self.dtype, reduce_dtype=reduce_dtype)
+        memory = self.config.memory
+        return sharding.Gather(
+            num_shards=meshes.num_shards(self.mesh),
+            compute_dtype=self.dtype,
+            reduce_dtype=jnp.dtype(memory.grad_reduce_dtype),
+            gradients_on_host=memory.offload_optimizer == "state_and_gradients",
+        )
+
+    @property
+    def told(self) -> xla.Told:
+        """What XLA is told when the program is compiled."""
+        return xla.options(self.config, mesh=self.mesh)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether weights and optimizer state wait in host memory."""
+        return self.config.memory.offload_optimizer != "none"
+
+    @property
+    def tile(self) -> int:
+        """Tokens of a device that go through a layer's projections and MLP at a time."""
+        return tiling.mlp_tile_tokens(
+            intermediate_size=self.model.intermediate_size,
+            hidden_size=self.model.hidden_size,
+            itemsize=self.dtype.itemsize,
+            asked=self.config.memory.mlp_tile_tokens,
+        )
+
+    @property
+    def how(self) -> remat.Remat:
+        """What the backward pass keeps of a layer; `auto` stands for attention here, see `compile`."""
+        memory = self.config.memory
+        kept = "attention" if memory.remat == "auto" else memory.remat
+        return remat.Remat(remat=kept, offload_activations=memory.offload_activations)
 
 
 def start(program: Program, *, seed: int) -> State:
     """Random weights and an empty optimizer, each on its devices."""
-    return with_weights(program, sharding.random_weights(program.table, seed=seed, mesh=program.mesh))
+    master = sharding.random_weights(program.table, seed=seed, mesh=program.mesh, offloaded=program.offloads)
+    return with_weights(program, master)
 
 
 def with_weights(program: Program, master: layers.Weights) -> State:
     """These weights and an empty optimizer."""
-    places = _places(shapes(program)[0])
-    opt = jax.jit(lambda w: optimizer.init(program.config.optimizer, program.table, w), out_shardings=places.opt)(master)
-    return State(master=master, opt=opt, step=jax.device_put(jnp.int32(0), places.step))
+    like = shapes(program)[0]
+
+    def begin(row: layers.Parameter, like: jax.ShapeDtypeStruct, opt: Any) -> Any:
+        places = jax.tree.map(lambda x: x.sharding, opt)
+        empty = functools.partial(jnp.zeros, like.shape, like.dtype)
+        return jax.jit(lambda: optimizer.init(program.config.optimizer, row, empty()), out_shardings=places)()
+
+    # one after another: those of a large model need not fit a device together
+    opt = jax.tree.map(begin, program.table, like.master, like.opt)
+    return State(master=master, opt=opt, step=jax.device_put(jnp.int32(0), like.step.sharding))
 
 
 def weight_shapes(program: Program) -> layers.Weights:
@@ -123,7 +163,7 @@ def weight_shapes(program: Program) -> layers.Weights:
     def weight(row: layers.Parameter) -> jax.ShapeDtypeStruct:
         stored = sharding.place(row, num_shards).stored
         stored = stored if row.num_layers is None else (row.num_layers, *stored)
-        place = NamedSharding(program.mesh, sharding.spec(row, num_shards))
+        place = sharding.home(row, program.mesh, offloaded=program.offloads)
         return jax.ShapeDtypeStruct(stored, jnp.float32, sharding=place)
 
     return jax.tree.map(weight, program.table)
@@ -159,20 +199,31 @@ def _places(state: State) -> State:
 
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:
     """Gradients and counts of a step's rows; the one place where loss meets mesh. Call under jit."""
-    turn_loss = functools.partial(_turn_loss, program)
+    gather, table = program.gather, program.table
 
-    def local(shards: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
-        def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
-            (loss_sum, num_correct), grads = jax.value_and_grad(turn_loss, has_aux=True)(shards, rows)
-            return jax.tree.map(jnp.add, sums, (loss_sum, num_correct, grads)), None
+    def local(master: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
+        streams = program.config.memory.offload_optimizer == "state_and_gradients"
+        values = master if streams else gather.working_copy(table, master)
 
-        zeros = (jnp.float32(0), jnp.int32(0), jax.tree.map(jnp.zeros_like, shards))
-        (loss_sum, num_correct, grads), _ = jax.lax.scan(turn, zeros, rows)
+        def turn(rows: batch.Batch) -> tuple[tuple[Array, Array], layers.Weights]:
+            def turn_loss(slots: layers.Weights) -> tuple[Array, Array]:
+                return _turn_loss(program, sharding.shards(values, slots), rows)
+
+            return jax.value_and_grad(turn_loss, has_aux=True)(gather.slots(table, values))
+
+        def next_turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
+            counts, grads = turn(rows)
+            return (jax.tree.map(jnp.add, sums[0], counts), gather.add(table, sums[1], grads)), None
+
+        if rows.tokens_BL.shape[0] == 1:
+            (loss_sum, num_correct), grads = turn(jax.tree.map(lambda x: x[0], rows))
+        else:
+            zeros = ((jnp.float32(0), jnp.int32(0)), gather.slots(table, values))
+            ((loss_sum, num_correct), grads), _ = jax.lax.scan(next_turn, zeros, rows)
 
         sums = _over_mesh(loss_sum, num_correct, rows)
         divisor = jnp.maximum(sums["num_loss_tokens"], 1).astype(jnp.float32)
-        grads = jax.tree.map(lambda g: g / divisor, program.gather.finish(program.table, grads))
-        return sums | {"loss": sums["loss"] / divisor, "gradients": grads}
+        return sums | {"loss": sums["loss"] / divisor, "gradients": gather.finish(table, grads, divisor)}
 
     weight_specs = sharding.specs(program.table, program.gather.num_shards)
     return Gradients(**_on_mesh(program, local, master, rows, out_specs={"gradients": weight_specs}))
@@ -181,7 +232,9 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
 def totals(program: Program, master: layers.Weights, rows: batch.Batch) -> Totals:
     """Loss and counts of a step's rows, without gradients. Call under jit."""
 
-    def local(shards: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
+    def local(master: layers.Weights, rows: batch.Batch) -> dict[str, Any]:
+        shards = sharding.shards(master, program.gather.slots(program.table, master))
+
         def turn(sums: tuple, rows: batch.Batch) -> tuple[tuple, None]:
             return jax.tree.map(jnp.add, sums, _turn_loss(program, shards, rows)), None
 
@@ -198,7 +251,14 @@ def _turn_loss(program: Program, shards: layers.Weights, rows: batch.Batch) -> t
         num_tokens=rows.tokens_BL.size, vocab_size=head.shape[0], asked=program.config.memory.loss_tile_tokens
     )
     hidden_BlD = decoder.hidden_states(
-        shards, rows, config=program.model, attend=program.attend, gather=program.gather, dtype=program.dtype
+        shards,
+        rows,
+        config=program.model,
+        attend=program.attend,
+        gather=program.gather,
+        dtype=program.dtype,
+        how=program.how,
+        tile=program.tile,
     )
     shard = decoder.head(shards)
     sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=program.gather, row=head, shard=shard, tile=tile)
@@ -246,8 +306,10 @@ def make(program: Program) -> jax.stages.Wrapped:
     rates = optimizer.learning_rates(settings, program.num_steps)
 
     def step(state: State, rows: batch.Batch) -> tuple[State, Metrics]:
+        state = _at_home(program, state)
         done = gradients(program, state.master, rows)
-        norm = jnp.sqrt(sum((jnp.sum(g * g) for g in jax.tree.leaves(done.gradients)), start=jnp.float32(0)))
+        squares = jax.tree.map(lambda row, g: host.total(row, lambda g: jnp.sum(g * g), g), table, done.gradients)
+        norm = jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
         limit = settings.max_grad_norm
         scale = jnp.float32(1) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
         rate = rates(state.step)
@@ -274,17 +336,31 @@ def make(program: Program) -> jax.stages.Wrapped:
     return jax.jit(step, donate_argnums=0, out_shardings=(_places(shapes(program)[0]), everywhere))
 
 
+def _at_home(program: Program, state: State) -> State:
+    """The same state, with what is to be in host memory of that type: arguments from absent devices have lost it."""
+    if not program.offloads:
+        return state
+
+    def of_weight(row: layers.Parameter, weight: Array, opt: Any) -> tuple[Array, Any]:
+        if not host.worth_it(row):
+            return weight, opt
+        return host.on_host(weight), jax.tree.map(lambda x: host.on_host(x) if x.shape == weight.shape else x, opt)
+
+    master, opt = optimizer.apart(program.table, of_weight, state.master, state.opt)
+    return dataclasses.replace(state, master=master, opt=opt)
+
+
 def compile(program: Program) -> jax.stages.Compiled:
-    """The step compiled; raises what `_communicates` raises."""
-    return _communicates(program, make(program).lower(*shapes(program)).compile())
+    """The step compiled; raises what `_communicates` and `xla.compiled` raise."""
+    return _communicates(program, xla.compiled(make(program).lower(*shapes(program)), program.told))
 
 
 def compile_totals(program: Program) -> jax.stages.Compiled:
-    """`totals` compiled, from master weights and a step's rows; raises what `_communicates` raises."""
+    """`totals` compiled, from master weights and a step's rows; raises what `compile` raises."""
     state, rows = shapes(program)
     everywhere = NamedSharding(program.mesh, PartitionSpec())
-    compiled = jax.jit(functools.partial(totals, program), out_shardings=everywhere).lower(state.master, rows).compile()
-    return _communicates(program, compiled)
+    lowered = jax.jit(functools.partial(totals, program), out_shardings=everywhere).lower(state.master, rows)
+    return _communicates(program, xla.compiled(lowered, program.told))
 
 
 def _communicates(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:

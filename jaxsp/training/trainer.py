@@ -7,7 +7,6 @@ import functools
 import hashlib
 import pathlib
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import filelock
@@ -18,7 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.core import config, errors
 from jaxsp.data import account, pipeline
-from jaxsp.training import banner, checkpoint, evaluator, metrics, step
+from jaxsp.training import banner, checkpoint, evaluator, levers, metrics, selfcheck, step
 from jaxsp.training.material import Material
 from jaxsp.training.step import Program
 
@@ -41,6 +40,8 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     # What will happen, in words
     lines = banner.before(program, material)
     banner.show(console, lines)
+    for words in selfcheck.before_training(program, material.choice):
+        console.print(words, soft_wrap=True, highlight=False)
 
     # Weights, rows and program
     if start.checkpoint is None:
@@ -51,7 +52,7 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     if verbose:
         console.print("\n".join([f"step {start.step + 1}:", *account.hands(feed.deal(0))]), highlight=False, soft_wrap=True)
     steps = feed.batches()
-    run_step = _compile(program, [stream.row_tokens for stream in material.train.streams], console)
+    run_step = _compile(program, material, console)
     evaluate = evaluator.Evaluator(program, material.evals)
 
     # From here on there is a run
@@ -113,15 +114,20 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
 
 
-def _compile(program: Program, row_lengths: Sequence[int], console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
+def _compile(program: Program, material: Material, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
     """The step for rows of each length."""
-    began, compiled = time.perf_counter(), {}
-    for number, row_tokens in enumerate(row_lengths, 1):
-        which = f" for rows of {row_tokens:,} tokens, {number} of {len(row_lengths)}" if len(row_lengths) > 1 else ""
-        with console.status(f"compiling the step{which}"):
-            compiled[row_tokens] = step.compile(dataclasses.replace(program, config=program.config.for_rows_of(row_tokens)))
-    each = f" for each of {len(row_lengths)} lengths of rows" if len(row_lengths) > 1 else ""
-    console.print(f"the step was compiled{each} in {time.perf_counter() - began:.1f} s")
+    compiled = {}
+    lengths = [stream.row_tokens for stream in material.train.streams]
+    for number, row_tokens in enumerate(lengths, 1):
+        which = f" for rows of {row_tokens:,} tokens" if len(lengths) > 1 else ""
+        began, of_length = time.perf_counter(), dataclasses.replace(program, config=program.config.for_rows_of(row_tokens))
+        with console.status(f"compiling the step{which}{f', {number} of {len(lengths)}' if which else ''}"):
+            ready = levers.ready(of_length, uncounted=material.choice.uncounted_bytes)
+        seconds = time.perf_counter() - began
+        console.print(
+            f"the step{which} was compiled in {seconds:.1f} s; {levers.takes(ready)}", soft_wrap=True, highlight=False
+        )
+        compiled[row_tokens] = ready.run
     return compiled
 
 

@@ -5,15 +5,27 @@ import pathlib
 import sys
 from typing import Any
 
-OK, OUT_OF_MEMORY, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "failed", "timed out", "not run"
-"""What can come of a case."""
+OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "refused", "failed", "timed out", "not run"
+"""What can come of a case. Refused: jaxsp says that it cannot be done."""
 
-_COLUMNS = ("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:>9}", "{:>9}", "{:>10}", "{:>8}", "{:>7}", "{:>9}", "{:>9}")
+_COLUMNS = (
+    *("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:<18}"),
+    *("{:>9}", "{:>9}", "{:>10}", "{:>8}", "{:>7}", "{:>9}", "{:>9}", "{:>9}"),
+)
 _LINE = "  ".join(_COLUMNS)
 
 HEADER = _LINE.format(
-    "shape", "row", "documents", "kernel", "compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "loss"
+    *("shape", "row", "documents", "kernel", "remat, on host"),
+    *("compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "host GiB", "loss"),
 )
+
+_ON_HOST = {
+    "residual": "inputs",
+    "residual_and_attention": "inputs+attention",
+    "state": "optimizer",
+    "state_and_gradients": "optimizer+gradients",
+}
+"""Short for what memory.offload_activations and memory.offload_optimizer say."""
 
 
 def row(case: dict[str, Any]) -> str:
@@ -25,9 +37,11 @@ def row(case: dict[str, Any]) -> str:
         _number(case["tflops_per_device"], "{:.4g}"),
         _number(case["mfu"], "{:.1f}", times=100),
         _number(case["peak_gib"], "{:.2f}"),
+        _number(case["host_gib"], "{:.2f}"),
         _number(case["loss"], "{:.4f}"),
     )
-    line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], case["kernel_used"] or case["kernel"], *numbers)
+    kernel = case["kernel_used"] or case["kernel"]
+    line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers)
     not_finite = "loss is not finite" * (case["loss_finite"] is False)
     status = case["status"] * (case["status"] != OK)
     words = [word for word in (status, case["message"], not_finite, case["why_not_cudnn"]) if word]
@@ -44,7 +58,7 @@ def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
             continue
         faster = f"{was['step_s']:.4f} s -> {case['step_s']:.4f} s, {was['step_s'] / case['step_s']:.2f} times as fast"
         memory = f", {case['peak_gib'] / was['peak_gib']:.2f} times the memory" if case["peak_gib"] and was["peak_gib"] else ""
-        lines.append(f"{' '.join(map(str, _key(case)))}: {faster}{memory}")
+        lines.append(f"{' '.join(_key(case))}: {faster}{memory}")
     return "\n".join(lines if len(lines) > 1 else [*lines, "no case has numbers in both"])
 
 
@@ -63,11 +77,19 @@ def _figures(case: dict[str, Any]) -> str:
         return f"{asked} {case['status']}"
     mfu = "" if case["mfu"] is None else f" (MFU {100 * case['mfu']:.1f} %)"
     peak = "" if case["peak_gib"] is None else f", {case['peak_gib']:.1f} GiB"
-    return f"{asked} {case['kernel_used']} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+    how = f"{case['kernel_used']} {_levers(case)}"
+    return f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+
+
+def _levers(case: dict[str, Any]) -> str:
+    """What is computed again, and what lies on the host."""
+    pulled = (_ON_HOST.get(case[name]) for name in ("offload_activations", "offload_optimizer"))
+    return ", ".join([case["remat_used"] or case["remat"], *filter(None, pulled)])
 
 
 def _key(case: dict[str, Any]) -> tuple[str, ...]:
-    return (case["shape"], case["row_tokens"], case["documents"], case["kernel"])
+    levers = (case[name] for name in ("remat", "offload_activations", "offload_optimizer"))
+    return (case["shape"], str(case["row_tokens"]), case["documents"], case["kernel"], *levers)
 
 
 def _number(value: float | None, form: str, *, times: int = 1) -> str:

@@ -2,15 +2,18 @@
 
     python -m scripts.bench.step --out scripts/bench/results/today.json
     python -m scripts.bench.step --shapes qwen3-0.6b --lengths 32768 --compare scripts/bench/results/yesterday.json
+    python -m scripts.bench.step --documents one --lengths 8192 --until-it-fails --remat attention full
 
-Each case (a model, a row length, and a row of one document or of 16) runs in a process of its own, so that its memory begins
-empty and its end, whatever it is, ends no other. A step is one row, forward, backward and AdamW, in bfloat16 from random
-weights; its time is the median of steps that are each waited for.
+Each case (a model, a row length, a row of one document or of 16, and what memory is traded for) runs in a process of its own,
+so that its memory begins empty and its end, whatever it is, ends no other. A step is one row, forward, backward and AdamW, in
+bfloat16 from random weights; its time is the median of steps that are each waited for.
 """
 
 import argparse
+import collections
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -20,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
+from jaxsp.core import config
 from scripts.bench import machine, report
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
@@ -72,6 +76,9 @@ NUM_PIECES = {"one": 1, "packed": 16}
 MAX_PIECES = {"one": 1, "packed": 64}
 """data.max_documents_per_row; with 1, kernels need not tell documents apart, and 64 is its default."""
 
+LEVERS = ("remat", "offload_activations", "offload_optimizer")
+"""Fields of the config's group memory that cases differ in."""
+
 WARM_UP_STEPS = 2
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
@@ -92,6 +99,10 @@ class Case:
     kernel: str
     """As asked for in attention.kernel."""
     steps: int
+    remat: str = "auto"
+    """This and the following as in the config's group memory."""
+    offload_activations: str = "none"
+    offload_optimizer: str = "none"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +115,8 @@ class Result:
     kernel_used: str | None = None
     why_not_cudnn: str | None = None
     """What made `auto` take another kernel."""
+    remat_used: str | None = None
+    """What `auto` has become."""
     compile_s: float | None = None
     step_s: float | None = None
     """Median."""
@@ -113,6 +126,10 @@ class Result:
     """Arithmetic that was needed, as in metrics.jsonl: causal, piece by piece, recomputation not counted."""
     mfu: float | None = None
     peak_gib: float | None = None
+    planned_gib: float | None = None
+    """What the compiled step says that it takes of the device, and what the attention kernel is estimated to take beside it."""
+    host_gib: float | None = None
+    """What the compiled step says that it takes of the host."""
     memory_limit_gib: float | None = None
     """What JAX may use of the device; 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
     loss: float | None = None
@@ -124,14 +141,21 @@ class Result:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; 1 if a case failed or took too long. One that runs out of memory has told what it was asked."""
+    """The command; 1 if a case failed or took too long. One that does not fit, or is refused with a reason, has told what it
+    was asked.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m scripts.bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, metavar="NAME", help=", ".join(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=(8192, 32768), metavar="TOKENS", help="of a row")
     parser.add_argument("--documents", nargs="+", choices=NUM_PIECES, default=tuple(NUM_PIECES), help="of a row")
-    parser.add_argument("--kernel", default="auto", help="attention.kernel")
+    parser.add_argument("--until-it-fails", action="store_true", help="doubles the longest row while a case has numbers")
+    parser.add_argument("--kernel", choices=_values("attention", "kernel"), default="auto", help="attention.kernel")
+    for lever in LEVERS:
+        parser.add_argument(
+            f"--{lever.replace('_', '-')}", nargs="+", choices=_values("memory", lever), default=None, help=f"memory.{lever}"
+        )
     parser.add_argument("--steps", type=int, default=10, help="timed, after warm-up")
     parser.add_argument("--case-seconds", type=float, default=300, help="a case that takes longer is ended")
     parser.add_argument("--seconds", type=float, default=3600, help="cases that would begin later are not run")
@@ -139,12 +163,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
     given = parser.parse_args(arguments)
-    cases = [
-        Case(shape=shape, row_tokens=length, documents=documents, kernel=given.kernel, steps=given.steps)
+    levers = {name: getattr(given, name) or [getattr(Case, name)] for name in LEVERS}
+    cases = collections.deque(
+        Case(shape=shape, row_tokens=length, documents=documents, kernel=given.kernel, steps=given.steps, **dict(pulled))
         for length in given.lengths
         for shape in given.shapes
         for documents in given.documents
-    ]
+        for pulled in itertools.product(*([(name, value) for value in values] for name, values in levers.items()))
+    )
     found: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": given.commit or machine.commit(),
@@ -156,12 +182,15 @@ def main(arguments: list[str]) -> int:
     }
     print(report.HEADER, flush=True)
     began = time.monotonic()
-    for case in cases:
+    while cases:
+        case = cases.popleft()
         in_time = time.monotonic() - began < given.seconds
         result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
         found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
         found["cases"].append(record(case, result))
         print(report.row(found["cases"][-1]), flush=True)
+        if given.until_it_fails and case.row_tokens >= max(given.lengths) and result.status == report.OK:
+            cases.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
         if given.out:  # after each case: whoever ends this process has the cases before
             given.out.parent.mkdir(parents=True, exist_ok=True)
             given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -179,6 +208,11 @@ def record(case: Case, result: Result) -> dict[str, Any]:
     return {**dataclasses.asdict(case), **pieces, **fixed, **found, "model": SHAPES[case.shape]}
 
 
+def _values(group: str, field: str) -> tuple[str, ...]:
+    """What a field of the config may be."""
+    return get_args(config.Config.model_fields[group].annotation.model_fields[field].annotation)
+
+
 # What a case's own process does
 
 
@@ -186,26 +220,36 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     """Compiles a case's step and times it; `folder` is for its documents and caches."""
     import jax
 
-    from jaxsp import attention
+    from jaxsp.core import errors
     from jaxsp.core import mesh as meshes
-    from jaxsp.training import metrics, step
+    from jaxsp.training import levers, metrics
 
     meshes.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
     found = Result(status=report.OK, device=device.device_kind, runtime=" ".join(device.client.platform_version.split()))
     try:
-        program, state, (rows, counts) = prepared(case, folder, device)
-        heads = {name: getattr(program.model, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-        choice = attention.choose(program.config, devices=[device], **heads)
+        try:
+            program, choice, state, (rows, counts) = prepared(case, folder, device)
+        except errors.UserError as error:
+            return dataclasses.replace(found, status=report.REFUSED, message=str(error).splitlines()[0])
+        found = dataclasses.replace(found, why_not_cudnn=choice.why or None)
         began = time.perf_counter()
-        run_step = step.compile(program)
-        found = dataclasses.replace(found, compile_s=time.perf_counter() - began)
-        used = kernel_used(run_step.as_text() or "", choice.kernel)
-        found = dataclasses.replace(found, kernel_used=used, why_not_cudnn=choice.why or None)
+        try:
+            ready = levers.ready(program, uncounted=choice.uncounted_bytes)
+        except errors.UserError as error:
+            return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+        found = dataclasses.replace(
+            found,
+            compile_s=time.perf_counter() - began,
+            kernel_used=kernel_used(ready.run.as_text() or "", choice.kernel),
+            remat_used=ready.program.how.remat,
+            planned_gib=(ready.needs.device + ready.needs.uncounted) / levers.GIB,
+            host_gib=ready.needs.host / levers.GIB,
+        )
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
-            state, numbers = jax.block_until_ready(run_step(state, rows))
+            state, numbers = jax.block_until_ready(ready.run(state, rows))
             times.append(time.perf_counter() - began)
     except jax.errors.JaxRuntimeError as error:
         if EXHAUSTED not in str(error):
@@ -229,10 +273,11 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     )
 
 
-def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any]:
-    """The program and the first weights that the train command makes of a case, and its first step's rows with their counts."""
+def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any, Any]:
+    """The program, how it attends and the first weights that the train command makes of a case, and its first step's rows with
+    their counts.
+    """
     from jaxsp import prepare
-    from jaxsp.core import config
     from jaxsp.training import step
 
     documents = folder / "documents.jsonl"
@@ -243,6 +288,7 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
             "run": {"directory": str(folder / "run"), "steps": WARM_UP_STEPS + case.steps},
             "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
             "attention": {"kernel": case.kernel},
+            "memory": {name: getattr(case, name) for name in LEVERS},
             "data": {
                 "train": [{"source": str(documents), "format": "tokens"}],
                 "row_tokens": case.row_tokens,
@@ -256,7 +302,7 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     ((rows, counts),) = material.train.feed(settings, program.mesh, material.train.schedule(settings, num_steps=1)).batches()
     full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
-    return program, step.with_weights(program, material.weights()), (rows, counts)
+    return program, material.choice, step.with_weights(program, material.weights()), (rows, counts)
 
 
 def random_documents(case: Case) -> list[np.ndarray]:

@@ -78,3 +78,22 @@ def test_devices_that_share_rows_are_neighbours():
     ids = np.vectorize(lambda device: device.id)(made.devices)
     assert (ids == np.arange(8).reshape(2, 2, 2)).all()
     assert (mesh.num_groups(made), mesh.num_shards(made)) == (4, 4)
+
+
+def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeypatch):
+    monkeypatch.setattr(mesh.processes, "host_memory", lambda: 2000 * 2**30)
+    found = {}
+    mesh._raise_limits(found, num_local=8)
+    assert found == {
+        "XLA_CLIENT_MEM_FRACTION": "0.92",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "237",  # 0.95 * 2000 / 8
+        "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false",
+    }
+    asked = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}
+    told = dict(asked)
+    mesh._raise_limits(told, num_local=8)
+    assert told == asked | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}
+
+
+def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
+    assert 2**30 < mesh.processes.host_memory() < 2**46

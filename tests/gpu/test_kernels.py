@@ -16,9 +16,16 @@ from tests import batches, tolerances
 def takes(gpu):
     """Whether cuDNN takes rows of so many slots on this GPU: a function that skips where it does not."""
 
-    def check(max_pieces):
+    def check(max_pieces, head_dim=64, window=None):
         work = limits.Work(
-            num_heads=8, num_kv_heads=8, head_dim=64, row_tokens=2048, rows_at_once=1, max_pieces=max_pieces, dtype="bfloat16"
+            num_heads=8,
+            num_kv_heads=8,
+            head_dim=head_dim,
+            row_tokens=2048,
+            rows_at_once=1,
+            max_pieces=max_pieces,
+            window=window,
+            dtype="bfloat16",
         )
         if obstacles := limits.obstacles(work, devices=[gpu]):
             pytest.skip(f"cuDNN {obstacles[0].what}")
@@ -58,7 +65,7 @@ def arrays(B, tokens, h, g, K):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def results(kernel, dtype, q, k, v, dout, starts, lengths):
     """The output, dq, dk and dv, in float32."""
-    attend = attention.make_attend(seq=1, kernel=kernel)
+    attend = attention.make_attend(seq=1, kernel=kernel, window=None)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
     return {name: x.astype(jnp.float32) for name, x in zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True)}
@@ -68,39 +75,53 @@ def run(kernel, dtype, *inputs):
     return jax.tree.map(np.asarray, results(kernel, dtype, *inputs))
 
 
-kernels = functools.cache(lambda head_chunks: functools.partial(cudnn.attention, head_chunks=head_chunks))
+kernels = functools.cache(
+    lambda head_chunks, window=None: functools.partial(cudnn.attention, head_chunks=head_chunks, window=window)
+)
 
 CASES = [
-    (30, [0], 8, 8, 64, 1),
-    (30, [0, 1], 8, 2, 64, 1),
-    (30, [1, 0], 8, 2, 128, 2),  # parts of whole K/V heads
-    (30, [3, 0, 2], 4, 1, 128, 4),  # parts that share a K/V head
-    (30, [0, 3], 7, 1, 128, 1),
-    (2, [0], 8, 2, 128, 1),
-    (2, [1, 3, 0], 4, 4, 64, 2),
-    (1, [0], 8, 2, 128, 1),
-    (1, [1, 0], 8, 1, 64, 1),
-    (1, [0, 1], 8, 4, 128, 4),
+    (30, [0], 8, 8, 64, 1, None),
+    (30, [0, 1], 8, 2, 64, 1, None),
+    (30, [1, 0], 8, 2, 128, 2, None),  # parts of whole K/V heads
+    (30, [3, 0, 2], 4, 1, 128, 4, None),  # parts that share a K/V head
+    (30, [0, 3], 7, 1, 128, 1, None),
+    (2, [0], 8, 2, 128, 1, None),
+    (2, [1, 3, 0], 4, 4, 64, 2, None),
+    (1, [0], 8, 2, 128, 1, None),
+    (1, [1, 0], 8, 1, 64, 1, None),
+    (1, [0, 1], 8, 4, 128, 4, None),
+    (30, [0, 1], 8, 2, 96, 1, None),
+    (30, [0, 1], 4, 2, 192, 1, None),
+    (30, [1, 0], 4, 1, 256, 1, None),
+    (1, [0, 1], 4, 2, 192, 1, None),
+    (1, [0, 1], 4, 2, 256, 2, None),
+    (30, [0, 1], 8, 2, 128, 1, 100),  # shorter than a slot of any call
+    (30, [1, 2], 8, 2, 64, 2, 600),  # longer than a slot of the second
+    (30, [1, 0], 4, 1, 256, 1, 129),
+    (2, [0, 1], 8, 2, 128, 1, 2),
+    (1, [0, 1], 8, 2, 128, 1, 100),
+    (1, [1, 0], 4, 2, 256, 1, 1000),
 ]
-"""Slots, rows, query heads, K/V heads, head size, parts."""
+"""Slots, rows, query heads, K/V heads, head size, parts, window."""
 
 
-@pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks"), CASES)
-def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g, K, head_chunks, takes):
-    takes(slots)
+@pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks", "window"), CASES)
+def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g, K, head_chunks, window, takes):
+    takes(slots, K, window)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
-        right = run(reference.attention, jnp.float32, *inputs)
-    found = run(kernels(head_chunks), jnp.bfloat16, *inputs)
+        right = run(functools.partial(reference.attention, window=window), jnp.float32, *inputs)
+    found = run(kernels(head_chunks, window), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 
 
-def test_the_blockwise_kernel_is_as_near(takes):
-    inputs = [*arrays(2, L, 8, 2, 64), *rows(30, [0, 1])]
+@pytest.mark.parametrize(("K", "window"), [(64, None), (256, 100)])
+def test_the_blockwise_kernel_is_as_near(K, window, takes):
+    inputs = [*arrays(2, L, 8, 2, K), *rows(30, [0, 1])]
     with jax.default_matmul_precision("highest"):
-        right = run(reference.attention, jnp.float32, *inputs)
-    found = run(blockwise.attention, jnp.bfloat16, *inputs)
+        right = run(functools.partial(reference.attention, window=window), jnp.float32, *inputs)
+    found = run(functools.partial(blockwise.attention, window=window), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 
@@ -112,7 +133,7 @@ def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_fro
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, found_BhL = jax.jit(functools.partial(cudnn._forward, head_chunks=1))(*small, starts, lengths)
+    _, found_BhL = jax.jit(functools.partial(cudnn._forward, head_chunks=1, window=None))(*small, starts, lengths)
     piece_BL = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))

@@ -12,13 +12,12 @@ from jax.sharding import PartitionSpec
 from jaxsp import attention
 from jaxsp.attention.kernels import blockwise
 from jaxsp.core import axes, batch
-from jaxsp.model import decoder
-from jaxsp.training import sharding
-from tests import batches
+from jaxsp.model import decoder, remat
+from tests import batches, whole
 
 L = 48
 MODEL = batches.model(vocab_size=400, hidden_size=32, intermediate_size=40)
-WHOLE = sharding.Gather(num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32"))
+WHOLE = whole.Whole()
 
 # Shares of 12 tokens at seq=4: boundaries inside a share and on its edge, a document over three shares, padding
 PIECES = [[(0, 7), (7, 5), (12, 33), (45, 3)], [(0, 12), (12, 12), (24, 7)], [(5, 28), (33, 1), (34, 14)]]
@@ -32,8 +31,10 @@ def small_blocks():
 
 
 def hidden_states(weights, rows, seq):
-    attend = attention.make_attend(seq=seq, kernel="blockwise")
-    return decoder.hidden_states(weights, rows, config=MODEL, attend=attend, gather=WHOLE, dtype=jnp.dtype("float32"))
+    attend = attention.make_attend(seq=seq, kernel="blockwise", window=None)
+    return decoder.hidden_states(
+        weights, rows, config=MODEL, attend=attend, gather=WHOLE, dtype=jnp.dtype("float32"), how=remat.Remat(), tile=4096
+    )
 
 
 @functools.cache
@@ -122,7 +123,7 @@ def test_the_gradient_of_an_embedding_is_summed_in_float32():
     """In bfloat16, 1 added 39,643 times gives 256."""
     row = decoder.table(MODEL)["embedding"]
     tokens = jnp.int32(np.r_[np.full(39_643, 7), np.arange(5)])[None]
-    gather = sharding.Gather(num_shards=1, compute_dtype=jnp.dtype("bfloat16"), reduce_dtype=jnp.dtype("float32"))
+    gather = whole.Whole("bfloat16")
 
     @jax.jit
     def gradient(table):

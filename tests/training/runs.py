@@ -11,10 +11,11 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.core import batch, config
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder, layers, remat
 from jaxsp.model.config import ModelConfig
 from jaxsp.training import sharding, step
-from tests import batches
+from tests import batches, tolerances
+from tests import whole as wholes
 
 MODEL = batches.model()
 ROWS = batches.ragged(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
@@ -29,26 +30,22 @@ def whole_weights(model: ModelConfig) -> dict[str, Any]:
     return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(model))
 
 
-class _AsIs:
-    """A gather for one device that holds the weights whole."""
-
-    def __call__(self, rows, shards):
-        return shards
-
-    def join(self, row, shard):
-        return shard
-
-    def split(self, row, gradient):
-        return gradient
-
-
 @functools.cache
 def plain(model: ModelConfig = MODEL):
     """Mean loss, correct labels and gradients of all rows in one piece: no mesh, no turns, no tiles, reference attention."""
-    attend = attention.make_attend(seq=1, kernel="reference")
+    attend = attention.make_attend(seq=1, kernel="reference", window=None)
 
     def mean_loss(weights, rows):
-        hidden = decoder.hidden_states(weights, rows, config=model, attend=attend, gather=_AsIs(), dtype=jnp.dtype("float32"))
+        hidden = decoder.hidden_states(
+            weights,
+            rows,
+            config=model,
+            attend=attend,
+            gather=wholes.Whole(),
+            dtype=jnp.dtype("float32"),
+            how=remat.Remat(),
+            tile=4096,
+        )
         logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.head(weights))
         has_label = rows.labels_BL != batch.NO_LABEL
         labels = jnp.where(has_label, rows.labels_BL, 0)
@@ -79,11 +76,31 @@ class Run:
 
     def state(self, whole: dict[str, Any]) -> step.State:
         """These weights and an empty optimizer."""
-        return step.with_weights(self.program, sharding.put(self.program.table, whole, self.program.mesh))
+        stored = sharding.put(self.program.table, whole, self.program.mesh, offloaded=self.program.offloads)
+        return step.with_weights(self.program, stored)
 
     def whole(self, tree: Any) -> dict[str, np.ndarray]:
         """Weights or gradients by name, without the zeros they are stored with."""
         return batches.by_name(jax.tree.map(cut, self.program.table, tree))
+
+
+def check_gradients(run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any) -> None:
+    """Loss, gradients and counts of a run are those of the plain program."""
+    found = run.gradients(run.state(weights).master, run.rows(arrays))
+    (loss, num_correct), right = plain(run.program.model)(weights, arrays)
+    found_leaves, right_leaves = run.whole(found.gradients), batches.by_name(right)
+    differences = {name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves}
+    record_property("largest relative difference of a gradient", max(differences.values()))
+    assert batches.difference(found.loss, loss) < tolerances.MESH
+    assert max(differences.values()) < tolerances.MESH, differences
+    counts = (found.num_rows, found.num_tokens, found.num_loss_tokens, found.num_correct)
+    lengths, labels = arrays["lengths_BM"], arrays["labels_BL"]
+    assert [int(x) for x in counts] == [
+        (lengths.sum(1) > 0).sum(),
+        lengths.sum(),
+        (labels != batch.NO_LABEL).sum(),
+        num_correct,
+    ]
 
 
 _POOL = concurrent.futures.ThreadPoolExecutor(2)
@@ -101,7 +118,7 @@ def compiling(
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], kernel="blockwise")
+        attend = attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None)
         mesh = batches.mesh(*sizes)
         program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)

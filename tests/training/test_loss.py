@@ -9,16 +9,11 @@ import pytest
 
 from jaxsp.core import batch
 from jaxsp.model import layers
-from jaxsp.training import loss, sharding
-from tests import batches, tolerances
+from jaxsp.training import loss
+from tests import batches, tolerances, whole
 
 V, D, B, L = 37, 12, 2, 50
 ROW = layers.Parameter(shape=(V, D), hf_name="lm_head.weight")
-
-
-def whole(dtype="float32"):
-    """A gather for one device."""
-    return sharding.Gather(num_shards=1, compute_dtype=jnp.dtype(dtype), reduce_dtype=jnp.dtype("float32"))
 
 
 def inputs(tokens=L):
@@ -34,7 +29,7 @@ def inputs(tokens=L):
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def tiled(hidden, head, labels, tile, dtype="float32"):
     def total(hidden, head):
-        return loss.token_losses(hidden, labels, gather=whole(dtype), row=ROW, shard=head, tile=tile)
+        return loss.token_losses(hidden, labels, gather=whole.Whole(dtype), row=ROW, shard=head, tile=tile)
 
     value, pull = jax.vjp(total, hidden, head)
     zero = np.zeros((), jax.dtypes.float0)

@@ -34,27 +34,9 @@ def weights():
     return runs.whole_weights(runs.MODEL)
 
 
-def check_gradients(run, weights, arrays, record_property):
-    found = run.gradients(run.state(weights).master, run.rows(arrays))
-    (loss, num_correct), right = runs.plain(run.program.model)(weights, arrays)
-    found_leaves, right_leaves = run.whole(found.gradients), batches.by_name(right)
-    differences = {name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves}
-    record_property("largest relative difference of a gradient", max(differences.values()))
-    assert batches.difference(found.loss, loss) < tolerances.MESH
-    assert max(differences.values()) < tolerances.MESH, differences
-    counts = (found.num_rows, found.num_tokens, found.num_loss_tokens, found.num_correct)
-    lengths, labels = arrays["lengths_BM"], arrays["labels_BL"]
-    assert [int(x) for x in counts] == [
-        (lengths.sum(1) > 0).sum(),
-        lengths.sum(),
-        (labels != batch.NO_LABEL).sum(),
-        num_correct,
-    ]
-
-
 @each_mesh
 def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_on, sizes, weights, record_property):
-    check_gradients(run_on(sizes), weights, runs.ROWS, record_property)
+    runs.check_gradients(run_on(sizes), weights, runs.ROWS, record_property)
 
 
 @each_mesh
@@ -116,18 +98,18 @@ def without_labels(where):
     ids=["one share", "a turn", "every row of one group", "a tile", "uneven rows"],
 )
 def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_property):
-    check_gradients(run_on((1, 2, 4)), weights, without_labels(where), record_property)
+    runs.check_gradients(run_on((1, 2, 4)), weights, without_labels(where), record_property)
 
 
 def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
     for name, array in arrays.items():
         array[5] = batch.NO_LABEL if name == "labels_BL" else 0
-    check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
+    runs.check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
 
 
 @pytest.mark.parametrize("sizes", TIED_MESHES)
 def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
     run = run_on(sizes, tied_head=True)
     assert "head" not in run.program.table
-    check_gradients(run, runs.whole_weights(TIED), runs.ROWS, record_property)
+    runs.check_gradients(run, runs.whole_weights(TIED), runs.ROWS, record_property)

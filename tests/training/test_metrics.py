@@ -1,5 +1,6 @@
 """FLOPs by hand, and what the banner says of heads."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -18,6 +19,11 @@ def test_flops_are_those_counted_by_hand():
     pairs = (1 + 2 + 3) + (1 + 2)  # pieces of 3 and 2 tokens: each token sees itself and those before
     forward = 2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs  # scores and their sum, 2 per element of a head
     assert metrics.step_flops(model, np.array([3, 2])) == 3 * forward
+
+    # with a window of 2, the third token sees itself and the second alone
+    near = dataclasses.replace(model, sliding_window=2)
+    assert metrics.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
+    assert metrics.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2])) == 3 * forward
 
 
 def test_a_device_that_is_known_has_a_peak():
@@ -67,5 +73,5 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
     ],
 )
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
-    kernel = attention.Choice(kernel="blockwise", head_chunks=1, why="", uncounted_bytes=0)
+    kernel = attention.Choice(kernel="blockwise", head_chunks=1, why="", uncounted_bytes=0, statistic_bytes=0, window=None)
     assert says in attention.describe(kernel, num_heads=num_heads, num_kv_heads=num_kv_heads, seq=seq)

@@ -1,0 +1,70 @@
+"""What the backward pass keeps of a layer, where it waits, and what is computed again.
+
+    remat       kept of each layer, beside its input                         computed again
+    none        results of matrix products and of all-to-alls, attention's   elementwise operations, tiles
+    attention   attention's output and log-sum-exp                           all but attention
+    full        nothing                                                      all
+
+Whole weights are under none of them: they are gathered again. (A policy by name could not refuse them: what a name is given to
+is as good as what has it.)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from jaxsp import attention
+
+LAYER_INPUT = "layer_input"
+
+_COSTLY = ("dot_general", "all_to_all")
+"""What `none` keeps the results of, by the names of JAX's operations."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remat:
+    """Fields of core.config.Memory: see there."""
+
+    remat: str = "attention"
+    offload_activations: str = "none"
+
+    @property
+    def keeps_attention(self) -> bool:
+        return self.remat != "full"
+
+    @property
+    def offloads_attention(self) -> bool:
+        return self.offload_activations == "residual_and_attention"
+
+
+def named_input(x: Array) -> Array:
+    """A layer's input, to be used instead of what it is given: only what a layer *begins* with can be offloaded.
+
+    Offloading a layer's output, by name, is silently ignored; offloading anything else leaves the input on the device too.
+    """
+    return checkpoint_name(x, LAYER_INPUT)
+
+
+def layer(function: Callable[..., Any], how: Remat) -> Callable[..., Any]:
+    """The function of a layer, (x, shards) -> (x, None), for jax.lax.scan."""
+    assert how.keeps_attention or not how.offloads_attention, "refused by core.given"
+    kept = set(attention.RESIDUALS if how.keeps_attention else ())
+    offloaded = set() if how.offload_activations == "none" else {LAYER_INPUT}
+    if how.offloads_attention:
+        offloaded, kept = offloaded | kept, set()
+    named: Callable[..., Any] = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=sorted(kept),
+        names_which_can_be_offloaded=sorted(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return True if how.remat == "none" and primitive.name in _COSTLY else named(primitive, *avals, **params)
+
+    # CSE would not undo what is done in another iteration of the scan
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)

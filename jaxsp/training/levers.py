@@ -1,0 +1,231 @@
+"""What a run's memory levers are, whether they can be pulled here, and what the compiled step takes with them."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.core import config, errors, processes
+from jaxsp.core import mesh as meshes
+from jaxsp.model import layers
+from jaxsp.training import host, loss, optimizer, step
+
+WRONG_GRADIENTS = ("0.10.2", "0.11.0")
+"""Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
+
+HOST_STATE_FROM = (0, 11, 1)
+"""The first release of jax whose arrays in host memory go through shard_map and loops."""
+
+GIB = 2**30
+
+
+class Needs(NamedTuple):
+    """What a compiled step takes for each device, in bytes."""
+
+    device: int
+    host: int
+    uncounted: int
+    """An estimate of what the attention kernel takes on the device beside that."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A step that is compiled."""
+
+    run: jax.stages.Compiled
+    program: step.Program
+    """With memory.remat decided."""
+    needs: Needs
+    why_full: str = ""
+    """What made `auto` compute attention again; empty otherwise."""
+
+
+def problems(settings: config.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+    """What speaks against the levers that a config asks for, with this release of JAX on these devices."""
+    memory, found = settings.memory, []
+    release = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if memory.offload_activations != "none":
+        asked = f"memory.offload_activations = {memory.offload_activations}"
+        if version in WRONG_GRADIENTS:
+            found.append(
+                f"{asked}: jax {version} reads offloaded activations back in the wrong order, and gradients would be wrong "
+                "without a word. Install another release, or use memory.offload_activations=none."
+            )
+        elif release < HOST_STATE_FROM and platform == "cpu":
+            found.append(
+                f"{asked}: jax {version} cannot compile it for CPUs. Install jax 0.11.1 or later (Python 3.12), "
+                "or use memory.offload_activations=none; on GPUs it works."
+            )
+    if memory.offload_optimizer != "none" and release < HOST_STATE_FROM:
+        found.append(
+            f"memory.offload_optimizer = {memory.offload_optimizer}: jax {version} cannot keep arrays in host memory inside "
+            "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none."
+        )
+    return found
+
+
+def ready(program: step.Program, *, uncounted: int) -> Ready:
+    """The compiled step; where memory.remat is auto, the first of attention and full that fits.
+
+    Raises: UserError where the devices cannot hold it; RuntimeError where nothing was offloaded that should have been.
+    """
+    chosen = [program.how.remat]
+    if program.config.memory.remat == "auto" and not program.how.offloads_attention:
+        chosen.append("full")
+    room, why = _room(program), ""
+    for remat in chosen:
+        memory = program.config.memory.model_copy(update={"remat": remat})
+        decided = dataclasses.replace(program, config=program.config.model_copy(update={"memory": memory}))
+        run = step.compile(decided)
+        needs = measured(run, uncounted)
+        _really_offloads(decided, needs)
+        short = _short(needs, room)
+        if not short:
+            return Ready(run=run, program=decided, needs=needs, why_full=why)
+        why = f"to keep what it gave takes {short}"
+    if needs.device <= room.device and needs.host <= room.host:
+        return Ready(run=run, program=decided, needs=needs, why_full=why)  # but for the estimate
+    ways = [f"mesh.seq={2 * program.config.mesh.seq} on twice the devices", "shorter rows"]
+    if memory.offload_activations == "none":
+        ways.insert(0, "memory.offload_activations=residual")
+    if memory.offload_optimizer == "none":
+        ways.insert(1, "memory.offload_optimizer=state")
+    raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+
+
+def describe(program: step.Program, *, tokens: int) -> str:
+    """The levers of a run in words.
+
+    Args: tokens: of a device, in a turn.
+    """
+    memory, parts = program.config.memory, []
+    by, to = (_at_a_time(tile, tokens) for tile in (program.tile, logit_tile(program, tokens)))
+    parts.append(f"a device's {tokens:,} tokens go through a layer {by}, and to logits {to}")
+    again = {
+        "none": "no matrix product and no attention is computed again in the backward pass",
+        "attention": "layers are computed again in the backward pass, attention is not",
+        "full": "layers are computed again in the backward pass, attention too",
+        "auto": "layers are computed again in the backward pass, attention only if it does not fit otherwise",
+    }
+    parts.append(again["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
+    waits = {"residual": "each layer's input", "residual_and_attention": "each layer's input and what attention gave"}
+    if memory.offload_activations != "none":
+        parts.append(f"{waits[memory.offload_activations]} in host memory meanwhile")
+    if program.offloads:
+        parts.append(_traffic(program))
+    parts.append(f"gradients summed in {memory.grad_reduce_dtype}")
+    return "; ".join(parts)
+
+
+def logit_tile(program: step.Program, tokens: int) -> int:
+    """Tokens whose logits exist at a time."""
+    asked = program.config.memory.loss_tile_tokens
+    return loss.tile_tokens(num_tokens=tokens, vocab_size=program.model.vocab_size, asked=asked)
+
+
+def takes(ready: Ready) -> str:
+    """What a compiled step takes, in words."""
+    needs, room = ready.needs, _room(ready.program)
+    parts = [f"{_size(needs.device)} on each device"]
+    if needs.uncounted:
+        parts[0] += f" and about {_size(needs.uncounted)} for cuDNN"
+    if math.isfinite(room.device):
+        parts[0] += f", of {_size(room.device)}"
+    if needs.host:
+        parts.append(f"{_size(needs.host)} of host memory for each")
+    again = f"; attention is computed again in the backward pass, because {ready.why_full}" if ready.why_full else ""
+    return f"it takes {', '.join(parts)}{again}"
+
+
+def _at_a_time(tile: int, tokens: int) -> str:
+    return "at once" if tile >= tokens else f"{tile:,} at a time"
+
+
+def _size(of_bytes: int | float) -> str:
+    return f"{of_bytes / GIB:.1f} GiB" if of_bytes >= GIB / 10 else f"{of_bytes / 2**20:.1f} MiB"
+
+
+def _traffic(program: step.Program) -> str:
+    """What offloading the optimizer sends between host and device in a step."""
+    master, opt = step.shapes(program)[0].master, step.shapes(program)[0].opt
+
+    def of_weight(row: layers.Parameter, weight: Any, opt: Any) -> tuple[int, int]:
+        if not host.worth_it(row):
+            return 0, 0
+        own = 4 * math.prod(weight.sharding.shard_shape(weight.shape))
+        return own, own * (1 + sum(x.shape == weight.shape for x in jax.tree.leaves(opt)))
+
+    weights, state = (sum(jax.tree.leaves(x)) for x in optimizer.apart(program.table, of_weight, master, opt))
+    turns = step.shapes(program)[1].tokens_BL.shape[0]
+    if program.config.memory.offload_optimizer == "state":
+        there, what = weights + state, "float32 weights and optimizer"
+        back = state
+    else:
+        # weights forward and backward, gradients summed, finished, measured, used
+        there = 2 * turns * weights + (turns - 1) * 2 * weights + 3 * weights + state
+        back = turns * weights + (turns - 1) * weights + weights + state
+        what = "float32 weights, optimizer and gradients"
+    return f"{what} in host memory, {_size(there)} to each device and {_size(back)} back in a step"
+
+
+def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
+    """What a compiled step takes, by XLA's account, and beside it an estimate of what that leaves out."""
+    found = run.memory_analysis()
+    device, of_host = (
+        getattr(found, f"{where}argument_size_in_bytes")
+        + getattr(found, f"{where}output_size_in_bytes")
+        - getattr(found, f"{where}alias_size_in_bytes")
+        + getattr(found, f"{where}temp_size_in_bytes")
+        for where in ("", "host_")
+    )
+    return Needs(device, of_host, uncounted)
+
+
+class _Room(NamedTuple):
+    """Bytes for each device of this process; infinite where it is not known."""
+
+    device: float
+    host: float
+
+
+@functools.cache
+def _room_of(devices: tuple[Any, ...]) -> _Room:
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
+    known = [limit for limit in limits if limit]
+    if not known:
+        return _Room(math.inf, math.inf)
+    return _Room(min(known), meshes.HOST_SHARE * processes.host_memory() / (len(devices) * (processes.here().num_local or 1)))
+
+
+def _room(program: step.Program) -> _Room:
+    local = tuple(program.mesh.local_devices)
+    own = _room_of(local)
+    if jax.process_count() == 1:
+        return own
+    # all processes have to decide alike
+    of_all = multihost_utils.process_allgather(np.array(own, np.float32))
+    return _Room(*map(float, of_all.min(0)))
+
+
+def _short(needs: Needs, room: _Room) -> str:
+    """What does not fit, in words; empty if all does."""
+    if needs.device + needs.uncounted > room.device:
+        cudnn = f", about {_size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
+        return f"{_size(needs.device + needs.uncounted)} on each device{cudnn}, and there is room for {_size(room.device)}"
+    if needs.host > room.host:
+        return f"{_size(needs.host)} of host memory for each device, and there is room for {_size(room.host)}"
+    return ""
+
+
+def _really_offloads(program: step.Program, needs: Needs) -> None:
+    memory = program.config.memory
+    on_gpu = program.mesh.devices.flat[0].platform == "gpu"
+    if on_gpu and (memory.offload_activations != "none" or program.offloads) and not needs.host:
+        raise RuntimeError(
+            "memory.offload_activations or offload_optimizer is on, and the compiled step uses no host memory: XLA has ignored "
+            "it. This is a bug; memory.offload_activations=none memory.offload_optimizer=none is right meanwhile."
+        )

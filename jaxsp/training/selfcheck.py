@@ -1,0 +1,208 @@
+"""What is tried on this very device before the first step, because releases of JAX and cuDNN had it wrong without a word.
+
+jax 0.10.2 and 0.11.0 took keys from the wrong places in packed rows where query heads share them (jax PR 39521), and read
+offloaded activations back in the wrong order (openxla/xla PR 46231); neither raised anything.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from jaxsp import attention
+from jaxsp.attention.kernels import cudnn
+from jaxsp.core import axes, errors
+from jaxsp.model import remat
+from jaxsp.training.step import Program
+
+TOLERANCE = 1e-2
+"""Of `attention_differences` in bfloat16: rounding makes up to 3.4e-3 of them, seeing one token of another piece 0.1."""
+
+OFFLOAD_TOLERANCE = 1e-4
+"""Of gradients in float32 that were computed twice in the same way."""
+
+_NO_TUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+"""Trying out which way of multiplying is fastest would take longer than all the rest."""
+
+_TOKENS = 1024
+_PIECES = (
+    ((0, 300), (300, 1), (301, 211), (520, 129), (700, 260)),  # lengths for two calls of cuDNN, padding in between and behind
+    ((5, 690), (695, 300)),
+)
+_SLOTS = 6
+_WINDOW = 100
+
+
+def before_training(program: Program, choice: attention.Choice) -> list[str]:
+    """What was tried on this process's first device and found right, a line each; nothing on CPUs.
+
+    Every process tries its own device, and none waits for another.
+    Raises: UserError where something is wrong, with a way out.
+    """
+    device = next(one for one in program.mesh.devices.flat if one.process_index == jax.process_index())
+    if device.platform == "cpu":
+        return []
+    memory, model, seq = program.config.memory, program.model, program.mesh.shape[axes.SEQ]
+    done = []
+    if choice.kernel == "cudnn":
+        began = time.perf_counter()
+        found = attention_differences(
+            choice.kernel,
+            sharing=model.num_heads // model.num_kv_heads,
+            num_kv_heads=min(2, max(1, model.num_kv_heads // seq)),
+            head_dim=model.head_dim,
+            max_pieces=program.config.data.max_documents_per_row,
+            window=choice.window,
+            dtype=program.dtype,
+            device=device,
+        )
+        refuse_attention(found, device)
+        done.append(f"self-check: cuDNN attention agrees with the blockwise kernel on this device ({_since(began)})")
+    if memory.offload_activations != "none":
+        began = time.perf_counter()
+        refuse_offload(offload_difference(program.how, device=device), device)
+        done.append(f"self-check: gradients are the same with and without offloaded activations ({_since(began)})")
+    return done
+
+
+def attention_differences(
+    kernel: str | Callable[..., Array],
+    *,
+    sharing: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_pieces: int,
+    window: int | None,
+    dtype: jnp.dtype,
+    device: jax.Device,
+) -> dict[str, float]:
+    """How far a kernel's output and gradients are from those of the blockwise kernel in float32, on small packed rows.
+
+    Args:
+        kernel: as for `attention.make_attend`.
+        sharing: query heads for each K/V head.
+        max_pieces: with 1, rows of one piece are tried; with more, several and padding between them.
+        window: tried with a shorter one, because the rows are short.
+    Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
+        whichever is larger; of the piece where this is most. Infinite where something is not a number.
+    """
+    pieces = _PIECES if max_pieces > 1 else (((0, _TOKENS - 100),), ((0, _TOKENS),))
+    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_pieces, _SLOTS)), np.int32) for _ in range(2))
+    for row, of_row in enumerate(pieces):
+        for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
+            starts_BM[row, slot], lengths_BM[row, slot] = start, length
+    rng = np.random.default_rng(0)
+    heads = (sharing * num_kv_heads, num_kv_heads, num_kv_heads, sharing * num_kv_heads)
+    drawn = (rng.standard_normal((len(pieces), _TOKENS, x, head_dim), np.float32) for x in heads)
+    inputs = jax.device_put([np.asarray(x, dtype) for x in drawn], device)
+    slots = jax.device_put([starts_BM, lengths_BM], device)
+
+    def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
+        attend = attention.make_attend(seq=1, kernel=kernel, window=window and min(window, _WINDOW))
+
+        def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
+            *qkv, dout = (x.astype(computes_in) for x in inputs)
+            out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
+            return [x.astype(jnp.float32) for x in (out, *pull(dout))]
+
+        compiled = jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_TUNING)
+        return dict(zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True))
+
+    found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
+    piece_BL = np.full((len(pieces), _TOKENS), -1)
+    for number, slot in np.argwhere(lengths_BM > 0):
+        start, length = starts_BM[number, slot], lengths_BM[number, slot]
+        piece_BL[number, start : start + length] = slot
+
+    def size(x: np.ndarray) -> np.floating:
+        return np.sqrt(np.mean(np.square(x, dtype=np.float64)))
+
+    def furthest(name: str) -> float:
+        overall = size(right[name][piece_BL >= 0])
+        shares = []
+        for row, piece in {(row, piece) for row, of_row in enumerate(piece_BL) for piece in of_row}:
+            of_piece = row, piece_BL[row] == piece
+            own = right[name][of_piece]
+            shares.append(size(found[name][of_piece] - own) / max(size(own), overall))
+        return float(np.nan_to_num(np.max(shares), nan=np.inf))
+
+    return {name: furthest(name) for name in right}
+
+
+def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> None:
+    """Raises: UserError where a difference is larger than rounding explains."""
+    wrong = {name: value for name, value in differences.items() if not value <= TOLERANCE}
+    if wrong:
+        said = ", ".join(f"{name} by {value:.3g}" for name, value in wrong.items())
+        raise errors.UserError(
+            f"attention.kernel = cudnn: computes wrong on this device: {said} of what is right, where rounding explains "
+            f"{TOLERANCE:g}. Nothing was trained. {_versions(device)}. Use attention.kernel=blockwise, or other releases."
+        )
+
+
+def offload_difference(
+    how: remat.Remat,
+    *,
+    device: jax.Device,
+    tokens: int = 4096,
+    width: int = 1024,
+    layer: Callable[[Callable[..., Any], remat.Remat], Callable[..., Any]] = remat.layer,
+) -> float:
+    """How far gradients of a small stack of layers are from those without offload, relative.
+
+    Args:
+        how: what is offloaded.
+        tokens, width: of a layer's input, 16 MiB: smaller copies XLA may treat differently.
+        layer: what makes a layer do so.
+    """
+    num_layers = 6  # XLA writes shorter loops out
+    rng = np.random.default_rng(0)
+    x_LD = rng.standard_normal((tokens, width), np.float32)
+    weights_NDD = rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
+    x_LD, weights_NDD = jax.device_put((x_LD, weights_NDD), device)
+
+    def gradients(how: remat.Remat) -> list[np.ndarray]:
+        def one(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
+            x_LD = remat.named_input(x_LD)
+            out_LD = jnp.tanh(x_LD @ weight_DD)
+            for name in attention.RESIDUALS:
+                out_LD = checkpoint_name(out_LD, name)
+            return x_LD + jnp.sin(out_LD), None
+
+        def total(x_LD: Array, weights_NDD: Array) -> Array:
+            return jnp.sum(jax.lax.scan(layer(one, how), x_LD, weights_NDD)[0] ** 2)
+
+        with jax.default_matmul_precision("float32"):
+            lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x_LD, weights_NDD)
+        compiled = lowered.compile(compiler_options=_NO_TUNING)
+        return [np.asarray(x) for x in compiled(x_LD, weights_NDD)]
+
+    found, right = gradients(how), gradients(remat.Remat(remat=how.remat))
+    shares = [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, right, strict=True)]
+    return float(np.nan_to_num(np.max(shares), nan=np.inf))
+
+
+def refuse_offload(difference: float, device: jax.Device) -> None:
+    """Raises: UserError where gradients differ."""
+    if not difference <= OFFLOAD_TOLERANCE:
+        raise errors.UserError(
+            f"memory.offload_activations: a small stack of layers has other gradients with it on this device, by "
+            f"{difference:.3g} of what is right. Nothing was trained. {_versions(device)}. "
+            "Use memory.offload_activations=none, or another release of jax."
+        )
+
+
+def _versions(device: jax.Device) -> str:
+    own = cudnn.version()
+    named = "" if own is None else f", cuDNN {'.'.join(map(str, own))}"
+    return f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}{named} on {device.device_kind}"
+
+
+def _since(began: float) -> str:
+    return f"{time.perf_counter() - began:.1f} s"

@@ -1,0 +1,158 @@
+"""Memory levers on a GPU: they change what a step takes, and not what it computes; and the check before the first step."""
+
+import dataclasses
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsp import attention
+from jaxsp.core import axes, config
+from jaxsp.core import mesh as meshes
+from jaxsp.model import decoder
+from jaxsp.training import host, levers, selfcheck, sharding, step
+from tests import batches, tolerances
+
+TOKENS = 4096
+MODEL = batches.model(
+    vocab_size=2048, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1408
+)
+ROWS = batches.packed(
+    [[(0, 1500), (1500, 1), (1501, 128), (1700, 2000)], [(5, 4000)]], num_tokens=TOKENS, vocab_size=MODEL.vocab_size, seed=0
+)
+
+LEVERS = {
+    "none": {"remat": "none"},
+    "full": {"remat": "full"},
+    "tiles": {"remat": "attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
+    "inputs": {"remat": "full", "offload_activations": "residual"},
+    "inputs, attention kept": {"remat": "attention", "offload_activations": "residual"},
+    "inputs and attention": {"remat": "attention", "offload_activations": "residual_and_attention"},
+    "state": {"remat": "attention", "offload_optimizer": "state"},
+    "state and gradients": {"remat": "attention", "offload_optimizer": "state_and_gradients"},
+    "all": {
+        "remat": "attention",
+        "offload_activations": "residual_and_attention",
+        "offload_optimizer": "state_and_gradients",
+        "mlp_tile_tokens": 512,
+    },
+}
+
+
+def program(gpu, memory, dtype="bfloat16"):
+    """A step of two rows, one after the other, and how it attends; skips where this release of JAX cannot do it."""
+    settings = config.parse(
+        {
+            "run": {"directory": "unused", "steps": 3},
+            "model": {"config": {}, "compute_dtype": dtype},
+            "data": {
+                "train": [{"source": "unused", "format": "tokens"}],
+                "row_tokens": TOKENS,
+                "max_documents_per_row": ROWS["starts_BM"].shape[1],
+            },
+            "batch": {"rows_per_step": 2},
+            # with eps of 1 a weight moves nearly as its gradient says, also where that is only rounding
+            "optimizer": {"learning_rate": 1.0, "schedule": "constant", "eps": 1.0, "max_grad_norm": None},
+            "memory": memory,
+        }
+    )
+    if problems := levers.problems(settings, platform=gpu.platform):
+        pytest.skip(problems[0])
+    heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads, "head_dim": MODEL.head_dim}
+    choice = attention.choose(settings, devices=[gpu], window=None, **heads)
+    attend = attention.make_attend(seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks)
+    on = meshes.make({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
+    return step.Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What came of three steps."""
+
+    losses: list
+    moved: dict
+    """By how much each weight moved in the first."""
+    needs: levers.Needs
+
+
+@functools.cache
+def trained(gpu, lever, dtype="float32"):
+    of, choice = program(gpu, LEVERS[lever] if lever else {"remat": "attention"}, dtype)
+    ready = levers.ready(of, uncounted=choice.uncounted_bytes)
+    start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, offloaded=of.offloads)
+    before = batches.by_name(start)
+    state, rows, losses, moved = step.with_weights(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
+    for _ in range(3):
+        state, numbers = ready.run(state, rows)
+        losses.append(float(numbers.loss))
+        moved = moved or {name: after - before[name] for name, after in batches.by_name(state.master).items()}
+    return Trained(losses, moved, ready.needs)
+
+
+def compare(found, right, tolerance):
+    assert right.losses[0] > right.losses[-1] > 0
+    assert found.losses == pytest.approx(right.losses, rel=tolerance)
+    for name in right.moved:
+        assert batches.difference(found.moved[name], right.moved[name]) < tolerance, name
+
+
+@pytest.mark.parametrize("lever", LEVERS)
+def test_a_lever_changes_no_loss_and_no_weight(gpu, lever):
+    compare(trained(gpu, lever), trained(gpu, None), tolerances.MESH)
+
+
+@pytest.mark.parametrize("lever", ["full", "inputs and attention"])
+def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
+    compare(trained(gpu, lever, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
+
+
+INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
+OUTPUTS = MODEL.num_layers * TOKENS * MODEL.num_heads * (MODEL.head_dim + 1) * 4
+STATE = 3 * 4 * sum(math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.table(MODEL)) if host.worth_it(row))
+
+ON_HOST = {"inputs": INPUTS, "inputs and attention": INPUTS + OUTPUTS, "state": STATE, "all": INPUTS + OUTPUTS + STATE}
+"""Bytes: layers' inputs; attention's outputs and log-sum-exps; float32 weights and AdamW's averages."""
+
+
+@pytest.mark.parametrize("lever", ON_HOST)
+def test_what_is_offloaded_is_on_the_host(gpu, lever):
+    assert trained(gpu, None).needs.host == 0
+    assert trained(gpu, lever).needs.host >= ON_HOST[lever]
+
+
+def test_each_lever_takes_less_of_the_device(gpu):
+    taken = {lever: trained(gpu, lever).needs.device for lever in ("none", "full", "inputs", "inputs and attention")}
+    kept = trained(gpu, None).needs.device
+    assert taken["none"] > kept > taken["full"] > taken["inputs"]
+    assert kept > taken["inputs and attention"]
+
+
+@pytest.mark.parametrize("activations", ["none", "residual_and_attention"])
+def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activations):
+    of, choice = program(gpu, {"remat": "attention", "offload_activations": activations})
+    began = time.perf_counter()
+    said = selfcheck.before_training(of, choice)
+    assert time.perf_counter() - began < 5
+    checked = ["self-check: cuDNN attention"] * (choice.kernel == "cudnn") + ["self-check: gradients"] * (activations != "none")
+    assert [line[: len(word)] for line, word in zip(said, checked, strict=True)] == checked
+
+
+def test_the_check_sees_that_attention_forgets_the_pieces(gpu):
+    def forgets(q, k, v, starts, lengths):
+        one = jnp.zeros((len(starts), 1), jnp.int32)
+        return attention.KERNELS["blockwise"](q, k, v, one, jnp.full_like(one, q.shape[1]))
+
+    found = selfcheck.attention_differences(
+        forgets,
+        sharing=4,
+        num_kv_heads=2,
+        head_dim=64,
+        max_pieces=64,
+        window=None,
+        dtype=jnp.dtype("bfloat16"),
+        device=gpu,
+    )
+    assert min(found.values()) > selfcheck.TOLERANCE

@@ -1,0 +1,299 @@
+"""Memory levers change memory only: loss, gradients, weights and counts are those of a plain program with each, and with all."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.core import config, errors
+from jaxsp.model import decoder
+from jaxsp.training import checkpoint, host, levers, sharding, step
+from tests import batches, tolerances
+from tests.training import runs
+
+TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
+"""Neither divides a device's 16 tokens, or 8."""
+
+NEEDS_HOST = pytest.mark.skipif(
+    jax.__version_info__ < levers.HOST_STATE_FROM,
+    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
+)
+
+CASES = {
+    "nothing computed again": ((1, 2, 4), {"remat": "none"}),
+    "all computed again": ((1, 2, 4), {"remat": "full"}),
+    "tiles": ((1, 1, 8), TILES),
+    "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
+    "residual": ((1, 2, 4), {"offload_activations": "residual"}),
+    "residual and attention": ((2, 2, 2), {"offload_activations": "residual_and_attention"}),
+    "state": ((2, 2, 2), {"offload_optimizer": "state"}),
+    "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
+    "all": ((1, 2, 4), TILES | {"offload_activations": "residual_and_attention", "offload_optimizer": "state_and_gradients"}),
+    "all on one device": (
+        (1, 1, 1),
+        TILES | {"offload_activations": "residual", "offload_optimizer": "state", "remat": "full"},
+    ),
+}
+
+
+def works_here(memory):
+    return not levers.problems(batches.settings(memory=memory), platform="cpu")
+
+
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if works_here(memory) else [NEEDS_HOST]) for name, (_, memory) in CASES.items()]
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_waits(small_shards):
+    """Weights of 100 elements and more are offloaded, instead of 65,536."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "FROM_SIZE", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run_of(small_waits):
+    cases = {name: (sizes, memory) for name, (sizes, memory) in CASES.items() if works_here(memory)}
+    compiling = {
+        name: runs.compiling(sizes, settings=batches.settings(memory=memory, max_grad_norm=None), want=("gradients", "step"))
+        for name, (sizes, memory) in cases.items()
+    }
+    return lambda name: compiling[name].result()
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return runs.whole_weights(runs.MODEL)
+
+
+@each_case
+def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, weights, record_property):
+    runs.check_gradients(run_of(name), weights, runs.ROWS, record_property)
+
+
+@each_case
+def test_a_step_subtracts_the_gradient(run_of, name, weights):
+    """SGD with learning rate 1."""
+    run = run_of(name)
+    _, gradients = runs.plain()(weights, runs.ROWS)
+    state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
+    right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
+    assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
+    found = run.whole(state.master)
+    assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.MESH
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.master) if leaf.size > 100 * runs.MODEL.num_layers}
+    assert kinds == {host.KIND if run.program.offloads else "device"}
+
+
+ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+@NEEDS_HOST
+def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
+    """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""
+    plain = runs.compiling((1, 2, 4), settings=ADAMW(), want=("step",))
+    offloaded = runs.compiling((1, 4, 2), settings=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)).result()
+    state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
+    for _ in range(2):
+        state, _ = offloaded.step(state, rows)
+    averages = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.size > 100 * runs.MODEL.num_layers]
+    assert {leaf.sharding.memory_kind for leaf in averages} == {host.KIND}
+    meta = checkpoint.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
+    with checkpoint.Store(tmp_path, keep=1) as store:
+        store.save(state, meta)
+    plain = plain.result()
+    went_on = []
+    for run in (plain, offloaded):
+        restored = checkpoint.restore(tmp_path / "2", step.shapes(run.program)[0], num_steps=2)
+        went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
+    straight, rows = plain.state(weights), plain.rows(runs.ROWS)
+    for _ in range(3):
+        straight, _ = plain.step(straight, rows)
+    right = plain.whole(straight.master)
+    for run, state in went_on:
+        found = run.whole(state.master)
+        assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.OPTIMIZER
+
+
+# What is kept
+
+
+def kept(memory, *, seq=4):
+    """Shapes and dtypes of what a device keeps of each layer for the backward pass, but for what it was given."""
+    program = step.Program(
+        config=batches.settings(compute_dtype="bfloat16", memory=memory),
+        model=runs.MODEL,
+        mesh=batches.mesh(1, 8 // seq, seq),
+        attend=attention.make_attend(seq=seq, kernel="blockwise", window=None),
+        num_steps=runs.NUM_STEPS,
+    )
+    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    state = run.state(runs.whole_weights(runs.MODEL))
+    jaxpr = jax.make_jaxpr(functools.partial(step.gradients, program))(state.master, run.rows(runs.ROWS))
+    number = runs.MODEL.num_layers
+    scans = [e for e in batches.equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == number]
+    forward, backward = scans
+    stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (number,)]
+    again = [e.primitive.name for e in batches.equations(backward.params["jaxpr"])]
+    return sorted((aval.shape[1:], str(aval.dtype)) for aval in stacked), again
+
+
+def whole_shapes():
+    """Of weights that are gathered, either way round."""
+    rows = jax.tree.leaves(decoder.table(runs.MODEL)["layers"])
+    shapes = [row.shape for row in rows if sharding.place(row, 8).dim is not None]
+    return {*shapes, *(shape[::-1] for shape in shapes)}
+
+
+@pytest.mark.parametrize(
+    "memory", [{"remat": "none"}, {"remat": "attention"}, {"remat": "full"}, TILES | {"remat": "none"}], ids=str
+)
+def test_no_whole_weight_is_kept(small_waits, memory):
+    shapes, again = kept(memory)
+    assert whole_shapes() >= {(runs.MODEL.intermediate_size, runs.MODEL.hidden_size)}
+    assert not {shape for shape, _ in shapes} & whole_shapes(), shapes
+    assert "all_gather" in again, "they are gathered again"
+
+
+def test_full_keeps_a_layers_input_alone(small_waits):
+    model = runs.MODEL
+    assert kept({"remat": "full"})[0] == [((1, 16, model.hidden_size), "bfloat16")]
+
+
+def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small_waits):
+    """In the backward pass of a layer: two products for each of seven matrices, and the transposes of two all-to-alls."""
+    _, again = kept({"remat": "none"})
+    attends = [name for name in again if name == "while"]  # blockwise attention's blocks; their products are counted apart
+    assert again.count("all_to_all") == 2
+    assert attends
+
+
+# What is refused, and what is said
+
+
+def problems(version, platform, **memory):
+    return levers.problems(batches.settings(memory=memory), platform=platform, version=version)
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
+def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
+    (found,) = problems(version, "gpu", offload_activations="residual")
+    assert found.startswith("memory.offload_activations = residual: jax ")
+    assert "wrong order" in found
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
+def test_other_releases_offload_activations_on_gpus(version):
+    assert problems(version, "gpu", offload_activations="residual") == []
+
+
+def test_old_releases_name_the_release_that_offloads():
+    (found,) = problems("0.10.1", "gpu", offload_optimizer="state")
+    assert "Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none." in found
+    assert problems("0.11.1", "gpu", offload_optimizer="state") == []
+    (found,) = problems("0.10.1", "cpu", offload_activations="residual")
+    assert "on GPUs it works" in found
+
+
+def test_full_and_offloaded_attention_contradict_each_other():
+    with pytest.raises(
+        errors.UserError, match=r"nothing that attention gives is kept\. Use memory\.offload_activations=residual"
+    ):
+        batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
+
+
+def program(memory, model=runs.MODEL):
+    return step.Program(
+        config=batches.settings(memory=memory),
+        model=model,
+        mesh=batches.mesh(1, 1, 4),
+        attend=attention.make_attend(seq=4, kernel="blockwise", window=None),
+        num_steps=1,
+    )
+
+
+def ready(monkeypatch, device_bytes, *, memory, uncounted=0):
+    """With devices of this size, where keeping attention's output takes 2 GiB and computing it again takes 1."""
+    taken = {"attention": 2 * levers.GIB, "full": levers.GIB, "none": 3 * levers.GIB}
+    monkeypatch.setattr(levers, "_room", lambda program: levers._Room(device_bytes, math.inf))
+    compiled = []
+
+    def compile(program):
+        compiled.append(program.how.remat)
+        return jax.jit(lambda: 0).lower().compile()
+
+    monkeypatch.setattr(step, "compile", compile)
+    monkeypatch.setattr(levers, "measured", lambda run, uncounted: levers.Needs(taken[compiled[-1]], 0, uncounted))
+    return levers.ready(program(memory), uncounted=uncounted)
+
+
+def test_auto_keeps_what_attention_gave_where_it_fits(monkeypatch):
+    found = ready(monkeypatch, 2 * levers.GIB, memory={})
+    assert (found.program.how.remat, found.why_full) == ("attention", "")
+
+
+@pytest.mark.parametrize(("size", "uncounted"), [(1.5, 0), (2.5, 0.6)])
+def test_auto_computes_attention_again_where_it_does_not(monkeypatch, size, uncounted):
+    found = ready(monkeypatch, size * levers.GIB, memory={}, uncounted=int(uncounted * levers.GIB))
+    assert found.program.config.memory.remat == "full"
+    assert found.why_full.startswith(f"to keep what it gave takes {2 + uncounted:.1f} GiB on each device")
+    assert found.why_full.endswith(f"and there is room for {size} GiB")
+    assert found.why_full in levers.takes(found)
+
+
+def test_what_fits_in_no_way_is_refused_with_ways_out(monkeypatch):
+    with pytest.raises(errors.UserError) as found:
+        ready(monkeypatch, 0.5 * levers.GIB, memory={})
+    assert str(found.value) == (
+        "the step takes 1.0 GiB on each device, and there is room for 0.5 GiB. Try memory.offload_activations=residual, "
+        "memory.offload_optimizer=state, mesh.seq=2 on twice the devices, or shorter rows."
+    )
+    with pytest.raises(errors.UserError, match=r"takes 2\.0 GiB"):
+        ready(monkeypatch, 1.5 * levers.GIB, memory={"remat": "attention"})
+
+
+def test_only_an_estimate_that_does_not_fit_refuses_nothing(monkeypatch):
+    found = ready(monkeypatch, 1.2 * levers.GIB, memory={"remat": "full"}, uncounted=levers.GIB // 2)
+    assert found.needs.device == levers.GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ({}, "attention only if it does not fit otherwise"),
+        ({"remat": "full"}, "layers are computed again in the backward pass, attention too"),
+        ({"remat": "none"}, "no matrix product and no attention is computed again"),
+        ({"offload_activations": "residual_and_attention"}, "each layer's input and what attention gave in host memory"),
+        ({"offload_optimizer": "state"}, "float32 weights and optimizer in host memory"),
+        ({"mlp_tile_tokens": 4}, "a device's 16 tokens go through a layer 4 at a time, and to logits 7 at a time"),
+    ],
+    ids=str,
+)
+def test_the_banner_says_what_is_on(memory, says):
+    assert says in levers.describe(program(memory), tokens=16)
+
+
+def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(small_waits):
+    """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
+    model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
+    asked = program({"offload_optimizer": "state"}, model)
+    asked = dataclasses.replace(asked, config=ADAMW(memory={"offload_optimizer": "state"}))
+    sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.table(model))]
+    gib = sum(sizes) / 4 / 2**30
+    found = re.search(r"([\d.]+) GiB to each device and ([\d.]+) GiB back", levers.describe(asked, tokens=16))
+    assert float(found[1]) == pytest.approx(16 * gib, rel=0.06)
+    assert float(found[2]) == pytest.approx(12 * gib, rel=0.06)
+
+
+def test_config_of_levers_is_read():
+    assert config.Memory().remat == "auto"
+    with pytest.raises(errors.UserError, match=r"memory\.remat"):
+        batches.settings(memory={"remat": "some"})

@@ -1,0 +1,161 @@
+"""The check before the first step finds right what is right, and each of several kernels wrong that releases have shipped."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsp.attention.kernels import blockwise, cudnn, pieces, reference
+from jaxsp.core import errors
+from jaxsp.model import remat
+from jaxsp.planner import compiled
+from jaxsp.training import selfcheck
+from tests.attention import cudnn_contract
+from tests.gpu import test_levers
+
+
+def differences(kernel, **changes):
+    asked = {"sharing": 2, "num_kv_heads": 2, "head_dim": 16, "max_pieces": 64, "window": None, "dtype": jnp.dtype("bfloat16")}
+    return selfcheck.attention_differences(kernel, **asked | changes, device=jax.devices()[0])
+
+
+def whole_row(q, k, v, starts, lengths, **_):
+    """Pieces see those before them."""
+    L = q.shape[1]
+    one = jnp.where(pieces.in_a_piece(starts, lengths, L).any(-1, keepdims=True), L, 0)
+    return reference.attention(q, k, v, jnp.zeros_like(one), one)
+
+
+def one_token_further(q, k, v, starts, lengths, **_):
+    """The first token of a piece sees the last one before it, as if lengths were one off."""
+    right = reference.attention(q, k, v, starts, lengths)
+    before = jnp.roll(v, 1, axis=1)
+    piece = pieces.piece_of_token(starts, lengths, q.shape[1])
+    first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
+    return jnp.where(first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right)
+
+
+def other_heads(q, k, v, starts, lengths, **_):
+    """Each query head has the next one's K/V head."""
+    return reference.attention(q, jnp.roll(k, 1, axis=2), jnp.roll(v, 1, axis=2), starts, lengths)
+
+
+def no_dk(q, k, v, starts, lengths, **_):
+    return reference.attention(q, jax.lax.stop_gradient(k), v, starts, lengths)
+
+
+def one_nan(q, k, v, starts, lengths, **_):
+    return reference.attention(q, k, v, starts, lengths).at[0, 2, 0, 0].set(jnp.nan)
+
+
+def without_scale(q, k, v, starts, lengths, **_):
+    return reference.attention(q * 1.05, k, v, starts, lengths)
+
+
+WRONG = {
+    whole_row: {"out", "dq", "dk", "dv"},
+    one_token_further: {"out", "dv"},
+    other_heads: {"out", "dq", "dk", "dv"},
+    no_dk: {"dk"},
+    one_nan: {"out"},
+    without_scale: {"out", "dq", "dk", "dv"},
+}
+"""Kernels, and what of theirs is at least wrong."""
+
+
+@pytest.mark.parametrize("kernel", WRONG, ids=lambda kernel: kernel.__name__)
+def test_a_wrong_kernel_is_refused(kernel):
+    found = differences(kernel)
+    assert WRONG[kernel] <= {name for name, value in found.items() if not value <= selfcheck.TOLERANCE}, found
+    with pytest.raises(errors.UserError, match=r"^attention.kernel = cudnn: computes wrong .* Use attention.kernel=blockwise"):
+        selfcheck.refuse_attention(found, jax.devices()[0])
+
+
+@pytest.mark.parametrize(("max_pieces", "window"), [(64, None), (64, 4096), (3, None), (1, 4096)])
+def test_a_right_kernel_passes_with_room(max_pieces, window):
+    kernel = functools.partial(blockwise.attention, window=window and 100)
+    found = differences(kernel, max_pieces=max_pieces, window=window, sharing=1)
+    selfcheck.refuse_attention(found, jax.devices()[0])
+    assert max(found.values()) < selfcheck.TOLERANCE / 2
+
+
+def test_a_kernel_without_the_window_is_refused():
+    found = differences(blockwise.attention, window=4096)
+    assert min(found.values()) > selfcheck.TOLERANCE
+
+
+def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(monkeypatch):
+    cudnn_contract.on_cpu()
+    passed = differences("cudnn")
+    assert max(passed.values()) < selfcheck.TOLERANCE / 2
+    right = cudnn._places
+
+    def as_in_0_11_0(taken, x):
+        """jax PR 39521: K and V counted in what a token takes of q."""
+        return right(taken, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
+
+    monkeypatch.setattr(cudnn, "_places", as_in_0_11_0)
+    with pytest.raises(errors.UserError, match=rf"jax {jax.__version__}, jaxlib "):
+        selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
+
+
+def offloaded(what, **changes):
+    how = remat.Remat(offload_activations=what)
+    return selfcheck.offload_difference(how, device=jax.devices()[0], tokens=64, width=32, **changes)
+
+
+@pytest.mark.parametrize("what", ["residual", "residual_and_attention"])
+def test_offload_passes_where_it_is_right(what):
+    assert offloaded(what) <= selfcheck.OFFLOAD_TOLERANCE / 10
+
+
+def test_layers_that_read_another_layers_input_back_are_refused():
+    def layer(function, how):
+        """With offload, weights are multiplied with wrong inputs in the backward pass."""
+        right = remat.layer(function, how)
+
+        @jax.custom_vjp
+        def wrong(x, weight):
+            return right(x, weight)
+
+        def backward(saved, dx):
+            x, weight = saved
+            return jax.vjp(right, jnp.roll(x, 1, axis=0), weight)[1](dx)
+
+        wrong.defvjp(lambda x, weight: (wrong(x, weight), (x, weight)), backward)
+        return right if how.offload_activations == "none" else wrong
+
+    with pytest.raises(errors.UserError, match=r"^memory.offload_activations: .*Use memory.offload_activations=none"):
+        selfcheck.refuse_offload(offloaded("residual", layer=layer), jax.devices()[0])
+
+
+def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    (gpu,) = compiled.devices("h100-80gb", 1)
+    tried = []
+    monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
+    monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: tried.append((how, device)) or 0.0)
+    program, choice = test_levers.program(gpu, {"remat": "attention", "offload_activations": "residual"})
+    said = selfcheck.before_training(program, choice)
+    of = {
+        "sharing": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "max_pieces": 5,
+        "window": None,
+        "dtype": program.dtype,
+        "device": gpu,
+    }
+    assert tried == [("cudnn", of), (program.how, gpu)]
+    assert [line.partition("(")[0] for line in said] == [
+        "self-check: cuDNN attention agrees with the blockwise kernel on this device ",
+        "self-check: gradients are the same with and without offloaded activations ",
+    ]
+    monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: float("nan"))
+    with pytest.raises(errors.UserError, match=r"^memory.offload_activations"):
+        selfcheck.before_training(program, choice)
+
+
+def test_on_cpus_nothing_is_tried():
+    assert selfcheck.before_training(*test_levers.program(jax.devices()[0], {"remat": "full"})) == []
