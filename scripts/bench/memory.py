@@ -59,7 +59,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "attention again": {"offload_activations": "residual", "remat": "full"},
     "gradients too": {"offload_optimizer": "state_and_gradients"},
 }
-"""What each line changes of the line before: mesh.seq, and fields of memory. The gathers keep their bfloat16 throughout. The last
+"""What each line changes of the line before: mesh.seq, and fields of memory. Gathers are in bfloat16 throughout. The last
 two make longer rows fit, for more arithmetic or traffic."""
 
 TOKENS = {8: (131072, 1048576, 3670016, 5242880), 1: (524288, 655360)}

@@ -87,7 +87,8 @@ SAID = {
     "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
     "learning_rate=1": "learning_rate = 1: unknown. Did you mean optimizer.learning_rate?",
     "model.learning_rat=1": "model.learning_rat = 1: unknown. Did you mean optimizer.learning_rate?",
-    "memory.xyz=1": "memory.xyz = 1: unknown. Known here: remat, offload_activations, offload_optimizer, mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
+    "memory.xyz=1": "memory.xyz = 1: unknown. Known here: remat, offload_activations, offload_optimizer, "
+    "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean source?",
     "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. .* For example run.steps=1000.",
     "run.steps=null": "run.steps, run.epochs: both missing. .* for example run.epochs=1.",

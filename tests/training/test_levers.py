@@ -1,4 +1,4 @@
-"""Memory levers change memory only: loss, gradients, weights and counts are those of a plain program with each, and with all."""
+"""Memory levers change memory only: loss, gradients, weights and counts are those of a plain program, with each and all."""
 
 import dataclasses
 import functools
