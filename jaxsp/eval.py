@@ -39,6 +39,9 @@ def main(arguments: list[str]) -> None:
     if meta is None:
         folder.find(given.what, field="WHAT")  # before anything is said of the fields that are missing
     settings = _settings(given.what, given.config, given.changes, meta)
+    # nothing waits for a backward pass that does not come, and there is no optimizer
+    idle = settings.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
+    settings = settings.model_copy(update={"memory": idle})
     run = None if found is None else checkpoint.run_of(found)
     out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
@@ -47,7 +50,7 @@ def main(arguments: list[str]) -> None:
     meshes.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=process.num_local,
+        num_local=processes.num_local(process, os.environ),
     )
     processes.start(process)
     own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]

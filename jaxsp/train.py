@@ -1,5 +1,7 @@
 """python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains, and says what it does."""
 
+import os
+
 import jax
 import rich.console
 
@@ -27,7 +29,7 @@ def main(arguments: list[str]) -> None:
     meshes.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=process.num_local,
+        num_local=processes.num_local(process, os.environ),
     )
     processes.start(process)
     program, material = prepare.training(settings, devices=jax.devices())

@@ -4,6 +4,7 @@ called, and how much memory the recipes in configs/ take.
 
 import collections
 import json
+import math
 import pathlib
 import re
 
@@ -36,24 +37,30 @@ def compiled_step(settings):
     return compiled.step(settings, model=model, devices=compiled.devices("h100-80gb", count))
 
 
-@pytest.fixture(scope="module", params=[64, 1], ids=["packed", "one document a row"])
-def small(request):
-    """Slots of a row, and the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row."""
+def small_step(slots, **memory):
+    """The text of the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row, three turns."""
     settings = config.parse(
         {
+            "memory": memory,
             "run": {"directory": "unused", "steps": 1},
             "model": {"config": SMALL},
             "mesh": {"data": 2, "seq": 4},
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": 8192,
-                "max_documents_per_row": request.param,
+                "max_documents_per_row": slots,
             },
             "batch": {"rows_per_step": 6},
             "optimizer": {"learning_rate": 0.1},
         }
     )
-    return request.param, compiled_step(settings).written.text
+    return compiled_step(settings).written.text
+
+
+@pytest.fixture(scope="module", params=[64, 1], ids=["packed", "one document a row"])
+def small(request):
+    """Slots of a row, and the compiled step."""
+    return request.param, small_step(request.param)
 
 
 def collectives(text: str) -> dict[str, collections.Counter]:
@@ -88,6 +95,18 @@ def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(sma
     slots, text = small
     expected = 1 if slots == 1 else len(packed.calls(num_rows=1, row_tokens=8192, max_pieces=slots))
     assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
+
+
+def test_full_calls_cudnn_forward_again_in_the_backward_pass():
+    assert num_calls(small_step(1, remat="full")) == (2 * 4 * 3, 4 * 3)
+
+
+def test_what_is_offloaded_is_in_host_memory_as_large_as_it_is():
+    """A device's 2,048 tokens of 1,024 numbers in bfloat16, for each of 4 layers; and what attention gave, as large."""
+    text = small_step(1, offload_activations="residual_and_attention")
+    kept = {tuple(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", text)}
+    assert {math.prod(dims) for dims in kept} == {4 * 2048 * 1024}
+    assert num_calls(text) == (4 * 3, 4 * 3)
 
 
 LLAMA31_8B = {
@@ -151,8 +170,8 @@ def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     memory, choice = step.executable.memory_analysis(), step.choice
     own = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
     gib = (own + choice.uncounted_bytes) / 2**30
-    said = int(re.search(r"Planned, not measured: (\d+) GiB", path.read_text())[1])
-    assert gib == pytest.approx(said, abs=1)
+    said = re.search(r"Planned, not measured: (?:(\d+) to )?(\d+) GiB", path.read_text())
+    assert int(said[1] or said[2]) - 0.5 < gib < int(said[2]) + 0.5, "of jax 0.10.1 to 0.12"
     assert gib < 70, "an H100 has 80 GB, of which CUDA and NCCL take some"
     shared = settings.mesh.seq > 1
     assert set(collectives(step.written.text)["all-gather"]) == ({"bf16"} if shared else set())

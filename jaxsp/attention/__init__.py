@@ -10,6 +10,7 @@ and is causal inside each piece, with nothing between pieces. Tokens of no piece
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,33 +121,12 @@ def choose(
     )
 
 
-def cost(
-    *,
-    seq: int,
-    rows: int,
-    share_tokens: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    remat: str,
-) -> int:
+def cost(*, seq: int, **of_attention: Any) -> int:
     """Bytes that one device sends to others for a layer's attention in a turn, forward and backward.
 
     Args: those of `ulysses.cost`; `remat` is `none`, `attention` or `full`.
     """
-    if seq == 1:
-        return 0
-    return ulysses.cost(
-        seq=seq,
-        rows=rows,
-        share_tokens=share_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        itemsize=itemsize,
-        remat=remat,
-    )
+    return ulysses.cost(seq=seq, **of_attention)
 
 
 def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
@@ -154,6 +134,8 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> 
     kernel = f"{'cuDNN' if choice.kernel == 'cudnn' else choice.kernel} kernel"
     if choice.head_chunks > 1:
         kernel += f", heads in {choice.head_chunks} parts"
+    if choice.statistic_bytes >= 64 * 2**20:
+        kernel += f", whose log-sum-exps take {choice.statistic_bytes / 2**20:,.0f} MiB"
     if choice.window is not None:
         kernel += f", a token sees the last {choice.window:,} of its document, itself among them"
     why = f" ({choice.kernel} because {choice.why})" if choice.why else ""

@@ -262,9 +262,10 @@ class Memory(Group):
     """What memory is traded for."""
 
     remat: Literal["auto", "none", "attention", "full"] = "auto"
-    """What the backward pass computes again. none: nothing but the tiles of MLP and loss. attention: a layer from its input,
-    but not attention, whose output is kept. full: attention too, which costs about a quarter more arithmetic where rows are
-    long. auto: attention where it fits, else full. Gathered weights are never kept, they are gathered again."""
+    """What the backward pass computes again. none: elementwise operations, and tiles of tokens where there are several.
+    attention: a layer from its input, but not attention, whose output is kept. full: attention too, which costs about a quarter
+    more arithmetic where rows are long. auto: attention where it fits or waits in host memory, else full. Gathered weights are
+    never kept, they are gathered again."""
     offload_activations: Literal["none", "residual", "residual_and_attention"] = "none"
     """What waits in host memory for the backward pass. residual: each layer's input. residual_and_attention: what attention
     gives too."""

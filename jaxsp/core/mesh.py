@@ -1,7 +1,7 @@
 """The device mesh: replica x data x seq."""
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 import jax
 
@@ -11,20 +11,23 @@ GPU_SHARE = 0.92
 """Of a GPU's memory, what JAX takes when it starts, unless XLA_CLIENT_MEM_FRACTION says otherwise; its own default is 0.75. The
 rest, 6 GiB of an H100's 79, is for CUDA and NCCL."""
 
-HOST_SHARE = 0.95
+HOST_SHARE = 0.98
 """Of a node's memory, what arrays may take there, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise. XLA's own default is
 64 GiB for a process, and offloading more ends in RESOURCE_EXHAUSTED on a node that is half empty."""
 
 
-def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1, num_local: int | None = None) -> None:
+_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1, num_local: int = 1) -> None:
     """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices.
 
     Args:
         virtual_cpu_devices: of all processes together, so that a config means the same mesh however it is launched.
-        num_local: processes on this node, where that is known.
+        num_local: processes on this node.
     Raises: UserError if the processes cannot share them.
     """
-    _raise_limits(os.environ, num_local=num_local or 1)
+    _raise_limits(os.environ, num_local=num_local)
     no_gpu = processes.num_gpus(os.environ) == 0
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
@@ -46,9 +49,16 @@ def _raise_limits(environ: MutableMapping[str, str], *, num_local: int) -> None:
     """Lets JAX use the memory that there is."""
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
         environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
+    environ[_HOST_LIMIT] = str(int(host_room(environ, num_local=num_local) / 2**30))
     # taken as it is needed
-    environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", str(int(HOST_SHARE * processes.host_memory() / num_local / 2**30)))
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
+
+
+def host_room(environ: Mapping[str, str], *, num_local: int) -> float:
+    """Bytes of host memory that the arrays of one of `num_local` processes of a node may take."""
+    if _HOST_LIMIT in environ:
+        return float(environ[_HOST_LIMIT]) * 2**30
+    return HOST_SHARE * processes.host_memory() / num_local
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

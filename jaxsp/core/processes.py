@@ -97,12 +97,26 @@ def num_gpus(environ: Mapping[str, str]) -> int:
     return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
 
 
+def num_local(process: Process, environ: Mapping[str, str]) -> int:
+    """Processes on this node; where nobody has said it, one for each GPU of it."""
+    if process.num_processes == 1:
+        return 1
+    return process.num_local or max(1, num_gpus(environ))
+
+
 def host_memory() -> int:
-    """Bytes of memory of this node, or of the container that the process is in."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    of_container = pathlib.Path("/sys/fs/cgroup/memory.max")
-    limit = of_container.read_text(encoding="ascii").strip() if of_container.is_file() else ""
-    return min(total, int(limit)) if limit.isdecimal() else total
+    """Bytes of memory of this node, or of the container or job that the process is in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    groups, own = pathlib.Path("/sys/fs/cgroup"), pathlib.Path("/proc/self/cgroup")
+    # 0::/slurm/job_1/step_0: a limit may be the group's or that of one around it
+    lines = own.read_text(encoding="utf-8").splitlines() if own.is_file() else []
+    for name in [line.partition("::/")[2] for line in lines if line.startswith("0::/")]:
+        for folder in (groups / name, *(groups / name).parents):
+            file = folder / "memory.max"
+            limit = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+            if limit.isdecimal():
+                limits.append(int(limit))
+    return min(limits)
 
 
 def local_gpus(process: Process, num_gpus: int) -> list[int] | None:

@@ -12,7 +12,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxsp.core import errors
 from jaxsp.model import layers
-from jaxsp.training import sharding, step
+from jaxsp.training import host, sharding, step
 
 CHECKPOINTS = "checkpoints"
 """The folder of a run's directory that they are in."""
@@ -61,7 +61,10 @@ class Store:
             self._manager.close()
 
     def save(self, state: step.State, meta: Meta) -> None:
-        """Begins to write a step; returns when training may go on. An error of the write before is raised here."""
+        """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
+
+        An error of the write before is raised here.
+        """
         self._manager.wait_until_finished()
         items: dict[str, Any] = {MASTER: ocp.args.StandardSave(state.master)}
         if jax.tree.leaves(state.opt):
@@ -69,6 +72,9 @@ class Store:
         items[META] = ocp.args.JsonSave(dataclasses.asdict(meta))
         saved = self._manager.save(meta.step, args=ocp.args.Composite(**items))
         assert saved, f"step {meta.step} is there already"
+        if any(leaf.sharding.memory_kind == host.KIND for leaf in jax.tree.leaves((state.master, state.opt))):
+            # orbax writes these out of their own memory, which the next step takes for the new state
+            self._manager.wait_until_finished()
 
     def finish(self) -> None:
         """Waits for the write that is under way. An error of it is raised here."""

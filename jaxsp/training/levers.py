@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxsp.core import config, errors, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
-from jaxsp.training import host, loss, optimizer, step
+from jaxsp.training import host, loss, optimizer, step, xla
 
 WRONG_GRADIENTS = ("0.10.2", "0.11.0")
 """Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
@@ -40,6 +41,8 @@ class Ready:
     program: step.Program
     """With memory.remat decided."""
     needs: Needs
+    room: "Room"
+    """What there is."""
     why_full: str = ""
     """What made `auto` compute attention again; empty otherwise."""
 
@@ -47,7 +50,12 @@ class Ready:
 def problems(settings: config.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
     """What speaks against the levers that a config asks for, with this release of JAX on these devices."""
     memory, found = settings.memory, []
-    release = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if memory.offload_activations == "residual_and_attention" and settings.attention.kernel == "reference":
+        found.append(
+            "memory.offload_activations = residual_and_attention: attention.kernel = reference, which is for tests, keeps its "
+            "scores and names nothing else. Use memory.offload_activations=residual, or another attention.kernel."
+        )
+    release = xla.numbers(version)
     if memory.offload_activations != "none":
         asked = f"memory.offload_activations = {memory.offload_activations}"
         if version in WRONG_GRADIENTS:
@@ -78,23 +86,46 @@ def ready(program: step.Program, *, uncounted: int) -> Ready:
         chosen.append("full")
     room, why = _room(program), ""
     for remat in chosen:
-        memory = program.config.memory.model_copy(update={"remat": remat})
-        decided = dataclasses.replace(program, config=program.config.model_copy(update={"memory": memory}))
+        decided = dataclasses.replace(program, config=_changed(program.config, remat=remat))
         run = step.compile(decided)
-        needs = measured(run, uncounted)
+        needs = _most(measured(run, uncounted))
         _really_offloads(decided, needs)
+        last = Ready(run=run, program=decided, needs=needs, room=room, why_full=why)
         short = _short(needs, room)
         if not short:
-            return Ready(run=run, program=decided, needs=needs, why_full=why)
+            return last
         why = f"to keep what it gave takes {short}"
     if needs.device <= room.device and needs.host <= room.host:
-        return Ready(run=run, program=decided, needs=needs, why_full=why)  # but for the estimate
-    ways = [f"mesh.seq={2 * program.config.mesh.seq} on twice the devices", "shorter rows"]
-    if memory.offload_activations == "none":
-        ways.insert(0, "memory.offload_activations=residual")
-    if memory.offload_optimizer == "none":
-        ways.insert(1, "memory.offload_optimizer=state")
+        return last  # but for the estimate
+    ways = _ways_out(program.config, device_is_short=needs.device + needs.uncounted > room.device)
     raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+
+
+def _ways_out(settings: config.Config, *, device_is_short: bool) -> list[str]:
+    """Changes of a config that make its step smaller where it is too large, and that work with this release of JAX."""
+    memory, platform = settings.memory, "gpu"  # only a GPU says how much it holds
+    changes: list[dict[str, str]] = []
+    activations, state = ("none", "residual"), ("none", "state", "state_and_gradients")
+    if device_is_short:
+        if memory.remat in ("none", "attention") and memory.offload_activations != "residual_and_attention":
+            changes.append({"remat": "auto"})
+        if memory.offload_activations == "none":
+            changes.append({"offload_activations": "residual"})
+        if memory.offload_optimizer != state[-1]:
+            changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) + 1]})
+    else:
+        if memory.offload_activations != "none":
+            below = "residual" if memory.offload_activations == "residual_and_attention" else activations[0]
+            changes.append({"offload_activations": below})
+        if memory.offload_optimizer != "none":
+            changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
+    works = [change for change in changes if not problems(_changed(settings, **change), platform=platform)]
+    ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
+    return [*ways, f"mesh.seq={2 * settings.mesh.seq} on twice the devices", "shorter rows"]
+
+
+def _changed(settings: config.Config, **memory: str) -> config.Config:
+    return settings.model_copy(update={"memory": settings.memory.model_copy(update=memory)})
 
 
 def describe(program: step.Program, *, tokens: int) -> str:
@@ -106,7 +137,9 @@ def describe(program: step.Program, *, tokens: int) -> str:
     by, to = (_at_a_time(tile, tokens) for tile in (program.tile, logit_tile(program, tokens)))
     parts.append(f"a device's {tokens:,} tokens go through a layer {by}, and to logits {to}")
     again = {
-        "none": "no matrix product and no attention is computed again in the backward pass",
+        "none": "these tiles are computed again in the backward pass, attention is not"
+        if program.tile < tokens
+        else "no matrix product and no attention is computed again in the backward pass",
         "attention": "layers are computed again in the backward pass, attention is not",
         "full": "layers are computed again in the backward pass, attention too",
         "auto": "layers are computed again in the backward pass, attention only if it does not fit otherwise",
@@ -129,7 +162,7 @@ def logit_tile(program: step.Program, tokens: int) -> int:
 
 def takes(ready: Ready) -> str:
     """What a compiled step takes, in words."""
-    needs, room = ready.needs, _room(ready.program)
+    needs, room = ready.needs, ready.room
     parts = [f"{_size(needs.device)} on each device"]
     if needs.uncounted:
         parts[0] += f" and about {_size(needs.uncounted)} for cuDNN"
@@ -151,15 +184,8 @@ def _size(of_bytes: int | float) -> str:
 
 def _traffic(program: step.Program) -> str:
     """What offloading the optimizer sends between host and device in a step."""
-    master, opt = step.shapes(program)[0].master, step.shapes(program)[0].opt
-
-    def of_weight(row: layers.Parameter, weight: Any, opt: Any) -> tuple[int, int]:
-        if not host.worth_it(row):
-            return 0, 0
-        own = 4 * math.prod(weight.sharding.shard_shape(weight.shape))
-        return own, own * (1 + sum(x.shape == weight.shape for x in jax.tree.leaves(opt)))
-
-    weights, state = (sum(jax.tree.leaves(x)) for x in optimizer.apart(program.table, of_weight, master, opt))
+    weights, averages = _offloaded_state(program)
+    state = weights + averages
     turns = step.shapes(program)[1].tokens_BL.shape[0]
     if program.config.memory.offload_optimizer == "state":
         there, what = weights + state, "float32 weights and optimizer"
@@ -185,7 +211,7 @@ def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
     return Needs(device, of_host, uncounted)
 
 
-class _Room(NamedTuple):
+class Room(NamedTuple):
     """Bytes for each device of this process; infinite where it is not known."""
 
     device: float
@@ -193,25 +219,34 @@ class _Room(NamedTuple):
 
 
 @functools.cache
-def _room_of(devices: tuple[Any, ...]) -> _Room:
+def _room_of(devices: tuple[Any, ...]) -> Room:
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [limit for limit in limits if limit]
     if not known:
-        return _Room(math.inf, math.inf)
-    return _Room(min(known), meshes.HOST_SHARE * processes.host_memory() / (len(devices) * (processes.here().num_local or 1)))
+        return Room(math.inf, math.inf)
+    return Room(
+        min(known), meshes.host_room(os.environ, num_local=processes.num_local(processes.here(), os.environ)) / len(devices)
+    )
 
 
-def _room(program: step.Program) -> _Room:
+def _most(needs: Needs) -> Needs:
+    """The needs of the process that needs most: each compiles on its own devices, and all have to decide alike."""
+    if jax.process_count() == 1:
+        return needs
+    return Needs(*map(int, multihost_utils.process_allgather(np.array(needs, np.float32)).max(0)))
+
+
+def _room(program: step.Program) -> Room:
     local = tuple(program.mesh.local_devices)
     own = _room_of(local)
     if jax.process_count() == 1:
         return own
     # all processes have to decide alike
     of_all = multihost_utils.process_allgather(np.array(own, np.float32))
-    return _Room(*map(float, of_all.min(0)))
+    return Room(*map(float, of_all.min(0)))
 
 
-def _short(needs: Needs, room: _Room) -> str:
+def _short(needs: Needs, room: Room) -> str:
     """What does not fit, in words; empty if all does."""
     if needs.device + needs.uncounted > room.device:
         cudnn = f", about {_size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
@@ -222,10 +257,36 @@ def _short(needs: Needs, room: _Room) -> str:
 
 
 def _really_offloads(program: step.Program, needs: Needs) -> None:
-    memory = program.config.memory
-    on_gpu = program.mesh.devices.flat[0].platform == "gpu"
-    if on_gpu and (memory.offload_activations != "none" or program.offloads) and not needs.host:
+    least = offloaded_bytes(program)
+    if _is_gpu(program) and needs.host < least:
         raise RuntimeError(
-            "memory.offload_activations or offload_optimizer is on, and the compiled step uses no host memory: XLA has ignored "
-            "it. This is a bug; memory.offload_activations=none memory.offload_optimizer=none is right meanwhile."
+            f"memory.offload_activations and offload_optimizer put {_size(least)} of each device in host memory, and the "
+            f"compiled step has {_size(needs.host)} there: XLA has ignored some of it. This is a bug; "
+            "memory.offload_activations=none memory.offload_optimizer=none is right meanwhile."
         )
+
+
+def _is_gpu(program: step.Program) -> bool:
+    return program.mesh.devices.flat[0].platform == "gpu"
+
+
+def offloaded_bytes(program: step.Program) -> int:
+    """What of a device's arrays waits in host memory, at least: layers' inputs, what attention gave, weights and averages."""
+    model, how, rows = program.model, program.how, step.shapes(program)[1].tokens_BL
+    tokens = math.prod(rows.sharding.shard_shape(rows.shape)[1:])
+    per_token = 0 if how.offload_activations == "none" else model.hidden_size * program.dtype.itemsize
+    if how.offloads_attention:
+        per_token += model.num_heads * (model.head_dim * program.dtype.itemsize + 4)
+    return model.num_layers * tokens * per_token + (sum(_offloaded_state(program)) if program.offloads else 0)
+
+
+def _offloaded_state(program: step.Program) -> tuple[int, int]:
+    """Bytes of a device's float32 weights and of the optimizer's averages that are worth to be offloaded."""
+    state = step.shapes(program)[0]
+
+    def of_weight(row: layers.Parameter, weight: Any, opt: Any) -> tuple[int, int]:
+        own = 4 * math.prod(weight.sharding.shard_shape(weight.shape)) if host.worth_it(row) else 0
+        return own, own * sum(x.shape == weight.shape for x in jax.tree.leaves(opt))
+
+    weights, averages = optimizer.apart(program.table, of_weight, state.master, state.opt)
+    return sum(jax.tree.leaves(weights)), sum(jax.tree.leaves(averages))

@@ -59,6 +59,7 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
             head_dim=model.head_dim,
             max_pieces=program.config.data.max_documents_per_row,
             window=choice.window,
+            head_chunks=choice.head_chunks,
             dtype=program.dtype,
             device=device,
         )
@@ -81,6 +82,7 @@ def attention_differences(
     window: int | None,
     dtype: jnp.dtype,
     device: jax.Device,
+    head_chunks: int = 1,
 ) -> dict[str, float]:
     """How far a kernel's output and gradients are from those of the blockwise kernel in float32, on small packed rows.
 
@@ -89,6 +91,7 @@ def attention_differences(
         sharing: query heads for each K/V head.
         max_pieces: with 1, rows of one piece are tried; with more, several and padding between them.
         window: tried with a shorter one, because the rows are short.
+        head_chunks: tried with as many of these parts as there are heads for.
     Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
         whichever is larger; of the piece where this is most. Infinite where something is not a number.
     """
@@ -97,6 +100,8 @@ def attention_differences(
     for row, of_row in enumerate(pieces):
         for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
             starts_BM[row, slot], lengths_BM[row, slot] = start, length
+    both = sharing * num_kv_heads, num_kv_heads
+    parts = max(n for n in range(1, min(head_chunks, both[0]) + 1) if not both[0] % n and (not both[1] % n or not n % both[1]))
     rng = np.random.default_rng(0)
     heads = (sharing * num_kv_heads, num_kv_heads, num_kv_heads, sharing * num_kv_heads)
     drawn = (rng.standard_normal((len(pieces), _TOKENS, x, head_dim), np.float32) for x in heads)
@@ -104,7 +109,8 @@ def attention_differences(
     slots = jax.device_put([starts_BM, lengths_BM], device)
 
     def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
-        attend = attention.make_attend(seq=1, kernel=kernel, window=window and min(window, _WINDOW))
+        of_parts = {"head_chunks": parts} if kernel == "cudnn" else {}
+        attend = attention.make_attend(seq=1, kernel=kernel, window=window and min(window, _WINDOW), **of_parts)
 
         def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
             *qkv, dout = (x.astype(computes_in) for x in inputs)

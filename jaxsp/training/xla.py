@@ -83,7 +83,7 @@ def options(
     ours: Options = {}
     parts = []
     if mesh.devices.flat[0].platform == "gpu":
-        known = next((one for one in TRIED if one.first <= _numbers(version) <= one.last), None)
+        known = next((one for one in TRIED if one.first <= numbers(version) <= one.last), None)
         if known is None:
             parts.append(f"its defaults, because options were not tried with jaxlib {version}")
         elif mesh.size > 1 and tokens <= known.most_tokens and not NAMES & {*by_flags, *asked}:
@@ -127,8 +127,8 @@ def _names(flags: str) -> list[str]:
     return re.findall(r"(?:^|\s)--?(xla_\w+)", flags)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Example: 0.12.1.dev3 is (0, 12, 1)."""
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers that a version begins with. Example: 0.12.1.dev3 is (0, 12, 1), and so is 0.12.1rc1."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
 

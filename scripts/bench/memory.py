@@ -203,7 +203,7 @@ def planned(cell: Cell) -> Found:
         device_gib=device,
         cudnn_gib=needs.uncounted / GIB,
         host_gib=host,
-        fits=device <= ROOM_GIB and host <= HOST_GIB[cell.num_devices],
+        fits=device <= ROOM_GIB and host <= meshes.HOST_SHARE * HOST_GIB[cell.num_devices],
         head_chunks=step.choice.head_chunks,
         compile_s=time.perf_counter() - began,
         causes=causes,

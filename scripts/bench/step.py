@@ -131,7 +131,7 @@ class Result:
     host_gib: float | None = None
     """What the compiled step says that it takes of the host."""
     memory_limit_gib: float | None = None
-    """What JAX may use of the device; 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+    """What JAX may use of the device: core.mesh.GPU_SHARE of it unless XLA_CLIENT_MEM_FRACTION says otherwise."""
     loss: float | None = None
     loss_finite: bool | None = None
     device: str | None = None

@@ -285,6 +285,12 @@ def test_the_banner_says_how_heads_go_through_cudnn():
     )
 
 
+def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
+    """4 slots of 1,048,576 tokens, 4 heads, float32."""
+    said = attention.describe(choose(seq=8, row_tokens=2**20, head_chunks=1), num_heads=32, num_kv_heads=8, seq=8)
+    assert "whose log-sum-exps take 64 MiB;" in said
+
+
 @pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
 def test_the_banner_names_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)

@@ -86,7 +86,7 @@ def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeyp
     mesh._raise_limits(found, num_local=8)
     assert found == {
         "XLA_CLIENT_MEM_FRACTION": "0.92",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "237",  # 0.95 * 2000 / 8
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "245",  # 0.98 * 2000 / 8
         "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false",
     }
     asked = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}

@@ -36,10 +36,10 @@ FAMILIES = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiling(small_shards):
-    in_dtype = functools.partial(batches.settings, memory={"loss_tile_tokens": 16})
+    tiles = {"float32": {"loss_tile_tokens": 16}, "bfloat16": {"loss_tile_tokens": 16, "mlp_tile_tokens": 16}}
     compiling = functools.partial(runs.compiling, (1, 1, 4), rows_at_once=2, want=("gradients",), arrays=long_rows())
     return {
-        (family, dtype): compiling(settings=in_dtype(compute_dtype=dtype), model=model)
+        (family, dtype): compiling(settings=batches.settings(compute_dtype=dtype, memory=tiles[dtype]), model=model)
         for family, model in FAMILIES.items()
         for dtype in ("float32", "bfloat16")
     }

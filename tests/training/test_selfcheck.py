@@ -143,6 +143,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
         "num_kv_heads": 2,
         "head_dim": 64,
         "max_pieces": 5,
+        "head_chunks": 1,
         "window": None,
         "dtype": program.dtype,
         "device": gpu,
