@@ -266,10 +266,10 @@ class Memory(Group):
     attention: a layer from its input, but not attention, whose output is kept. full: attention too, which costs about a quarter
     more arithmetic where rows are long. auto: attention where it fits or waits in host memory, else full. Gathered weights are
     never kept, they are gathered again."""
-    offload_activations: Literal["none", "residual", "residual_and_attention"] = "none"
+    offload_activations: Annotated[Literal["none", "residual", "residual_and_attention"], _like("residual")] = "none"
     """What waits in host memory for the backward pass. residual: each layer's input. residual_and_attention: what attention
     gives too."""
-    offload_optimizer: Literal["none", "state", "state_and_gradients"] = "none"
+    offload_optimizer: Annotated[Literal["none", "state", "state_and_gradients"], _like("state")] = "none"
     """What lies in host memory between the steps. state: float32 weights and the optimizer's averages, of which a layer at a
     time visits its device; a copy in the compute dtype stays there. state_and_gradients: finished gradients too. Needs jax
     0.11.1 or later."""

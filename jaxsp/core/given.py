@@ -44,7 +44,23 @@ def across(fields: dict[str, Any]) -> list[str]:
         *_one_of(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
         *_of_sources(fields),
         *_of_memory(fields.get("memory")),
+        *_of_rows(fields.get("data")),
     ]
+
+
+def _of_rows(data: Any) -> list[str]:
+    """More pieces than a row has tokens: memory is made for them all."""
+    if not isinstance(data, dict):
+        return []
+    most, length = data.get("max_documents_per_row"), data.get("row_tokens")
+    lengths = length if isinstance(length, list | tuple) else [length]
+    known = [one for one in lengths if isinstance(one, int)]
+    if isinstance(most, int) and known and most > max(known) > 0:
+        return [
+            f"data.max_documents_per_row = {most}: a row of {max(known)} tokens holds {max(known)} pieces at most. Use "
+            f"{min(64, max(known))}, or as many as your documents need."
+        ]
+    return []
 
 
 def _of_memory(memory: Any) -> list[str]:

@@ -97,12 +97,13 @@ def ready(program: step.Program, *, uncounted: int) -> Ready:
         why = f"to keep what it gave takes {short}"
     if needs.device <= room.device and needs.host <= room.host:
         return last  # but for the estimate
-    ways = _ways_out(program.config, device_is_short=needs.device + needs.uncounted > room.device)
-    raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+    ways = _ways_out(program, device_is_short=needs.device + needs.uncounted > room.device)
+    raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}.")
 
 
-def _ways_out(settings: config.Config, *, device_is_short: bool) -> list[str]:
-    """Changes of a config that make its step smaller where it is too large, and that work with this release of JAX."""
+def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
+    """Changes that make a step smaller where it is too large, and that work with this release of JAX and this model."""
+    settings = program.config
     memory, platform = settings.memory, "gpu"  # only a GPU says how much it holds
     changes: list[dict[str, str]] = []
     activations, state = ("none", "residual"), ("none", "state", "state_and_gradients")
@@ -121,7 +122,11 @@ def _ways_out(settings: config.Config, *, device_is_short: bool) -> list[str]:
             changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
     works = [change for change in changes if not problems(_changed(settings, **change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
-    return [*ways, f"mesh.seq={2 * settings.mesh.seq} on twice the devices", "shorter rows"]
+    if device_is_short and program.tile > 1024:
+        ways.append(f"memory.mlp_tile_tokens={program.tile // 4}")
+    if program.model.num_heads % (2 * settings.mesh.seq) == 0:
+        ways.append(f"mesh.seq={2 * settings.mesh.seq} on twice the devices")
+    return [*ways, "shorter rows"]
 
 
 def _changed(settings: config.Config, **memory: str) -> config.Config:
@@ -170,6 +175,9 @@ def takes(ready: Ready) -> str:
         parts[0] += f", of {_size(room.device)}"
     if needs.host:
         parts.append(f"{_size(needs.host)} of host memory for each")
+    program = ready.program
+    if program.mesh.devices.flat[0].platform == "cpu" and (program.offloads or program.how.offload_activations != "none"):
+        parts[0] += " (with what is offloaded: a CPU has one memory)"
     again = f"; attention is computed again in the backward pass, because {ready.why_full}" if ready.why_full else ""
     return f"it takes {', '.join(parts)}{again}"
 
@@ -188,7 +196,7 @@ def _traffic(program: step.Program) -> str:
     state = weights + averages
     turns = step.shapes(program)[1].tokens_BL.shape[0]
     if program.config.memory.offload_optimizer == "state":
-        there, what = weights + state, "float32 weights and optimizer"
+        there, what = weights + state, "float32 weights and optimizer" if averages else "float32 weights"
         back = state
     else:
         # weights forward and backward, gradients summed, finished, measured, used

@@ -109,12 +109,13 @@ def compiled(lowered: jax.stages.Lowered, told: Told) -> jax.stages.Compiled:
         if found is None:
             raise
         name = found[2]
-        field = f"run.xla_options.{name} = {_line(told.options.get(name))}"
+        given = told.options.get(name)
+        field = f"run.xla_options.{name} = {repr(given) if isinstance(given, str) else _line(given)}"
         if found[1].startswith("No such"):
             raise errors.UserError(f"{field}: XLA of jaxlib {jaxlib.__version__} has no such option. Leave it out.") from None
         rule = str(error).rpartition(" is ")[2].strip().rstrip(".")
         raise errors.UserError(
-            f"{field}: is {rule}. Flags are true or false, not 1 or 0; enums are names in full, such as "
+            f"{field}: is {rule}. Flags are true or false without quotes, not 1 or 0; enums are names in full, such as "
             "COLLECTIVE_PIPELINING_MODE_OFF of xla_gpu_pipeline_all_gather."
         ) from None
 

@@ -7,13 +7,14 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jaxsp import attention
 from jaxsp.core import axes, config
 from jaxsp.core import mesh as meshes
 from jaxsp.model import decoder
-from jaxsp.training import host, levers, selfcheck, sharding, step
+from jaxsp.training import checkpoint, host, levers, selfcheck, sharding, step
 from tests import batches, tolerances
 
 TOKENS = 4096
@@ -83,7 +84,7 @@ def trained(gpu, lever, dtype="float32"):
     of, choice = program(gpu, LEVERS[lever] if lever else {"remat": "attention"}, dtype)
     ready = levers.ready(of, uncounted=choice.uncounted_bytes)
     start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, offloaded=of.offloads)
-    before = batches.by_name(start)
+    before = {name: np.array(weight) for name, weight in batches.by_name(start).items()}  # no view: the step takes the memory
     state, rows, losses, moved = step.with_weights(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
     for _ in range(3):
         state, numbers = ready.run(state, rows)
@@ -128,6 +129,20 @@ def test_each_lever_takes_less_of_the_device(gpu):
     kept = trained(gpu, None).needs.device
     assert taken["none"] > kept > taken["full"] > taken["inputs"]
     assert kept > taken["inputs and attention"]
+
+
+@pytest.mark.parametrize("lever", ["none", "state"])
+def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
+    """A state in host memory is written out of that very memory, which the next step takes."""
+    of, _ = program(gpu, LEVERS[lever], "float32")
+    run, state, rows = step.compile(of), step.start(of, seed=0), batches.on_mesh(ROWS, of.mesh)
+    state, _ = run(state, rows)
+    meta = checkpoint.Meta(config={}, model={}, data={}, step=1, rows={}, num_tokens_total=0)
+    with checkpoint.Store(tmp_path, keep=1) as store:
+        store.save(state, meta)
+        state, right = run(state, rows)
+    restored = checkpoint.restore(tmp_path / "1", step.shapes(of)[0], num_steps=1)
+    assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
 
 
 @pytest.mark.parametrize("activations", ["none", "residual_and_attention"])

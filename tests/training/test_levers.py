@@ -122,6 +122,8 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     meta = checkpoint.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
     with checkpoint.Store(tmp_path, keep=1) as store:
         store.save(state, meta)
+        assert (tmp_path / "2" / checkpoint.MASTER).is_dir(), "written before the next step takes its memory"
+        offloaded.step(state, rows)
     plain = plain.result()
     went_on = []
     for run in (plain, offloaded):
@@ -286,7 +288,7 @@ def test_only_an_estimate_that_does_not_fit_refuses_nothing(monkeypatch):
         ({"remat": "full"}, "layers are computed again in the backward pass, attention too"),
         ({"remat": "none"}, "no matrix product and no attention is computed again"),
         ({"offload_activations": "residual_and_attention"}, "each layer's input and what attention gave in host memory"),
-        ({"offload_optimizer": "state"}, "float32 weights and optimizer in host memory"),
+        ({"offload_optimizer": "state"}, "float32 weights in host memory"),
         ({"mlp_tile_tokens": 4}, "a device's 16 tokens go through a layer 4 at a time, and to logits 7 at a time"),
     ],
     ids=str,
@@ -343,18 +345,28 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
 
 
 def short_of(device_is_short, **memory):
-    return levers._ways_out(batches.settings(memory=memory), device_is_short=device_is_short)[:-2]
+    return levers._ways_out(program(memory), device_is_short=device_is_short)
 
 
 def test_ways_out_are_steps_towards_what_is_short():
     if works_here({"offload_optimizer": "state"}):
-        assert short_of(True, offload_activations="residual", offload_optimizer="state") == [
+        assert short_of(True, offload_activations="residual", offload_optimizer="state")[0] == (
             "memory.offload_optimizer=state_and_gradients"
-        ]
-        assert short_of(False, offload_optimizer="state_and_gradients") == ["memory.offload_optimizer=state"]
+        )
+        assert short_of(False, offload_optimizer="state_and_gradients")[0] == "memory.offload_optimizer=state"
     assert short_of(True, remat="none")[:2] == ["memory.remat=auto", "memory.offload_activations=residual"]
-    assert short_of(False, offload_activations="residual_and_attention") == ["memory.offload_activations=residual"]
-    assert short_of(False, offload_activations="residual") == ["memory.offload_activations=none"]
+    assert short_of(False, offload_activations="residual_and_attention")[0] == "memory.offload_activations=residual"
+    assert short_of(False, offload_activations="residual") == [
+        "memory.offload_activations=none",
+        "mesh.seq=2 on twice the devices",
+        "shorter rows",
+    ]
+    assert short_of(True, mlp_tile_tokens=4096, remat="full")[-3] == "memory.mlp_tile_tokens=1024"
+
+
+def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
+    odd = program({}, batches.model(num_heads=3, num_kv_heads=1))
+    assert not any(way.startswith("mesh.seq") for way in levers._ways_out(odd, device_is_short=True))
 
 
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():
