@@ -14,6 +14,7 @@ from jaxsp.attention.kernels import packed
 from jaxsp.core import config
 from jaxsp.hf import families
 from jaxsp.planner import comms, compiled, hlo
+from tests import published
 
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
@@ -109,56 +110,11 @@ def test_what_is_offloaded_is_in_host_memory_as_large_as_it_is():
     assert num_calls(text) == (4 * 3, 4 * 3)
 
 
-LLAMA31_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+RECIPES = {
+    "llama31_8b_128k_8xh100": published.LLAMA31_8B,
+    "qwen25_7b_64k_8xh100": published.QWEN25_7B,
+    "qwen3_0p6b_32k_1xh100": published.QWEN3_06B,
 }
-
-QWEN25_7B = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "intermediate_size": 18944,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131072,
-    "tie_word_embeddings": False,
-}
-
-QWEN3_06B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-}
-
-RECIPES = {"llama31_8b_128k_8xh100": LLAMA31_8B, "qwen25_7b_64k_8xh100": QWEN25_7B, "qwen3_0p6b_32k_1xh100": QWEN3_06B}
 """The published config.json of each recipe's model, as far as it matters here."""
 
 

@@ -5,11 +5,11 @@ everything else is refused by name: a feature that is silently left out gives pl
 """
 
 import dataclasses
-import json
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import errors
-from jaxsp.model.config import Llama3Rope, ModelConfig
+from jaxsp.hf import rotation, values
+from jaxsp.model.config import ModelConfig
 
 if TYPE_CHECKING:
     import transformers
@@ -70,9 +70,7 @@ _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta")
-
-_PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *_ROPE, "rms_norm_eps", "initializer_range", "max_position_embeddings")
+_PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *rotation.FIELDS, "rms_norm_eps", "initializer_range", "max_position_embeddings")
 """What transformers gets to see."""
 
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -81,7 +79,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_sliding_window": ((False,), "this family's layers see whole documents"),
     "sliding_window": ((), "this family's layers see whole documents"),
     "pretraining_tp": ((1,), "matrix products are not cut into slices here"),
-    "partial_rotary_factor": ((1,), "whole heads are rotated here"),
+    "partial_rotary_factor": (rotation.WHOLE_HEADS, "whole heads are rotated here"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together here"),
     "use_mrope": ((False,), "positions have one dim here"),
     "quantization_config": ((), "weights are not quantized here"),
@@ -105,8 +103,6 @@ _WITHOUT_EFFECT = frozenset(
 
 _KINDS = ("full_attention", "sliding_attention")
 """Of layers, without and with a window."""
-
-_LLAMA3 = tuple(field.name for field in dataclasses.fields(Llama3Rope))
 
 
 def model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
@@ -167,7 +163,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         fields["sliding_window"] = None  # left out, there would be one
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
     problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
-    problems += _rope(fields, path)
+    problems += rotation.problems(fields, path)
     # sums of what is missing or no number would only repeat that
     problems = problems or _heads(fields, path)
     if problems:
@@ -179,7 +175,6 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         raise errors.UserError(f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}") from None
     given = resolved.to_dict()
     rope = given["rope_parameters"]
-    scaling = Llama3Rope(**{name: rope[name] for name in _LLAMA3}) if rope["rope_type"] == "llama3" else None
     attention_bias = given.get("attention_bias", False)
     config = ModelConfig(
         vocab_size=given["vocab_size"],
@@ -191,7 +186,7 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         intermediate_size=given["intermediate_size"],
         rms_norm_eps=given["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
-        rope_llama3=scaling,
+        rope_llama3=rotation.llama3(rope),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=given.get("mlp_bias", False),
@@ -209,7 +204,7 @@ def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     Groups of the rotation are copied too, because transformers fills in the very dicts that it is given.
     """
     groups = {
-        str(name): _without_nulls(value) if name in _ROPE and isinstance(value, dict) else value
+        str(name): _without_nulls(value) if name in rotation.FIELDS and isinstance(value, dict) else value
         for name, value in fields.items()
     }
     return {name: value for name, value in groups.items() if value is not None}
@@ -222,7 +217,7 @@ def _family(fields: dict[str, Any], path: str) -> Family:
     if not isinstance(given, str) or given not in FAMILIES:
         hint = errors.nearest(str(given), list(FAMILIES))
         raise errors.UserError(
-            f"{path}.model_type = {_text(given)}: is not implemented. jaxsp has {errors.choices(FAMILIES)}.{hint}"
+            f"{path}.model_type = {values.text(given)}: is not implemented. jaxsp has {errors.choices(FAMILIES)}.{hint}"
         )
     return FAMILIES[given]
 
@@ -238,12 +233,12 @@ def _missing(fields: dict[str, Any], family: Family, path: str) -> list[str]:
 
 def _types(fields: dict[str, Any], path: str) -> list[str]:
     """Values of the wrong kind among the fields that we read."""
-    whole = (lambda x: _is_whole(x) and x > 0, "must be a whole number from 1")
-    positive = (lambda x: _is_number(x) and x > 0, "must be a number above 0")
-    share = (lambda x: _is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1")
+    whole = (lambda x: values.is_whole(x) and x > 0, "must be a whole number from 1")
+    positive = (lambda x: values.is_number(x) and x > 0, "must be a number above 0")
+    share = (lambda x: values.is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1")
     switch = (lambda x: isinstance(x, bool), "must be true or false")
     ids = (
-        lambda x: all(_is_whole(one) for one in (x if isinstance(x, list) else [x])),
+        lambda x: all(values.is_whole(one) for one in (x if isinstance(x, list) else [x])),
         "must be a token id, a list of them, or null",
     )
     rules = {
@@ -254,10 +249,10 @@ def _types(fields: dict[str, Any], path: str) -> list[str]:
         **dict.fromkeys(_TOKEN_IDS, ids),
         "sliding_window": (lambda x: x is None or whole[0](x), "must be a whole number from 1, or null"),
         "use_sliding_window": switch,
-        "max_window_layers": (_is_whole, "must be a whole number"),
+        "max_window_layers": (values.is_whole, "must be a whole number"),
     }
     return [
-        f"{path}.{name} = {_text(fields[name])}: {words}."
+        f"{path}.{name} = {values.text(fields[name])}: {words}."
         for name, (is_right, words) in rules.items()
         if name in fields and not is_right(fields[name])
     ]
@@ -270,11 +265,11 @@ def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], 
         read -= {*_WINDOWS} - {*family.windows, "layer_types"}
     problems = []
     for name, value in fields.items():
-        given = f"{path}.{name} = {_text(value)}"
+        given = f"{path}.{name} = {values.text(value)}"
         if name in _ONLY and not (family.windows and name in _WINDOWS):
-            values, reason = _ONLY[name]
-            if value not in values:
-                ways_out = [f"Use {_text(value)}" for value in values] or ["Write null"]
+            fitting, reason = _ONLY[name]
+            if value not in fitting:
+                ways_out = [f"Use {values.text(one)}" for one in fitting] or ["Write null"]
                 problems.append(f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}.")
         elif name == "layer_types":
             # looked at in _window
@@ -303,7 +298,7 @@ def _window(fields: dict[str, Any], family: Family, given: dict[str, Any], path:
         name = "layer_types" if "layer_types" in fields else "max_window_layers"
         without = " and no layer_types" if name == "layer_types" else ""
         raise errors.UserError(
-            f"{path}.{name} = {_text(given[name])}: is not implemented: all layers are alike here, and layer "
+            f"{path}.{name} = {values.text(given[name])}: is not implemented: all layers are alike here, and layer "
             f"{kinds.index(_KINDS[0])} would see whole documents, layer {kinds.index(_KINDS[1])} their last {window} tokens. "
             f"Use use_sliding_window=false{without}, which is the same for documents of up to {window} tokens."
         )
@@ -313,62 +308,8 @@ def _window(fields: dict[str, Any], family: Family, given: dict[str, Any], path:
         return None
     says = "no layer has a window" if window is None else f"every layer has a window of {window}"
     raise errors.UserError(
-        f"{path}.layer_types = {_text(kinds)}: differs from the other fields, by which {says}. Leave it out."
+        f"{path}.layer_types = {values.text(kinds)}: differs from the other fields, by which {says}. Leave it out."
     )
-
-
-def _rope(fields: dict[str, Any], path: str) -> list[str]:
-    """Problems of the rotation, which comes as `rope_parameters` (transformers 5), or `rope_scaling` beside `rope_theta`."""
-    problems = []
-    meanings = {}
-    outside = {name: fields[name] for name in ("rope_theta",) if name in fields}
-    for form in ("rope_parameters", "rope_scaling"):
-        given, where = fields.get(form), f"{path}.{form}"
-        if not given:
-            continue
-        if not isinstance(given, dict):
-            problems.append(f"{where} = {_text(given)}: must be a group of fields, or null.")
-            continue
-        given = outside | given
-        kinds = [given.pop(name) for name in ("rope_type", "type") if name in given] or ["default"]
-        if any(kind not in ("default", "llama3") or kind != kinds[0] for kind in kinds):
-            problems.append(f"{where}.rope_type = {errors.choices(kinds)}: is not implemented. Use default or llama3.")
-            continue
-        meanings[form] = (kinds[0], given)
-        problems += _rope_group(given, kinds[0], where)
-        for name, value in outside.items():
-            if given[name] != value:
-                problems.append(
-                    f"{path}.{name} = {_text(value)}: {where}.{name} = {_text(given[name])} differs. Leave one out."
-                )
-    if len(meanings) == 2 and meanings["rope_parameters"] != meanings["rope_scaling"]:
-        problems.append(f"{path}.rope_scaling: {path}.rope_parameters differs. Leave one out.")
-    return problems
-
-
-def _rope_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
-    problems: list[str] = []
-    numbers = ("rope_theta", *(_LLAMA3 if kind == "llama3" else ()))
-    for name, value in given.items():
-        if name == "partial_rotary_factor" and value in _ONLY[name][0]:
-            continue
-        if name not in numbers:
-            hint = errors.nearest(str(name), numbers)
-            problems.append(
-                f"{where}.{name} = {_text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
-            )
-    for name in numbers:
-        number: Any = given.get(name)
-        if name not in given and name != "rope_theta":
-            problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
-        elif name in given and (not _is_number(number) or number <= 0 or (name == _LLAMA3[-1] and not _is_whole(number))):
-            problems.append(f"{where}.{name} = {_text(number)}: must be a {'whole ' * (name == _LLAMA3[-1])}number above 0.")
-    if kind == "llama3" and not problems and given["low_freq_factor"] >= given["high_freq_factor"]:
-        problems.append(
-            f"{where}.low_freq_factor = {given['low_freq_factor']}: must be below high_freq_factor, "
-            f"which is {given['high_freq_factor']}. Llama 3.1 has 1 and 4."
-        )
-    return problems
 
 
 def _heads(fields: dict[str, Any], path: str) -> list[str]:
@@ -388,17 +329,3 @@ def _heads(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.head_dim = {head_dim or hidden // heads}: must be even: elements are rotated in pairs. Use 64 or 128."
         )
     return problems
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not for NaN either
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _text(value: Any) -> str:
-    """A value as one would write it, its beginning if it is long."""
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 80 else f"{text[:77]}..."

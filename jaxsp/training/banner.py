@@ -71,7 +71,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ),
         *account.account(material.train, config, schedule),
         ("attention", attention.describe(material.choice, **heads)),
-        ("memory", levers.describe(program, tokens=row_tokens * at_once // seq)),
+        ("memory", levers.describe(program)),
         *[("XLA", program.told.words)] * bool(program.told.words),
         (
             "optimizer",

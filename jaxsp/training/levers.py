@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors, processes
+from jaxsp.core import axes, config, errors, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
 from jaxsp.training import host, loss, optimizer, step, xla
@@ -122,10 +122,11 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
             changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
     works = [change for change in changes if not problems(_changed(settings, **change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
-    if device_is_short and program.tile > 1024:
-        ways.append(f"memory.mlp_tile_tokens={program.tile // 4}")
-    if program.model.num_heads % (2 * settings.mesh.seq) == 0:
-        ways.append(f"mesh.seq={2 * settings.mesh.seq} on twice the devices")
+    tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
+    if device_is_short and tile > 1024:
+        ways.append(f"memory.mlp_tile_tokens={tile // 4}")
+    if program.model.num_heads % (2 * seq) == 0:
+        ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
 
 
@@ -133,13 +134,10 @@ def _changed(settings: config.Config, **memory: str) -> config.Config:
     return settings.model_copy(update={"memory": settings.memory.model_copy(update=memory)})
 
 
-def describe(program: step.Program, *, tokens: int) -> str:
-    """The levers of a run in words.
-
-    Args: tokens: of a device, in a turn.
-    """
-    memory, parts = program.config.memory, []
-    by, to = (_at_a_time(tile, tokens) for tile in (program.tile, logit_tile(program, tokens)))
+def describe(program: step.Program) -> str:
+    """The levers of a run in words."""
+    memory, tokens, parts = program.config.memory, program.tokens, []
+    by, to = (_at_a_time(tile, tokens) for tile in (program.tile, _logit_tile(program)))
     parts.append(f"a device's {tokens:,} tokens go through a layer {by}, and to logits {to}")
     again = {
         "none": "these tiles are computed again in the backward pass, attention is not"
@@ -159,10 +157,10 @@ def describe(program: step.Program, *, tokens: int) -> str:
     return "; ".join(parts)
 
 
-def logit_tile(program: step.Program, tokens: int) -> int:
+def _logit_tile(program: step.Program) -> int:
     """Tokens whose logits exist at a time."""
     asked = program.config.memory.loss_tile_tokens
-    return loss.tile_tokens(num_tokens=tokens, vocab_size=program.model.vocab_size, asked=asked)
+    return loss.tile_tokens(num_tokens=program.tokens, vocab_size=program.model.vocab_size, asked=asked)
 
 
 def takes(ready: Ready) -> str:

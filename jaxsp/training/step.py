@@ -119,6 +119,11 @@ class Program:
         return self.config.memory.offload_optimizer != "none"
 
     @property
+    def tokens(self) -> int:
+        """Tokens of a device in a turn of the longest rows."""
+        return self.config.data.longest_row * self.config.batch.rows_at_once // self.mesh.shape[axes.SEQ]
+
+    @property
     def tile(self) -> int:
         """Tokens of a device that go through a layer's projections and MLP at a time."""
         return tiling.mlp_tile_tokens(

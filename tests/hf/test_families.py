@@ -7,16 +7,9 @@ import pytest
 from jaxsp.core import errors
 from jaxsp.hf import families
 from jaxsp.model.config import Llama3Rope, ModelConfig
+from scripts.bench import memory
 
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-}
+LLAMA: dict[str, Any] = {name: value for name, value in memory.MODEL.items() if name != "rope_theta"}
 
 SCALING = {
     "factor": 8.0,

@@ -225,9 +225,10 @@ def test_full_and_offloaded_attention_contradict_each_other():
         batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
 
 
-def program(memory, model=runs.MODEL):
+def program(memory, model=runs.MODEL, row_tokens=64):
+    settings = batches.settings(memory=memory)
     return step.Program(
-        config=batches.settings(memory=memory),
+        config=settings.model_copy(update={"data": settings.data.model_copy(update={"row_tokens": row_tokens})}),
         model=model,
         mesh=batches.mesh(1, 1, 4),
         attend=attention.make_attend(seq=4, kernel="blockwise", window=None),
@@ -235,7 +236,7 @@ def program(memory, model=runs.MODEL):
     )
 
 
-def ready(monkeypatch, device_bytes, *, memory, uncounted=0):
+def ready(monkeypatch, device_bytes, *, memory, uncounted=0, row_tokens=64):
     """With devices of this size, where keeping attention's output takes 2 GiB and computing it again takes 1."""
     taken = {"attention": 2 * levers.GIB, "full": levers.GIB, "none": 3 * levers.GIB}
     monkeypatch.setattr(levers, "_room", lambda program: levers.Room(device_bytes, math.inf))
@@ -247,7 +248,7 @@ def ready(monkeypatch, device_bytes, *, memory, uncounted=0):
 
     monkeypatch.setattr(step, "compile", compile)
     monkeypatch.setattr(levers, "measured", lambda run, uncounted: levers.Needs(taken[compiled[-1]], 0, uncounted))
-    return levers.ready(program(memory), uncounted=uncounted)
+    return levers.ready(program(memory, row_tokens=row_tokens), uncounted=uncounted)
 
 
 def test_auto_keeps_what_attention_gave_where_it_fits(monkeypatch):
@@ -270,10 +271,12 @@ def test_what_fits_in_no_way_is_refused_with_ways_out(monkeypatch):
         ready(monkeypatch, 0.5 * levers.GIB, memory={})
     assert str(found.value) == (
         "the step takes 1.0 GiB on each device, and there is room for 0.5 GiB. Try memory.offload_activations=residual, "
-        f"{optimizer}mesh.seq=2 on twice the devices, or shorter rows."
+        f"{optimizer}mesh.seq=8 on twice the devices, or shorter rows."
     )
     with pytest.raises(errors.UserError, match=r"takes 2\.0 GiB"):
         ready(monkeypatch, 1.5 * levers.GIB, memory={"remat": "attention"})
+    with pytest.raises(errors.UserError, match=r"memory\.mlp_tile_tokens=8192,"):  # of 32,768 tokens of a device
+        ready(monkeypatch, 0.5 * levers.GIB, memory={}, row_tokens=131_072)
 
 
 def test_only_an_estimate_that_does_not_fit_refuses_nothing(monkeypatch):
@@ -294,7 +297,7 @@ def test_only_an_estimate_that_does_not_fit_refuses_nothing(monkeypatch):
     ids=str,
 )
 def test_the_banner_says_what_is_on(memory, says):
-    assert says in levers.describe(program(memory), tokens=16)
+    assert says in levers.describe(program(memory))
 
 
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(small_waits):
@@ -304,7 +307,7 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
     asked = dataclasses.replace(asked, config=ADAMW(memory={"offload_optimizer": "state"}))
     sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.table(model))]
     gib = sum(sizes) / 4 / 2**30
-    found = re.search(r"([\d.]+) GiB to each device and ([\d.]+) GiB back", levers.describe(asked, tokens=16))
+    found = re.search(r"([\d.]+) GiB to each device and ([\d.]+) GiB back", levers.describe(asked))
     assert float(found[1]) == pytest.approx(16 * gib, rel=0.06)
     assert float(found[2]) == pytest.approx(12 * gib, rel=0.06)
 
@@ -345,7 +348,7 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
 
 
 def short_of(device_is_short, **memory):
-    return levers._ways_out(program(memory), device_is_short=device_is_short)
+    return levers._ways_out(program(memory, row_tokens=65_536), device_is_short=device_is_short)
 
 
 def test_ways_out_are_steps_towards_what_is_short():
@@ -358,7 +361,7 @@ def test_ways_out_are_steps_towards_what_is_short():
     assert short_of(False, offload_activations="residual_and_attention")[0] == "memory.offload_activations=residual"
     assert short_of(False, offload_activations="residual") == [
         "memory.offload_activations=none",
-        "mesh.seq=2 on twice the devices",
+        "mesh.seq=8 on twice the devices",
         "shorter rows",
     ]
     assert short_of(True, mlp_tile_tokens=4096, remat="full")[-3] == "memory.mlp_tile_tokens=1024"
@@ -376,4 +379,4 @@ def test_the_reference_kernel_has_nothing_of_attention_to_offload():
 
 
 def test_tiles_are_named_where_nothing_else_is_computed_again():
-    assert "these tiles are computed again" in levers.describe(program({"remat": "none", "mlp_tile_tokens": 4}), tokens=16)
+    assert "these tiles are computed again" in levers.describe(program({"remat": "none", "mlp_tile_tokens": 4}))
