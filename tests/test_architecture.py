@@ -23,7 +23,7 @@ PLACES = {
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
-    "hf": "families names folder tensors weights",
+    "hf": "values rotation families names folder tensors weights",
     "training": "host sharding loss optimizer xla step checkpoint metrics material levers evaluator selfcheck banner trainer",
     "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",
