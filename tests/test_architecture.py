@@ -24,7 +24,8 @@ PLACES = {
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
     "hf": "values rotation families names folder tensors weights",
-    "training": "host sharding loss optimizer xla step checkpoint metrics material levers evaluator selfcheck banner trainer",
+    "training": "host sharding loss optimizer xla step checkpoint metrics material levers evaluator selfcheck banner "
+    "directory saving log trainer",
     "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",
 }

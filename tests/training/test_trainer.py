@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, metrics, step, trainer
+from jaxsp.training import checkpoint, metrics, saving, step, trainer
 from tests import batches
 
 
@@ -60,7 +60,7 @@ def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     meta = checkpoint.Meta(config={}, model={}, data={}, step=0, rows={}, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
-    save = trainer.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0)
+    save = saving.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0)
     due = []
     for number in range(1, 9):
         now += 50

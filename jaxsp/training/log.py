@@ -1,0 +1,135 @@
+"""What is noted of each step when it has ended."""
+
+import collections
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxsp.data import pipeline
+from jaxsp.training import banner, checkpoint, evaluator, metrics, step
+from jaxsp.training.material import Material
+from jaxsp.training.step import Program
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Running:
+    """A step on its way through the devices."""
+
+    numbers: step.Metrics
+    counts: pipeline.Counts
+    data_wait_s: float
+
+
+class Log:
+    """Turns finished steps into lines of metrics.jsonl and into progress."""
+
+    def __init__(self, program: Program, material: Material, writer: metrics.Writer, progress: banner.Progress):
+        self._program, self._material, self._writer, self._progress = program, material, writer, progress
+        self._began = self._ended = time.perf_counter()
+        self._running: Running | None = None
+        self._num_steps, self._num_tokens = material.start.step, material.start.num_tokens
+        self._source_names = [source.name for source in material.train.documents.sources]
+        self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
+        self.broken: int | None = None
+        """The first step that was not finite."""
+        self.first: metrics.Line
+        self.last: metrics.Line
+
+    @property
+    def num_sent(self) -> int:
+        """Steps sent to the devices since step 0."""
+        return self._num_steps + (self._running is not None)
+
+    @property
+    def finite(self) -> bool:
+        return self.broken is None
+
+    @property
+    def seconds(self) -> float:
+        """From before the first step to the end of the last."""
+        return self._ended - self._began
+
+    def sent(self, running: Running) -> None:
+        """Notes the step that was sent to the devices."""
+        assert self._running is None, "one at a time"
+        self._running = running
+
+    def catch_up(self) -> None:
+        """Waits for the step that is running, if there is one, and records it."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        numbers = jax.device_get(running.numbers)
+        now = time.perf_counter()
+        step_s, self._ended = now - self._ended, now
+        self._num_steps += 1
+        self._num_tokens += int(numbers.num_tokens)
+        if not numbers.finite and self.broken is None:
+            self.broken = self._num_steps
+        self.last = self._line(running, numbers, step_s)
+        if self._num_steps == self._material.start.step + 1:
+            self.first = self.last
+        if self.last.loss is not None:
+            self.recent_losses.append(self.last.loss)
+        due = evaluator.due(self._program.config.run.log_every, self._num_steps)
+        if due or not self.finite or self._num_steps == self._program.num_steps:
+            self._writer.write(self.last)
+        self._progress.show(self.last)
+
+    def go_on(self) -> None:
+        """Leaves out of the next step's time what was done while no step was running."""
+        if self._running is None:
+            self._ended = time.perf_counter()
+
+    def meta(self) -> checkpoint.Meta:
+        """What a checkpoint made now says of itself; all steps have to be recorded."""
+        assert self._running is None, "the tokens of the running step are not counted yet"
+        settings, start = self._program.config, self._material.start
+        consumed = self._material.schedule.consumed(self._num_steps - start.step)
+        lengths = [str(stream.row_tokens) for stream in self._material.train.streams]
+        return checkpoint.Meta(
+            config=settings.model_dump(mode="json"),
+            model=self._material.fields,
+            data=self._material.train.fingerprint(settings),
+            step=self._num_steps,
+            rows=dict(zip(lengths, consumed, strict=True)),
+            num_tokens_total=self._num_tokens,
+        )
+
+    def _line(self, running: Running, numbers: step.Metrics, step_s: float) -> metrics.Line:
+        config, mesh, counts = self._program.config, self._program.mesh, running.counts
+        num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
+        assert num_tokens == counts.piece_lengths.sum(), "the devices' count and the plan's"
+        tflops = metrics.step_flops(self._program.model, counts.piece_lengths) / step_s / num_devices / 1e12
+        peak = metrics.peak_tflops(mesh.devices.flat[0].device_kind)
+        return metrics.Line(
+            step=self._num_steps,
+            epoch=None if counts.epoch is None else counts.epoch + 1,
+            loss=_finite(numbers.loss) if numbers.num_loss_tokens else None,
+            token_accuracy=_finite(numbers.token_accuracy) if numbers.num_loss_tokens else None,
+            grad_norm=_finite(numbers.grad_norm),
+            learning_rate=float(numbers.learning_rate),
+            num_rows=int(numbers.num_rows),
+            num_tokens=num_tokens,
+            num_loss_tokens=int(numbers.num_loss_tokens),
+            num_tokens_total=self._num_tokens,
+            num_tokens_by_source=dict(zip(self._source_names, counts.tokens_of_sources, strict=True)),
+            row_tokens=counts.row_tokens,
+            padding_share=1 - num_tokens / (config.batch.rows_per_step * config.data.longest_row),
+            attention_imbalance=counts.imbalance,
+            step_s=step_s,
+            data_wait_s=running.data_wait_s,
+            tokens_per_s=num_tokens / step_s,
+            tokens_per_s_per_device=num_tokens / step_s / num_devices,
+            tflops_per_device=tflops,
+            mfu=None if peak is None else tflops / peak,
+            device_peak_gib=metrics.peak_gib(mesh.local_devices),
+        )
+
+
+def _finite(value: Any) -> float | None:
+    """JSON has no NaN."""
+    return float(value) if np.isfinite(value) else None
