@@ -106,7 +106,7 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     settings = program.config
     memory, platform = settings.memory, "gpu"  # only a GPU says how much it holds
     changes: list[dict[str, str]] = []
-    activations, state = ("none", "residual"), ("none", "state", "state_and_gradients")
+    state = ("none", "state", "state_and_gradients")
     if device_is_short:
         if memory.remat in ("none", "attention") and memory.offload_activations != "residual_and_attention":
             changes.append({"remat": "auto"})
@@ -116,7 +116,7 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
             changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) + 1]})
     else:
         if memory.offload_activations != "none":
-            below = "residual" if memory.offload_activations == "residual_and_attention" else activations[0]
+            below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
             changes.append({"offload_activations": below})
         if memory.offload_optimizer != "none":
             changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
@@ -125,7 +125,7 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
     if device_is_short and tile > 1024:
         ways.append(f"memory.mlp_tile_tokens={tile // 4}")
-    if program.model.num_heads % (2 * seq) == 0:
+    if program.model.num_heads % (2 * seq) == 0 and settings.data.longest_row % (2 * seq) == 0:
         ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
 
@@ -278,12 +278,11 @@ def _is_gpu(program: step.Program) -> bool:
 
 def offloaded_bytes(program: step.Program) -> int:
     """What of a device's arrays waits in host memory, at least: layers' inputs, what attention gave, weights and averages."""
-    model, how, rows = program.model, program.how, step.shapes(program)[1].tokens_BL
-    tokens = math.prod(rows.sharding.shard_shape(rows.shape)[1:])
+    model, how = program.model, program.how
     per_token = 0 if how.offload_activations == "none" else model.hidden_size * program.dtype.itemsize
     if how.offloads_attention:
         per_token += model.num_heads * (model.head_dim * program.dtype.itemsize + 4)
-    return model.num_layers * tokens * per_token + (sum(_offloaded_state(program)) if program.offloads else 0)
+    return model.num_layers * program.tokens * per_token + (sum(_offloaded_state(program)) if program.offloads else 0)
 
 
 def _offloaded_state(program: step.Program) -> tuple[int, int]:

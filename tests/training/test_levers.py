@@ -372,6 +372,11 @@ def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     assert not any(way.startswith("mesh.seq") for way in levers._ways_out(odd, device_is_short=True))
 
 
+def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
+    odd = program({}, row_tokens=12)  # for 4 devices, not for 8
+    assert not any(way.startswith("mesh.seq") for way in levers._ways_out(odd, device_is_short=True))
+
+
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():
     asked = batches.settings(memory={"offload_activations": "residual_and_attention"})
     asked = asked.model_copy(update={"attention": config.Attention(kernel="reference")})
