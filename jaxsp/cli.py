@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from jaxsp.core import config, errors, processes
 
 DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done, an error of jaxsp or of the run, the user's mistake, Ctrl-C."""
+"""Exit codes: done, an error of jaxsp or of the run, the user's mistake, Ctrl-C. A run that hangs ends with processes.AGAIN."""
 
 
 def parser(verb: str, about: str, *, fields: bool = False, several: bool = False) -> argparse.ArgumentParser:
@@ -62,10 +62,15 @@ def run(main: Callable[[list[str]], None]) -> None:
         code, words = INTERRUPTED, str(error) or "interrupted"
     except Exception:  # whatever else it is, it is ours: say everything
         code, words = OURS, traceback.format_exc().rstrip()
+        if (first := processes.failed_before()) is not None:
+            # what was sent to that one came to nothing: a consequence, which would hide the cause
+            code, words = first[1], f"ends because process {first[0]} has failed, with exit code {first[1]}"
     here = processes.here()
     if words:
         print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr)
     if code != DONE and here.num_processes > 1:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         processes.fail(code)
     sys.exit(code)
 

@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
     )
     program = asked.program
     if found is not None:
-        master = checkpoint.restore_weights(found, step.weight_shapes(program))
+        master = checkpoint.restore_weights(found, step.weight_shapes(program), table=program.table)
     else:
         assert asked.folder is not None, "what is no checkpoint is a source"
         master = sharding.load(

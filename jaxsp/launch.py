@@ -1,10 +1,15 @@
-"""python -m jaxsp.launch [--processes N] CONFIG.yaml [key.path=value ...]: trains with one process per GPU of this node."""
+"""python -m jaxsp.launch [--processes N] CONFIG.yaml [key.path=value ...]: trains with one process per GPU of this node.
+
+A job that hangs is started again. SIGTERM and SIGINT are passed on once, and the processes stop as they see fit; a second one
+kills them.
+"""
 
 import argparse
 import ctypes
 import functools
 import math
 import os
+import pathlib
 import queue
 import signal
 import socket
@@ -24,8 +29,11 @@ so long to say the same and end by themselves."""
 
 _POLL_S = 0.1
 _PR_SET_PDEATHSIG = 1
-_MISSED = "from coordination service"
-"""In the first line of what JAX says before it aborts a process because another is gone."""
+_MISSED = ("from coordination service", "detected fatal errors")
+"""In what JAX says before it aborts a process because another is gone; one of them is in the first line."""
+
+_ONE_S = 1.0
+"""Signals so close together are one: srun sends it to a launcher and to its processes."""
 
 
 def main(arguments: list[str]) -> None:
@@ -40,9 +48,42 @@ def main(arguments: list[str]) -> None:
     several.add_argument("--nodes", metavar="NODES", type=int, default=1)
     several.add_argument("--node", metavar="I", type=int, default=0, help="which of them this is, from 0")
     several.add_argument("--coordinator", metavar="HOST:PORT", help="node 0 and a free port there")
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=3,
+        help="starts a job that hangs, or has lost a node, again up to so many times without a new checkpoint; default: 3",
+    )
     given = parser.parse_intermixed_args(arguments)
-    config.load(given.config, given.changes)  # a mistake there is said once
-    run([sys.executable, "-m", "jaxsp.train", given.config, *given.changes], _job(given))
+    settings = config.load(given.config, given.changes)  # a mistake there is said once
+    with _Orders() as orders:
+        _train(given, settings.run, orders)
+
+
+def _train(given: argparse.Namespace, settings: config.Run, orders: "_Orders") -> None:
+    """Trains, and starts again what hangs. Raises: SystemExit, where it fails otherwise, or hangs again and again."""
+    command = [sys.executable, "-m", "jaxsp.train", given.config, *given.changes]
+    left, reached = given.restarts, _newest_step(settings)
+    # a new port each time, where there is but one node
+    while run(command, _job(given), orders):
+        newest = _newest_step(settings)
+        if newest > reached:
+            left, reached = given.restarts, newest
+        if not left:
+            print(f"not started again: {given.restarts} restarts in a row brought no new checkpoint", file=sys.stderr)
+            sys.exit(processes.AGAIN)
+        left -= 1
+        where = f"from the checkpoint of step {newest}" if newest else "from the beginning"
+        print(f"all processes start again, {where}", file=sys.stderr, flush=True)
+        if newest or settings.resume == "never":
+            command = [*command[:4], *given.changes, "run.resume=auto"]
+
+
+def _newest_step(settings: config.Run) -> int:
+    """Of the checkpoints in the run's directory; 0 where there is none."""
+    found = pathlib.Path(settings.directory, "checkpoints").glob("*")  # importing training/checkpoint.py would begin threads
+    return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 
 def _job(given: argparse.Namespace) -> list[processes.Process]:
@@ -87,10 +128,48 @@ def _free_port() -> int:
         return taken.getsockname()[1]
 
 
-def run(command: Sequence[str], job: Sequence[processes.Process]) -> None:
-    """Runs a command in each process of this node until all are done, or one has failed. Raises: SystemExit, then."""
+class _Orders:
+    """SIGTERM and SIGINT, from when it is entered until it is left: the first is passed on to the processes."""
+
+    def __init__(self) -> None:
+        self.children: dict[int, subprocess.Popen] = {}
+        self.first: int | None = None
+        self.second: int | None = None
+        self._at = 0.0
+
+    def __enter__(self) -> "_Orders":
+        both = (signal.SIGTERM, signal.SIGINT)
+        # as nohup's commands are deaf to Ctrl-C, so they stay
+        heard = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._hear) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, _: Any) -> None:
+        if self.first is None:
+            self.first, self._at = number, time.monotonic()
+            _signal(self.children, signal.Signals(number))
+        elif time.monotonic() - self._at > _ONE_S:
+            self.second = number
+
+    def code(self, child: subprocess.Popen) -> int | None:
+        """The exit code of a process; where the first signal itself ended it, it was not ready yet, and had begun nothing."""
+        code = child.poll()
+        return cli.DONE if self.first is not None and code == -self.first else code
+
+
+def run(command: Sequence[str], job: Sequence[processes.Process], orders: _Orders) -> bool:
+    """Runs a command in each process of this node until all are done, or one has failed.
+
+    Returns: whether to start it again: it hung, or another node was lost.
+    Raises:  SystemExit, where it failed otherwise.
+    """
     die_with_us = functools.partial(_die_with, os.getpid(), ctypes.CDLL(None).prctl)
-    children = {}
+    children = orders.children
+    children.clear()
     for process in job:
         # the terminal is process 0's; what others print there is not for the user
         quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL} if process.index else {}
@@ -98,28 +177,27 @@ def run(command: Sequence[str], job: Sequence[processes.Process]) -> None:
             command, env=os.environ | _variables(process), stderr=subprocess.PIPE, preexec_fn=die_with_us, **quiet
         )
     voices = Voices(children)
-    # what SIGTERM means is theirs to say
-    signal.signal(signal.SIGTERM, lambda *_: _signal(children, signal.SIGTERM))
-    try:
-        failed = _watch(children, voices)
-    except KeyboardInterrupt:  # a terminal sends it to them too
-        if not _ended(children, HOLD_S):
-            _signal(children, signal.SIGINT)
-            _ended(children, HOLD_S)
-        _kill(children)
-        voices.close(failed=None)
-        sys.exit(cli.INTERRUPTED)
-    codes = {child.poll() for child in children.values()}
+    if orders.first is not None:  # while they were being started
+        _signal(children, signal.Signals(orders.first))
+    failed = _watch(children, voices, orders)
+    codes = {orders.code(child) for child in children.values()}
     # without asking: those that are left wait for the one that failed, deep in a collective, and would not hear it
     _kill(children)
     voices.close(failed=failed)
-    if failed is not None:
-        code = children[failed].returncode
-        alike = len(job) > 1 and codes == {code}
-        who = f"all {len(job)} processes here" if alike else f"process {failed} of {job[0].num_processes}"
-        how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-        print(f"{who} failed: {how}{', and the others were ended' if None in codes else ''}", file=sys.stderr)
-        sys.exit(code if code > 0 else 128 - code)
+    if orders.second is not None:
+        print(f"killed by a second {signal.Signals(orders.second).name}", file=sys.stderr)
+        sys.exit(128 + orders.second)
+    if failed is None:
+        return False
+    code = children[failed].returncode
+    alike = len(job) > 1 and codes == {code}
+    who = f"all {len(job)} processes here" if alike else f"process {failed} of {job[0].num_processes}"
+    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    print(f"{who} failed: {how}{', and the others were ended' if None in codes else ''}", file=sys.stderr)
+    lost = code == -signal.SIGABRT and failed in voices.missed
+    if orders.first is None and (processes.AGAIN in codes or lost):
+        return True
+    sys.exit(code if code > 0 else 128 - code)
 
 
 def _variables(process: processes.Process) -> dict[str, str]:
@@ -142,10 +220,12 @@ def _die_with(launcher: int, prctl: Any) -> None:
         os._exit(cli.OURS)
 
 
-def _watch(children: dict[int, subprocess.Popen], voices: "Voices") -> int | None:
-    """The process that failed, or None when all are done."""
+def _watch(children: dict[int, subprocess.Popen], voices: "Voices", orders: _Orders) -> int | None:
+    """The process that failed, or None when all are done, or are to be killed."""
     while True:
-        codes = {index: child.poll() for index, child in children.items()}
+        if orders.second is not None:
+            return None
+        codes = {index: orders.code(child) for index, child in children.items()}
         if any(codes.values()):
             break
         if None not in codes.values():
@@ -155,7 +235,7 @@ def _watch(children: dict[int, subprocess.Popen], voices: "Voices") -> int | Non
     _ended(children, HOLD_S)
     failed = [index for index, code in codes.items() if code]
     # JAX aborts a process when another one is gone, and sometimes both are found at once
-    failed += [index for index, child in children.items() if child.returncode and index not in failed]
+    failed += [index for index, child in children.items() if orders.code(child) and index not in failed]
     return next((index for index in failed if children[index].returncode != -signal.SIGABRT), failed[0])
 
 
@@ -191,6 +271,8 @@ class Voices:
         self._first: dict[str, int] = {}
         """Who said a line first."""
         self._held: list[tuple[float, int, str]] = []
+        self.missed = set[int]()
+        """Which processes said that JAX ends them because another is gone."""
         self._readers = [
             threading.Thread(target=self._read, args=(index, child.stderr.fileno()), daemon=True)
             for index, child in children.items()
@@ -216,7 +298,7 @@ class Voices:
         self.say(older_than=math.inf)
         heard, self._held, missed = self._held, [], set[int]()
         for line in heard:
-            if failed not in (None, line[1]) and _MISSED in line[2]:
+            if failed not in (None, line[1]) and _is_missed(line[2]):
                 missed.add(line[1])
             if line[1] not in missed:
                 self._held.append(line)
@@ -236,10 +318,16 @@ class Voices:
         for line in lines:
             # of a progress bar, how it ended
             text = line.rpartition(b"\r")[2].decode(errors="replace").removeprefix(processes.prefix(index))
+            if _is_missed(text):
+                self.missed.add(index)
             if index == 0:
                 self._first[text] = 0
             else:
                 self._lines.put((time.monotonic(), index, text))
+
+
+def _is_missed(line: str) -> bool:
+    return any(words in line for words in _MISSED)
 
 
 if __name__ == "__main__":

@@ -39,16 +39,21 @@ class Asked:
     evals: tuple[dataset.DataSet, ...]
 
 
-def training(settings: config.Config, *, devices: list[jax.Device]) -> tuple[Program, Material]:
+def training(
+    settings: config.Config, *, devices: list[jax.Device], damaged: Sequence[pathlib.Path] = ()
+) -> tuple[Program, Material]:
     """Program and material of a run; nothing is written but caches.
 
-    Raises: UserError with all problems at once; those of the data's contents only when the rest is right.
+    Args:   damaged: checkpoints not to go on from.
+    Raises: Damaged for the checkpoint to go on from; else UserError with all problems at once, those of the data's contents
+            only when the rest is right.
     """
     problems = cli.Problems()
     found = meta = fields = kept = None
     with problems.collect():
-        found = resume.checkpoint_of(settings.run)
-        meta = None if found is None else checkpoint.read_meta(found)
+        found = resume.checkpoint_of(settings.run, without=damaged)
+    if found is not None:
+        meta = checkpoint.together(found, functools.partial(checkpoint.read_meta, found))
     if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):
         # what the run keeps of its model is enough: where it came from may be gone, or out of reach
         kept = resume.kept_model(found)

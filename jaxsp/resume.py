@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +13,34 @@ from jaxsp.data import dataset
 from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
 from jaxsp.training import checkpoint
+from jaxsp.training import directory as lock
 from jaxsp.training.material import Start
 
 _MAKES_TOKENS = ("data.train", "data.chat_template", "model.tokenizer", "model.source")
 """Fields, or how they begin, that make other tokens."""
 
+_ALTER_NOTHING = (
+    *(
+        "mesh.",
+        "logging.",
+        "checkpoint.",
+        "memory.",
+        "batch.rows_at_once",
+        "data.eval",
+        "data.workers",
+        "attention.head_chunks",
+    ),
+    *("run.log_every", "run.save_every", "run.eval_every", "run.grace_s", "run.stop_after", "run.step_timeout"),
+    "run.deterministic",
+)
+"""Fields, or how they begin, that alter neither rows nor weights, but for rounding; `memory.grad_reduce_dtype` does."""
 
-def checkpoint_of(run: config.Run) -> pathlib.Path | None:
-    """The checkpoint that a run goes on from. Raises: UserError where there has to be one, or run.directory cannot be used."""
+
+def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """The checkpoint that a run goes on from; not one of `without`, which are damaged.
+
+    Raises: UserError where there has to be one, or run.directory cannot be used.
+    """
     directory = pathlib.Path(run.directory)
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     asked = f"run.directory = {run.directory}"
@@ -28,11 +48,17 @@ def checkpoint_of(run: config.Run) -> pathlib.Path | None:
         raise errors.UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
     if not os.access(there, os.W_OK | os.X_OK):
         raise errors.UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
-    has_files = directory.is_dir() and any(directory.iterdir())
+    has_files = directory.is_dir() and any(path.name not in lock.NOT_A_RUN for path in directory.iterdir())
     if run.resume == "auto":
         if has_files and not (directory / "config.yaml").is_file():
             raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
-        return checkpoint.newest(directory)
+        found = checkpoint.newest(directory, without=without)
+        if found is None and (aside := directory / checkpoint.DAMAGED).is_dir():
+            raise errors.UserError(
+                f"{asked}: none of its checkpoints is whole; the damaged ones lie in {aside}. Put a copy of one into "
+                f"{directory / checkpoint.CHECKPOINTS}, or begin anew in another folder: run.directory={run.directory}-2."
+            )
+        return found
     # process 0 may have begun to write by the time that another looks
     if has_files and jax.process_index() == 0:
         raise errors.UserError(
@@ -40,13 +66,28 @@ def checkpoint_of(run: config.Run) -> pathlib.Path | None:
         )
     if run.resume == "never":
         return None
-    found = checkpoint.newest(run.resume)
+    found = checkpoint.newest(run.resume, without=without)
     if found is None:
         raise errors.UserError(
             f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
             "auto or never."
         )
     return found
+
+
+def retreat(run: config.Run, damage: checkpoint.Damaged) -> str:
+    """Lets a run go on without a checkpoint that is damaged, and says what becomes of that, for people.
+
+    One of the run itself is moved, which process 0 does for all; another run's stays where it is.
+
+    Raises: Damaged again, where the run was told to go on from that very one.
+    """
+    said = f"{damage.path} IS DAMAGED: {damage.reason}."
+    if run.resume == "auto":
+        return f"{said} It is set aside, in {checkpoint.set_aside(damage.path)}; the run goes on from the one before it."
+    if checkpoint.newest(run.resume) == pathlib.Path(run.resume).resolve():
+        raise damage
+    return f"{said} It is left where it is; the run goes on from the one before it."
 
 
 def kept_model(found: pathlib.Path) -> pathlib.Path | None:
@@ -95,14 +136,18 @@ def start(
 
 
 def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
-    """The fields that are not as they were, with both values."""
+    """The fields that are not as they were, with both values: those that alter training, then the others, as one."""
     before, now = (dict(_values(fields)) for fields in (meta.config, settings.model_dump(mode="json")))
     not_said = ("run.directory", "run.resume", "run.on_data_change")
-    return tuple(
-        f"{field} {_short(before.get(field))} -> {_short(now.get(field))}"
+    words = {
+        field: f"{field} {_short(before.get(field))} -> {_short(now.get(field))}"
         for field in before | now
         if before.get(field) != now.get(field) and field not in not_said
-    )
+    }
+    others = [field for field in words if field.startswith(_ALTER_NOTHING) and field != "memory.grad_reduce_dtype"]
+    altering = tuple(word for field, word in words.items() if field not in others)
+    rest = " and ".join(words[field] for field in others)
+    return (*altering, f"{rest} (which alter{'s' * (len(others) == 1)} nothing that is learned)") if others else altering
 
 
 def _values(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,14 +1,16 @@
 """python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains, and says what it does."""
 
 import os
+import pathlib
+import sys
 
 import jax
 import rich.console
 
-from jaxsp import cli, example, prepare
+from jaxsp import cli, example, prepare, resume
 from jaxsp.core import config, processes
 from jaxsp.core import mesh as meshes
-from jaxsp.training import trainer
+from jaxsp.training import checkpoint, directory, pace, stopping, trainer, watchdog
 
 
 def main(arguments: list[str]) -> None:
@@ -31,10 +33,23 @@ def main(arguments: list[str]) -> None:
         num_processes=process.num_processes,
         num_local=processes.num_local(process, os.environ),
     )
-    processes.start(process)
-    program, material = prepare.training(settings, devices=jax.devices())
-    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-    trainer.train(program, material, console, verbose=given.verbose)
+    now, folder = pace.Pace(), pathlib.Path(settings.run.directory)
+    with stopping.Stopping(settings.run, now) as stop:
+        processes.start(process)
+        console = rich.console.Console(quiet=process.index > 0, markup=False)
+        with directory.hold(folder, asked=given.config), watchdog.Watchdog(settings.run, now, beats=process.index == 0):
+            damaged: list[pathlib.Path] = []
+            while True:
+                try:
+                    program, material = prepare.training(settings, devices=jax.devices(), damaged=damaged)
+                    trainer.train(program, material, console, stop=stop, verbose=given.verbose)
+                    break
+                except checkpoint.Damaged as damage:
+                    words = resume.retreat(settings.run, damage)
+                    damaged.append(damage.path)
+                if process.index == 0:
+                    print(words, file=sys.stderr, flush=True)
+        processes.end()  # while a signal still means that all is well
 
 
 if __name__ == "__main__":

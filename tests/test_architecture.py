@@ -24,8 +24,8 @@ PLACES = {
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
     "hf": "values rotation families names folder tensors weights",
-    "training": "host sharding loss optimizer xla step checkpoint metrics material levers evaluator selfcheck banner "
-    "directory saving log trainer",
+    "training": "host sharding loss optimizer xla pace step digests checkpoint store metrics bad_steps material levers evaluator selfcheck banner "
+    "directory watchdog stopping saving log trainer",
     "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",
 }
@@ -34,8 +34,8 @@ PLACES = {
 DOORS = ("jaxsp/attention/__init__.py",)
 """The only __init__.py with something in it."""
 
-PRIVATE = ("jaxsp.attention.kernels.cudnn",)
-"""The only modules that may know what JAX keeps to itself."""
+PRIVATE = ("jaxsp.attention.kernels.cudnn", "jaxsp.core.processes")
+"""The only modules that may know what JAX keeps to itself: cuDNN's calls, and the keys and values that processes share."""
 
 TOP_LEVEL = ("pyproject.toml", "README.md", "LICENSE", "configs", "scripts", "tests", "jaxsp", ".ci", ".git*")
 

@@ -30,7 +30,10 @@ import sys
 from jaxsp import cli, launch
 from jaxsp.core import processes
 job = [processes.Process(index=i, num_processes=3, coordinator="127.0.0.1:1", local_index=i, num_local=3) for i in range(3)]
-cli.run(lambda _: launch.run([sys.executable, "-c", sys.argv[1]], job))
+def main(_):
+    with launch._Orders() as orders:
+        launch.run([sys.executable, "-c", sys.argv[1]], job, orders)
+cli.run(main)
 """
 """Three processes without JAX, which begin at once."""
 
@@ -301,6 +304,89 @@ time.sleep(100)
     assert not any(alive(pid) for pid in left)
 
 
+def test_a_stop_may_take_its_time_and_is_no_failure(tmp_path):
+    # 0 is asked before it can hear
+    heard = (
+        BEGINNING
+        + f"""
+if rank != "0":
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep({launch.HOLD_S} + 2), Path("{tmp_path}", rank).touch(), sys.exit(0)))
+Path("{tmp_path}", "ready" + rank).touch()
+time.sleep(100)
+"""
+    )
+    launcher = start("-c", PROCESSES, heard)
+    wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    launcher.send_signal(signal.SIGTERM)  # srun's, to all
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0, said
+    assert (tmp_path / "1").exists()
+    assert (tmp_path / "2").exists()
+
+
+def test_a_second_signal_kills(tmp_path):
+    deaf = BEGINNING + f'signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("{tmp_path}", rank).touch(); time.sleep(100)'
+    launcher = start("-c", PROCESSES, deaf)
+    left = three_of(launcher)
+    wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(1.3)
+    launcher.send_signal(signal.SIGTERM)
+    _, said = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert said.splitlines()[-1] == "killed by a second SIGTERM"
+    assert not any(alive(pid) for pid in left)
+
+
+def wait_for(done):
+    deadline = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("program", "again"),
+    [
+        ('sys.exit(75 if rank == "1" else 1)', True),
+        ('say("E0101 Polled an error from coordination service", "F0101 client.h:80] Terminating"); os.abort()', True),
+        ("os.abort()", False),
+        ("sys.exit(1)", False),
+        ("", False),
+    ],
+)
+def test_what_hangs_or_has_lost_a_peer_is_to_be_started_again(program, again):
+    words = PROCESSES.replace("launch.run([", "print(launch.run([").replace("job, orders)", "job, orders))")
+    launcher = start("-c", words, BEGINNING + program)
+    printed, said = launcher.communicate(timeout=60)
+    assert (printed == "True\n") == again, said
+
+
+def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkeypatch, capfd):
+    commands = []
+
+    def run(command, job, orders):
+        commands.append(command)
+        if len(commands) == 3:
+            (tmp_path / "run/checkpoints/7").mkdir(parents=True)
+        return True
+
+    monkeypatch.setattr(launch, "run", run)
+    words = ["--processes", "2", "--restarts", "2", "configs/quickstart.yaml", f"run.directory={tmp_path}/run"]
+    with pytest.raises(SystemExit) as ended:
+        launch.main(words)
+    assert ended.value.code == processes.AGAIN
+    assert len(commands) == 5, "once, twice again, and twice after the new checkpoint"
+    assert ["run.resume=auto" in command for command in commands] == [False, False, False, True, True]
+    said = capfd.readouterr().err.splitlines()
+    assert said[-2:] == [
+        "all processes start again, from the checkpoint of step 7",
+        "not started again: 2 restarts in a row brought no new checkpoint",
+    ]
+
+
 def three_of(launcher):
     """The processes of a launch that has just begun."""
     deadline = time.monotonic() + 20
@@ -331,7 +417,7 @@ def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpu
 
 def test_a_launch_on_each_node_makes_one_job(monkeypatch):
     jobs = []
-    monkeypatch.setattr(launch, "run", lambda _, job: jobs.append(job))
+    monkeypatch.setattr(launch, "run", lambda _, job, orders: jobs.append(job))
     monkeypatch.setattr(processes, "num_gpus", lambda _: 4)
     for node in "01":
         launch.main(["--nodes", "2", "--node", node, "--coordinator", "node-0:29500", "configs/quickstart.yaml"])

@@ -59,6 +59,27 @@ class Run(Group):
     """When a run would go on with other rows than before, because data, row_tokens or seed changed. error: it does not.
     restart: with the first of the new rows. continue: behind as many of them as were consumed of the old, where row_tokens is
     as before."""
+    grace_s: Number = 25
+    """After SIGTERM or SIGINT the step that is running ends and a checkpoint is written, if both are expected to take fewer
+    seconds than this; else the run leaves at once, and says what is lost. SLURM and Kubernetes kill 30 s after the signal
+    unless told otherwise. A second signal leaves in any case, at once."""
+    stop_after: Annotated[float | None, _like(110, gt=0, allow_inf_nan=False)] = None
+    """Minutes from the start of the process until the run stops as after a signal, however long that takes; for queues with a
+    time limit. null: never."""
+    step_timeout: Annotated[float | None, _like(30, gt=0, allow_inf_nan=False)] = None
+    """Minutes without a sign of life of a step, an evaluation's batch or a checkpoint's write that end the run with exit code
+    75, which jaxsp.launch answers by starting again. null: ten times what such steps took, and 10 minutes at least; the first
+    has no limit then."""
+    on_nan: Literal["stop", "skip"] = "stop"
+    """After a step whose loss or gradient norm is not finite. It changed neither weights nor optimizer, and bad_steps.jsonl
+    says which documents it had. stop: a checkpoint is written and the run ends; the same command goes on behind the step.
+    skip: the run goes on at once."""
+    max_bad_steps: NotNegative = 10
+    """Steps that on_nan: skip leaves out, since the process began; after one more the run stops."""
+    deterministic: bool = False
+    """The same numbers bit for bit each time on GPUs too, with the same devices, mesh and versions: cuDNN's attention and XLA
+    choose only kernels that add in a fixed order, some of them slower. On CPUs it is so in any case. Not covered: the order in
+    which NCCL adds over devices, which is NCCL's choice for a number of devices and its version."""
 
     xla_options: Annotated[dict[str, bool | int | float | str], _like("{xla_gpu_memory_limit_slop_factor: 90}")] = {}
     """XLA's options for compiling the step, beside those that the banner names or in their place; they win over XLA_FLAGS.
@@ -287,6 +308,11 @@ class Checkpoint(Group):
 
     keep_latest: Positive = 2
     """The newest checkpoints that are kept; older ones are deleted."""
+    keep_best: NotNegative = 0
+    """Checkpoints with the lowest loss on data.eval that are kept beside the newest. Where it is not 0, there is an evaluation
+    before each checkpoint."""
+    best_by: Annotated[str | None, _like("held out", min_length=1)] = None
+    """keep_best: the data set of data.eval, by its name, whose loss counts; null: the first."""
 
 
 class Logging(Group):

@@ -1,5 +1,6 @@
 """A config's fields as they were given: changed by `key.path=value`, and looked at together before each by itself."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -16,7 +17,7 @@ def change(fields: dict[str, Any], word: str) -> str | None:
     try:
         value = notation.load(text)
     except (yaml.YAMLError, ValueError):
-        return f"{key} = {text}: is not a YAML value. Quote it: '{key}=\"...\"'."
+        return f"{key} = {notation.cut(text)}: is not a YAML value. Quote it: '{key}=\"...\"'."
     place: Any = fields
     for depth, part in enumerate([*groups, name]):
         above = ".".join(groups[:depth])
@@ -45,7 +46,38 @@ def across(fields: dict[str, Any]) -> list[str]:
         *_of_sources(fields),
         *_of_memory(fields.get("memory")),
         *_of_rows(fields.get("data")),
+        *_nul(fields, ""),
+        *_of_best(fields.get("checkpoint"), fields.get("data")),
     ]
+
+
+def _of_best(checkpoint: Any, data: Any) -> list[str]:
+    """What is best is told by an evaluation."""
+    if not isinstance(checkpoint, dict):
+        return []
+    keep_best, best_by = checkpoint.get("keep_best", 0), checkpoint.get("best_by")
+    sets = data.get("eval") if isinstance(data, dict) else None
+    sets = sets if isinstance(sets, list | tuple) else []
+    names = [one.get("name") or one.get("source") for one in sets if isinstance(one, dict)]
+    if best_by is not None and not keep_best:
+        return [f"checkpoint.best_by = {best_by}: none is kept for being best. Set checkpoint.keep_best=1, or best_by=null."]
+    if keep_best and not sets:
+        return [
+            f"checkpoint.keep_best = {keep_best}: what is best is told by an evaluation. Name a data set: "
+            "data.eval='[{source: held-out/*.txt, format: text}]'."
+        ]
+    if best_by is not None and best_by not in names:
+        return [f"checkpoint.best_by = {best_by}: is no data set of data.eval. Use {errors.choices(names)}, or null."]
+    return []
+
+
+def _nul(value: Any, field: str) -> Iterator[str]:
+    """Texts that hold a character which no name of a file may have, and no text needs."""
+    if isinstance(value, dict | list | tuple):
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _nul(one, f"{field}.{name}" if field else str(name))
+    elif isinstance(value, str) and "\0" in value:
+        yield f"{field} = {notation.line(value)}: holds a NUL character. Write it without."
 
 
 def _of_rows(data: Any) -> list[str]:

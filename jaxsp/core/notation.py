@@ -28,7 +28,40 @@ for _side in (_Loader, _Dumper):
 
 def load(text: str) -> Any:
     """What a text says. Raises: yaml.YAMLError, and ValueError for a date that does not exist (2026-13-01)."""
-    return yaml.load(text, _Loader)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _size(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+_MOST_VALUES = 100_000
+"""Of a config, each counted as often as an alias repeats it: 15 lines of `b: [*a, *a, ...]` can stand for 10**14."""
+
+
+def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Values below a node, itself too. Raises: yaml.YAMLError for too many, and for a node inside itself."""
+    if id(node) in known:
+        size = known[id(node)]
+        if size is None:
+            raise yaml.constructor.ConstructorError(None, None, "an alias stands inside what it stands for", node.start_mark)
+        return size
+    known[id(node)], size = None, 1
+    if isinstance(node, yaml.MappingNode):
+        size += sum(_size(key, known) + _size(value, known) for key, value in node.value)
+    elif isinstance(node, yaml.SequenceNode):
+        size += sum(_size(one, known) for one in node.value)
+    if size > _MOST_VALUES:
+        said = f"its aliases make more than {_MOST_VALUES:,} values of it"
+        raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
+    known[id(node)] = size
+    return size
 
 
 def dump(value: Any) -> str:
@@ -44,5 +77,9 @@ def line(value: object) -> str:
         text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
     except yaml.YAMLError:
         text = repr(value)
-    text = " ".join(text.removesuffix("...\n").split())
+    return cut(" ".join(text.removesuffix("...\n").split()))
+
+
+def cut(text: str) -> str:
+    """The beginning of a text that is long."""
     return text if len(text) <= 80 else f"{text[:77]}..."

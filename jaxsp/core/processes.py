@@ -1,30 +1,47 @@
 """The processes of a job: how many there are, which of them this is, and how they begin and end together."""
 
 import dataclasses
+import faulthandler
 import os
 import pathlib
 import re
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxsp.core import errors
 
-JOIN_S = 120
-"""Every process of a job has to be there within so many seconds; jax's default is 300."""
+JOIN_S = 300
+"""Every process of a job has to be there within so many seconds, jax's default: nodes pull their images minutes apart."""
 
-HEARTBEAT_S = 30
-"""A process that was not heard of for so long counts as dead, and JAX ends the others; jax's default is 100."""
+HEARTBEAT_S = 20
+"""A process that was not heard of for so long counts as dead, and JAX ends the others; jax's default is 100. With 20 they are
+gone 17 to 19 s after a process was killed or stopped (jax 0.10.1 and 0.12.0, two processes on one machine), of the 30 that
+a job may take. A thread of C++ sends them: a process that held Python's lock for 25 s with a limit of 10 was not missed."""
 
-SHUTDOWN_S = 30
-"""How long a process that is done waits for the others; jax's default is 300."""
+SHUTDOWN_S = 300
+"""How long a process that is done waits for the others, jax's default: one may be writing still. Nobody waits so long for one
+that has failed, which says so, nor for one that is dead, which is missed."""
 
-LAST_WORDS_S = 1.0
-"""JAX ends all processes as soon as process 0 is gone. When it fails, it stays for so long, so that others that found the
-same mistake end by themselves, with their own words."""
+HEAR_S = 0.5
+"""How often a process asks what the others have told."""
+
+OWN_WORDS_S = 1.0
+"""A process that hears of another's failure has so long to find the same mistake, and to end with its own words."""
+
+LAST_WORDS_S = 3.0
+"""JAX ends all processes as soon as process 0 is gone. It stays for the others to go first, so long at most: twice what they
+take to hear why, and to go."""
+
+AGAIN = 75
+"""Exit code of a process that hung: the same command goes on from its checkpoint (EX_TEMPFAIL of sysexits.h)."""
+
+TESTED = "0.10.1 to 0.12.0"
+"""Versions of JAX whose store of keys and values is known; it has no public name."""
 
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 _WAY_OUT = "Or give --coordinator HOST:PORT --num-processes N --process-id I."
@@ -44,6 +61,11 @@ class Process:
 
 
 _here = Process()
+_store: Any = None
+"""Where processes tell each other something: JAX's, kept by process 0. None before they have met, and after they parted."""
+_talking = threading.Lock()
+_parted = threading.Event()
+_FAILED, _GONE = "failed", "gone"
 
 
 def here() -> Process:
@@ -141,7 +163,7 @@ def start(process: Process, *, seconds: float = JOIN_S) -> None:
 
     Where the others do not come in time, the process ends with exit code 1 and says who waited for whom.
     """
-    global _here
+    global _here, _store
     _here = process
     if process.num_processes == 1:
         return
@@ -174,6 +196,28 @@ def start(process: Process, *, seconds: float = JOIN_S) -> None:
         ) from None
     finally:
         joined.set()
+    _store = _keys_and_values()
+    _parted.clear()
+    threading.Thread(target=_hear, name="hears of processes that fail", daemon=True).start()
+
+
+def tell(name: str, value: str) -> None:
+    """Tells the other processes something; nobody, where there are none, or not yet, or no more. Once for each name."""
+    with _talking:
+        if _store is not None:
+            _store.key_value_set(f"jaxsp/{name}/{_here.index}", value)
+
+
+def told(name: str) -> dict[int, str]:
+    """What processes have told under a name, by their number; they need not be alive any more."""
+    with _talking:
+        found = [] if _store is None else _store.key_value_dir_get(f"jaxsp/{name}/")
+    return {int(key.rpartition("/")[2]): value for key, value in found}
+
+
+def talk() -> bool:
+    """Whether there are other processes to talk to."""
+    return _store is not None
 
 
 def prefix(index: int) -> str:
@@ -181,9 +225,23 @@ def prefix(index: int) -> str:
     return f"process {index}: "
 
 
+def say(words: str) -> None:
+    """Says something on stderr, each line under this process's number; of process 0, as it is."""
+    text = textwrap.indent(words.rstrip(), prefix(_here.index), lambda _: _here.index > 0)
+    os.write(2, f"{text}\n".encode())  # at once, whatever the main thread is in the middle of
+
+
+def say_stacks() -> None:
+    """Says where every thread of this process is."""
+    file = os.memfd_create("stacks")
+    faulthandler.dump_traceback(file, all_threads=True)
+    say(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
+    os.close(file)
+
+
 def end() -> None:
-    """Leaves the job when all is done; waits until all the others are done too, SHUTDOWN_S at most."""
-    if _here.num_processes == 1:
+    """Leaves the job when all is done; waits for the others, SHUTDOWN_S at most. Nothing, where it has left already."""
+    if not _part():
         return
     import jax
 
@@ -191,12 +249,87 @@ def end() -> None:
 
 
 def fail(code: int) -> NoReturn:
-    """Ends one of several processes at once, after its last words. A usual exit would wait for the others, who wait for it."""
-    if _here.index == 0:
-        time.sleep(LAST_WORDS_S)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    """Ends this process at once, after its last words, and all others of the job with the same exit code.
+
+    A usual exit would wait for the others, who wait for it.
+    """
+    leave(code, farewell=_FAILED)
+
+
+def leave(code: int, *, farewell: str = _GONE) -> NoReturn:
+    """Ends this process at once, from any thread; process 0 after the others, LAST_WORDS_S later at most."""
+    goodbye = threading.Thread(target=_say_goodbye, args=(code, farewell), daemon=True)
+    goodbye.start()
+    goodbye.join(LAST_WORDS_S)  # a process 0 that is stopped does not answer
+    if os.isatty(1):
+        os.write(1, b"\x1b[?25h")  # the cursor, which a progress bar hides
     os._exit(code)
+
+
+def _say_goodbye(code: int, farewell: str) -> None:
+    if not talk():
+        return
+    import jax
+
+    try:
+        tell(farewell, str(code))
+        while _here.index == 0 and len(told(_FAILED) | told(_GONE)) < _here.num_processes:
+            time.sleep(HEAR_S / 5)
+    except jax.errors.JaxRuntimeError:
+        pass  # process 0 is gone already, and JAX ends whom it has left
+
+
+def failed_before() -> tuple[int, int] | None:
+    """Which of the other processes has failed already and said why, and its exit code."""
+    if not talk():
+        return None
+    import jax
+
+    try:
+        return min(((index, int(code)) for index, code in told(_FAILED).items() if index != _here.index), default=None)
+    except jax.errors.JaxRuntimeError:
+        return None  # process 0 is gone, without a word
+
+
+def _hear() -> None:
+    """Ends this process when another has failed."""
+    import jax
+
+    while not _parted.wait(HEAR_S):
+        try:
+            failed = told(_FAILED)
+        except jax.errors.JaxRuntimeError:
+            return  # process 0 is gone, and JAX ends this one
+        for index, code in failed.items():
+            if index != _here.index:
+                time.sleep(OWN_WORDS_S)
+                say(f"ends because process {index} has failed, with exit code {code}")
+                if int(code) == AGAIN:  # which of them is stuck?
+                    say_stacks()
+                leave(int(code))
+
+
+def _part() -> bool:
+    """Ends the talk, if there was any."""
+    global _store
+    with _talking:
+        talked, _store = _store is not None, None
+    _parted.set()
+    return talked
+
+
+def _keys_and_values() -> Any:
+    """JAX's own store. Raises: UserError where this JAX has none that we know."""
+    import jax
+    from jax._src import distributed
+
+    client = getattr(getattr(distributed, "global_state", None), "client", None)
+    if not all(hasattr(client, name) for name in ("key_value_set", "key_value_dir_get")):
+        raise errors.UserError(
+            f"jax = {jax.__version__}: keeps what processes tell each other where we do not know it; {TESTED} are known. "
+            "Install one of these, or use one process."
+        )
+    return client
 
 
 def _wait(process: Process, joined: threading.Event, seconds: float) -> None:

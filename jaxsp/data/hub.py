@@ -1,9 +1,10 @@
 """Data sets of `datasets`: folders that it saved, and the hub's, by name. No code of theirs is ever run."""
 
+import json
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
 import huggingface_hub.errors as hub
@@ -47,8 +48,11 @@ def open_saved(path: pathlib.Path, source: config.Source, *, field: str) -> "dat
         if value := getattr(source, name):
             raise errors.UserError(f"{_beside(field, name)} = {value}: only data sets of the hub have one. Leave it out.")
     try:
+        _check_inside(path)
         found = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, errors.UserError):
+            raise
         raise errors.UserError(f"cannot be loaded: {_reason(error)}. Copy or make it again.") from None
     if isinstance(found, datasets.Dataset):
         if source.split and source.split != str(found.split):
@@ -57,6 +61,21 @@ def open_saved(path: pathlib.Path, source: config.Source, *, field: str) -> "dat
             )
         return found
     return _split(found, source, field=field)
+
+
+def _check_inside(path: pathlib.Path) -> None:
+    """Raises: UserError where a saved data set names a file or a split that is not in its folder; `datasets` would follow."""
+    splits = _fields(path / "dataset_dict.json").get("splits", [])
+    names = [*splits]
+    for folder in [path, *(path / str(split) for split in splits)]:
+        names += [file["filename"] for file in _fields(folder / "state.json").get("_data_files", [])]
+    for name in names:
+        if not isinstance(name, str) or pathlib.PurePath(name).name != name:
+            raise errors.UserError(f"cannot be loaded: it names {name}, which is not in its folder. Copy or make it again.")
+
+
+def _fields(path: pathlib.Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def open_named(source: config.Source, *, field: str) -> "datasets.Dataset":

@@ -58,6 +58,18 @@ class Hand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A document, or a part of one, in a step."""
+
+    row: int
+    """By its number in the sequence of rows of this length."""
+    origin: rows.Origin
+    first: int
+    """The first of the document's tokens that are in it."""
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Form:
     """The arrays of steps with rows of one length."""
 
@@ -144,6 +156,20 @@ class Pipeline:
                 )
             )
         return hands
+
+    def row_tokens(self, step: int) -> int:
+        """Length of a step's rows."""
+        return self._forms[self._schedule.stream[step]].row_tokens
+
+    def pieces(self, step: int) -> list[Piece]:
+        """What a step learns from, row by row in the data's order: the same on every mesh."""
+        _, dealt, step_rows = self._rows(step)
+        in_order = sorted((number, row) for number, row in zip(dealt, step_rows, strict=True) if number is not None)
+        return [
+            Piece(row=number, origin=self._documents.origin(document), first=first, num_tokens=num_tokens)
+            for number, row in in_order
+            for document, first, num_tokens in zip(*(x.tolist() for x in (row.document, row.first, row.length)), strict=True)
+        ]
 
     def batches(self) -> Generator[tuple[batch.Batch, Counts]]:
         """The steps in order; the next two are read while one is used.

@@ -64,6 +64,18 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a document is from."""
+
+    source: str
+    """The name of its source."""
+    document: int
+    """Its number among the records of the source, from 0, those that are left out counted."""
+    place: str
+    """File, and line or row."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Chunk:
     """Documents that lie together on disk: document d begins at tokens[starts[d]]."""
 
@@ -101,11 +113,14 @@ class Documents:
         field: str = "data.train",
     ):
         names = [str(number) for number in range(len(tokenized))] if names is None else names
+        self._tokenized = tokenized
         self._chunks: list[_Chunk] = []
+        # of each chunk: the dataset it is of, and which of its records is the chunk's first
+        self._first_record: list[tuple[int, int]] = []
         self.sources: tuple[Source, ...] = ()
         lengths, chunk_of, place_of = [], [], []
-        for name, dataset in zip(names, tokenized, strict=True):
-            chunks, found = _chunks(dataset), []
+        for number, (name, dataset) in enumerate(zip(names, tokenized, strict=True)):
+            chunks, found, record = _chunks(dataset), [], 0
             for chunk, all_lengths in chunks:
                 used = all_lengths if longest is None else _fit(all_lengths, longest, long_documents)
                 places = np.flatnonzero(used)
@@ -114,6 +129,8 @@ class Documents:
                 chunk_of.append(np.full(len(places), len(self._chunks), np.int32))
                 place_of.append(places)
                 self._chunks.append(chunk)
+                self._first_record.append((number, record))
+                record += len(all_lengths)
             if long_documents == "error" and longest is not None:
                 _check_long(dataset, [all_lengths for _, all_lengths in chunks], longest, field)
             self.sources += (_count(name, dataset, found, longest),)
@@ -142,6 +159,13 @@ class Documents:
     def source_of(self, documents: np.ndarray) -> np.ndarray:
         """Which of the sources each of some documents is from."""
         return np.searchsorted(self._ends, documents, side="right")
+
+    def origin(self, document: int) -> Origin:
+        """Where a document is from."""
+        number, first = self._first_record[self._chunk_of[document]]
+        record = first + int(self._place_of[document])
+        place = self._tokenized[number][record]["place"]
+        return Origin(source=self.sources[number].name, document=record, place=place)
 
     def share(self, row: packing.Row, begin: int, end: int) -> Share:
         """The tokens `begin` to `end` of a row.

@@ -64,7 +64,8 @@ def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os
     import transformers
 
     probe = "e\u0301 caf\u00e9\n\t2026 x_1"
-    loaded = transformers.AutoTokenizer.from_pretrained(folder)
+    # else transformers asks on the terminal whether to run what tokenizer_config.json names
+    loaded = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return len(loaded) == len(tokenizer) and loaded(probe)["input_ids"] == tokenizer(probe)["input_ids"]
 
 

@@ -79,7 +79,7 @@ def read_json(path: pathlib.Path, *, asked: str) -> dict[str, Any]:
     """The fields of a JSON file. Raises: UserError where it holds none."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise errors.UserError(f"{asked}: {path} cannot be read as JSON: {error}. Copy or download it again.") from None
     if not isinstance(fields, dict):
         raise errors.UserError(f"{asked}: {path} holds no fields. Copy or download it again.")

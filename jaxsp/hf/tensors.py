@@ -58,7 +58,7 @@ def header(path: pathlib.Path) -> dict[str, Tensor]:
         entries.pop("__metadata__", None)
         found = {name: _tensor(path, entry, begin=8 + length) for name, entry in entries.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadFile("is no safetensors file: its header is damaged") from None
     if size < end:
         raise BadFile(f"is cut short: {size:,} bytes of {end:,}")

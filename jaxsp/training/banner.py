@@ -1,5 +1,6 @@
 """What a run says of itself in plain words, before its first step and after its last."""
 
+import platform
 import time
 from collections.abc import Iterable, Sequence
 
@@ -48,7 +49,10 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
-        ("devices", f"{len(devices)} x {devices[0].device_kind}{several}, jax {jax.__version__}"),
+        (
+            "devices",
+            f"{len(devices)} x {devices[0].device_kind}{several}, jax {jax.__version__}, Python {platform.python_version()}",
+        ),
         (
             "mesh",
             f"{' x '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: {count(groups, 'group')} of {seq}",
@@ -187,11 +191,12 @@ class Progress:
         ends = line.step in (self._first_step + 1, self._num_steps)
         if not self._console.is_terminal and (ends or time.perf_counter() - self._printed > self.SECONDS_BETWEEN_LINES):
             self._printed = time.perf_counter()
-            self._console.print(f"step {line.step}/{self._num_steps}  loss {loss_now}  {speed} tokens/s", highlight=False)
+            self.say(f"step {line.step}/{self._num_steps}  loss {loss_now}  {speed} tokens/s")
 
     def say(self, words: str) -> None:
-        """Prints a line, above the bar where there is one."""
-        self._console.print(words, highlight=False, soft_wrap=True)
+        """Prints a line, above the bar where there is one; where that goes to a disk that is full, the line is lost."""
+        with metrics.though_full():
+            self._console.print(words, highlight=False, soft_wrap=True)
 
 
 def result(result: evaluator.Result) -> str:

@@ -1,24 +1,33 @@
-"""Weights and optimizer state on disk: orbax, atomic, written while training goes on, readable on any mesh."""
+"""Weights and optimizer state read from disk, onto any mesh; what is damaged is noticed."""
 
+import contextlib
 import dataclasses
+import functools
+import hashlib
 import json
+import logging
 import pathlib
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
+from etils import epath
+from jax.experimental import multihost_utils
 
 from jaxsp.core import errors
 from jaxsp.model import layers
-from jaxsp.training import host, sharding, step
+from jaxsp.training import digests, sharding, step
 
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's directory that they are in."""
+CHECKPOINTS, DAMAGED = "checkpoints", "damaged"
+"""The folders of a run's directory that they are in, and that those are moved to which cannot be used."""
 
 MASTER, OPT, META = "master", "opt", "meta"
 """A checkpoint's items; a run without optimizer state (sgd) has no second."""
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,63 +44,51 @@ class Meta:
     rows: dict[str, int]
     """Rows consumed, by their length: with `data`, the whole state of the data."""
     num_tokens_total: int
+    loss: float | None = None
+    """On the data set of checkpoint.best_by; None where nobody asked for it, or it is not finite."""
+    leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Digest, dtype and logical shape of each array, by its path."""
 
 
-class Store:
-    """The checkpoints of a run, `directory/STEP`; written whole or not at all, the newest `keep` of them kept.
+class Damaged(errors.UserError):
+    """A checkpoint that is not what was written."""
 
-    With several processes all of them make one and save together.
+    def __init__(self, path: pathlib.Path, reason: str):
+        self.path, self.reason = path, reason
+        older = before(path)
+        way_out = f"Name the one before it: {older}." if older else "Name another checkpoint."
+        super().__init__(f"{path}: the checkpoint is damaged: {reason}. {way_out}")
+
+
+def steps(folder: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
+    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+    return sorted(int(name) for name in names if name == str(int(name)))
+
+
+def newest(name: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """The newest checkpoint of a run's directory, or the checkpoint that is named; None where there is none.
+
+    Args: without: checkpoints that do not count.
     """
-
-    def __init__(self, directory: pathlib.Path, *, keep: int):
-        options = ocp.CheckpointManagerOptions(
-            cleanup_tmp_directories=True, preservation_policy=checkpoint_managers.LatestN(keep)
-        )
-        handlers = {MASTER: ocp.StandardCheckpointHandler(), OPT: ocp.StandardCheckpointHandler()}
-        self._manager = ocp.CheckpointManager(
-            directory.absolute(), options=options, item_handlers=handlers | {META: ocp.JsonCheckpointHandler()}
-        )
-
-    def __enter__(self) -> "Store":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # after a failure, the other processes would not come to the barriers on the way out
-        if kind is None or jax.process_count() == 1:
-            self._manager.close()
-
-    def save(self, state: step.State, meta: Meta) -> None:
-        """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
-
-        An error of the write before is raised here.
-        """
-        self._manager.wait_until_finished()
-        items: dict[str, Any] = {MASTER: ocp.args.StandardSave(state.master)}
-        if jax.tree.leaves(state.opt):
-            items[OPT] = ocp.args.StandardSave(state.opt)
-        items[META] = ocp.args.JsonSave(dataclasses.asdict(meta))
-        saved = self._manager.save(meta.step, args=ocp.args.Composite(**items))
-        assert saved, f"step {meta.step} is there already"
-        if any(leaf.sharding.memory_kind == host.KIND for leaf in jax.tree.leaves((state.master, state.opt))):
-            # orbax writes these out of their own memory, which the next step takes for the new state
-            self._manager.wait_until_finished()
-
-    def finish(self) -> None:
-        """Waits for the write that is under way. An error of it is raised here."""
-        self._manager.wait_until_finished()
-
-
-def newest(name: str | pathlib.Path) -> pathlib.Path | None:
-    """The newest checkpoint of a run's directory, or the checkpoint that is named; None where there is none."""
     directory = pathlib.Path(name).resolve()
-    if (directory / MASTER).is_dir():
-        return directory
+    if directory.name.isdecimal() and ((directory / META).is_dir() or directory.parent.name == CHECKPOINTS):
+        return directory if directory.is_dir() and directory not in without else None
+    if (directory / META).is_dir() and (directory / MASTER).is_dir():
+        return directory if directory not in without else None
     for folder in (directory / CHECKPOINTS, directory):
-        # one that was not finished has a longer name
-        steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit() and (path / MASTER).is_dir()]
-        if steps:
-            return folder / str(max(steps))
+        found = [folder / str(number) for number in steps(folder)]
+        if left := [path for path in found if path not in without]:
+            return left[-1]
     return None
+
+
+def before(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """The checkpoint of the same run before this one."""
+    if not checkpoint.name.isdecimal():
+        return None
+    older = [number for number in steps(checkpoint.parent) if number < int(checkpoint.name)]
+    return checkpoint.parent / str(older[-1]) if older else None
 
 
 def run_of(checkpoint: pathlib.Path) -> pathlib.Path | None:
@@ -99,57 +96,163 @@ def run_of(checkpoint: pathlib.Path) -> pathlib.Path | None:
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
 
 
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+    """Moves a damaged checkpoint of a run out of the way, and returns where it is now. Process 0 does it for all."""
+    aside = checkpoint.parent.parent / DAMAGED
+    taken = {path.name for path in aside.glob("*")}
+    name = next(
+        name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
+    )
+    together(checkpoint, lambda: None)  # nobody reads it any more
+    if jax.process_index() == 0:
+        aside.mkdir(exist_ok=True)
+        checkpoint.rename(aside / name)
+    together(checkpoint, lambda: None)
+    return aside / name
+
+
+def to_json(meta: Meta) -> str:
+    """The text of a checkpoint's JSON item, with a digest of all that it says."""
+    fields = dataclasses.asdict(meta)
+    return json.dumps({"digest": _digest(fields), **fields}, allow_nan=False)
+
+
 def read_meta(checkpoint: pathlib.Path) -> Meta:
-    """The JSON item of a checkpoint. Raises: UserError where it cannot be read."""
+    """The JSON item of a checkpoint. Raises: Damaged where it is not what was written."""
+    path = checkpoint / META / "metadata"
     try:
         # not through orbax, which would make JAX count its devices before the config says how many there are
-        fields = json.loads((checkpoint / META / "metadata").read_text(encoding="utf-8"))
-        if isinstance(fields.get("rows"), int):
-            raise ValueError("it is of an earlier version, which counted rows otherwise")
-        return Meta(**fields)
-    except (ValueError, OSError, TypeError) as error:
-        raise _broken(checkpoint, error) from error
+        fields = json.loads(path.read_bytes())
+        digest = fields.pop("digest", None)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(checkpoint, f"{META}/metadata is missing") from None
+    except (ValueError, AttributeError) as error:
+        raise Damaged(checkpoint, f"{META}/metadata is no JSON: {line(error)}") from None
+    if digest is None and "num_tokens_total" in fields:
+        raise errors.UserError(
+            f"{checkpoint}: cannot be read: it is of an earlier version, which kept no digests. Go on with the version that "
+            "wrote it, or export its weights with that and begin from them: model.source=FOLDER."
+        )
+    if digest != _digest(fields):
+        raise Damaged(checkpoint, f"{META}/metadata says other things than were written")
+    return Meta(**fields)
 
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
-    """Whole master weights in host memory, float32, without the zeros they were stored with. Raises: UserError."""
+    """Whole master weights in host memory, float32, without the zeros they were stored with. Raises: Damaged."""
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read(checkpoint, MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
-    return jax.tree.map(sharding.cut, table, stored)
+    whole = jax.tree.map(sharding.cut, table, stored)
+    found = {name: digests.on_host(array) for name, array in digests.by_name({MASTER: whole}).items()}
+    _check(checkpoint, found, digests.by_name({MASTER: whole}))
+    return whole
 
 
-def restore_weights(checkpoint: pathlib.Path, like: layers.Weights) -> layers.Weights:
-    """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: UserError."""
-    return _restore(checkpoint, MASTER, like)
+def restore_weights(checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights) -> layers.Weights:
+    """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: Damaged."""
+    return _restore(checkpoint, {MASTER: like}, table)[MASTER]
 
 
-def restore(checkpoint: pathlib.Path, like: step.State, *, num_steps: int) -> step.State:
-    """The whole state, laid out like these shapes, after `num_steps` steps. Raises: UserError."""
-    opt = _restore(checkpoint, OPT, like.opt) if jax.tree.leaves(like.opt) else like.opt
+def restore(checkpoint: pathlib.Path, like: step.State, *, table: layers.Weights, num_steps: int) -> step.State:
+    """The whole state, laid out like these shapes, after `num_steps` steps. Raises: Damaged, in all processes."""
+    items = {MASTER: like.master} | ({OPT: like.opt} if jax.tree.leaves(like.opt) else {})
+    found = _restore(checkpoint, items, table)
     return step.State(
-        master=restore_weights(checkpoint, like.master),
-        opt=opt,
+        master=found[MASTER],
+        opt=found.get(OPT, like.opt),
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
 
 
-def _restore(checkpoint: pathlib.Path, item: str, like: Any) -> Any:
-    # not strict: the zeros that fill up a dim that does not divide are more or fewer on another mesh
-    places = jax.tree.map(
-        lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False), like
-    )
-    return _read(checkpoint, item, ocp.args.PyTreeRestore(item=like, restore_args=places))
+def together(checkpoint: pathlib.Path, do: Callable[[], _T]) -> _T:
+    """What a function returns. Raises: Damaged in all processes where it does in one of them."""
+    result, damage = None, None
+    try:
+        result = do()
+    except Damaged as error:
+        damage = error
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(damage is not None)))
+        if failed.size and damage is None:
+            damage = Damaged(checkpoint, f"process {failed[0]} cannot read it")
+    if damage is not None:
+        raise damage
+    return result  # type: ignore[return-value]  # it was set, or there is damage
+
+
+def _restore(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights) -> dict[str, Any]:
+    """Items that are laid out like these, and that are what was written."""
+
+    def read() -> dict[str, Any]:
+        # not strict: the zeros that fill up a dim that does not divide are more or fewer on another mesh
+        place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False)
+        to = {item: ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(place, like)) for item, like in items.items()}
+        return {item: _read(checkpoint, item, args) for item, args in to.items()}
+
+    found = together(checkpoint, read)
+    whole = digests.logical(table, found[MASTER], found.get(OPT, jax.tree.map(lambda _: (), table)))
+    expected = digests.by_name({item: whole[item] for item in items})
+    # all processes have read their parts: the sums travel between them
+    sums = digests.on_devices(digests.by_name(found), {name: like.shape for name, like in expected.items()})
+    together(checkpoint, lambda: _check(checkpoint, sums, expected))
+    return found
+
+
+def _check(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
+    """Raises: Damaged where arrays are not those that the JSON item has the digests of."""
+    written = read_meta(checkpoint).leaves
+    for name, array in arrays.items():
+        if name not in written:
+            raise Damaged(checkpoint, f"{name} was not written")
+        one = written[name]
+        if (one["dtype"], tuple(one["shape"])) != (str(array.dtype), array.shape):
+            raise Damaged(
+                checkpoint, f"{name} was written as {one['dtype']}{one['shape']}, not {array.dtype}{list(array.shape)}"
+            )
+    if wrong := [name for name, digest in found.items() if digest != written[name]["digest"]]:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        one, was = written[wrong[0]]["digest"], found[wrong[0]]
+        raise Damaged(checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})")
 
 
 def _read(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
+    """An item as it lies there. The handler alone waits for no other process."""
+    if not (checkpoint / item).is_dir():
+        raise Damaged(checkpoint, f"{item} is missing")
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore(checkpoint / item, args=args)
-    except (ValueError, OSError, KeyError) as error:  # what orbax raises for files that are missing or cut short
-        raise _broken(checkpoint, error) from error
+        hush()
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return handler.restore(epath.Path(checkpoint / item), args=args)
+    except (PermissionError, MemoryError, jax.errors.JaxRuntimeError):  # of this machine, not of the files
+        raise
+    except Exception as error:  # whatever a flipped bit makes of a file's structure
+        raise Damaged(checkpoint, f"{item}: {line(error)}") from error
 
 
-def _broken(checkpoint: pathlib.Path, error: Exception) -> errors.UserError:
-    reason = str(error).split(" [")[0].splitlines()[0]
-    older = f" Remove {checkpoint} to use the one before it." if checkpoint.name.isdigit() else ""
-    return errors.UserError(f"{checkpoint}: the checkpoint cannot be read: {reason}.{older}")
+@functools.cache
+def hush() -> None:
+    """From now on, what orbax raises is not printed too: tracebacks of its threads, and of reads that nobody waits for.
+
+    When one of many reads fails, it closes the event loop that the others report to: hundreds of lines. All else is printed
+    as ever.
+    """
+    hook = sys.unraisablehook
+
+    def without_loops(error: "sys.UnraisableHookArgs") -> None:
+        code = getattr(error.object, "cr_code", None)
+        if str(error.exc_value) != "Event loop is closed" and (code is None or "orbax" not in code.co_filename):
+            hook(error)
+
+    sys.unraisablehook = without_loops
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
+    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def line(error: BaseException) -> str:
+    """The first line of an error of orbax, without the places in its source."""
+    lines = str(error).split(" [")[0].splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
@@ -59,17 +59,26 @@ class Evaluator:
     def _totals(self) -> jax.stages.Compiled:
         return step.compile_totals(self._program)
 
-    def run(self, master: layers.Weights, *, num_steps: int) -> Iterator[Result]:
+    def compile(self) -> None:
+        """Compiles now what would be compiled when it is asked first."""
+        _ = self._totals
+
+    def run(self, master: layers.Weights, *, num_steps: int, alive: Callable[[], None] = lambda: None) -> Iterator[Result]:
         """Results of these weights, one data set after another.
 
-        Args: num_steps: what the weights were trained for.
+        Args:
+            num_steps: what the weights were trained for.
+            alive: is called after each batch.
         """
         for data in self._sets:
             totals = self._totals
             began = time.perf_counter()
             settings = self._program.config
             feed = data.feed(settings, self._program.mesh, data.schedule(settings, epochs=1))
-            parts = list(_fetched(totals(master, rows) for rows, _ in feed.batches()))
+            parts = []
+            for part in _fetched(totals(master, rows) for rows, _ in feed.batches()):
+                parts.append(part)
+                alive()
             sums = {name: sum(float(getattr(part, name)) for part in parts) for name in ("loss", "num_correct")}
             counts = {
                 name: sum(int(getattr(part, name)) for part in parts) for name in ("num_rows", "num_tokens", "num_loss_tokens")

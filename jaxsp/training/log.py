@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxsp.data import pipeline
-from jaxsp.training import banner, checkpoint, evaluator, metrics, step
+from jaxsp.training import bad_steps, banner, checkpoint, evaluator, metrics, pace, step
 from jaxsp.training.material import Material
 from jaxsp.training.step import Program
 
@@ -26,15 +26,20 @@ class Running:
 class Log:
     """Turns finished steps into lines of metrics.jsonl and into progress."""
 
-    def __init__(self, program: Program, material: Material, writer: metrics.Writer, progress: banner.Progress):
+    def __init__(
+        self, program: Program, material: Material, writer: metrics.Writer, progress: banner.Progress, pace: pace.Pace
+    ):
+        self._pace = pace
         self._program, self._material, self._writer, self._progress = program, material, writer, progress
         self._began = self._ended = time.perf_counter()
         self._running: Running | None = None
         self._num_steps, self._num_tokens = material.start.step, material.start.num_tokens
         self._source_names = [source.name for source in material.train.documents.sources]
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        self.broken: int | None = None
-        """The first step that was not finite."""
+        run = program.config.run
+        self.bad = bad_steps.BadSteps(run, writer)
+        self.save_s: float | None = None
+        """Seconds that checkpoints kept steps from beginning since the line before."""
         self.first: metrics.Line
         self.last: metrics.Line
 
@@ -44,8 +49,9 @@ class Log:
         return self._num_steps + (self._running is not None)
 
     @property
-    def finite(self) -> bool:
-        return self.broken is None
+    def goes_on(self) -> bool:
+        """Whether no step has ended the run because its numbers are not finite."""
+        return not self.bad.end_the_run
 
     @property
     def seconds(self) -> float:
@@ -56,6 +62,7 @@ class Log:
         """Notes the step that was sent to the devices."""
         assert self._running is None, "one at a time"
         self._running = running
+        self._pace.sent(self.num_sent, running.counts.row_tokens)
 
     def catch_up(self) -> None:
         """Waits for the step that is running, if there is one, and records it."""
@@ -66,23 +73,28 @@ class Log:
         now = time.perf_counter()
         step_s, self._ended = now - self._ended, now
         self._num_steps += 1
+        self._pace.ended(self._num_steps, step_s)
         self._num_tokens += int(numbers.num_tokens)
-        if not numbers.finite and self.broken is None:
-            self.broken = self._num_steps
+        if not numbers.finite:
+            settings, material = self._program.config, self._material
+            feed = material.train.feed(settings, self._program.mesh, material.schedule)
+            self.bad.add(self._num_steps, numbers, feed, self._num_steps - material.start.step - 1)
         self.last = self._line(running, numbers, step_s)
         if self._num_steps == self._material.start.step + 1:
             self.first = self.last
         if self.last.loss is not None:
             self.recent_losses.append(self.last.loss)
         due = evaluator.due(self._program.config.run.log_every, self._num_steps)
-        if due or not self.finite or self._num_steps == self._program.num_steps:
+        if due or not numbers.finite or self._num_steps == self._program.num_steps:
             self._writer.write(self.last)
+            self.save_s = None
         self._progress.show(self.last)
 
     def go_on(self) -> None:
         """Leaves out of the next step's time what was done while no step was running."""
         if self._running is None:
             self._ended = time.perf_counter()
+            self._pace.waits(self._num_steps)
 
     def meta(self) -> checkpoint.Meta:
         """What a checkpoint made now says of itself; all steps have to be recorded."""
@@ -122,6 +134,7 @@ class Log:
             attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=running.data_wait_s,
+            save_s=self.save_s,
             tokens_per_s=num_tokens / step_s,
             tokens_per_s_per_device=num_tokens / step_s / num_devices,
             tflops_per_device=tflops,

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import pathlib
 import time
@@ -17,19 +16,33 @@ from jaxsp.data import account
 from jaxsp.training import banner, checkpoint, directory, evaluator, levers, metrics, selfcheck, step
 from jaxsp.training.log import Log, Running
 from jaxsp.training.material import Material
+from jaxsp.training.pace import Pace
 from jaxsp.training.saving import Saving
 from jaxsp.training.step import Program
+from jaxsp.training.stopping import Stopping
+from jaxsp.training.store import Store
 
 
-def train(program: Program, material: Material, console: rich.console.Console, *, verbose: bool = False) -> None:
+def train(
+    program: Program,
+    material: Material,
+    console: rich.console.Console,
+    *,
+    stop: Stopping | None = None,
+    verbose: bool = False,
+) -> None:
     """Trains from where the material begins to the last step, and writes the run directory.
 
     With several processes, all of them train and save together; process 0 alone writes the rest. A step whose loss or
-    gradients are not finite ends the run: a checkpoint is written, and errors.Stopped raised.
+    gradients are not finite ends the run unless run.on_nan lets it go on: a checkpoint is written, and errors.Stopped raised.
 
-    Args: verbose: says who gets which rows of the first step.
+    Args:
+        stop: what may ask for an early end, after which the same command goes on; it also hears how the run goes.
+        verbose: says who gets which rows of the first step.
     """
     settings, start = program.config, material.start
+    stop = stop or Stopping(settings.run, Pace())
+    pace = stop.pace
     folder = pathlib.Path(settings.run.directory)
     _agree(program, material)
     if start.step >= program.num_steps:
@@ -46,7 +59,8 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     if start.checkpoint is None:
         state = step.with_weights(program, material.weights())
     else:
-        state = checkpoint.restore(start.checkpoint, step.shapes(program)[0], num_steps=start.step)
+        like = step.shapes(program)[0]
+        state = checkpoint.restore(start.checkpoint, like, table=program.table, num_steps=start.step)
     feed = material.train.feed(settings, program.mesh, material.schedule)
     if verbose:
         console.print("\n".join([f"step {start.step + 1}:", *account.hands(feed.deal(0))]), highlight=False, soft_wrap=True)
@@ -61,18 +75,22 @@ def train(program: Program, material: Material, console: rich.console.Console, *
     with (
         lock,
         metrics.Writer(folder, from_step=start.step, tensorboard=settings.logging.tensorboard) as writer,
-        checkpoint.Store(folder / checkpoint.CHECKPOINTS, keep=settings.checkpoint.keep_latest) as store,
+        Store(folder / checkpoint.CHECKPOINTS, table=program.table, keep=settings.checkpoint) as store,
         banner.Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
         metrics.Trace(folder / "profile", settings.logging.profile_steps) as trace,
         contextlib.closing(steps),
-        contextlib.ExitStack() as leaving,
     ):
-        log, save = Log(program, material, writer, progress), Saving(store, settings.run, first_step=start.step)
-        leaving.push(functools.partial(_interrupted, log, save))
+        log = Log(program, material, writer, progress, pace)
+        save = Saving(store, settings.run, first_step=start.step, say=progress.say)
+        pace.waits(start.step)
         following = next(steps, None)
-        while following is not None and log.finite:
-            rows, counts = following
+        while following is not None:
+            if pace.is_slow:
+                log.catch_up()
             number = log.num_sent + 1
+            if not (log.goes_on and stop.lets(number)):
+                break
+            rows, counts = following
             if trace.begins(number):
                 log.catch_up()
                 trace.begin()
@@ -82,34 +100,41 @@ def train(program: Program, material: Material, console: rich.console.Console, *
             asked = time.perf_counter()
             following = next(steps, None)
             log.sent(Running(numbers=numbers, counts=counts, data_wait_s=time.perf_counter() - asked))
+            save.check()
+            pace.save_s = store.write_s
             last = following is None
-            saves, evaluates = save.due(number) or last, evaluate.due(number) or last
+            saves = save.due(number) or last
+            evaluates = evaluate.due(number) or last or (saves and settings.checkpoint.keep_best > 0)
             if not (saves or evaluates or trace.ends(number)):
                 continue
             # nothing is running while these are done, and their time is no step's
             log.catch_up()
             if trace.ends(number):
                 trace.end()
-            if evaluates and log.finite:
-                for result in evaluate.run(state.master, num_steps=number):
+            losses = {}
+            if evaluates and log.goes_on:
+                pace.does("compiling the evaluation", watched=False)
+                evaluate.compile()
+                pace.does(f"the evaluation after step {number}", expected_s=pace.step_s)
+                for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
+                    losses[result.data] = result.loss
                     writer.write_result(result)
                     progress.say(banner.result(result))
             if saves:  # after the results, which would be lost if the run was killed between the two
-                save(state, log.meta())
+                pace.does(f"the checkpoint of step {number}", expected_s=pace.step_s, writes=True)
+                best_by = settings.checkpoint.best_by or next(iter(losses), "")
+                log.save_s = save(state, dataclasses.replace(log.meta(), loss=losses.get(best_by)))
             log.go_on()
         log.catch_up()
-        if not log.finite and save.last_step < log.num_sent:
-            save(state, log.meta())
-        store.finish()
+        pace.does("the last checkpoint", expected_s=pace.step_s, writes=True)
+        save.finish(state, log.meta())
 
     # What is left behind
-    if not log.finite:
-        saved = save.last_step
-        raise errors.Stopped(
-            f"step {log.broken}: the loss or the gradient norm is not finite. The step changed no weight; "
-            f"{folder}/checkpoints/{saved} has the weights after {saved} steps, those that were not finite left out. "
-            "A lower optimizer.learning_rate or more optimizer.warmup_steps usually help."
-        )
+    if not log.goes_on:
+        raise errors.Stopped(log.bad.why(saved=save.last_step))
+    if stop.reason is not None and save.last_step < program.num_steps:
+        console.print(f"stopped by {stop.reason} after step {save.last_step}; the same command goes on from there")
+        return
     banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
 
 
@@ -128,15 +153,6 @@ def _compile(program: Program, material: Material, console: rich.console.Console
         )
         compiled[row_tokens] = ready.run
     return compiled
-
-
-def _interrupted(log: "Log", save: "Saving", kind: type[BaseException] | None, *_: object) -> None:
-    """Lets an interruption say what it costs."""
-    if kind is KeyboardInterrupt:
-        kept = (
-            f"the same command goes on from step {save.last_step}" if save.last_step else "no checkpoint has been written yet"
-        )
-        raise KeyboardInterrupt(f"interrupted after step {log.num_sent}; {kept}") from None
 
 
 def _agree(program: Program, material: Material) -> None:

@@ -7,6 +7,7 @@ compiled step of Llama-3.1-8B is the same to the letter.
 """
 
 import dataclasses
+import json
 import os
 import pathlib
 import re
@@ -16,6 +17,7 @@ from typing import Any, cast
 import jax
 import jaxlib
 from jax.sharding import Mesh
+from jaxlib.mlir import ir
 
 from jaxsp.core import axes, config, errors
 
@@ -31,12 +33,27 @@ class Releases:
     options: Options
     most_tokens: int
     """Of a device at a time: with more, pipelining takes a GiB and more, and there is little to gain."""
+    deterministic: Options = dataclasses.field(default_factory=lambda: DETERMINISTIC | NO_TRITON)
 
+
+DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
+"""Sums in a fixed order, and kernels that are not chosen by timing them against each other. The gradient of the embedding, in
+which those of the same token meet, is sorted first (0.12), or added one after another (0.10)."""
+
+NO_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
+"""Said too, because XLA from 0.11 on would make kernels of Triton's and then, asked for determinism, find none that it may use:
+products go to cuBLAS from the start."""
 
 _NEWER: Options = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
 
 TRIED = (
-    Releases(first=(0, 10, 1), last=(0, 10, 1), options={"xla_gpu_enable_pipelined_all_gather": True}, most_tokens=8192),
+    Releases(
+        first=(0, 10, 1),
+        last=(0, 10, 1),
+        options={"xla_gpu_enable_pipelined_all_gather": True},
+        most_tokens=8192,
+        deterministic=DETERMINISTIC,
+    ),
     Releases(first=(0, 11, 1), last=(0, 11, 2), options=_NEWER, most_tokens=8192),
     Releases(first=(0, 12, 0), last=(0, 12, 0, 1), options=_NEWER, most_tokens=32768),
 )
@@ -66,6 +83,8 @@ class Told:
     options: Options
     words: str
     """The same for people; empty where there is nothing to say."""
+    deterministic: bool = False
+    """Whether cuDNN is told too."""
 
 
 def options(
@@ -76,13 +95,15 @@ def options(
     Args:
         mesh: of devices here or absent. For CPUs there is nothing of ours.
         version: of jaxlib.
+    Raises: UserError where run.xla_options and run.deterministic contradict each other.
     """
-    asked = settings.run.xla_options
+    asked, deterministic = settings.run.xla_options, settings.run.deterministic
     by_flags = [name for name in _names(environ.get("XLA_FLAGS", "")) if name not in asked]
     tokens = settings.data.longest_row * settings.batch.rows_at_once // mesh.shape[axes.SEQ]
     ours: Options = {}
     parts = []
-    if mesh.devices.flat[0].platform == "gpu":
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    if on_gpu:
         known = next((one for one in TRIED if one.first <= numbers(version) <= one.last), None)
         if known is None:
             parts.append(f"its defaults, because options were not tried with jaxlib {version}")
@@ -93,15 +114,32 @@ def options(
         if known and offloads and not NO_REMATERIALIZATION.keys() & {*by_flags, *asked}:
             ours |= NO_REMATERIALIZATION
             parts.append("it computes nothing again by itself, since it counts host memory as the device's")
+        if deterministic:
+            fixed = known.deterministic if known else DETERMINISTIC
+            for name in fixed.keys() & asked.keys():
+                if asked[name] != fixed[name]:
+                    raise errors.UserError(
+                        f"run.xla_options.{name} = {_line(asked[name])}: run.deterministic = true sets it to "
+                        f"{_line(fixed[name])}. Leave one of them out."
+                    )
+            ours |= fixed
+            parts.append(
+                "deterministic: sums in a fixed order, kernels not chosen by timing them, cuDNN's deterministic backward pass; "
+                "each of these can cost speed, and the last memory"
+            )
+    elif deterministic:
+        parts.append("run.deterministic changes nothing here: on CPUs numbers are the same each time in any case")
     if asked:
         parts.append(f"run.xla_options: {', '.join(f'{name}={_line(value)}' for name, value in asked.items())}")
     if by_flags:
         parts.append(f"XLA_FLAGS: {', '.join(by_flags)}")
-    return Told(options=ours | asked, words="; ".join(parts))
+    return Told(options=ours | asked, words="; ".join(parts), deterministic=deterministic and on_gpu)
 
 
 def compiled(lowered: jax.stages.Lowered, told: Told) -> jax.stages.Compiled:
     """A program compiled with these options. Raises: UserError for an option, or a value of one, that XLA does not take."""
+    if told.deterministic:
+        _fix_order_of_attention(lowered)
     try:
         return lowered.compile(compiler_options=cast(Any, told.options))  # numbers too, whatever its annotation says
     except jax.errors.JaxRuntimeError as error:
@@ -118,6 +156,31 @@ def compiled(lowered: jax.stages.Lowered, told: Told) -> jax.stages.Compiled:
             f"{field}: is {rule}. Flags are true or false without quotes, not 1 or 0; enums are names in full, such as "
             "COLLECTIVE_PIPELINING_MODE_OFF of xla_gpu_pipeline_all_gather."
         ) from None
+
+
+def _fix_order_of_attention(lowered: jax.stages.Lowered) -> None:
+    """Tells cuDNN's backward passes to add up the queries' gradients in a fixed order; JAX has no argument for it.
+
+    Source: force_deterministic of CudnnfMHABackendConfig, openxla/xla xla/service/gpu/backend_configs.proto; XLA makes
+        set_deterministic_algorithm of NVIDIA/cudnn-frontend's SDPA_backward of it. With xla_gpu_deterministic_ops alone, the
+        compiled calls of jaxlib 0.10.1 and 0.12.0.1 are as without.
+    """
+    module: Any = lowered.compiler_ir()
+
+    def fix(op: Any) -> Any:
+        attributes = op.attributes
+        if op.name == "stablehlo.custom_call" and re.match(_BACKWARD, attributes["call_target_name"].value):
+            told = json.loads(attributes["backend_config"].value)
+            told["cudnn_fmha_backend_config"]["force_deterministic"] = True
+            attributes["backend_config"] = ir.StringAttr.get(json.dumps(told))
+        return ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(fix)
+
+
+_BACKWARD = r"__cudnn\$fmha\w*Backward$"
+"""What XLA calls cuDNN's backward passes of attention."""
 
 
 def _names(flags: str) -> list[str]:

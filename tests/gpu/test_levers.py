@@ -15,6 +15,7 @@ from jaxsp.core import axes, config
 from jaxsp.core import mesh as meshes
 from jaxsp.model import decoder
 from jaxsp.training import checkpoint, host, levers, selfcheck, sharding, step
+from jaxsp.training.store import Store
 from tests import batches, tolerances
 
 TOKENS = 4096
@@ -138,10 +139,10 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     run, state, rows = step.compile(of), step.start(of, seed=0), batches.on_mesh(ROWS, of.mesh)
     state, _ = run(state, rows)
     meta = checkpoint.Meta(config={}, model={}, data={}, step=1, rows={}, num_tokens_total=0)
-    with checkpoint.Store(tmp_path, keep=1) as store:
+    with Store(tmp_path, table=of.table, keep=config.Checkpoint()) as store:
         store.save(state, meta)
         state, right = run(state, rows)
-    restored = checkpoint.restore(tmp_path / "1", step.shapes(of)[0], num_steps=1)
+    restored = checkpoint.restore(tmp_path / "1", step.shapes(of)[0], table=of.table, num_steps=1)
     assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
 
 

@@ -13,6 +13,7 @@ from jaxsp import attention
 from jaxsp.core import config, errors
 from jaxsp.model import decoder
 from jaxsp.training import checkpoint, host, levers, sharding, step
+from jaxsp.training.store import Store
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -120,14 +121,14 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     averages = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.size > 100 * runs.MODEL.num_layers]
     assert {leaf.sharding.memory_kind for leaf in averages} == {host.KIND}
     meta = checkpoint.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
-    with checkpoint.Store(tmp_path, keep=1) as store:
+    with Store(tmp_path, table=offloaded.program.table, keep=config.Checkpoint()) as store:
         store.save(state, meta)
         assert (tmp_path / "2" / checkpoint.MASTER).is_dir(), "written before the next step takes its memory"
         offloaded.step(state, rows)
     plain = plain.result()
     went_on = []
     for run in (plain, offloaded):
-        restored = checkpoint.restore(tmp_path / "2", step.shapes(run.program)[0], num_steps=2)
+        restored = checkpoint.restore(tmp_path / "2", step.shapes(run.program)[0], table=run.program.table, num_steps=2)
         went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
     straight, rows = plain.state(weights), plain.rows(runs.ROWS)
     for _ in range(3):

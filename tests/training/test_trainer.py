@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from jaxsp import prepare
 from jaxsp.core import config, errors
 from jaxsp.training import checkpoint, metrics, saving, step, trainer
+from jaxsp.training.store import Outcome, Store
 from tests import batches
 
 
@@ -44,14 +45,19 @@ def folder(tmp_path):
     return tmp_path
 
 
-class Recorded(checkpoint.Store):
+class Recorded(Store):
     """Writes nothing, and notes the steps."""
+
+    steps = ()
 
     def __init__(self):
         self.steps = []
 
     def save(self, state, meta):
         self.steps.append(meta.step)
+
+    def poll(self, *, wait=False):
+        return None
 
 
 def test_minutes_count_from_the_last_checkpoint(monkeypatch):
@@ -60,7 +66,7 @@ def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     meta = checkpoint.Meta(config={}, model={}, data={}, step=0, rows={}, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
-    save = saving.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0)
+    save = saving.Saving(store, config.Run(directory="x", steps=9, save_every="2m"), first_step=0, say=print)
     due = []
     for number in range(1, 9):
         now += 50
@@ -88,13 +94,43 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
             assert np.array_equal(a, b), num_steps
 
 
-def test_a_write_that_fails_ends_the_run(folder, monkeypatch):
-    def fail(self, state, meta):
+def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
+    now, said, store = 1000.0, [], Recorded()
+    outcomes = [Outcome(step=2, failure="no space left on device"), None, Outcome(step=3, failure=None)]
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(Recorded, "poll", lambda self: outcomes.pop(0))
+    save = saving.Saving(store, config.Run(directory="x", steps=9), first_step=1, say=said.append)
+    save.check()
+    assert said == [
+        "checkpoint 2 COULD NOT BE WRITTEN: no space left on device. There is none yet that is whole. Training goes on; the "
+        "next is tried in 60 s at the latest"
+    ]
+    now += 59
+    save.check()
+    assert not save.due(3)
+    now += 2
+    assert save.due(4)
+    save.check()
+    assert said[1:] == ["checkpoint 3 is written, after one that failed"]
+    assert (save.last_step, save.due(4)) == (3, False)
+
+
+def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypatch):
+    tried = []
+
+    def fail(self, meta):
+        tried.append(meta.step)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint.Store, "save", fail)
-    with pytest.raises(OSError, match="no space left"):
-        train(settings(folder))
+    monkeypatch.setattr(Store, "_finish", fail)
+    monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (0.1, 0.1))
+    with pytest.raises(
+        errors.Stopped, match=r"of the last step, 6, could not be written: no space left.*none yet that is whole"
+    ):
+        train(settings(folder, "run.save_every=4"))
+    assert tried == [4, 6, 6, 6]
+    assert not list((folder / "run/checkpoints").iterdir()), "what was written of them is removed"
+    assert len((folder / "run/metrics.jsonl").read_text().splitlines()) == 6
 
 
 def test_a_run_that_broke_is_evaluated_no_more(folder):
@@ -136,6 +172,51 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
     banner = (folder / "run/banner.txt").read_text()
     assert "begins     step 6 of" in banner
     assert "changed    run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05\n" in banner
+    train(settings(folder, "run.steps=9", "mesh.data=1", "run.log_every=2", "memory.grad_reduce_dtype=bfloat16"))
+    banner = (folder / "run/banner.txt").read_text()
+    assert (
+        "changed    run.steps 8 -> 9, optimizer.learning_rate 0.05 -> 0.1, memory.grad_reduce_dtype float32 -> bfloat16, "
+        in banner
+    )
+    assert "run.log_every 1 -> 2 and mesh.data -1 -> 1 (which alter nothing that is learned)\n" in banner
+
+
+def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
+    """A run that learns ever worse: the lowest loss is that of its first checkpoint."""
+    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "run.save_every=1"]
+    train(settings(folder, *words, "checkpoint.keep_best=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"))
+    losses = {line["step"]: line["loss"] for line in map(json.loads, (folder / "run/eval.jsonl").read_text().splitlines())}
+    assert list(losses) == [1, 2, 3, 4, 5, 6], "an evaluation precedes every checkpoint"
+    best = min(losses, key=losses.get)
+    kept = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
+    assert kept == sorted({best, 5, 6})
+    assert checkpoint.read_meta(folder / f"run/checkpoints/{best}").loss == losses[best]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ["checkpoint.keep_best=1"],
+            "checkpoint.keep_best = 1: what is best is told by an evaluation. Name a data set: data.eval=",
+        ),
+        (["checkpoint.best_by=a"], "checkpoint.best_by = a: none is kept for being best. Set checkpoint.keep_best=1"),
+        (
+            ["checkpoint.keep_best=1", "checkpoint.best_by=b", "EVAL"],
+            "checkpoint.best_by = b: is no data set of data.eval. Use a, or",
+        ),
+    ],
+)
+def test_what_is_best_has_to_be_told_by_a_data_set(folder, words, says):
+    evaluated = f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: a}}]"
+    with pytest.raises(errors.UserError, match=re.escape(says)):
+        settings(folder, *(word.replace("EVAL", evaluated) for word in words))
+
+
+def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
+    train(settings(folder, "run.save_every=2"))
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["save_s"] is not None for line in lines] == [False, False, True, False, True, False]
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):

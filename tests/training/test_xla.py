@@ -126,6 +126,48 @@ def test_an_option_that_xla_does_not_take_is_named(asked, says):
         xla.compiled(lowered, xla.Told(options=asked, words=""))
 
 
+FIXED = {"xla_gpu_deterministic_ops": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.10.1", FIXED), ("0.12.0.1", FIXED | {"xla_gpu_enable_triton_gemm": False}), ("0.13.0", FIXED)],
+)
+def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
+    asked = programs.settings("run.deterministic=true")
+    found = xla.options(asked, mesh=gpus(1, 1), environ={"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"}, version=version)
+    assert found.options == expected
+    assert found.deterministic
+    assert "each of these can cost speed, and the last memory" in found.words
+
+
+def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
+    found = xla.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), environ={})
+    assert (found.options, found.deterministic) == ({}, False)
+    assert found.words == "run.deterministic changes nothing here: on CPUs numbers are the same each time in any case"
+
+
+def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
+    words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
+    says = "run.xla_options.xla_gpu_deterministic_ops = false: run.deterministic = true sets it to true. Leave one of them out."
+    with pytest.raises(errors.UserError, match=re.escape(says)):
+        told(gpus, *words)
+    told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
+    """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
+    small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
+    words = (f"data.max_documents_per_row={slots}", "run.deterministic=true")
+    text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).written.text
+    backward = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
+    assert backward
+    assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
+    scatters = [line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)]
+    assert all("unique_indices=true" in line for line in scatters), scatters
+
+
 PASSED_ON = ("bitcast", "get-tuple-element", "all-gather-done", "copy", "tuple", "opt-barrier", "convert")
 
 

@@ -1,0 +1,85 @@
+"""What the run is doing, when it last showed a sign of life, and how long its steps take; read by other threads."""
+
+import collections
+import dataclasses
+import statistics
+import time
+
+SLOW_S = 10.0
+"""Behind a step that takes longer none is sent ahead: a stop would have to wait for both. The devices then idle between two
+steps for as long as it takes to send one, some milliseconds: less than a thousandth."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doing:
+    """What the run is doing."""
+
+    what: str
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    """The last sign of life."""
+    watched: bool = True
+    """Whether the next has to come in time."""
+    expected_s: float | None = None
+    """Until the next; None where nobody can know."""
+    writes: bool = False
+    """Bytes that reach files are signs of life."""
+
+
+class Pace:
+    """Written by the loop; other threads read it."""
+
+    def __init__(self) -> None:
+        self.now = Doing(what="preparing", watched=False)
+        self.num_ended: int | None = None
+        """Steps that have ended, since step 0; None before training."""
+        self.save_s: float | None = None
+        """From the beginning of the last checkpoint until it was written."""
+        self._running: dict[int, int] = {}
+        """Row lengths of the steps that were sent and have not ended."""
+        self._took: dict[int, collections.deque[float]] = collections.defaultdict(lambda: collections.deque(maxlen=20))
+        """Seconds of the last steps, by their row length."""
+
+    def does(self, what: str, *, watched: bool = True, expected_s: float | None = None, writes: bool = False) -> None:
+        """Notes what begins now."""
+        self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes)
+
+    def alive(self) -> None:
+        """Notes a sign of life."""
+        self.now = dataclasses.replace(self.now, since=time.monotonic())
+
+    def waits(self, num_ended: int) -> None:
+        """Notes that the next step could begin."""
+        self.num_ended = num_ended
+        self.does(f"step {num_ended + 1}", expected_s=self._expected(num_ended + 1))
+
+    def sent(self, step: int, row_tokens: int) -> None:
+        """Notes that a step was sent to the devices; it begins when the one before it ends."""
+        self._running[step] = row_tokens
+        if len(self._running) == 1:  # since the step before ended, it was waited for
+            self.now = dataclasses.replace(self.now, expected_s=self._expected(step))
+
+    def ended(self, step: int, seconds: float) -> None:
+        """Notes that a step has ended, and how long it took."""
+        self._took[self._running.pop(step)].append(seconds)
+        self.waits(step)
+
+    @property
+    def step_s(self) -> float:
+        """What the last steps took, at the middle of those of the row length that takes longest; 0 before the first."""
+        return max((statistics.median([*took]) for took in [*self._took.values()]), default=0.0)
+
+    @property
+    def is_slow(self) -> bool:
+        return self.step_s > SLOW_S
+
+    def rest_s(self) -> float:
+        """Until the steps that were sent have ended, as far as their row lengths were met before."""
+        expected = [self._expected(step) or 0.0 for step in [*self._running]]
+        return max(0.0, sum(expected) - (time.monotonic() - self.now.since)) if expected else 0.0
+
+    def _expected(self, step: int) -> float | None:
+        """The middle of what steps with rows as long took; before the step is sent, of those that take longest."""
+        if step not in self._running:
+            return self.step_s or None
+        took = self._took.get(self._running[step])
+        return statistics.median([*took]) if took else None

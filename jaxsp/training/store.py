@@ -1,0 +1,270 @@
+"""Checkpoints written while training goes on: whole or not at all, the newest and the best kept."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import datetime
+import os
+import pathlib
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers
+
+from jaxsp.core import config, errors, processes
+from jaxsp.model import layers
+from jaxsp.training import checkpoint, digests, host, step
+
+PARTIAL, DELETING = ".partial", ".deleting"
+"""Behind the step, in the name of a checkpoint that is being written, or deleted."""
+
+_RUNNING, _DONE, _FAILED = range(3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a write ended."""
+
+    step: int
+    failure: str | None
+    """None: the checkpoint is whole."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Write:
+    """A checkpoint on its way to the disk."""
+
+    meta: checkpoint.Meta
+    job: concurrent.futures.Future
+    """What this process does."""
+    then: Callable[[], concurrent.futures.Future] | None = None
+    """Begins what follows when all processes have done their job; None: the checkpoint is whole then."""
+
+
+class Store:
+    """The checkpoints of a run, `directory/STEP`.
+
+    With several processes all of them make one, and call the same methods between the same steps: there they agree how the
+    write goes, so that a disk that fails under one process fails for all, and nobody waits for one that has given up. (That
+    is why orbax's handlers are used here without its CheckpointManager, whose barriers would hold the others for minutes.)
+    """
+
+    def __init__(self, directory: pathlib.Path, *, table: layers.Weights, keep: config.Checkpoint):
+        self._directory, self._table, self._keep = directory.absolute(), table, keep
+        self._write: _Write | None = None
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._handlers = {name: ocp.PyTreeCheckpointHandler() for name in (checkpoint.MASTER, checkpoint.OPT)}
+        checkpoint.hush()
+        self.write_s: float | None = None
+        """What the last checkpoint took until it was whole, waiting for steps between its parts left out."""
+        if jax.process_index() == 0:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            for path in self._directory.glob("*"):  # of a run that was killed
+                if path.name.removesuffix(PARTIAL).removesuffix(DELETING).isdecimal() and not path.name.isdecimal():
+                    shutil.rmtree(path)
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the checkpoints that are there, the oldest first."""
+        return checkpoint.steps(self._directory)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._write is not None
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # after a failure, the other processes would not come to agree on anything
+        ends = kind is None or jax.process_count() == 1
+        if ends:
+            self.poll(wait=True)
+            for handler in self._handlers.values():
+                handler.close()
+        self._pool.shutdown(wait=ends)
+
+    def save(self, state: step.State, meta: checkpoint.Meta) -> Outcome | None:
+        """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
+
+        The outcome is that of `poll`, where it is known at once.
+        """
+        began = time.monotonic()
+        assert self._write is None, "one at a time"
+        assert meta.step not in self.steps, f"step {meta.step} is there already"
+        items = {checkpoint.MASTER: state.master} | ({checkpoint.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
+        meta = dataclasses.replace(meta, leaves=self._leaves(state, items))
+        partial, alone = self._partial(meta.step), jax.process_count() == 1
+
+        def write() -> concurrent.futures.Future:
+            # copied before this returns, since the next step takes the memory, and written while that runs
+            begun: list[Any] = []
+            copied = _now(lambda: asyncio.run(self._copy(partial, items, begun)))
+
+            def rest() -> None:
+                parts = [*(_now(future.result) for future in begun), copied]
+                if failed := [part for part in parts if part.exception()]:
+                    failed[0].result()  # when all have ended: what they wrote is removed then
+                if alone:
+                    self._finish(meta)
+                self.write_s = time.monotonic() - began
+
+            return self._pool.submit(rest)
+
+        def finish_all() -> None:
+            began = time.monotonic()
+            self._finish(meta)
+            self.write_s = (self.write_s or 0.0) + time.monotonic() - began
+
+        finish = lambda: self._pool.submit(finish_all) if jax.process_index() == 0 else _now(lambda: None)
+        make = _now(lambda: _make(partial, items))
+        if (outcome := self._agree(_Write(meta=meta, job=make, then=write))) is not None:
+            return outcome
+        assert self._write is not None
+        self._write = dataclasses.replace(self._write, then=None if alone else finish)
+        # orbax writes what is in host memory out of that memory, which the next step takes for the new state
+        return self.poll(wait=any(leaf.sharding.memory_kind == host.KIND for leaf in jax.tree.leaves(items)))
+
+    def poll(self, *, wait: bool = False) -> Outcome | None:
+        """How the write ended, once, when it has; before that, and where there is none, None. All processes hear the same.
+
+        Moves: with several processes, 4 bytes between all of them while a write is under way.
+        """
+        while (write := self._write) is not None:
+            if wait:
+                concurrent.futures.wait([write.job])
+            outcome = self._agree(write)
+            if outcome is not None or self._write is write:
+                return outcome
+        return None
+
+    def _agree(self, write: _Write) -> Outcome | None:
+        """Ends the write if it has failed somewhere or is whole; else begins its next part if all have done this one."""
+        own = _RUNNING if not write.job.done() else _FAILED if write.job.exception() else _DONE
+        of_all = np.array([own])
+        if jax.process_count() > 1:
+            of_all = multihost_utils.process_allgather(np.int32(own))
+        if (of_all == _RUNNING).any():
+            return None
+        self._write = None
+        if (of_all == _FAILED).any():
+            return Outcome(step=write.meta.step, failure=self._failure(write, int(np.argmax(of_all == _FAILED))))
+        if write.then is None:
+            return Outcome(step=write.meta.step, failure=None)
+        self._write = _Write(meta=write.meta, job=write.then())
+        return None
+
+    def _failure(self, write: _Write, first: int) -> str:
+        """What went wrong; what was written so far is removed, for the room that it takes."""
+        index, error = jax.process_index(), write.job.exception()
+        reason = f"process {first} could not write its part" if error is None else checkpoint.line(error)
+        if error is not None and index > 0:
+            print(f"{processes.prefix(index)}checkpoint {write.meta.step}: {reason}", file=sys.stderr, flush=True)
+        if index == 0:
+            # what cannot be removed now is when the next is written
+            shutil.rmtree(self._partial(write.meta.step), ignore_errors=True)
+        return reason
+
+    def _partial(self, number: int) -> pathlib.Path:
+        return self._directory / f"{number}{PARTIAL}"
+
+    def _leaves(self, state: step.State, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        whole = digests.logical(self._table, state.master, state.opt)
+        like = digests.by_name({item: whole[item] for item in items})
+        found = digests.on_devices(digests.by_name(items), {name: leaf.shape for name, leaf in like.items()})
+        return {
+            name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for name, leaf in like.items()
+        }
+
+    async def _copy(self, partial: pathlib.Path, items: dict[str, Any], begun: list[Any]) -> None:
+        for name, item in items.items():
+            args = ocp.args.PyTreeSave(item)
+            begun += await self._handlers[name].async_save(epath.Path(partial / name), args=args) or []
+
+    def _finish(self, meta: checkpoint.Meta) -> None:
+        """Makes a checkpoint of what all processes have written, and deletes those that are not to be kept."""
+        partial, final = self._partial(meta.step), self._directory / str(meta.step)
+        for name, handler in self._handlers.items():
+            if (partial / name).is_dir():
+                handler.finalize(epath.Path(partial / name))
+        with (partial / checkpoint.META / "metadata").open("w", encoding="utf-8") as file:
+            file.write(checkpoint.to_json(meta))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(final)
+        _sync(self._directory)
+        for number in self._to_delete():
+            # under another name first: a checkpoint that has its own is whole
+            leaving = self._directory / f"{number}{DELETING}"
+            (self._directory / str(number)).rename(leaving)
+            shutil.rmtree(leaving, ignore_errors=True)  # else at the next start
+
+    def _to_delete(self) -> list[int]:
+        policies = checkpoint_managers
+        latest, best = policies.LatestN(self._keep.keep_latest), self._keep.keep_best
+        policy: Any = latest
+        if best:
+            lowest = policies.BestN(get_metric_fn=float, reverse=True, n=best, keep_checkpoints_without_metrics=False)
+            policy = policies.AnyPreservationPolicy([latest, lowest])
+        # a folder that is called like a step and is none of ours stays
+        ours = [
+            path for number in self.steps if ((path := self._directory / str(number)) / checkpoint.META / "metadata").is_file()
+        ]
+        infos = [_Info.of(path) for path in ours]
+        kept = policy.should_preserve(infos, context=policies.PreservationContext())
+        return [info.step for info, keeps in zip(infos, kept, strict=True) if not keeps]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Info:
+    """What orbax's policies look at."""
+
+    step: int
+    time: datetime.datetime
+    metrics: float | None
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> "_Info":
+        try:
+            loss = checkpoint.read_meta(path).loss
+        except errors.UserError:  # not one of the best; LatestN decides
+            loss = None
+        return cls(step=int(path.name), time=datetime.datetime.fromtimestamp(path.stat().st_mtime), metrics=loss)
+
+
+def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
+    """The folders of a checkpoint. Process 0 makes them for all."""
+    if jax.process_index() > 0:
+        return
+    if partial.exists():  # of a write that failed
+        shutil.rmtree(partial)
+    for name in (*items, checkpoint.META):
+        (partial / name).mkdir(parents=True)
+
+
+def _now(do: Callable[[], Any]) -> concurrent.futures.Future:
+    """What a function gives, or raises, as a future."""
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    try:
+        future.set_result(do())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Makes new names in a folder outlive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

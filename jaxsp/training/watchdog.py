@@ -1,0 +1,112 @@
+"""Ends a process that hangs, and keeps a heartbeat for whoever looks at the run from outside."""
+
+import json
+import math
+import os
+import pathlib
+import platform
+import threading
+import time
+from types import TracebackType
+
+from jaxsp.core import config, processes
+from jaxsp.training import directory, pace
+
+BEAT_S = 5.0
+"""Between two heartbeats, and two looks at the signs of life."""
+
+LEAST_S = 600.0
+"""Nothing counts as hung earlier, unless run.step_timeout says so."""
+
+TIMES = 10
+"""Nor earlier than so many times what a step takes."""
+
+_WRITTEN = 2**20
+"""Bytes that reach files between two looks and are more than heartbeats."""
+
+
+class Watchdog:
+    """A thread that looks at the pace of a run, from when it is entered until it is left.
+
+    Where no sign of life comes in time, it prints the stacks of all threads and ends all processes with processes.AGAIN. It
+    needs Python's lock for that: code that holds it and hangs is seen by the other processes, and in the heartbeat.
+    """
+
+    def __init__(self, settings: config.Run, pace: pace.Pace, *, beats: bool):
+        self._settings, self._pace, self._beats = settings, pace, beats
+        self._path = pathlib.Path(settings.directory) / directory.HEARTBEAT
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._written = 0
+        self._is_broken = False
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._left.set()
+        self._thread.join()
+        self._pace.does("ended" if kind is None else "failed", watched=False)
+        self._beat()
+
+    def limit_s(self, doing: pace.Doing) -> float:
+        """Seconds until the next sign of life that are too many."""
+        if not doing.watched:
+            return math.inf
+        if self._settings.step_timeout is not None:
+            return 60 * self._settings.step_timeout
+        return math.inf if doing.expected_s is None else max(LEAST_S, TIMES * doing.expected_s)
+
+    def _watch(self) -> None:
+        while True:
+            self._beat()
+            self._look()
+            timeout = self._settings.step_timeout
+            if self._left.wait(BEAT_S if timeout is None else min(BEAT_S, 60 * timeout / 4)):
+                return
+
+    def _look(self) -> None:
+        doing = self._pace.now
+        if doing.writes and (written := _written()) > self._written + _WRITTEN:
+            self._written = written
+            self._pace.alive()
+            return
+        silent_s, limit_s = time.monotonic() - doing.since, self.limit_s(doing)
+        if silent_s > limit_s:
+            by = "run.step_timeout" if self._settings.step_timeout is not None else f"{TIMES} times the usual"
+            processes.say(
+                f"{doing.what}: no sign of life for {silent_s:.0f} s, and {limit_s:.0f} are too many ({by}). Where each thread "
+                f"is, is below. Ends with exit code {processes.AGAIN}: the same command goes on from the last checkpoint."
+            )
+            processes.say_stacks()
+            processes.fail(processes.AGAIN)
+
+    def _beat(self) -> None:
+        """Writes the heartbeat; a full disk does not end a run that has nothing to save yet."""
+        if not self._beats:
+            return
+        doing = self._pace.now
+        fields = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "step": self._pace.num_ended,
+            "doing": doing.what,
+            "silent_s": round(time.monotonic() - doing.since, 1),
+            "written_at": time.time(),
+        }
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        try:
+            partial.write_text(json.dumps(fields) + "\n", encoding="utf-8")
+            partial.replace(self._path)
+            self._is_broken = False
+        except OSError as error:
+            if not self._is_broken:
+                processes.say(f"{self._path}: cannot be written: {error.strerror}; the run goes on without a heartbeat")
+            self._is_broken = True
+
+
+def _written() -> int:
+    """Bytes that this process has written to files so far."""
+    fields = pathlib.Path("/proc/self/io").read_text(encoding="ascii").split()
+    return int(fields[fields.index("wchar:") + 1])

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Trains on several nodes under SLURM, one task for each GPU:
+#
+#   sbatch scripts/launch/slurm.sh configs/llama31_8b_128k_8xh100.yaml run.directory=/shared/runs/first
+#
+# from a folder that all nodes share, with jaxsp's environment activated. Nodes, GPUs and time are options of sbatch too.
+# Five minutes before the time is up the run writes a checkpoint and the job queues again; it does so 20 times at most.
+# A run that hangs, or has lost a process, starts again within the job, 3 times at most.
+#SBATCH --job-name=jaxsp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=jaxsp-%j.log
+set -uo pipefail
+
+if [ $# = 0 ]; then
+    echo "usage: sbatch $0 CONFIG.yaml [key.path=value ...]" >&2
+    exit 2
+fi
+config=$1
+shift
+
+# SIGUSR1 is the warning of --signal above; scancel and preemption send SIGTERM to the tasks themselves
+time_is_up=
+step=
+trap 'time_is_up=yes; [ -z "$step" ] || kill -TERM "$step"' USR1
+
+# 75: it hung. 134: SIGABRT, by which JAX ends a process when another is lost. srun gives the highest of its tasks
+for restarts_left in 3 2 1 0; do
+    # 270 of the 300 s: starting, and noticing, take some
+    srun --kill-on-bad-exit=1 python -m jaxsp.train "$config" run.grace_s=270 "$@" &
+    step=$!
+    wait "$step"
+    code=$?
+    while kill -0 "$step" 2> /dev/null; do # the trap ended the wait
+        wait "$step"
+        code=$?
+    done
+    step=
+    if [ -n "$time_is_up" ] || { [ $code != 75 ] && [ $code != 134 ]; }; then
+        break
+    fi
+    echo "$0: exit code $code, $restarts_left restarts left" >&2
+done
+
+if [ -n "$time_is_up" ] && [ $code = 0 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $code

@@ -1,0 +1,213 @@
+"""Checkpoints that are damaged are noticed, set aside, and the one before them is used."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxsp import eval as evaluation
+from jaxsp import export, train
+from jaxsp.core import config, errors
+from jaxsp.training import checkpoint, digests, sharding
+from tests import batches
+from tests.faults import damage
+
+FLIPS, TRUNCATIONS = 30, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_models_are_sharded_as_large_ones():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "REPLICATED_BELOW", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return damage.Kept(tmp_path_factory.mktemp("kept"))
+
+
+def test_damage_is_noticed_or_harmless(kept):
+    damages = damage.random_damages(kept.files(), flips=FLIPS, truncations=TRUNCATIONS, seed=1)
+    found = {(kept.kind(one.path), one.what, one.at): kept.outcome(one) for one in damages}
+    assert [one for one, outcome in found.items() if outcome == damage.SILENT] == []
+    assert list(found.values()).count(damage.NOTICED) > FLIPS / 4
+
+
+def test_files_that_are_missing_are_noticed_or_harmless(kept):
+    """Of orbax's files some are there for readers that do not know what they look for."""
+    found = {kept.kind(path): kept.outcome(damage.Damage(path, "remove")) for path in kept.files()}
+    assert damage.SILENT not in found.values()
+    assert {found[name] for name in ("meta/metadata", "master/manifest.ocdbt", "opt/d/*")} == {damage.NOTICED}
+
+
+@pytest.mark.parametrize("name", ["master", "opt"])
+def test_a_digest_that_differs_names_the_array(kept, name, tmp_path):
+    """The arrays are those of the checkpoint, and one of the digests is not."""
+    copy = shutil.copytree(kept.path, tmp_path / "2")
+    meta = checkpoint.read_meta(copy)
+    leaf = next(one for one in meta.leaves if one.startswith(name))
+    meta.leaves[leaf]["digest"] = "0" * 16
+    (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
+    with pytest.raises(checkpoint.Damaged, match=f"{leaf}: bits have changed"):
+        checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
+
+
+def test_another_dtype_is_refused(kept, tmp_path):
+    """orbax would cast it, and say nothing."""
+    copy = shutil.copytree(kept.path, tmp_path / "2")
+    meta = checkpoint.read_meta(copy)
+    leaf = next(iter(meta.leaves))
+    meta.leaves[leaf]["dtype"] = "bfloat16"
+    (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
+    with pytest.raises(checkpoint.Damaged, match=f"{leaf} was written as bfloat16.*, not float32"):
+        checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
+
+
+def test_a_count_that_was_changed_is_noticed(kept, tmp_path):
+    copy = shutil.copytree(kept.path, tmp_path / "2")
+    path = copy / checkpoint.META / "metadata"
+    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    with pytest.raises(checkpoint.Damaged, match="meta/metadata says other things than were written"):
+        checkpoint.read_meta(copy)
+
+
+# What a run does about it
+
+
+def words(folder, *more):
+    return [
+        str(folder / "config.yaml"),
+        f"run.directory={folder}/run",
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of six steps, with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    fields = {
+        "run": {"directory": "elsewhere", "steps": 6, "save_every": 2},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "mesh": {"seq": 2, "data": 4},
+        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 4},
+        "optimizer": {"learning_rate": 0.1},
+        "checkpoint": {"keep_latest": 3},
+        "logging": {"tensorboard": False},
+    }
+    config.save(config.parse(fields), folder / "config.yaml")
+    train.main(words(folder))
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the run as it would be, had it been stopped before its end: the newest checkpoint is that of step 4."""
+    for name in ("config.yaml", "data.jsonl"):
+        shutil.copy(finished / name, tmp_path)
+    shutil.copytree(finished / "run", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/6")
+    return tmp_path
+
+
+def flip(step, item="opt"):
+    """A bit of an item's data."""
+    path = max((step / item).glob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def lines(folder):
+    found = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in found]
+
+
+DAMAGES = {
+    "flipped bit": flip,
+    "empty folder": lambda step: [shutil.rmtree(step), step.mkdir()],
+    "weights gone": lambda step: shutil.rmtree(step / "master"),
+    "averages gone": lambda step: shutil.rmtree(step / "opt"),
+    "no JSON": lambda step: (step / "meta/metadata").write_text("{"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, run, what, capfd):
+    DAMAGES[what](run / "run/checkpoints/4")
+    train.main(words(run))
+    said = [line for line in capfd.readouterr().err.splitlines() if "cudart_stub" not in line and "absl" not in line]
+    assert len(said) == 1
+    assert f"{run}/run/checkpoints/4 IS DAMAGED: " in said[0]
+    assert f"set aside, in {run}/run/damaged/4; the run goes on from the one before it" in said[0]
+    assert lines(run) == lines(finished), "steps 3 to 6 were made again"
+    assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
+    assert checkpoint.newest(run / "run").name == "6"
+    assert f"begins     step 2 of {run}/run/checkpoints/2" in (run / "run/banner.txt").read_text()
+
+
+def test_a_second_one_of_the_same_step_is_set_aside_beside_the_first(run):
+    for _ in range(2):
+        flip(run / "run/checkpoints/4")
+        train.main(words(run))
+        shutil.rmtree(run / "run/checkpoints/6")
+    assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["4", "4-2"]
+
+
+def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run):
+    for step in (2, 4):
+        flip(run / f"run/checkpoints/{step}")
+    before = lines(run)
+    for _ in range(2):
+        with pytest.raises(
+            errors.UserError, match=r"none of its checkpoints is whole; the damaged ones lie in .*/damaged\. Put"
+        ):
+            train.main(words(run))
+    assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["2", "4"]
+    assert lines(run) == before
+
+
+def test_nothing_is_moved_in_a_run_that_another_goes_on_from(finished, run, capfd):
+    flip(run / "run/checkpoints/4")
+    more = [f"run.directory={run}/second", f"run.resume={run}/run"]
+    train.main(words(run, *more))
+    assert "checkpoints/4 IS DAMAGED: " in (said := capfd.readouterr().err)
+    assert "It is left where it is" in said
+    assert sorted(path.name for path in (run / "run/checkpoints").iterdir()) == ["2", "4"]
+    second = [json.loads(line) for line in (run / "second/metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in second] == lines(finished)[2:]
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(run):
+    flip(run / "run/checkpoints/4")
+    with pytest.raises(errors.UserError, match=r"checkpoints/4: the checkpoint is damaged: .*before it: .*checkpoints/2"):
+        train.main(words(run, f"run.directory={run}/third", f"run.resume={run}/run/checkpoints/4"))
+    assert checkpoint.newest(run / "run").name == "4"
+
+
+def test_export_and_evaluation_name_the_one_before(run):
+    flip(run / "run/checkpoints/4", "master")
+    says = r"checkpoints/4: the checkpoint is damaged: .*Name the one before it: .*checkpoints/2\."
+    with pytest.raises(errors.UserError, match=says):
+        export.main([str(run / "run"), str(run / "out")])
+    asked = f"data.eval=[{{source: {run}/data.jsonl, format: tokens}}]"
+    with pytest.raises(errors.UserError, match=says):
+        evaluation.main([str(run / "run"), asked])
+    export.main([str(run / "run/checkpoints/2"), str(run / "out")])
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])
+def test_the_digests_hold_on_every_mesh(kept, sizes):
+    """On 2 devices other zeros are stored than on 8, and on one none."""
+    program = dataclasses.replace(kept.program, mesh=batches.mesh(*sizes))
+    assert kept.found(program) == kept.right
+    master = checkpoint.read_weights(kept.path, kept.table)
+    whole = {f"master/{name}": array.tobytes() for name, array in digests.by_name(master).items()}
+    assert whole.items() <= kept.right.items()

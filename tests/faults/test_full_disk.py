@@ -1,0 +1,196 @@
+"""A disk that is full during a save, or under the files of numbers, costs a run nothing but time."""
+
+import contextlib
+import io
+import json
+import resource
+import signal
+import subprocess
+import time
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp import prepare
+from jaxsp.core import config, errors
+from jaxsp.training import banner, checkpoint, metrics, saving, trainer
+from jaxsp.training.store import Store
+from tests import batches
+
+STEPS = 16
+
+
+def settings(folder, run, *words):
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    fields = {
+        "run": {"directory": str(run), "steps": STEPS, "save_every": 2},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"learning_rate": 0.1},
+        "checkpoint": {"keep_latest": 1},
+    }
+    return config.parse(fields, words)
+
+
+def train(chosen):
+    said = io.StringIO()
+    program, material = prepare.training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(file=said, width=200))
+    return said.getvalue()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", disk], check=True)
+
+
+def fill(disk):
+    """Takes all that is left when the first checkpoint is whole."""
+    while checkpoint.newest(disk / "run") is None:
+        time.sleep(0.01)
+    with (disk / "ballast").open("ab", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(512))
+        except OSError:
+            return
+
+
+def events(directory):
+    """How many whole records TensorBoard's files hold."""
+    number = 0
+    for file in directory.iterdir():
+        left = file.read_bytes()
+        while left:
+            length = int.from_bytes(left[:8], "little")
+            assert len(left) >= length + 16, "half a record"
+            left, number = left[length + 16 :], number + 1
+    return number
+
+
+def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path, small_disk, monkeypatch, capfd):
+    """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is whole."""
+    write, whole = metrics.Writer.write, {}
+
+    def fills(self, line):
+        if 3 <= line.step < 11:  # again and again: a save that fails gives back its room
+            fill(small_disk)
+        if line.step == 11:
+            whole["then"] = checkpoint.newest(small_disk / "run").name
+            (small_disk / "ballast").unlink()
+        write(self, line)
+
+    monkeypatch.setattr(metrics.Writer, "write", fills)
+    said = train(settings(tmp_path, small_disk / "run"))
+    assert whole["then"] == "2"
+    assert "checkpoint 4 COULD NOT BE WRITTEN" in said
+    assert "The newest that is whole is that of step 2. Training goes on" in said
+    assert "checkpoint 12 is written, after one that failed" in said
+    lines = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert events(small_disk / "run/tensorboard") == STEPS + 2
+    assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == [str(STEPS)]
+    errors_said = capfd.readouterr().err
+    assert errors_said.count("metrics.jsonl CANNOT BE WRITTEN: No space left on device") == 1
+    assert errors_said.count("metrics.jsonl is written again, nothing is missing") == 1
+    assert "Traceback" not in errors_said
+    monkeypatch.undo()
+    # the same numbers as on a disk with room
+    train(settings(tmp_path, tmp_path / "plain"))
+    plain = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+
+
+def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
+    monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (0.1, 0.1))
+    write = metrics.Writer.write
+
+    def fills(self, line):
+        if line.step == 3:
+            fill(small_disk)
+        write(self, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Writer, "write", fills)
+        with pytest.raises(
+            errors.Stopped, match=f"last step, {STEPS}, could not be written: .*step 2. Make room, and give the same"
+        ):
+            train(settings(tmp_path, small_disk / "run"))
+    (small_disk / "ballast").unlink()
+    assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["2"]
+    train(settings(tmp_path, small_disk / "run"))
+    lines = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+
+
+@pytest.fixture
+def small_files():
+    """Call it with the bytes that a file may have; needs no mount."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    limit(None)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_files, capfd):
+    records = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
+    lines = metrics.Lines(tmp_path / "a")
+    lines.add(records[0])
+    small_files(100_000)
+    for record in records[1:3]:
+        lines.add(record)
+        assert (tmp_path / "a").read_bytes() == records[0]
+    small_files(None)
+    lines.add(records[3])
+    assert (tmp_path / "a").read_bytes() == b"".join(records[:4])
+    small_files(250_000)
+    lines.add(records[4])
+    lines.close()
+    assert (tmp_path / "a").read_bytes() == b"".join(records[:4])
+    said = capfd.readouterr().err
+    assert said.count("CANNOT BE WRITTEN: File too large. What belongs there waits for room") == 2
+    assert "60,000 bytes of it ARE LOST" in said
+
+
+def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeypatch):
+    save = Store.save
+
+    def limited(self, state, meta):
+        small_files(20_000 if meta.step == 4 else None)
+        outcome = save(self, state, meta)
+        if outcome is None:
+            self._write.job.exception()  # waits until it has ended
+        small_files(None)
+        return outcome
+
+    monkeypatch.setattr(Store, "save", limited)
+    said = train(settings(tmp_path, tmp_path / "run"))
+    assert "checkpoint 4 COULD NOT BE WRITTEN" in said
+    assert "checkpoint 6 is written, after one that failed" in said
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [str(STEPS)]
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run():
+    said = 0
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # to close it is to write it
+        progress = banner.Progress(rich.console.Console(file=full), first_step=0, num_steps=9)
+        for number in range(3):
+            progress.say(f"step {number}")
+            said += 1
+    assert said == 3

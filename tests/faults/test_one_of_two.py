@@ -1,0 +1,99 @@
+"""With two processes, a disk that fails under one of them fails for both, and nobody waits for the other."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import os, pathlib, sys
+import jax
+from jaxsp.core import config, processes
+from jaxsp.core import mesh as meshes
+from jaxsp.training import checkpoint, sharding, step
+from jaxsp.training.store import Store
+from tests import batches
+from jaxsp import attention
+
+fault, folder, port, index = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+meshes.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local=2)
+processes.start(processes.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
+sharding.REPLICATED_BELOW = 100
+attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
+program = step.Program(
+    config=batches.settings(name="adamw"), model=batches.model(), mesh=meshes.make({"replica": 1, "data": 8, "seq": 1}),
+    attend=attend, num_steps=9,
+)
+state = step.start(program, seed=0)
+meta = lambda number: checkpoint.Meta(config={}, model={}, data={}, step=number, rows={}, num_tokens_total=0)
+broken = {"on": True}
+
+
+def breaks(name, who):
+    plain = getattr(Store, name)
+
+    def failing(self, *given):
+        if broken["on"] and index == who:
+            raise OSError(28, "No space left on device")
+        return plain(self, *given)
+
+    setattr(Store, name, failing)
+
+
+if fault in ("_copy", "_finish"):
+    breaks(fault, {"_copy": 1, "_finish": 0}[fault])
+with Store(folder, table=program.table, keep=config.Checkpoint()) as store:
+    if fault != "read":
+        outcome = store.save(state, meta(2)) or store.poll(wait=True)
+        print("first:", outcome.failure, flush=True)
+        broken["on"] = False
+    assert store.save(state, meta(4)) is None
+    while (outcome := store.poll()) is None:
+        pass
+    print("then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
+like = step.shapes(program)[0]
+
+
+def bad_block(path, *_):
+    raise checkpoint.Damaged(path, "bad block")
+
+
+if fault == "read" and index == 1:
+    checkpoint._read = bad_block
+try:
+    checkpoint.restore(folder / "4", like, table=program.table, num_steps=4)
+    print("restored", flush=True)
+except checkpoint.Damaged as damage:
+    print("damaged:", damage.reason, flush=True)
+    print("moved:", checkpoint.set_aside(damage.path).name, checkpoint.newest(folder), flush=True)
+processes.end()
+"""
+
+
+@pytest.mark.parametrize("fault", ["_copy", "_finish", "read"])
+def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder = tmp_path / "checkpoints"
+    command = [sys.executable, "-c", SCRIPT, fault, str(folder), str(port)]
+    both = [
+        subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+        for index in (0, 1)
+    ]
+    said = [one.communicate(timeout=120) for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    found = [[line for line in out.splitlines() if not line.startswith("[Gloo]")] for out, _ in said]
+    if fault == "read":
+        assert [lines[1] for lines in found] == ["damaged: process 1 cannot read it", "damaged: bad block"]
+        assert [lines[2] for lines in found] == ["moved: 4 None"] * 2
+        return
+    reasons = ["[Errno 28] No space left on device", f"process {int(fault == '_copy')} could not write its part"]
+    first = [f"first: {reason}" for reason in (reasons if fault == "_finish" else reasons[::-1])]
+    assert [lines[0] for lines in found] == first
+    assert [lines[1] for lines in found] == ["then: Outcome(step=4, failure=None) ['4']"] * 2
+    assert [lines[2] for lines in found] == ["restored"] * 2
+    if fault == "_copy":
+        assert "process 1: checkpoint 2: [Errno 28] No space left on device" in said[1][1]

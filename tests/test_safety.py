@@ -1,0 +1,258 @@
+"""Safe by default: nothing of a model, a data set or a config is run; nothing foreign is deleted; no secret is written."""
+
+import ast
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import datasets
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import cli, export, prepare, train
+from jaxsp.core import config, errors, notation
+from jaxsp.data import chat, tokenizers, wording
+from tests import batches
+
+REPO = pathlib.Path(__file__).parent.parent
+
+FORBIDDEN = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "runpy", "imp"}
+"""Modules that run what they read, or are there to."""
+
+
+def calls(tree):
+    """Every call in a file: what is called, as written, and its keyword arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+
+
+def unsafe(text):
+    """What a file does that can run foreign code."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (f"imports {name}" for name in names if name.split(".")[0] in FORBIDDEN)
+    for name, words in calls(tree):
+        if name in ("eval", "exec", "compile", "__import__") or name in ("os.system", "os.popen"):
+            yield f"calls {name}"
+        if words.get("shell") not in (None, "False") or words.get("allow_pickle") not in (None, "False"):
+            yield f"{name}: shell or allow_pickle"
+        if words.get("trust_remote_code") not in (None, "False"):
+            yield f"{name}: trust_remote_code"
+        if re.match(r"transformers\.Auto\w+\.from_pretrained$", name) and "trust_remote_code" not in words:
+            yield f"{name}: may ask to run code, without trust_remote_code=False"
+        if name == "yaml.load" and "Safe" not in text:
+            yield f"{name}: of which loader?"
+
+
+def test_no_module_can_run_what_it_reads():
+    found = {str(path): list(unsafe(path.read_text(encoding="utf-8"))) for path in sorted((REPO / "jaxsp").rglob("*.py"))}
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from torch import load",
+        "eval('1')",
+        "os.system('x')",
+        "subprocess.run('x', shell=True)",
+        "np.load('x', allow_pickle=True)",
+        "f(trust_remote_code=True)",
+        "transformers.AutoTokenizer.from_pretrained('x')",
+        "yaml.load(text, yaml.Loader)",
+    ],
+)
+def test_what_can_is_found(text):
+    assert list(unsafe(text))
+
+
+CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.__class__ }}{{ (messages | attr('__class__')).__base__ }}",
+        "{{ cycler.__init__.__globals__.os.system('touch broken-out') }}",
+        "{{ raise_exception.__globals__.x }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/hostname' %}",
+        "{% for i in range(1000000000) %}{{ i }}{% endfor %}",
+        "{{ '%s' | format(messages.__init__.__globals__) }}",
+        "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    ],
+)
+def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(wording.Refused, match="the chat template refuses it"):
+        chat.render(CHAT, tokenizer=tokenizers.of_bytes(), template=template, train_on="all")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    fields = settings(tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]")
+    with pytest.raises(errors.UserError) as found:
+        prepare.training(fields, devices=jax.devices()[:1])
+    first, _ = found.value.problems
+    assert re.fullmatch(
+        r".*a\.jsonl, line 1: the chat template refuses it: access to attribute '__class__' .* is unsafe\.", first
+    )
+
+
+@pytest.mark.parametrize(
+    "tag", ["!!python/object/apply:os.system [echo]", "!!python/name:os.system", "!!python/module:os", "!x 1"]
+)
+def test_yaml_makes_plain_values_only(tag):
+    with pytest.raises(notation.yaml.YAMLError, match="could not determine a constructor"):
+        notation.load(f"a: {tag}")
+
+
+def test_aliases_are_values_and_not_bombs():
+    assert notation.load("a: &a {b: 1}\nc: [*a, *a]") == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    with pytest.raises(notation.yaml.YAMLError, match="more than 100,000 values"):
+        notation.load("\n".join(lines))
+    assert len(notation.load("\n".join(lines[:3]))) == 3
+    with pytest.raises(notation.yaml.YAMLError, match="inside what it stands for"):
+        notation.load("a: &a [*a]")
+
+
+@pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "/etc/hostname", "a/b.arrow", 3])
+def test_a_saved_data_set_stays_in_its_folder(tmp_path, name):
+    for folder in ("other", "one", "several/train"):
+        datasets.Dataset.from_dict({"text": [f"this is {folder}"]}).save_to_disk(tmp_path / folder)
+    (tmp_path / "several/dataset_dict.json").write_text('{"splits": ["train"]}')
+    for folder in ("one", "several/train"):
+        state = json.loads((tmp_path / folder / "state.json").read_text())
+        state["_data_files"] = [{"filename": name}]
+        (tmp_path / folder / "state.json").write_text(json.dumps(state))
+        refuses(tmp_path, folder.split("/")[0], f"names {name}, which is not in its folder")
+    (tmp_path / "several/dataset_dict.json").write_text('{"splits": ["../other"]}')
+    refuses(tmp_path, "several", "names ../other, which is not in its folder")
+
+
+def refuses(folder, source, says):
+    fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
+    with pytest.raises(errors.UserError, match=re.escape(says)):
+        prepare.training(fields, devices=jax.devices()[:1])
+
+
+def settings(folder, *words):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": 4, "save_every": 1},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32", "tokenizer": "bytes"},
+        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "checkpoint": {"keep_latest": 1},
+        "logging": {"tensorboard": False},
+    }
+    return config.parse(fields, words)
+
+
+def documents(folder):
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+
+
+FOREIGN = [
+    "notes.txt",
+    "data/a.jsonl",
+    "tensorboard/mine",
+    "model/mine.json",
+    "checkpoints/mine",
+    "checkpoints/best/weights.safetensors",
+    "checkpoints/1/notes.txt",
+    "checkpoints/0003/notes.txt",
+    "checkpoints/2.backup/notes.txt",
+    "checkpoints/2.orbax-checkpoint-tmp-of-mine/notes.txt",
+]
+"""Of the user, in the folder of a run; some are called like steps of it."""
+
+
+def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, monkeypatch):
+    documents(tmp_path)
+    monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
+    run = tmp_path / "run"
+    config.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    foreign(run, ["config.yaml", *(name for name in FOREIGN if "/1/" not in name)])
+    train.main([str(tmp_path / "c.yaml")])
+    foreign(run, ["checkpoints/1/notes.txt"])
+    train.main([str(tmp_path / "c.yaml"), "run.steps=6"])
+    assert [name for name in FOREIGN if not (run / name).is_file()] == []
+    assert (run / "checkpoints/6").is_dir()
+    assert not (run / "checkpoints/5").exists(), "of its own checkpoints, the newest stays"
+    # what is called like a newer step is set aside, as a damaged checkpoint is
+    foreign(run, ["checkpoints/7/notes.txt"])
+    train.main([str(tmp_path / "c.yaml"), "run.steps=8"])
+    assert [path.read_text() for path in run.rglob("7/notes.txt")] == ["checkpoints/7/notes.txt"]
+    assert [name for name in FOREIGN if not (run / name).is_file()] == []
+
+
+def foreign(run, names):
+    for name in names:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("" if name == "config.yaml" else name)
+
+
+CANARIES = {
+    "HF_TOKEN": "hf_canaryAAAA",
+    "WANDB_API_KEY": "canaryBBBB",
+    "AWS_SECRET_ACCESS_KEY": "canaryCCCC",
+    "SOME_PASSWORD": "canaryDDDD",
+    "HTTPS_PROXY": "http://user:canaryEEEE@127.0.0.1:9",
+    "HTTP_PROXY": "http://user:canaryFFFF@127.0.0.1:9",
+}
+SECRET = re.compile(b"canary[A-F]{4}")
+
+
+def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, capfd):
+    """Training, a mistake, an error of ours with its traceback, and an export."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in CANARIES.items():
+        monkeypatch.setenv(name, value)
+    documents(tmp_path)
+    config.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
+    for main, words, code in [
+        (train.main, ["c.yaml", "--verbose"], cli.DONE),
+        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], cli.DONE),
+        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], cli.MISTAKE),
+        (lambda _: dict(os.environ)["nothing"], [], cli.OURS),
+        (export.main, ["run", "out"], cli.DONE),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["command", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.run(main)
+        written = capfd.readouterr()
+        assert ended.value.code == code, written.err
+        assert not SECRET.search((written.out + written.err).encode())
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if SECRET.search(path.read_bytes())] == []
+
+
+@pytest.mark.parametrize("proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"])
+def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
+    documents(tmp_path)
+    config.save(settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml")
+    own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
+    words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
+    done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)
+    assert done.returncode in (cli.MISTAKE, cli.OURS)
+    assert b"nobody/nothing: " in done.stderr or b"proxy" in done.stderr
+    assert not SECRET.search(done.stdout + done.stderr), done.stderr
