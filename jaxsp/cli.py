@@ -67,10 +67,12 @@ def run(main: Callable[[list[str]], None]) -> None:
             code, words = first[1], f"ends because process {first[0]} has failed, with exit code {first[1]}"
     here = processes.here()
     if words:
-        print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr)
+        with processes.though_deaf():
+            print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr, flush=True)
     if code != DONE and here.num_processes > 1:
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with processes.though_deaf():
+                stream.flush()
         processes.fail(code)
     sys.exit(code)
 

@@ -289,7 +289,8 @@ class Voices:
         while self._held and now - self._held[0][0] >= older_than:
             _, index, line = self._held.pop(0)
             if self._first.setdefault(line, index) == index:
-                print(f"{processes.prefix(index)}{line}", file=sys.stderr, flush=True)
+                with processes.though_deaf():
+                    print(f"{processes.prefix(index)}{line}", file=sys.stderr, flush=True)
 
     def close(self, *, failed: int | None) -> None:
         """Says what is left after all have ended, but of the others than `failed` not, in 30 lines, that JAX missed one."""
@@ -308,8 +309,9 @@ class Voices:
         rest = b""
         while data := os.read(stderr, 2**16):
             if index == 0:
-                sys.stderr.buffer.write(data)
-                sys.stderr.flush()
+                with processes.though_deaf():
+                    sys.stderr.buffer.write(data)
+                    sys.stderr.flush()
             *lines, rest = (rest + data).split(b"\n")
             self._heard(index, lines)
         self._heard(index, [rest] if rest else [])

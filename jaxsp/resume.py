@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxsp.core import config, errors
 from jaxsp.data import dataset
@@ -73,6 +75,19 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
             "auto or never."
         )
     return found
+
+
+def agree(run: config.Run, found: pathlib.Path | None) -> None:
+    """Raises: UserError where processes see different checkpoints to go on from. Called by all of them."""
+    if jax.process_count() == 1:
+        return
+    own = 0 if found is None else int(found.name) if found.name.isdecimal() else -1
+    steps = np.unique(multihost_utils.process_allgather(np.int32(own)))
+    if len(steps) > 1:
+        raise errors.UserError(
+            f"run.directory = {run.directory}: processes would begin at steps {errors.choices(steps.tolist())}, because they "
+            "see different checkpoints. Name a folder that all nodes share."
+        )
 
 
 def retreat(run: config.Run, damage: checkpoint.Damaged) -> str:

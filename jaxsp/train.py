@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> None:
                     damaged.append(damage.path)
                 if process.index == 0:
                     print(words, file=sys.stderr, flush=True)
+        stop.over()
         processes.end()  # while a signal still means that all is well
 
 

@@ -24,8 +24,8 @@ PLACES = {
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
     "hf": "values rotation families names folder tensors weights",
-    "training": "host sharding loss optimizer xla pace step digests checkpoint store metrics bad_steps material levers evaluator selfcheck banner "
-    "directory watchdog stopping saving log trainer",
+    "training": "host sharding loss optimizer xla pace step digests checkpoint store metrics bad_steps material "
+    "levers evaluator selfcheck banner directory watchdog stopping saving log trainer",
     "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",
 }

@@ -29,7 +29,10 @@ def commands(tmp_path):
         (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/called\n{text}')
         (tmp_path / name).chmod(0o755)
 
-    program("srun", 'shift; "$@" & child=$!; trap "kill -TERM $child" TERM; wait $child; wait $child')
+    # srun answers SIGTERM by killing its tasks
+    srun = f'shift; "$@" & child=$!; echo $child > {tmp_path}/task; trap "kill -KILL $child; exit 137" TERM; wait $child'
+    program("srun", srun)
+    program("scancel", f"kill -${{1#--signal=}} $(cat {tmp_path}/task)")
     program("scontrol", "")
     program(
         "python",
@@ -66,7 +69,7 @@ def trains(called):
 
 @pytest.mark.parametrize(
     ("codes", "code", "starts"),
-    [("0", 0, 1), ("2", 2, 1), ("1", 1, 1), ("75 134 0", 0, 3), ("75 2", 2, 2), ("75 75 75 75 0", 75, 4)],
+    [("0", 0, 1), ("2", 2, 1), ("1", 1, 1), ("75 134 0", 0, 3), ("137 0", 0, 2), ("75 2", 2, 2), ("75 75 75 75 0", 75, 4)],
 )
 def test_slurm_starts_again_what_hangs_and_nothing_else(commands, codes, code, starts):
     ended, _, called = commands(SLURM, "a.yaml", "run.steps=3", codes=codes)

@@ -61,7 +61,7 @@ def _of_best(checkpoint: Any, data: Any) -> list[str]:
     names = [one.get("name") or one.get("source") for one in sets if isinstance(one, dict)]
     if best_by is not None and not keep_best:
         return [f"checkpoint.best_by = {best_by}: none is kept for being best. Set checkpoint.keep_best=1, or best_by=null."]
-    if keep_best and not sets:
+    if isinstance(keep_best, int) and keep_best > 0 and not sets:
         return [
             f"checkpoint.keep_best = {keep_best}: what is best is told by an evaluation. Name a data set: "
             "data.eval='[{source: held-out/*.txt, format: text}]'."

@@ -1,5 +1,6 @@
 """The processes of a job: how many there are, which of them this is, and how they begin and end together."""
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -10,7 +11,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from jaxsp.core import errors
@@ -225,10 +226,18 @@ def prefix(index: int) -> str:
     return f"process {index}: "
 
 
+@contextlib.contextmanager
+def though_deaf() -> Iterator[None]:
+    """Goes on where nobody can hear what is said: a log on a full disk, or a terminal that is gone, is not worth a run."""
+    with contextlib.suppress(OSError):
+        yield
+
+
 def say(words: str) -> None:
     """Says something on stderr, each line under this process's number; of process 0, as it is."""
     text = textwrap.indent(words.rstrip(), prefix(_here.index), lambda _: _here.index > 0)
-    os.write(2, f"{text}\n".encode())  # at once, whatever the main thread is in the middle of
+    with though_deaf():
+        os.write(2, f"{text}\n".encode())  # at once, whatever the main thread is in the middle of
 
 
 def say_stacks() -> None:

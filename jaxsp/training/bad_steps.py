@@ -64,13 +64,15 @@ class BadSteps:
         """Why the run has to end, and what to do. Args: saved: the step of the checkpoint that was written then."""
         # one more was under way when this was known
         many, folder = "", self._settings.directory
+        more = "run.on_nan=skip leaves such steps out."
         if self._settings.on_nan == "skip":
-            many = f": so in {self._most + 1} steps since the process began, run.max_bad_steps = {self._most}"
+            many = f", more often since the process began than run.max_bad_steps = {self._most}"
+            more = "run.max_bad_steps lets more pass."
         return (
             f"step {self._steps[self._most]}: the loss or the gradient norm is not finite{many}. The step changed no weight; "
             f"{folder}/checkpoints/{saved} has the weights after {saved} steps, those that were not finite left out, and "
             f"{folder}/{metrics.BAD_STEPS} names its documents. The same command goes on behind it. A lower "
-            "optimizer.learning_rate or more optimizer.warmup_steps usually help; run.on_nan=skip leaves such steps out."
+            f"optimizer.learning_rate or more optimizer.warmup_steps usually help; {more}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import hashlib
 import json
@@ -26,6 +27,12 @@ CHECKPOINTS, DAMAGED = "checkpoints", "damaged"
 
 MASTER, OPT, META = "master", "opt", "meta"
 """A checkpoint's items; a run without optimizer state (sgd) has no second."""
+
+_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
+"""What reading answers to files that are missing or not what they were; anything else says that a machine is not well."""
+
+_OF_MACHINE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""In what tensorstore says then."""
 
 _T = TypeVar("_T")
 
@@ -135,7 +142,12 @@ def read_meta(checkpoint: pathlib.Path) -> Meta:
         )
     if digest != _digest(fields):
         raise Damaged(checkpoint, f"{META}/metadata says other things than were written")
-    return Meta(**fields)
+    try:
+        return Meta(**fields)
+    except TypeError:
+        raise errors.UserError(
+            f"{checkpoint}: cannot be read: it is of a later version, which says more of a checkpoint. Go on with that one."
+        ) from None
 
 
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
@@ -223,9 +235,11 @@ def _read(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> 
         hush()
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(epath.Path(checkpoint / item), args=args)
-    except (PermissionError, MemoryError, jax.errors.JaxRuntimeError):  # of this machine, not of the files
+    except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # whatever a flipped bit makes of a file's structure
+        if (isinstance(error, OSError) and error.errno not in _OF_FILES) or any(word in str(error) for word in _OF_MACHINE):
+            raise
         raise Damaged(checkpoint, f"{item}: {line(error)}") from error
 
 

@@ -79,6 +79,8 @@ class Log:
             settings, material = self._program.config, self._material
             feed = material.train.feed(settings, self._program.mesh, material.schedule)
             self.bad.add(self._num_steps, numbers, feed, self._num_steps - material.start.step - 1)
+            if self.goes_on:
+                self._progress.say(f"step {self._num_steps}  IS LEFT OUT: not finite; {metrics.BAD_STEPS} names its documents")
         self.last = self._line(running, numbers, step_s)
         if self._num_steps == self._material.start.step + 1:
             self.first = self.last

@@ -105,7 +105,6 @@ class Lines:
     def __init__(self, path: pathlib.Path):
         self._path, self._waiting = path, bytearray()
         self._file = path.open("ab", buffering=0)
-        self._end = self._file.seek(0, os.SEEK_END)
         self._is_full = False
 
     def add(self, record: bytes) -> None:
@@ -120,6 +119,7 @@ class Lines:
 
     def _write(self) -> None:
         done = 0
+        self._end = self._file.seek(0, os.SEEK_END)  # jaxsp.eval adds lines too
         try:
             while done < len(self._waiting):
                 done += self._file.write(self._waiting[done:])
@@ -133,7 +133,7 @@ class Lines:
             return
         if self._is_full:
             _say(f"{self._path} is written again, nothing is missing")
-        self._end, self._is_full = self._end + done, False
+        self._is_full = False
         self._waiting.clear()
 
 
@@ -240,18 +240,21 @@ def append(path: pathlib.Path, result: "DataclassInstance") -> None:
 def keep_to(path: pathlib.Path, step: int) -> None:
     """Takes from a file of lines those of steps after `step`, and any that was cut short; does nothing where there is none."""
 
-    def is_kept(line: str) -> bool:
+    def is_kept(line: bytes) -> bool:
         try:
-            return line.endswith("\n") and json.loads(line)["step"] <= step
-        except ValueError:
+            return line.endswith(b"\n") and json.loads(line)["step"] <= step
+        except (ValueError, TypeError, KeyError):  # whatever a damaged disk has made of it
             return False
 
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
         kept = [line for line in lines if is_kept(line)]
         if kept != lines:
             partial = path.with_name(f"{path.name}.partial")
-            partial.write_text("".join(kept), encoding="utf-8")
+            with partial.open("wb") as file:
+                file.writelines(kept)
+                file.flush()
+                os.fsync(file.fileno())
             partial.replace(path)
 
 

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import pathlib
 import statistics
 import time
 
@@ -23,6 +24,17 @@ class Doing:
     """Until the next; None where nobody can know."""
     writes: bool = False
     """Bytes that reach files are signs of life."""
+    until: float | None = None
+    """When it will have ended, as far as that is known."""
+
+
+def written() -> int:
+    """Bytes that this process has written to files so far; 0 where the kernel does not count them."""
+    try:
+        fields = pathlib.Path("/proc/self/io").read_text(encoding="ascii").split()
+        return int(fields[fields.index("wchar:") + 1])
+    except (OSError, ValueError):
+        return 0
 
 
 class Pace:
@@ -34,14 +46,25 @@ class Pace:
         """Steps that have ended, since step 0; None before training."""
         self.save_s: float | None = None
         """From the beginning of the last checkpoint until it was written."""
+        self.evaluation_s: float | None = None
+        """What the last evaluation took."""
         self._running: dict[int, int] = {}
         """Row lengths of the steps that were sent and have not ended."""
         self._took: dict[int, collections.deque[float]] = collections.defaultdict(lambda: collections.deque(maxlen=20))
         """Seconds of the last steps, by their row length."""
 
-    def does(self, what: str, *, watched: bool = True, expected_s: float | None = None, writes: bool = False) -> None:
-        """Notes what begins now."""
-        self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes)
+    def does(
+        self,
+        what: str,
+        *,
+        watched: bool = True,
+        expected_s: float | None = None,
+        writes: bool = False,
+        takes_s: float | None = None,
+    ) -> None:
+        """Notes what begins now. Args: takes_s: in all, where it was done before."""
+        until = None if takes_s is None else time.monotonic() + takes_s
+        self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes, until=until)
 
     def alive(self) -> None:
         """Notes a sign of life."""
@@ -73,7 +96,9 @@ class Pace:
         return self.step_s > SLOW_S
 
     def rest_s(self) -> float:
-        """Until the steps that were sent have ended, as far as their row lengths were met before."""
+        """Until the steps that were sent, or an evaluation, have ended, as far as such were met before."""
+        if self.now.until is not None:
+            return max(0.0, self.now.until - time.monotonic())
         expected = [self._expected(step) or 0.0 for step in [*self._running]]
         return max(0.0, sum(expected) - (time.monotonic() - self.now.since)) if expected else 0.0
 

@@ -1,6 +1,5 @@
 """Stopping a run on a signal: after the same step in all processes, with a checkpoint, where there is time for one."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -61,6 +60,7 @@ class Stopping:
         self._place: Place | None = None
         self._last: int | None = None
         """The step after which all processes stop; None as long as that is not known."""
+        self._is_over = False
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 
@@ -95,8 +95,11 @@ class Stopping:
             return True
 
     def _listen(self) -> None:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, and JAX ends this one
-            self._hear()
+        while not self._left.is_set():
+            try:
+                self._hear()
+            except jax.errors.JaxRuntimeError:  # process 0 does not answer; where it is gone, JAX ends this one
+                time.sleep(processes.HEAR_S)
 
     def _hear(self) -> None:
         while not self._left.is_set():
@@ -113,7 +116,13 @@ class Stopping:
             if self.reason is not None and self._last is None and not self._left.is_set():
                 self._decide()
 
+    def over(self) -> None:
+        """Notes that all is done: from now on there is nothing to stop."""
+        self._is_over = True
+
     def _signal(self, number: signal.Signals) -> None:
+        if self._is_over:
+            return
         if self._signalled is None:
             self._signalled = time.monotonic()
         elif time.monotonic() - self._signalled > ONE_S:
@@ -147,6 +156,9 @@ class Stopping:
         """When all have told where they are: where to stop, or to leave at once. All see the same, and decide alike."""
         assert self._place is not None, "it was told"
         told = {index: Place(**json.loads(place)) for index, place in processes.told(_PLACE).items()}
+        if processes.talk() and processes.here().index not in told:  # there was nobody to tell yet
+            processes.tell(_PLACE, json.dumps(dataclasses.asdict(self._place)))
+            return
         places = told if processes.talk() else {0: self._place}
         if processes.talk() and len(places) < processes.here().num_processes:
             return
@@ -169,7 +181,11 @@ class Stopping:
             self._last = last
             self._changed.notify_all()
         if processes.here().index == 0:
-            processes.say(f"{self.reason}: stops after step {last}, in about {rest_s:.0f} s; once more, and it leaves at once")
+            known = all(place.save_s for place in places.values())
+            first = "" if known else " and what a checkpoint takes, the first of this process"
+            processes.say(
+                f"{self.reason}: stops after step {last}, in about {rest_s:.0f} s{first}; once more, and it leaves at once"
+            )
 
     def _lost(self, last: int) -> str:
         """What a run loses that leaves now."""

@@ -2,12 +2,12 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import datetime
 import os
 import pathlib
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +21,13 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxsp.core import config, errors, processes
 from jaxsp.model import layers
-from jaxsp.training import checkpoint, digests, host, step
+from jaxsp.training import checkpoint, digests, host, pace, step
 
 PARTIAL, DELETING = ".partial", ".deleting"
 """Behind the step, in the name of a checkpoint that is being written, or deleted."""
+
+LOOK_S = 5.0
+"""Between two looks at a write that several processes wait for."""
 
 _RUNNING, _DONE, _FAILED = range(3)
 
@@ -57,8 +60,12 @@ class Store:
     is why orbax's handlers are used here without its CheckpointManager, whose barriers would hold the others for minutes.)
     """
 
-    def __init__(self, directory: pathlib.Path, *, table: layers.Weights, keep: config.Checkpoint):
-        self._directory, self._table, self._keep = directory.absolute(), table, keep
+    def __init__(
+        self, directory: pathlib.Path, *, table: layers.Weights, keep: config.Checkpoint, pace: pace.Pace | None = None
+    ):
+        self._directory, self._table, self._keep, self._pace = directory.absolute(), table, keep, pace
+        self._bytes = 0
+        """That all processes have written, when they last agreed."""
         self._write: _Write | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._handlers = {name: ocp.PyTreeCheckpointHandler() for name in (checkpoint.MASTER, checkpoint.OPT)}
@@ -67,9 +74,8 @@ class Store:
         """What the last checkpoint took until it was whole, waiting for steps between its parts left out."""
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for path in self._directory.glob("*"):  # of a run that was killed
-                if path.name.removesuffix(PARTIAL).removesuffix(DELETING).isdecimal() and not path.name.isdecimal():
-                    shutil.rmtree(path)
+            for path in filter(_is_left, self._directory.glob("*")):
+                shutil.rmtree(path, ignore_errors=True)
 
     @property
     def steps(self) -> list[int]:
@@ -137,13 +143,13 @@ class Store:
     def poll(self, *, wait: bool = False) -> Outcome | None:
         """How the write ended, once, when it has; before that, and where there is none, None. All processes hear the same.
 
-        Moves: with several processes, 4 bytes between all of them while a write is under way.
+        Moves: with several processes, 8 bytes between all of them while a write is under way.
         """
         while (write := self._write) is not None:
             if wait:
-                concurrent.futures.wait([write.job])
+                concurrent.futures.wait([write.job], timeout=None if jax.process_count() == 1 else LOOK_S)
             outcome = self._agree(write)
-            if outcome is not None or self._write is write:
+            if outcome is not None or (self._write is write and not wait):
                 return outcome
         return None
 
@@ -152,7 +158,11 @@ class Store:
         own = _RUNNING if not write.job.done() else _FAILED if write.job.exception() else _DONE
         of_all = np.array([own])
         if jax.process_count() > 1:
-            of_all = multihost_utils.process_allgather(np.int32(own))
+            told = multihost_utils.process_allgather(np.array([own, pace.written() // 2**20], np.int32))
+            of_all, written = told[:, 0], int(told[:, 1].sum())
+            if written > self._bytes and self._pace is not None and self._pace.now.writes:
+                self._pace.alive()  # what another writes is a sign of life of all that wait for it
+            self._bytes = written
         if (of_all == _RUNNING).any():
             return None
         self._write = None
@@ -168,7 +178,7 @@ class Store:
         index, error = jax.process_index(), write.job.exception()
         reason = f"process {first} could not write its part" if error is None else checkpoint.line(error)
         if error is not None and index > 0:
-            print(f"{processes.prefix(index)}checkpoint {write.meta.step}: {reason}", file=sys.stderr, flush=True)
+            processes.say(f"checkpoint {write.meta.step}: {reason}")
         if index == 0:
             # what cannot be removed now is when the next is written
             shutil.rmtree(self._partial(write.meta.step), ignore_errors=True)
@@ -201,12 +211,16 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
         partial.rename(final)
-        _sync(self._directory)
-        for number in self._to_delete():
-            # under another name first: a checkpoint that has its own is whole
-            leaving = self._directory / f"{number}{DELETING}"
-            (self._directory / str(number)).rename(leaving)
-            shutil.rmtree(leaving, ignore_errors=True)  # else at the next start
+        # it is whole from here on, whatever becomes of others
+        try:
+            _sync(self._directory)
+            for number in self._to_delete():
+                # under another name first: a checkpoint that has its own is whole
+                leaving = self._directory / f"{number}{DELETING}"
+                (self._directory / str(number)).rename(leaving)
+                shutil.rmtree(leaving, ignore_errors=True)  # else at the next start
+        except OSError as error:
+            processes.say(f"checkpoint {meta.step} is whole, but an older one could not be deleted: {checkpoint.line(error)}")
 
     def _to_delete(self) -> list[int]:
         policies = checkpoint_managers
@@ -241,6 +255,13 @@ class _Info:
         return cls(step=int(path.name), time=datetime.datetime.fromtimestamp(path.stat().st_mtime), metrics=loss)
 
 
+def _is_left(path: pathlib.Path) -> bool:
+    """Whether a folder is of a run that was killed while it wrote or deleted a checkpoint."""
+    number, _, ending = path.name.partition(".")
+    ours = {checkpoint.MASTER, checkpoint.OPT, checkpoint.META}
+    return number.isdecimal() and f".{ending}" in (PARTIAL, DELETING) and {child.name for child in path.iterdir()} <= ours
+
+
 def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
     """The folders of a checkpoint. Process 0 makes them for all."""
     if jax.process_index() > 0:
@@ -265,6 +286,7 @@ def _sync(folder: pathlib.Path) -> None:
     """Makes new names in a folder outlive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with contextlib.suppress(OSError):  # some file systems cannot, and keep names safe by themselves
+            os.fsync(handle)
     finally:
         os.close(handle)

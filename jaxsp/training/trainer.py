@@ -75,7 +75,7 @@ def train(
     with (
         lock,
         metrics.Writer(folder, from_step=start.step, tensorboard=settings.logging.tensorboard) as writer,
-        Store(folder / checkpoint.CHECKPOINTS, table=program.table, keep=settings.checkpoint) as store,
+        Store(folder / checkpoint.CHECKPOINTS, table=program.table, keep=settings.checkpoint, pace=pace) as store,
         banner.Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
         metrics.Trace(folder / "profile", settings.logging.profile_steps) as trace,
         contextlib.closing(steps),
@@ -115,11 +115,13 @@ def train(
             if evaluates and log.goes_on:
                 pace.does("compiling the evaluation", watched=False)
                 evaluate.compile()
-                pace.does(f"the evaluation after step {number}", expected_s=pace.step_s)
+                pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
+                asked = time.perf_counter()
                 for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
                     losses[result.data] = result.loss
                     writer.write_result(result)
                     progress.say(banner.result(result))
+                pace.evaluation_s = time.perf_counter() - asked
             if saves:  # after the results, which would be lost if the run was killed between the two
                 pace.does(f"the checkpoint of step {number}", expected_s=pace.step_s, writes=True)
                 best_by = settings.checkpoint.best_by or next(iter(losses), "")

@@ -68,7 +68,7 @@ class Watchdog:
 
     def _look(self) -> None:
         doing = self._pace.now
-        if doing.writes and (written := _written()) > self._written + _WRITTEN:
+        if doing.writes and (written := pace.written()) > self._written + _WRITTEN:
             self._written = written
             self._pace.alive()
             return
@@ -104,9 +104,3 @@ class Watchdog:
             if not self._is_broken:
                 processes.say(f"{self._path}: cannot be written: {error.strerror}; the run goes on without a heartbeat")
             self._is_broken = True
-
-
-def _written() -> int:
-    """Bytes that this process has written to files so far."""
-    fields = pathlib.Path("/proc/self/io").read_text(encoding="ascii").split()
-    return int(fields[fields.index("wchar:") + 1])

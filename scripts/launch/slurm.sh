@@ -26,15 +26,22 @@ fi
 config=$1
 shift
 
-# SIGUSR1 is the warning of --signal above; scancel and preemption send SIGTERM to the tasks themselves
+# SIGUSR1 is the warning of --signal above. The tasks are signalled through scancel, because srun answers SIGTERM by killing
+# them. (Where scancel or preemption ends the whole job, tasks have KillWait or GraceTime, 30 s unless the cluster says otherwise:
+# lower run.grace_s below if that matters more than the end of the time.)
 time_is_up=
 step=
-trap 'time_is_up=yes; [ -z "$step" ] || kill -TERM "$step"' USR1
+trap 'time_is_up=yes; [ -z "$step" ] || scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# 75: it hung. 134: SIGABRT, by which JAX ends a process when another is lost. srun gives the highest of its tasks
+# since SLURM 22.05 srun does not ask sbatch's options for this one
+export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
+
+# 75: it hung. 134: SIGABRT, by which JAX ends a process when another is lost. 137: a process was killed. srun gives the highest
+# of its tasks, and leaves it to them to end each other
 for restarts_left in 3 2 1 0; do
+    [ -z "$time_is_up" ] || break
     # 270 of the 300 s: starting, and noticing, take some
-    srun --kill-on-bad-exit=1 python -m jaxsp.train "$config" run.grace_s=270 "$@" &
+    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.grace_s=270 "$@" &
     step=$!
     wait "$step"
     code=$?
@@ -43,7 +50,7 @@ for restarts_left in 3 2 1 0; do
         code=$?
     done
     step=
-    if [ -n "$time_is_up" ] || { [ $code != 75 ] && [ $code != 134 ]; }; then
+    if [ -n "$time_is_up" ] || { [ $code != 75 ] && [ $code != 134 ] && [ $code != 137 ]; }; then
         break
     fi
     echo "$0: exit code $code, $restarts_left restarts left" >&2

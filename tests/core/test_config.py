@@ -167,6 +167,7 @@ def test_the_values_that_errors_propose_are_accepted(file):
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
+            "checkpoint.best_by": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
         }
         config.load(file, [example, *other.get(key, [])])
 

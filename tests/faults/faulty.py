@@ -1,6 +1,7 @@
 """python -m tests.faults.faulty WHAT:STEP:PROCESS:ONCE ... : jaxsp.train, where something befalls a process after a step.
 
-WHAT is `raise`, `hang`, or `slow` (every step, 0.25 s more, in all processes); ONCE is a file, beside which it does not happen again.
+WHAT is `raise`, `hang`, or `slow` (every step, 0.25 s more, in all processes); ONCE is a file, beside
+which it does not happen again.
 """
 
 import pathlib

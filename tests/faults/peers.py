@@ -19,7 +19,7 @@ from tests import test_launch
 
 STEPS = 14
 
-AT = 5
+AT = 7
 """The step after which it happens."""
 
 SAME = (*test_launch.COUNTS, "loss", "grad_norm", "token_accuracy")
@@ -92,14 +92,14 @@ class Job:
         return test_launch.lines(self.metrics) if self.metrics.exists() else []
 
     def wait_for(self, step: int, begun: list[subprocess.Popen]) -> None:
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 400
         while len(self.lines()) < step:
             assert all(one.poll() is None for one in begun), [one.communicate()[0] for one in begun if one.poll() is not None]
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def end(self, begun: list[subprocess.Popen], since: float) -> Outcome:
-        said = [one.communicate(timeout=200)[0] for one in begun]
+        said = [one.communicate(timeout=400)[0] for one in begun]
         saved = [int(path.name) for path in (self.metrics.parent / "checkpoints").glob("*") if path.name.isdecimal()]
         return Outcome(
             codes=[one.returncode for one in begun],
@@ -158,7 +158,7 @@ def cases() -> list[Case]:
             ("raise", ("run.save_every=4",)),
             ("SIGKILL", ("run.save_every=4",)),
             ("SIGSTOP", ("run.save_every=4",)),
-            ("hang", ("run.save_every=4", "run.step_timeout=0.1")),
+            ("hang", ("run.save_every=4", "run.step_timeout=0.3")),
         )
         for victim in (0, 1)
         for launched in (False, True)

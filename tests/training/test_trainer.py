@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, metrics, saving, step, trainer
+from jaxsp.training import checkpoint, saving, step, trainer
 from jaxsp.training.store import Outcome, Store
 from tests import batches
 
@@ -150,20 +150,6 @@ def test_a_run_is_written_by_one_process_at_a_time(folder):
         train(settings(folder, "run.steps=8"))
     assert (folder / "run/metrics.jsonl").read_text() == before
     train(settings(folder, "run.steps=8"))
-
-
-@pytest.mark.parametrize(("save_every", "says"), [("2", "goes on from step 4"), ("null", "no checkpoint has been written yet")])
-def test_an_interruption_says_what_it_costs(folder, monkeypatch, save_every, says):
-    write = metrics.Writer.write
-
-    def interrupt(self, line):
-        write(self, line)
-        if line.step == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(metrics.Writer, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt, match=f"interrupted after step 5; .*{says}"):
-        train(settings(folder, f"run.save_every={save_every}"))
 
 
 def test_what_changed_since_the_checkpoint_is_said(folder):
