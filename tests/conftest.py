@@ -8,7 +8,9 @@ the shapes and dtypes of every annotated function.
 import importlib.metadata
 import os
 import pathlib
+import signal
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 
@@ -50,3 +52,14 @@ def choose_platform(*, gpu_if_there: bool) -> None:
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         flags.append("--xla_cpu_use_fusion_emitters=false")  # later versions know no such flag, and end the process over it
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+
+
+@pytest.fixture
+def hearing() -> Iterator[None]:
+    """Commands in the background of a shell, and of nohup, are begun deaf to these; processes begun here shall not be."""
+    deaf = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in deaf:
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number in deaf:
+        signal.signal(number, signal.SIG_IGN)

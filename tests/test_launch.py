@@ -18,6 +18,8 @@ from jaxsp.core import config, errors, processes
 from jaxsp.training import trainer
 from tests import noise, tolerances
 
+pytestmark = pytest.mark.usefixtures("hearing")
+
 REPO = pathlib.Path(__file__).parent.parent
 
 COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share", "learning_rate")
@@ -44,17 +46,6 @@ rank = os.environ["RANK"]
 def say(*lines):
     print("\\n".join(lines), file=sys.stderr, flush=True)
 """
-
-
-@pytest.fixture(autouse=True)
-def _signals_count():
-    """Commands in the background of a shell, and of nohup, are begun deaf to these; processes begun here shall not be."""
-    deaf = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
-    for number in deaf:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number in deaf:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def start(*words, **options):

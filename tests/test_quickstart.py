@@ -63,7 +63,8 @@ def test_it_says_what_it_does_and_what_to_type_next(quickstart):
     ):
         assert words in " ".join(printed.split()), words
     assert {path.name for path in directory.iterdir()} == {
-        *("config.yaml", "banner.txt", "metrics.jsonl", "eval.jsonl", "tensorboard", "model", "checkpoints", "lock", "hf")
+        *("config.yaml", "banner.txt", "metrics.jsonl", "eval.jsonl", "tensorboard", "model", "checkpoints", "lock", "hf"),
+        "heartbeat.json",
     }
 
 

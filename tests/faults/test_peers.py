@@ -5,11 +5,9 @@ import re
 import pytest
 
 from jaxsp.core import processes
-from tests import test_launch
 from tests.faults import peers
 
-pytestmark = pytest.mark.usefixtures("_signals_count")
-_signals_count = test_launch._signals_count
+pytestmark = pytest.mark.usefixtures("hearing")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("hearing")
+
 PROGRAM = """
 import os, sys, time
 from jaxsp.core import config
@@ -50,6 +52,7 @@ def run(folder, *, number=signal.SIGTERM, grace_s=25, stop_after=None, begun=3, 
         printed, said = running.communicate(timeout=60)
     finally:
         running.kill()
+        running.communicate()
     return running.returncode, printed, said, time.monotonic() - began
 
 
