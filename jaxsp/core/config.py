@@ -39,7 +39,8 @@ class Run(Group):
     """How long to train, and where to write."""
 
     directory: Annotated[str, _like("runs/first", min_length=1)]
-    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, eval.jsonl, tensorboard/, model/, checkpoints/."""
+    """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, eval.jsonl, tensorboard/, model/, checkpoints/,
+    heartbeat.json, lock; perhaps bad_steps.jsonl and damaged/, which nobody needs any more."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Decides the random weights and the order of the rows."""
     steps: Annotated[Positive | None, _like(1000)] = None
