@@ -332,5 +332,5 @@ def test_a_broken_checkpoint_is_named(tmp_path):
     # in a process of its own: what tensorstore still has under way would trouble tests that come later
     done = command("jaxsp.export", tmp_path / "run", tmp_path / "hf")
     assert done.returncode == 2, done.stderr
-    assert f"{tmp_path}/run/checkpoints/1: the checkpoint cannot be read" in done.stderr
+    assert f"{tmp_path}/run/checkpoints/1: the checkpoint is damaged: master: " in done.stderr
     assert not (tmp_path / "hf").exists()

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from jaxsp.core import processes
+from tests import test_launch
 from tests.faults import peers
 
 pytestmark = pytest.mark.usefixtures("hearing")
