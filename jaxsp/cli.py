@@ -8,10 +8,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, errors, jobs, processes
 
-DONE, OURS, MISTAKE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done, an error of jaxsp or of the run, the user's mistake, Ctrl-C. A run that hangs ends with processes.AGAIN."""
+DONE, OURS, MISTAKE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+"""Exit codes: done, an error of ours or of the machine's, the user's mistake, a run that cannot go on until somebody looks at
+it, Ctrl-C. One that hangs ends with processes.AGAIN."""
 
 
 def parser(verb: str, about: str, *, fields: bool = False, several: bool = False) -> argparse.ArgumentParser:
@@ -38,9 +39,9 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
     return made
 
 
-def process(given: argparse.Namespace) -> processes.Process:
+def process(given: argparse.Namespace) -> jobs.Process:
     """Which of several processes this is, by the arguments of a parser for `several`, or by what started it."""
-    return processes.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
+    return jobs.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -57,7 +58,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     except errors.UserError as error:
         code, words = MISTAKE, "\n".join(error.problems)
     except errors.Stopped as error:
-        code, words = OURS, str(error)
+        code, words = STOPPED, str(error)
     except KeyboardInterrupt as error:
         code, words = INTERRUPTED, str(error) or "interrupted"
     except Exception:  # whatever else it is, it is ours: say everything

@@ -8,10 +8,10 @@ import jax
 import rich.console
 
 from jaxsp import cli, prepare, resume
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, errors, jobs, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.hf import folder, weights
-from jaxsp.training import banner, checkpoint, evaluator, metrics, sharding, step
+from jaxsp.training import banner, checkpoint, evaluator, metrics, records, sharding, step
 
 _UNUSED: dict[str, dict[str, Any]] = {
     "run": {"directory": "unused", "steps": 1},
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     meshes.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=processes.num_local(process, os.environ),
+        num_local=jobs.num_local(process, os.environ),
     )
     processes.start(process)
     own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]
@@ -78,7 +78,7 @@ def main(arguments: list[str]) -> None:
     for result in evaluator.Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
         console.print(banner.result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:
-            metrics.append(out, result)
+            records.append(out, result)
     if out is not None:
         console.print(f"-> {out}", highlight=False, soft_wrap=True)
 

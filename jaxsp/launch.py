@@ -1,7 +1,7 @@
 """python -m jaxsp.launch [--processes N] CONFIG.yaml [key.path=value ...]: trains with one process per GPU of this node.
 
-A job that hangs is started again. SIGTERM and SIGINT are passed on once, and the processes stop as they see fit; a second one
-kills them.
+A job that hangs is started again; one that fails, or loses a process, is left to whoever started it. SIGTERM and SIGINT are
+passed on once, and the processes stop as they see fit; a second one kills them.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp import cli
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, errors, jobs, processes
 
 HOLD_S = 2.0
 """Others than process 0 are heard so much later: what it says too is then left out. When a process has failed, the others have
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
         metavar="N",
         type=int,
         default=3,
-        help="starts a job that hangs, or has lost a node, again up to so many times without a new checkpoint; default: 3",
+        help="starts a job that hangs again up to so many times without a new checkpoint; default: 3",
     )
     given = parser.parse_intermixed_args(arguments)
     settings = config.load(given.config, given.changes)  # a mistake there is said once
@@ -86,10 +86,10 @@ def _newest_step(settings: config.Run) -> int:
     return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 
-def _job(given: argparse.Namespace) -> list[processes.Process]:
+def _job(given: argparse.Namespace) -> list[jobs.Process]:
     """The processes of this node. Raises: UserError for numbers that do not fit."""
     problems = []
-    num_gpus = processes.num_gpus(os.environ)
+    num_gpus = jobs.num_gpus(os.environ)
     num_local = num_gpus if given.processes is None else given.processes
     if given.processes is None and not num_gpus:
         problems.append("--processes: missing, and there is no NVIDIA GPU here. On virtual CPU devices: --processes 2.")
@@ -112,12 +112,10 @@ def _job(given: argparse.Namespace) -> list[processes.Process]:
         raise errors.UserError(problems)
     coordinator = f"127.0.0.1:{_free_port()}"
     if given.coordinator is not None:
-        coordinator = processes.address("--coordinator", given.coordinator)
+        coordinator = jobs.address("--coordinator", given.coordinator)
     first, count = given.node * num_local, given.nodes * num_local
     return [
-        processes.Process(
-            index=first + local, num_processes=count, coordinator=coordinator, local_index=local, num_local=num_local
-        )
+        jobs.Process(index=first + local, num_processes=count, coordinator=coordinator, local_index=local, num_local=num_local)
         for local in range(num_local)
     ]
 
@@ -161,10 +159,10 @@ class _Orders:
         return cli.DONE if self.first is not None and code == -self.first else code
 
 
-def run(command: Sequence[str], job: Sequence[processes.Process], orders: _Orders) -> bool:
+def run(command: Sequence[str], job: Sequence[jobs.Process], orders: _Orders) -> bool:
     """Runs a command in each process of this node until all are done, or one has failed.
 
-    Returns: whether to start it again: it hung, or another node was lost.
+    Returns: whether to start it again: it hung.
     Raises:  SystemExit, where it failed otherwise.
     """
     die_with_us = functools.partial(_die_with, os.getpid(), ctypes.CDLL(None).prctl)
@@ -194,14 +192,13 @@ def run(command: Sequence[str], job: Sequence[processes.Process], orders: _Order
     who = f"all {len(job)} processes here" if alike else f"process {failed} of {job[0].num_processes}"
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     print(f"{who} failed: {how}{', and the others were ended' if None in codes else ''}", file=sys.stderr)
-    lost = code == -signal.SIGABRT and failed in voices.missed
-    if orders.first is None and (processes.AGAIN in codes or lost):
+    if orders.first is None and processes.AGAIN in codes:
         return True
     sys.exit(code if code > 0 else 128 - code)
 
 
-def _variables(process: processes.Process) -> dict[str, str]:
-    """What torchrun would set, for processes.find."""
+def _variables(process: jobs.Process) -> dict[str, str]:
+    """What torchrun would set, for jobs.find."""
     host, _, port = process.coordinator.rpartition(":")
     return {
         "MASTER_ADDR": host,
@@ -271,8 +268,6 @@ class Voices:
         self._first: dict[str, int] = {}
         """Who said a line first."""
         self._held: list[tuple[float, int, str]] = []
-        self.missed = set[int]()
-        """Which processes said that JAX ends them because another is gone."""
         self._readers = [
             threading.Thread(target=self._read, args=(index, child.stderr.fileno()), daemon=True)
             for index, child in children.items()
@@ -320,8 +315,6 @@ class Voices:
         for line in lines:
             # of a progress bar, how it ended
             text = line.rpartition(b"\r")[2].decode(errors="replace").removeprefix(processes.prefix(index))
-            if _is_missed(text):
-                self.missed.add(index)
             if index == 0:
                 self._first[text] = 0
             else:

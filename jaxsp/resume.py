@@ -55,14 +55,22 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
         if has_files and not (directory / "config.yaml").is_file():
             raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
         found = checkpoint.newest(directory, without=without)
+        if found is None and (begun := _begun_from(directory)) is not None:
+            raise errors.UserError(
+                f"{asked}: the run there was to go on from {begun}, and was cut off before a checkpoint of its own. "
+                f"Say it again: run.resume={begun}."
+            )
         if found is None and (aside := directory / checkpoint.DAMAGED).is_dir():
             raise errors.UserError(
                 f"{asked}: none of its checkpoints is whole; the damaged ones lie in {aside}. Put a copy of one into "
                 f"{directory / checkpoint.CHECKPOINTS}, or begin anew in another folder: run.directory={run.directory}-2."
             )
         return found
+    # the same command again, of a run that has written no checkpoint yet
+    folders = (directory / checkpoint.CHECKPOINTS, directory / checkpoint.DAMAGED)
+    again = run.resume == _begun_from(directory) and not any(checkpoint.steps(folder) for folder in folders)
     # process 0 may have begun to write by the time that another looks
-    if has_files and jax.process_index() == 0:
+    if has_files and not again and jax.process_index() == 0:
         raise errors.UserError(
             f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
         )
@@ -75,6 +83,18 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
             "auto or never."
         )
     return found
+
+
+def _begun_from(directory: pathlib.Path) -> str | None:
+    """What run.resume named when the run in a directory began; None where that was no other run's checkpoint."""
+    path = directory / lock.CONFIG
+    if not path.is_file():
+        return None
+    try:
+        named = config.load(path, []).run.resume
+    except errors.UserError:  # whoever wrote it, it was not this version
+        return None
+    return None if named in ("auto", "never") else named
 
 
 def agree(run: config.Run, found: pathlib.Path | None) -> None:

@@ -8,7 +8,7 @@ import jax
 import rich.console
 
 from jaxsp import cli, example, prepare, resume
-from jaxsp.core import config, processes
+from jaxsp.core import config, jobs, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.training import checkpoint, directory, pace, stopping, trainer, watchdog
 
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     meshes.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=processes.num_local(process, os.environ),
+        num_local=jobs.num_local(process, os.environ),
     )
     now, folder = pace.Pace(), pathlib.Path(settings.run.directory)
     with stopping.Stopping(settings.run, now) as stop:

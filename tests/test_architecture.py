@@ -17,14 +17,14 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 """From the ground up. A module imports from lower floors; rooms on one floor do not know each other."""
 
 PLACES = {
-    "core": "axes errors processes notation advice given config mesh layout batch",
+    "core": "axes errors jobs processes notation advice given config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
     "hf": "values rotation families names folder tensors weights",
-    "training": "host sharding loss optimizer xla pace step digests checkpoint store metrics bad_steps material "
+    "training": "host sharding loss optimizer xla pace step digests checkpoint store records board metrics bad_steps material "
     "levers evaluator selfcheck banner directory watchdog stopping saving log trainer",
     "planner": "compiled memory hlo comms report",
     "commands": "cli resume prepare example train plan export eval launch",

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.core import processes
-from scripts.bench import batches, machine, packing, report, step, tokenise
+from jaxsp.core import jobs
+from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
 from tests import noise
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -193,7 +193,7 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(processes, "num_gpus", lambda environ: 1)
+    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
         assert machine.missing() == "JAX uses cpu, not the NVIDIA GPU here: JAX_PLATFORMS = cpu. Use JAX_PLATFORMS=cuda."
 
@@ -202,7 +202,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", broken)
     assert "Unable to initialize backend 'cuda': no driver. Install jax[cuda13]" in machine.missing()
-    monkeypatch.setattr(processes, "num_gpus", lambda environ: 0)
+    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 0)
     assert "/dev/nvidia0 is missing" in machine.missing()
 
 
@@ -283,6 +283,21 @@ def test_batches_are_timed_over_a_whole_epoch(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[0] == batches.HEADER
 
 
+def test_checkpoints_are_timed_and_removed(tmp_path, monkeypatch, capsys):
+    for name in ("HIDDEN", "VOCABULARY"):
+        monkeypatch.setattr(checkpoints, name, 64)
+    out = tmp_path / "checkpoints.json"
+    assert checkpoints.main(["--gigabytes", "0.001", "--saves", "2", "--folder", str(tmp_path), "--out", str(out)]) == 0
+    cases = json.loads(out.read_text())["cases"]
+    names = ["save, which compiles", "save", "restore", "weights, as for export"]
+    assert [case["name"] for case in cases] == names
+    assert all(0 < case["blocked_s"] <= case["seconds"] for case in cases)
+    assert cases[0]["num_bytes"] == cases[2]["num_bytes"]
+    assert cases[0]["num_bytes"] == pytest.approx(3 * cases[3]["num_bytes"], rel=1e-3), "weights, two averages and counts"
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
+    assert capsys.readouterr().out.splitlines()[0] == checkpoints.HEADER
+
+
 @pytest.fixture
 def copy(tmp_path):
     """scripts/ in a place of its own, with a `python` that plays a machine with a GPU and writes down how it is called."""
@@ -303,7 +318,7 @@ def check(folder, *words, python=None):
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(processes.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.skipif(jobs.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 def test_without_a_gpu_the_check_says_so_and_writes_nothing(copy):
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
     done = check(copy)

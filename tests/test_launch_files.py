@@ -10,8 +10,8 @@ import time
 import pytest
 import yaml
 
-from jaxsp import launch
-from jaxsp.core import config, processes
+from jaxsp import cli, launch
+from jaxsp.core import config, jobs, processes
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -108,7 +108,7 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert words[:3] == ["python", "-m", "jaxsp.launch"]
     started = []
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(processes, "num_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
+    monkeypatch.setattr(jobs, "num_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
     monkeypatch.setattr(launch, "run", lambda command, job, orders: started.append((command, job)))
     launch.main(words[3:])
     ((command, job),) = started
@@ -131,10 +131,12 @@ def test_the_pods_meet_at_the_first_of_them():
     assert {one["name"] for one in CONTAINER["volumeMounts"]} == {one["name"] for one in POD["volumes"]}
 
 
-def test_a_mistake_ends_the_jobset_and_anything_else_starts_it_again():
+def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again():
     job, policy = JOB["template"]["spec"], JOBSET["spec"]["failurePolicy"]
     (rule,) = job["podFailurePolicy"]["rules"]
-    assert rule == {"action": "FailJob", "onExitCodes": {"containerName": CONTAINER["name"], "operator": "In", "values": [2]}}
+    assert rule["action"] == "FailJob"
+    codes = [cli.MISTAKE, cli.STOPPED]
+    assert rule["onExitCodes"] == {"containerName": CONTAINER["name"], "operator": "In", "values": codes}
     assert [(one["action"], one["onJobFailureReasons"]) for one in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
     assert policy["maxRestarts"] > 0
     assert POD["restartPolicy"] == "Never"

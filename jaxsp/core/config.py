@@ -403,7 +403,7 @@ def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 def save(config: Config, path: pathlib.Path) -> None:
     """Writes the config with every default filled in, so that `load(path, [])` gives it back."""
     text = notation.dump(config.model_dump(mode="json"))
-    path.write_text(text, encoding="utf-8")
+    notation.write(path, text)
 
 
 def describe() -> str:

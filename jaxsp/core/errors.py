@@ -31,4 +31,4 @@ def nearest(word: str, known: Iterable[str] | Mapping[str, str]) -> str:
 
 
 class Stopped(Exception):
-    """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 1."""
+    """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 3."""

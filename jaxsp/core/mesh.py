@@ -5,7 +5,7 @@ from collections.abc import Mapping, MutableMapping
 
 import jax
 
-from jaxsp.core import axes, config, errors, processes
+from jaxsp.core import axes, config, errors, jobs
 
 GPU_SHARE = 0.92
 """Of a GPU's memory, what JAX takes when it starts, unless XLA_CLIENT_MEM_FRACTION says otherwise; its own default is 0.75. The
@@ -28,7 +28,7 @@ def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1, 
     Raises: UserError if the processes cannot share them.
     """
     _raise_limits(os.environ, num_local=num_local)
-    no_gpu = processes.num_gpus(os.environ) == 0
+    no_gpu = jobs.num_gpus(os.environ) == 0
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
         jax.config.update("jax_platforms", "cpu")
@@ -58,7 +58,7 @@ def host_room(environ: Mapping[str, str], *, num_local: int) -> float:
     """Bytes of host memory that the arrays of one of `num_local` processes of a node may take."""
     if _HOST_LIMIT in environ:
         return float(environ[_HOST_LIMIT]) * 2**30
-    return HOST_SHARE * processes.host_memory() / num_local
+    return HOST_SHARE * jobs.host_memory() / num_local
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

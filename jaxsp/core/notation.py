@@ -1,9 +1,13 @@
-"""YAML as configs are written in it."""
+"""YAML as configs are written in it, and small files that are there as a whole or not at all."""
 
+import pathlib
 import re
 from typing import Any
 
 import yaml
+
+PARTIAL = ".partial"
+"""Behind the name of a file that is being written."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -83,3 +87,10 @@ def line(value: object) -> str:
 def cut(text: str) -> str:
     """The beginning of a text that is long."""
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def write(path: pathlib.Path, text: str) -> None:
+    """Writes a small file: whoever reads it, whenever, finds the text before or this one."""
+    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

@@ -11,7 +11,7 @@ import rich.table
 import rich.text
 
 from jaxsp import attention
-from jaxsp.core import axes
+from jaxsp.core import axes, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.data import account
 from jaxsp.data.account import count
@@ -195,7 +195,7 @@ class Progress:
 
     def say(self, words: str) -> None:
         """Prints a line, above the bar where there is one; where that goes to a disk that is full, the line is lost."""
-        with metrics.though_full():
+        with processes.though_deaf():
             self._console.print(words, highlight=False, soft_wrap=True)
 
 

@@ -15,13 +15,16 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, notation
 from jaxsp.training.material import Material
 
 LOCK, HOLDER, HEARTBEAT = "lock", "lock.json", "heartbeat.json"
 """What is locked, who holds it, and what a running holder writes again every few seconds."""
 
-NOT_A_RUN = (LOCK, HOLDER, f"{HOLDER}.partial", HEARTBEAT, f"{HEARTBEAT}.partial")
+CONFIG = "config.yaml"
+"""Where it is, a run has begun."""
+
+NOT_A_RUN = (LOCK, HOLDER, HEARTBEAT, *(f"{name}{notation.PARTIAL}" for name in (HOLDER, HEARTBEAT, CONFIG)))
 """Files that a folder may hold though no run was ever written there."""
 
 SILENCE_S = 15.0
@@ -59,7 +62,8 @@ def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
         stack.callback(_tidy, folder, made)
         _held.add(resolved)
         stack.callback(_held.discard, resolved)
-        _write(folder / HOLDER, _self(asked))
+        with _written(folder):
+            notation.write(folder / HOLDER, json.dumps(_self(asked)) + "\n")
         stack.callback((folder / HOLDER).unlink, missing_ok=True)
         yield
 
@@ -67,15 +71,30 @@ def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
 def begin(
     directory: pathlib.Path, settings: config.Config, material: Material, banner_text: str
 ) -> contextlib.AbstractContextManager:
-    """Makes the run's directory, with what can be written before the first step; held by this run until the context ends."""
+    """Makes the run's directory, with what can be written before the first step; held by this run until the context ends.
+
+    Raises: UserError where it cannot be written, and where other processes do not see it.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(hold(directory))
         if jax.process_index() == 0:
-            config.save(settings, directory / "config.yaml")
-            (directory / "banner.txt").write_text(banner_text, encoding="utf-8")
-            material.keep_model(directory / "model")
+            with _written(directory):
+                config.save(settings, directory / CONFIG)
+                notation.write(directory / "banner.txt", banner_text)
+                material.keep_model(directory / "model")
         _see(directory)
         return stack.pop_all()
+
+
+@contextlib.contextmanager
+def _written(folder: pathlib.Path) -> Iterator[None]:
+    """Raises: UserError where a disk does not take what is written in the context."""
+    try:
+        yield
+    except OSError as error:
+        raise errors.UserError(
+            f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another."
+        ) from None
 
 
 def _take(folder: pathlib.Path, lock: int) -> None:
@@ -148,12 +167,6 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _write(path: pathlib.Path, fields: dict[str, Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(fields) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
 def _make(folder: pathlib.Path) -> list[pathlib.Path]:
     """Makes a folder. Gives what was not there before: files of NOT_A_RUN, and folders, the deepest first."""
     made = [path for path in (*(folder / name for name in NOT_A_RUN), folder, *folder.parents) if not path.exists()]
@@ -163,7 +176,7 @@ def _make(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _tidy(folder: pathlib.Path, made: list[pathlib.Path]) -> None:
     """Removes what was made for a run that never began."""
-    if (folder / "config.yaml").exists():
+    if (folder / CONFIG).exists():
         return
     for path in made:
         if path.name in NOT_A_RUN and path.parent == folder:
@@ -180,7 +193,7 @@ def _see(directory: pathlib.Path) -> None:
         return
     multihost_utils.sync_global_devices("the run's directory was made")
     for _ in range(30):  # what another node wrote may come late
-        if (directory / "config.yaml").is_file():
+        if (directory / CONFIG).is_file():
             return
         time.sleep(1)
     raise errors.UserError(

@@ -60,8 +60,8 @@ class Evaluator:
         return step.compile_totals(self._program)
 
     def compile(self) -> None:
-        """Compiles now what would be compiled when it is asked first."""
-        _ = self._totals
+        """Compiles now what would be compiled when it is asked first, if there is something to evaluate."""
+        _ = self._sets and self._totals
 
     def run(self, master: layers.Weights, *, num_steps: int, alive: Callable[[], None] = lambda: None) -> Iterator[Result]:
         """Results of these weights, one data set after another.

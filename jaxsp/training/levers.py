@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import axes, config, errors, processes
+from jaxsp.core import axes, config, errors, jobs, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
 from jaxsp.training import host, loss, optimizer, step, xla
@@ -230,9 +230,7 @@ def _room_of(devices: tuple[Any, ...]) -> Room:
     known = [limit for limit in limits if limit]
     if not known:
         return Room(math.inf, math.inf)
-    return Room(
-        min(known), meshes.host_room(os.environ, num_local=processes.num_local(processes.here(), os.environ)) / len(devices)
-    )
+    return Room(min(known), meshes.host_room(os.environ, num_local=jobs.num_local(processes.here(), os.environ)) / len(devices))
 
 
 def _most(needs: Needs) -> Needs:

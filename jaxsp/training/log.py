@@ -62,7 +62,6 @@ class Log:
         """Notes the step that was sent to the devices."""
         assert self._running is None, "one at a time"
         self._running = running
-        self._pace.sent(self.num_sent, running.counts.row_tokens)
 
     def catch_up(self) -> None:
         """Waits for the step that is running, if there is one, and records it."""

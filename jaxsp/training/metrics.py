@@ -1,25 +1,16 @@
 """The numbers of a step: what metrics.jsonl says, and the arithmetic behind FLOPs."""
 
-import contextlib
 import dataclasses
-import errno
 import json
-import os
 import pathlib
-import socket
-import struct
-import sys
-import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from tensorboardX import record_writer
-from tensorboardX.proto import event_pb2, summary_pb2
 
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
+from jaxsp.training import records
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -77,66 +68,6 @@ class Line:
     """The most memory any device of this process had in use so far."""
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk, a quota or a file that is full answers."""
-
-
-@contextlib.contextmanager
-def though_full() -> Iterator[None]:
-    """Goes on where what is printed finds no room: a log on a full disk is not worth a run."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _FULL:
-            raise
-
-
-def _say(words: str) -> None:
-    with though_full():
-        print(words, file=sys.stderr, flush=True)
-
-
-class Lines:
-    """A file that records are added to, each of them whole or not at all.
-
-    While the disk is full they wait in memory: that is said once, and they are written as soon as there is room again.
-    """
-
-    def __init__(self, path: pathlib.Path):
-        self._path, self._waiting = path, bytearray()
-        self._file = path.open("ab", buffering=0)
-        self._is_full = False
-
-    def add(self, record: bytes) -> None:
-        self._waiting += record
-        self._write()
-
-    def close(self) -> None:
-        self._write()
-        if self._waiting:
-            _say(f"{self._path}: {len(self._waiting):,} bytes of it ARE LOST, the disk is still full")
-        self._file.close()
-
-    def _write(self) -> None:
-        done = 0
-        self._end = self._file.seek(0, os.SEEK_END)  # jaxsp.eval adds lines too
-        try:
-            while done < len(self._waiting):
-                done += self._file.write(self._waiting[done:])
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            self._file.truncate(self._end)  # what is there of a record
-            if not self._is_full:
-                _say(f"{self._path} CANNOT BE WRITTEN: {error.strerror}. What belongs there waits for room")
-            self._is_full = True
-            return
-        if self._is_full:
-            _say(f"{self._path} is written again, nothing is missing")
-        self._is_full = False
-        self._waiting.clear()
-
-
 class Writer:
     """Appends lines to metrics.jsonl and eval.jsonl, each readable at once, and their numbers for TensorBoard.
 
@@ -145,16 +76,18 @@ class Writer:
     """
 
     def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
-        self._files: dict[str, Lines] = {}
-        self._board: Board | None = None
+        self._files: dict[str, records.Lines] = {}
+        self._board: board.Board | None = None
         if jax.process_index() > 0:
             return
         for name in (METRICS, EVAL, BAD_STEPS):
-            keep_to(directory / name, from_step)
+            records.keep_to(directory / name, from_step)
         self._directory = directory
-        self._files = {name: Lines(directory / name) for name in (METRICS, EVAL)}
+        self._files = {name: records.Lines(directory / name) for name in (METRICS, EVAL)}
         if tensorboard:
-            self._board = Board(directory / "tensorboard", from_step=from_step)
+            from jaxsp.training import board
+
+            self._board = board.Board(directory / "tensorboard", from_step=from_step)
 
     def __enter__(self) -> "Writer":
         return self
@@ -164,6 +97,13 @@ class Writer:
             file.close()
         if self._board is not None:
             self._board.close()
+
+    def settle(self) -> None:
+        """Makes what was written outlive a power cut. Raises: OSError where some of it finds no room."""
+        for file in self._files.values():
+            file.settle()
+        if self._board is not None:
+            self._board.settle()
 
     def write(self, line: Line) -> None:
         """A step of training."""
@@ -178,7 +118,7 @@ class Writer:
         """A step whose numbers are not finite; most runs have none, and no such file."""
         if jax.process_index() == 0:
             if BAD_STEPS not in self._files:
-                self._files[BAD_STEPS] = Lines(self._directory / BAD_STEPS)
+                self._files[BAD_STEPS] = records.Lines(self._directory / BAD_STEPS)
             self._files[BAD_STEPS].add(json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n")
 
     def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
@@ -197,65 +137,6 @@ class Writer:
                 if field != "step" and isinstance(value, int | float)
             }
             self._board.add(numbers, step=fields["step"])
-
-
-class Board:
-    """TensorBoard's file of events.
-
-    (tensorboardX writes them in a thread: on a full disk that dies, and the tenth event after it blocks the run for ever.)
-    """
-
-    def __init__(self, directory: pathlib.Path, *, from_step: int):
-        directory.mkdir(parents=True, exist_ok=True)
-        self._lines = Lines(directory / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
-        self._add(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        # events of these steps that are there already do not count
-        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add(event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=begins))
-
-    def add(self, numbers: dict[str, float], *, step: int) -> None:
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        self._add(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
-
-    def close(self) -> None:
-        self._lines.close()
-
-    def _add(self, event: event_pb2.Event) -> None:
-        """A record of TensorFlow's: its length, that one's checksum, the event, and its checksum."""
-        data = event.SerializeToString()
-        length, checksum = struct.pack("<Q", len(data)), record_writer.masked_crc32c
-        self._lines.add(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
-
-
-def append(path: pathlib.Path, result: "DataclassInstance") -> None:
-    """Writes an evaluation as a line of a file that may be there, and may end in the middle of a line."""
-    with path.open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(json.dumps(dataclasses.asdict(result), allow_nan=False).encode() + b"\n")
-
-
-def keep_to(path: pathlib.Path, step: int) -> None:
-    """Takes from a file of lines those of steps after `step`, and any that was cut short; does nothing where there is none."""
-
-    def is_kept(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, TypeError, KeyError):  # whatever a damaged disk has made of it
-            return False
-
-    if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if is_kept(line)]
-        if kept != lines:
-            partial = path.with_name(f"{path.name}.partial")
-            with partial.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
 
 
 class Trace:

@@ -92,16 +92,26 @@ def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, offloaded: b
     """Random master weights, float32, each on its devices; the same numbers on every mesh."""
     num_shards = meshes.num_shards(mesh)
 
-    def draw(row: layers.Parameter) -> Array:
+    def one(row: layers.Parameter) -> Array:
         # A name's checksum, so that a weight does not change when another is added
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(row.hf_name.encode()))
-        values = (
-            row.mean + row.std * jax.random.normal(key, row.stacked_shape) if row.std else jnp.full(row.stacked_shape, row.mean)
-        )
-        return jnp.pad(values, padding(row, values.ndim, num_shards))
+        added = tuple(padding(row, len(row.stacked_shape), num_shards))
+        return _drawn(row.stacked_shape, row.mean, row.std, added, home(row, mesh, offloaded=offloaded))(key)
 
     # one after another: those of a large model need not fit a device together
-    return jax.tree.map(lambda row: jax.jit(lambda: draw(row), out_shardings=home(row, mesh, offloaded=offloaded))(), table)
+    return jax.tree.map(one, table)
+
+
+@functools.cache  # most weights of a model look like another one of it
+def _drawn(
+    shape: tuple[int, ...], mean: float, std: float, added: tuple[tuple[int, int], ...], home: NamedSharding
+) -> Callable[[Array], Array]:
+    """Draws a weight with a key."""
+
+    def draw(key: Array) -> Array:
+        return jnp.pad(mean + std * jax.random.normal(key, shape) if std else jnp.full(shape, mean), added)
+
+    return jax.jit(draw, out_shardings=home)
 
 
 def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, offloaded: bool = False) -> layers.Weights:

@@ -61,9 +61,17 @@ class Store:
     """
 
     def __init__(
-        self, directory: pathlib.Path, *, table: layers.Weights, keep: config.Checkpoint, pace: pace.Pace | None = None
+        self,
+        directory: pathlib.Path,
+        *,
+        table: layers.Weights,
+        keep: config.Checkpoint,
+        pace: pace.Pace | None = None,
+        first: Callable[[], None] = lambda: None,
     ):
+        """Args: first: is done before each checkpoint; where it fails, none is written."""
         self._directory, self._table, self._keep, self._pace = directory.absolute(), table, keep, pace
+        self._first = first
         self._bytes = 0
         """That all processes have written, when they last agreed."""
         self._write: _Write | None = None
@@ -132,7 +140,12 @@ class Store:
             self.write_s = (self.write_s or 0.0) + time.monotonic() - began
 
         finish = lambda: self._pool.submit(finish_all) if jax.process_index() == 0 else _now(lambda: None)
-        make = _now(lambda: _make(partial, items))
+
+        def begin() -> None:
+            self._first()
+            _make(partial, items)
+
+        make = _now(begin)
         if (outcome := self._agree(_Write(meta=meta, job=make, then=write))) is not None:
             return outcome
         assert self._write is not None

@@ -75,7 +75,13 @@ def train(
     with (
         lock,
         metrics.Writer(folder, from_step=start.step, tensorboard=settings.logging.tensorboard) as writer,
-        Store(folder / checkpoint.CHECKPOINTS, table=program.table, keep=settings.checkpoint, pace=pace) as store,
+        Store(
+            folder / checkpoint.CHECKPOINTS,
+            table=program.table,
+            keep=settings.checkpoint,
+            pace=pace,
+            first=writer.settle,  # a step that a checkpoint counts has its line
+        ) as store,
         banner.Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
         metrics.Trace(folder / "profile", settings.logging.profile_steps) as trace,
         contextlib.closing(steps),
@@ -94,6 +100,7 @@ def train(
             if trace.begins(number):
                 log.catch_up()
                 trace.begin()
+            pace.sent(number, counts.row_tokens)
             state, numbers = run_step[counts.row_tokens](state, rows)
             log.catch_up()
             # the step just sent off is running: its time holds this wait, and the rows travel meanwhile

@@ -9,7 +9,7 @@ import threading
 import time
 from types import TracebackType
 
-from jaxsp.core import config, processes
+from jaxsp.core import config, notation, processes
 from jaxsp.training import directory, pace
 
 BEAT_S = 5.0
@@ -95,10 +95,8 @@ class Watchdog:
             "silent_s": round(time.monotonic() - doing.since, 1),
             "written_at": time.time(),
         }
-        partial = self._path.with_name(f"{self._path.name}.partial")
         try:
-            partial.write_text(json.dumps(fields) + "\n", encoding="utf-8")
-            partial.replace(self._path)
+            notation.write(self._path, json.dumps(fields) + "\n")
             self._is_broken = False
         except OSError as error:
             if not self._is_broken:

@@ -35,10 +35,10 @@ def missing() -> str | None:
     try:
         import jax
 
-        from jaxsp.core import processes
+        from jaxsp.core import jobs
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install what jaxsp needs: pip install -e '.[cuda13,test]'."
-    if not processes.num_gpus({}):
+    if not jobs.num_gpus({}):
         return "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."
     try:
         device = jax.devices()[0]

@@ -54,7 +54,7 @@ def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devic
 def test_virtual_devices_are_those_of_all_processes_together(monkeypatch, platform, total, num_processes, own):
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    monkeypatch.setattr(mesh.processes, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
+    monkeypatch.setattr(mesh.jobs, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     mesh.choose_platform(virtual_cpu_devices=total, num_processes=num_processes)
     assert chosen == {"jax_num_cpu_devices": own}
@@ -81,7 +81,7 @@ def test_devices_that_share_rows_are_neighbours():
 
 
 def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(mesh.processes, "host_memory", lambda: 2000 * 2**30)
+    monkeypatch.setattr(mesh.jobs, "host_memory", lambda: 2000 * 2**30)
     found = {}
     mesh._raise_limits(found, num_local=8)
     assert found == {
@@ -96,4 +96,4 @@ def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeyp
 
 
 def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
-    assert 2**30 < mesh.processes.host_memory() < 2**46
+    assert 2**30 < mesh.jobs.host_memory() < 2**46

@@ -9,7 +9,7 @@ import time
 import datasets
 import pytest
 
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, errors, jobs
 from jaxsp.data import sources
 
 
@@ -128,7 +128,7 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
     here = threading.local()
 
     def make(index):
-        here.process = processes.Process(index=index, num_processes=2)
+        here.process = jobs.Process(index=index, num_processes=2)
         with sources.made_once(cached):
             order.append(index)
 

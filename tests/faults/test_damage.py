@@ -1,10 +1,12 @@
 """Checkpoints that are damaged are noticed, set aside, and the one before them is used."""
 
 import dataclasses
+import errno
 import json
 import shutil
 
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from jaxsp import eval as evaluation
@@ -201,6 +203,19 @@ def test_export_and_evaluation_name_the_one_before(run):
     with pytest.raises(errors.UserError, match=says):
         evaluation.main([str(run / "run"), asked])
     export.main([str(run / "run/checkpoints/2"), str(run / "out")])
+
+
+@pytest.mark.parametrize(("number", "damaged"), [(errno.ENOENT, True), (errno.EACCES, False), (errno.EIO, False)])
+def test_a_machine_that_is_not_well_is_no_damage(kept, monkeypatch, number, damaged):
+    """All checkpoints would be set aside, one after another, because of a disk that does not answer."""
+
+    def fail(*_, **__):
+        raise OSError(number, "as the test asked for")
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
+    with pytest.raises(checkpoint.Damaged if damaged else OSError) as raised:
+        kept.found()
+    assert isinstance(raised.value, checkpoint.Damaged) == damaged
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])

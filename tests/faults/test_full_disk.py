@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import pathlib
 import resource
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import rich.console
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import banner, checkpoint, metrics, saving, trainer
+from jaxsp.training import banner, checkpoint, metrics, records, saving, trainer
 from jaxsp.training.store import Store
 from tests import batches
 
@@ -149,20 +150,23 @@ def small_files():
 
 
 def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_files, capfd):
-    records = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
-    lines = metrics.Lines(tmp_path / "a")
-    lines.add(records[0])
+    given = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
+    lines = records.Lines(tmp_path / "a")
+    lines.add(given[0])
     small_files(100_000)
-    for record in records[1:3]:
+    for record in given[1:3]:
         lines.add(record)
-        assert (tmp_path / "a").read_bytes() == records[0]
+        assert (tmp_path / "a").read_bytes() == given[0]
+    with pytest.raises(OSError, match="No space left on device, and a waits for it"):
+        lines.settle()
     small_files(None)
-    lines.add(records[3])
-    assert (tmp_path / "a").read_bytes() == b"".join(records[:4])
+    lines.add(given[3])
+    lines.settle()
+    assert (tmp_path / "a").read_bytes() == b"".join(given[:4])
     small_files(250_000)
-    lines.add(records[4])
+    lines.add(given[4])
     lines.close()
-    assert (tmp_path / "a").read_bytes() == b"".join(records[:4])
+    assert (tmp_path / "a").read_bytes() == b"".join(given[:4])
     said = capfd.readouterr().err
     assert said.count("CANNOT BE WRITTEN: File too large. What belongs there waits for room") == 2
     assert "60,000 bytes of it ARE LOST" in said
@@ -184,6 +188,41 @@ def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeyp
     assert "checkpoint 4 COULD NOT BE WRITTEN" in said
     assert "checkpoint 6 is written, after one that failed" in said
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [str(STEPS)]
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "events"])
+def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, monkeypatch, file):
+    """A kill would lose it for ever, since the run goes on behind it."""
+    settle, settled = records.Lines.settle, []
+
+    def full_at_first(self):
+        if self._path.name.startswith(file):
+            settled.append(self._path)
+            if len(settled) == 1:
+                raise OSError(28, "No space left on device")
+        settle(self)
+
+    monkeypatch.setattr(records.Lines, "settle", full_at_first)
+    said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
+    assert "checkpoint 2 COULD NOT BE WRITTEN: [Errno 28] No space left on device" in said
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["4"]
+    assert len(settled) == 2, "before each checkpoint"
+
+
+def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch):
+    train(settings(tmp_path, tmp_path / "run", "run.steps=2"))
+    longer = settings(tmp_path, tmp_path / "run", "run.steps=3")
+    before = (tmp_path / "run/config.yaml").read_text()
+    write = pathlib.Path.write_text
+
+    def full(self, text, **how):
+        write(self, text[:10], **how)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", full)
+    with pytest.raises(errors.UserError, match=r"run.directory = .*: cannot be written: No space left on device. Make room"):
+        train(longer)
+    assert (tmp_path / "run/config.yaml").read_text() == before
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_run():

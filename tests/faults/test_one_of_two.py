@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import os, pathlib, sys
 import jax
-from jaxsp.core import config, processes
+from jaxsp.core import config, jobs, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.training import checkpoint, sharding, step
 from jaxsp.training.store import Store
@@ -20,7 +20,7 @@ from jaxsp import attention
 
 fault, folder, port, index = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 meshes.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local=2)
-processes.start(processes.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
+processes.start(jobs.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
 sharding.REPLICATED_BELOW = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
 program = step.Program(

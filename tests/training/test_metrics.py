@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.training import metrics
+from jaxsp.training import metrics, records
 from tests import batches
 
 
@@ -54,10 +54,17 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
     assert [json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
+def test_whatever_a_disk_has_made_of_lines_they_are_dropped(tmp_path):
+    torn = b'{"step": 1}\n\xff\xfe{"step": 2}\n[3]\n{"step": "2"}\n{"loss": 1}\n{"step": 2}\n{"step": 2'
+    (tmp_path / "metrics.jsonl").write_bytes(torn)
+    records.keep_to(tmp_path / "metrics.jsonl", 2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+
+
 def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
-    metrics.append(tmp_path / "eval.jsonl", line(3))
-    metrics.append(tmp_path / "eval.jsonl", line(4))
+    records.append(tmp_path / "eval.jsonl", line(3))
+    records.append(tmp_path / "eval.jsonl", line(4))
     with metrics.Writer(tmp_path, from_step=3, tensorboard=False):
         pass
     assert [json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()] == [1, 3]

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import rich.console
 import transformers
+from jax.experimental import multihost_utils
 
 from jaxsp import eval as evaluation
-from jaxsp import export, prepare
+from jaxsp import export, prepare, resume
 from jaxsp.core import config, errors
 from jaxsp.data import tokenizers
 from jaxsp.hf import weights
 from jaxsp.training import checkpoint, trainer
+from jaxsp.training.store import Store
 from tests import tolerances
 
 MODEL = {
@@ -176,6 +178,34 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
     assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, "the first run's files are left alone"
+
+
+def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(straight, stopped, monkeypatch):
+    words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "save", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(settings(stopped, *words))
+    assert lines(stopped / "second")
+    with pytest.raises(errors.UserError, match=rf"was to go on from {stopped}/run, .*run.resume={stopped}/run\."):
+        train(settings(stopped, words[0]))
+    with pytest.raises(errors.UserError, match="is not empty"):
+        train(settings(stopped, words[0], f"run.resume={straight}/run"))
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    with pytest.raises(errors.UserError, match="is not empty"):
+        train(settings(stopped, *words))
+
+
+def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch):
+    """Before one of them reads what another does not see, and all wait for each other."""
+    run = config.Run(directory=str(tmp_path), steps=9)
+    found = iter([[4, 4], [4, 0]])
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(found)))
+    resume.agree(run, tmp_path / "checkpoints/4")
+    with pytest.raises(errors.UserError, match="would begin at steps 0 or 4, because they see different checkpoints"):
+        resume.agree(run, tmp_path / "checkpoints/4")
 
 
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
+import pathlib
 import re
 import time
 
@@ -15,8 +17,8 @@ from jax.experimental import multihost_utils
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, saving, step, trainer
-from jaxsp.training.store import Outcome, Store
+from jaxsp.training import checkpoint, pace, saving, step, stopping, trainer
+from jaxsp.training.store import DELETING, Outcome, Store
 from tests import batches
 
 
@@ -199,6 +201,20 @@ def test_what_is_best_has_to_be_told_by_a_data_set(folder, words, says):
         settings(folder, *(word.replace("EVAL", evaluated) for word in words))
 
 
+def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, monkeypatch, capfd):
+    rename = pathlib.Path.rename
+
+    def stuck(self, target):
+        if str(target).endswith(DELETING):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", stuck)
+    train(settings(folder, "run.save_every=3", "checkpoint.keep_latest=1"))
+    assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
+    assert "checkpoint 6 is whole, but an older one could not be deleted: [Errno 16]" in capfd.readouterr().err
+
+
 def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
     train(settings(folder, "run.save_every=2"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -212,6 +228,23 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     train(settings(folder))
     assert "has no checkpoint, and begins anew" in (folder / "run/banner.txt").read_text()
     assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+
+
+def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
+    """A stop that comes while it is being sent has to wait for it too."""
+    compile_, seen, now = trainer._compile, [], pace.Pace()
+
+    def watched(program, material, console):
+        compiled = compile_(program, material, console)
+        look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
+        return {length: look(run) for length, run in compiled.items()}
+
+    monkeypatch.setattr(trainer, "_compile", watched)
+    chosen = settings(folder, "run.steps=3")
+    program, material = prepare.training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(quiet=True), stop=stopping.Stopping(chosen.run, now))
+    assert seen == [{1}, {1, 2}, {2, 3}]
+    assert not now._running
 
 
 def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
