@@ -62,8 +62,8 @@ def three(program):
     return launcher.returncode, printed, said, time.monotonic() - began
 
 
-def settings(folder, *, name, data, seq, steps=3):
-    """A small run on eight devices, from text, saved as a file for the command."""
+def settings(folder, *, name, data, seq, steps=3, devices=8):
+    """A small run from text, saved as a file for the command."""
     folder.joinpath("texts").mkdir(exist_ok=True)
     for number, words in enumerate(("one ", "and another ", "the third of them ")):
         if not (path := folder / f"texts/{number}.txt").exists():  # written again, it would be another text
@@ -76,7 +76,7 @@ def settings(folder, *, name, data, seq, steps=3):
             "tokenizer": "bytes",
             "compute_dtype": "float32",
         },
-        "mesh": {"data": data, "seq": seq, "virtual_cpu_devices": 8},
+        "mesh": {"data": data, "seq": seq, "virtual_cpu_devices": devices},
         "data": {"train": [{"source": str(folder / "texts/*.txt"), "format": "text"}], "row_tokens": 64},
         "batch": {"rows_per_step": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant", "warmup_steps": 0},

@@ -1,10 +1,12 @@
 """What the run is doing, when it last showed a sign of life, and how long its steps take; read by other threads."""
 
 import collections
+import contextlib
 import dataclasses
 import pathlib
 import statistics
 import time
+from collections.abc import Iterator
 
 SLOW_S = 10.0
 """Behind a step that takes longer none is sent ahead: a stop would have to wait for both. The devices then idle between two
@@ -65,6 +67,14 @@ class Pace:
         """Notes what begins now. Args: takes_s: in all, where it was done before."""
         until = None if takes_s is None else time.monotonic() + takes_s
         self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes, until=until)
+
+    @contextlib.contextmanager
+    def compiles(self, what: str) -> Iterator[None]:
+        """Something that nobody knows the time of, in the middle of what the run is doing."""
+        before = self.now
+        self.does(f"compiling {what}", watched=False)
+        yield
+        self.now = dataclasses.replace(before, since=time.monotonic())
 
     def alive(self) -> None:
         """Notes a sign of life."""

@@ -21,7 +21,8 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxsp.core import config, errors, processes
 from jaxsp.model import layers
-from jaxsp.training import checkpoint, digests, host, pace, step
+from jaxsp.training import checkpoint, digests, host, step
+from jaxsp.training.pace import Pace, written
 
 PARTIAL, DELETING = ".partial", ".deleting"
 """Behind the step, in the name of a checkpoint that is being written, or deleted."""
@@ -66,14 +67,14 @@ class Store:
         *,
         table: layers.Weights,
         keep: config.Checkpoint,
-        pace: pace.Pace | None = None,
+        pace: Pace | None = None,
         first: Callable[[], None] = lambda: None,
     ):
         """Args: first: is done before each checkpoint; where it fails, none is written."""
-        self._directory, self._table, self._keep, self._pace = directory.absolute(), table, keep, pace
+        self._directory, self._table, self._keep, self._pace = directory.absolute(), table, keep, pace or Pace()
         self._first = first
-        self._bytes = 0
-        """That all processes have written, when they last agreed."""
+        self._mib = 0
+        """MiB that all processes have written, when they last agreed."""
         self._write: _Write | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._handlers = {name: ocp.PyTreeCheckpointHandler() for name in (checkpoint.MASTER, checkpoint.OPT)}
@@ -171,11 +172,11 @@ class Store:
         own = _RUNNING if not write.job.done() else _FAILED if write.job.exception() else _DONE
         of_all = np.array([own])
         if jax.process_count() > 1:
-            told = multihost_utils.process_allgather(np.array([own, pace.written() // 2**20], np.int32))
-            of_all, written = told[:, 0], int(told[:, 1].sum())
-            if written > self._bytes and self._pace is not None and self._pace.now.writes:
+            told = multihost_utils.process_allgather(np.array([own, written() // 2**20], np.int32))
+            of_all, of_all_mib = told[:, 0], int(told[:, 1].sum())
+            if of_all_mib > self._mib and self._pace.now.writes:
                 self._pace.alive()  # what another writes is a sign of life of all that wait for it
-            self._bytes = written
+            self._mib = of_all_mib
         if (of_all == _RUNNING).any():
             return None
         self._write = None
@@ -203,7 +204,8 @@ class Store:
     def _leaves(self, state: step.State, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
         whole = digests.logical(self._table, state.master, state.opt)
         like = digests.by_name({item: whole[item] for item in items})
-        found = digests.on_devices(digests.by_name(items), {name: leaf.shape for name, leaf in like.items()})
+        with self._pace.compiles("digests") if self.write_s is None else contextlib.nullcontext():
+            found = digests.on_devices(digests.by_name(items), {name: leaf.shape for name, leaf in like.items()})
         return {
             name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for name, leaf in like.items()
         }

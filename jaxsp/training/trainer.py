@@ -120,8 +120,8 @@ def train(
                 trace.end()
             losses = {}
             if evaluates and log.goes_on:
-                pace.does("compiling the evaluation", watched=False)
-                evaluate.compile()
+                with pace.compiles("the evaluation"):
+                    evaluate.compile()
                 pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
                 asked = time.perf_counter()
                 for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):

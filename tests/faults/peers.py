@@ -57,12 +57,12 @@ class Outcome:
 
 
 class Job:
-    """A small run by two processes of four devices each."""
+    """A small run by two processes that share each row."""
 
-    def __init__(self, folder: pathlib.Path, *, data: int = 2, seq: int = 4):
+    def __init__(self, folder: pathlib.Path, *, data: int = 1, seq: int = 2):
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.file, self.metrics = test_launch.settings(folder, name="run", data=data, seq=seq, steps=STEPS)
+        self.file, self.metrics = test_launch.settings(folder, name="run", data=data, seq=seq, steps=STEPS, devices=data * seq)
 
     def start(self, *words: str, launched: bool, fault: str = "slow:0:0:none") -> list[subprocess.Popen]:
         """The launcher, or both processes."""

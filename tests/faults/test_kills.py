@@ -1,19 +1,36 @@
 """What a fault at any moment costs: time. The long form is `python -m tests.faults.kills`."""
 
+import shutil
+
+import pytest
+
 from tests.faults import kills
 
-
-def test_a_run_that_was_killed_is_the_straight_one_bit_for_bit(tmp_path):
-    assert kills.main(["--steps", "16", "--faults", "kill=2", "kill-in-save=1", "flip=1"], folder=tmp_path) == 0
+STEPS = 12
 
 
-def test_a_lost_line_and_another_weight_are_noticed(tmp_path):
-    case = kills.Case(tmp_path, num_steps=4)
-    for name in ("straight", "torn"):
-        child = case.start(name, "1x2")
-        assert child.wait() == 0, case.said(name)
+@pytest.fixture(scope="module")
+def torn(tmp_path_factory):
+    """The folder of a straight run and of one that was killed again and again, and whether anything was lost."""
+    folder = tmp_path_factory.mktemp("torn")
+    words = ["--meshes", "1x2", "--steps", str(STEPS), "--faults", "kill=1", "kill-in-save=1", "flip=1"]
+    return folder, kills.main(words, folder=folder)
+
+
+def test_a_run_that_was_killed_is_the_straight_one_bit_for_bit(torn):
+    assert torn[1] == 0
+
+
+def test_a_lost_line_and_another_weight_are_noticed(torn, tmp_path):
+    folder = shutil.copytree(torn[0], tmp_path / "copy")
+    case = kills.Case(folder, num_steps=STEPS)
     assert list(kills.differences(case, exactly=True)) == []
-    path = tmp_path / "torn/metrics.jsonl"
+    path = folder / "torn/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[1:]))
     assert next(kills.differences(case, exactly=True)).endswith("more than once: [2]")
+    path.write_text("".join(lines))
+    newest = folder / f"torn/checkpoints/{STEPS}"
+    shutil.rmtree(newest)
+    shutil.copytree(folder / f"straight/checkpoints/{STEPS - 3}", newest)
+    assert "the last checkpoint differs by" in next(kills.differences(case, exactly=True))

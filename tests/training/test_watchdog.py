@@ -1,5 +1,6 @@
 """The watchdog: what counts as hung, and what it leaves behind."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -65,6 +66,17 @@ def test_signs_of_life_keep_a_run_alive(tmp_path):
             time.sleep(0.3)
             now.alive()
     assert json.loads((tmp_path / "heartbeat.json").read_text())["doing"] == "ended"
+
+
+def test_compiling_is_not_watched_whatever_the_config_says():
+    now = pace.Pace()
+    now.does("the checkpoint of step 2", expected_s=3.0, writes=True)
+    began = now.now
+    with now.compiles("digests"):
+        assert (now.now.what, now.now.watched) == ("compiling digests", False)
+        time.sleep(0.01)
+    assert now.now == dataclasses.replace(began, since=now.now.since)
+    assert now.now.since > began.since + 0.005
 
 
 def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
