@@ -1,5 +1,6 @@
 """What to say of a config's fields: what they mean, what is wrong with a value, and what would work."""
 
+import re
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import pydantic
@@ -121,13 +122,14 @@ def _nearest_key(root: type[pydantic.BaseModel], path: list[str]) -> str:
 
 
 def _meaning(root: type[pydantic.BaseModel], path: list[str]) -> str:
-    """What a field means, and a value that works; of a group, what it is and its fields."""
+    """What a field means, in a sentence, and a value that works; of a group, what it is and its fields."""
     group, inner = _group(root, path), _group(root, [*path, ""])
     field = group.model_fields.get(path[-1]) if group else None
     if field and field.description:
         works = field.examples[0] if field.examples else field.default
         example = works if isinstance(works, str) else notation.line(works)
-        return f" {' '.join(field.description.split())} For example {'.'.join(path)}={example}."
+        means = re.split(r"(?<=\.)\s+(?=[A-Z(])", " ".join(field.description.split()))[0]
+        return f" {means} For example {'.'.join(path)}={example}."
     return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""
 
 

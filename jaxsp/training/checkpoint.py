@@ -63,7 +63,9 @@ class Damaged(errors.UserError):
     def __init__(self, path: pathlib.Path, reason: str):
         self.path, self.reason = path, reason
         older = before(path)
-        way_out = f"Name the one before it: {older}." if older else "Name another checkpoint."
+        way_out = "Name another checkpoint."
+        if older:
+            way_out = f"Name the one before it: {older}. Or move this one away, and the train command goes on from there."
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {way_out}")
 
 

@@ -90,7 +90,7 @@ SAID = {
     "memory.xyz=1": "memory.xyz = 1: unknown. Known here: remat, offload_activations, offload_optimizer, "
     "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean source?",
-    "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. .* For example run.steps=1000.",
+    "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. For example run.steps=1000.",
     "run.steps=null": "run.steps, run.epochs: both missing. .* for example run.epochs=1.",
     "run.epochs=1": "run.steps = 3, run.epochs = 1: only one .* write run.steps=null or run.epochs=null.",
     "run.save_every=0": "run.save_every = 0: must be a number of steps, or of minutes with an m behind it, or null. .*=100.",
