@@ -62,11 +62,13 @@ class Saving:
         began = time.monotonic()
         self._note(self._store.poll(wait=True))
         self._meta = meta
-        self._note(self._store.save(state, meta))
+        outcome = self._store.save(state, meta)
+        self._note(outcome)
         self._from_step = meta.step
         self._saved_at, self._ask_at = time.monotonic(), meta.step + 1
         seconds = self._saved_at - began
-        self._say(f"step {meta.step}  checkpoint: training waited {seconds:.1f} s")
+        if outcome is None or outcome.failure is None:
+            self._say(f"step {meta.step}  checkpoint: training waited {seconds:.1f} s")
         return seconds
 
     def settle(self) -> None:

@@ -205,6 +205,8 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
     monkeypatch.setattr(records.Lines, "settle", full_at_first)
     said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
     assert "checkpoint 2 COULD NOT BE WRITTEN: [Errno 28] No space left on device" in said
+    assert "step 4  checkpoint: training waited" in said
+    assert "step 2  checkpoint: training waited" not in said
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["4"]
     assert len(settled) == 2, "before each checkpoint"
 
