@@ -230,6 +230,11 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
 
 
+def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
+    monkeypatch.setattr(step, "compile_totals", lambda program: 1 / 0)
+    train(settings(folder, "run.steps=2"))
+
+
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
     compile_, seen, now = trainer._compile, [], pace.Pace()
