@@ -16,7 +16,7 @@ import rich.console
 
 from jaxsp import prepare
 from jaxsp.core import config, errors
-from jaxsp.training import banner, checkpoint, metrics, records, saving, trainer
+from jaxsp.training import banner, checkpoint, directory, metrics, records, saving, trainer
 from jaxsp.training.store import Store
 from tests import batches
 
@@ -211,7 +211,9 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
     assert len(settled) == 2, "before each checkpoint"
 
 
-def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize("held", [False, True])
+def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, held):
+    """The train command holds the folder from before it reads anything."""
     train(settings(tmp_path, tmp_path / "run", "run.steps=2"))
     longer = settings(tmp_path, tmp_path / "run", "run.steps=3")
     before = (tmp_path / "run/config.yaml").read_text()
@@ -221,9 +223,10 @@ def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch):
         write(self, text[:10], **how)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pathlib.Path, "write_text", full)
-    with pytest.raises(errors.UserError, match=r"run.directory = .*: cannot be written: No space left on device. Make room"):
-        train(longer)
+    with directory.hold(tmp_path / "run") if held else contextlib.nullcontext():
+        monkeypatch.setattr(pathlib.Path, "write_text", full)
+        with pytest.raises(errors.UserError, match=r"run.directory = .*: cannot be written: No space left on device. Make"):
+            train(longer)
     assert (tmp_path / "run/config.yaml").read_text() == before
 
 
