@@ -25,6 +25,18 @@ SMALL_LLAMA = {
 }
 """Of one layer, that reads bytes: a config.json."""
 
+UNEVEN_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 257,
+    "hidden_size": 60,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 1111,
+}
+"""Of two layers, of which a matrix has 66,660 elements: sharded, and stored with zeros on 8 devices, and fewer on 2."""
+
 Pieces = list[list[tuple[int, int]]]
 """Start and length of each piece of each row."""
 

@@ -29,20 +29,10 @@ import numpy as np
 import yaml
 
 from jaxsp.training import checkpoint, store
-from tests import tolerances
+from tests import batches, tolerances
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 60,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 1111,  # 66,660 elements of a layer: sharded, and stored with zeros on 8 devices
-}
 
 KINDS = ("kill", "kill-in-save", "flip", "term", "pause")
 """SIGKILL at any moment, starting and compiling too; SIGKILL while a checkpoint is written; SIGKILL, and a bit of the newest
@@ -79,7 +69,7 @@ class Case:
             (folder / f"{name}.jsonl").write_text("\n".join(records), encoding="utf-8")
         fields = {
             "run": {"directory": "?", "steps": num_steps, "save_every": save_every, "eval_every": eval_every},
-            "model": {"config": MODEL, "compute_dtype": "float32"},
+            "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
             "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
             "data": {
                 "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],

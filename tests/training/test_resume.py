@@ -18,18 +18,8 @@ from jaxsp.data import tokenizers
 from jaxsp.hf import weights
 from jaxsp.training import checkpoint, trainer
 from jaxsp.training.store import Store
-from tests import tolerances
+from tests import batches, tolerances
 
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 60,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 1111,  # 66,660 elements of a layer: sharded, and stored with zeros on 8 devices, and fewer on 2
-}
 COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
 STEPS, STOPPED = 10, 6
 
@@ -37,7 +27,7 @@ STEPS, STOPPED = 10, 6
 def settings(folder, *words):
     fields = {
         "run": {"directory": str(folder / "run"), "steps": STEPS, "save_every": 3, "eval_every": 5},
-        "model": {"config": MODEL, "compute_dtype": "float32"},
+        "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
         "mesh": {"data": 2, "seq": 4},
         "data": {
             "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
@@ -217,7 +207,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     )
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
     folder = tmp_path / "hf"
-    weights.export(whole, table=program.table, fields=MODEL, tokenizer=tokenizers.of_bytes(), directory=folder)
+    weights.export(whole, table=program.table, fields=batches.UNEVEN_LLAMA, tokenizer=tokenizers.of_bytes(), directory=folder)
     words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
     words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
     train(settings(tmp_path, *words, "run.steps=2"))
