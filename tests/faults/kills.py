@@ -78,7 +78,8 @@ class Case:
                 "max_documents_per_row": 8,
             },
             "batch": {"rows_per_step": 8},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1},
+            # at 0.01 AdamW makes 3e-5 of the rounding between two meshes within 18 steps, without any fault
+            "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
             "logging": {"tensorboard": False},
         }
         self.config.write_text(yaml.safe_dump(fields), encoding="utf-8")
