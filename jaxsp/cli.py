@@ -70,10 +70,12 @@ def run(main: Callable[[list[str]], None]) -> None:
     if words:
         with processes.though_deaf():
             print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Python would try again as it ends, and end with 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code != DONE and here.num_processes > 1:
-        for stream in (sys.stdout, sys.stderr):
-            with processes.though_deaf():
-                stream.flush()
         processes.fail(code)
     sys.exit(code)
 

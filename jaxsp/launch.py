@@ -76,7 +76,7 @@ def _train(given: argparse.Namespace, settings: config.Run, orders: "_Orders") -
         left -= 1
         where = f"from the checkpoint of step {newest}" if newest else "from the beginning"
         print(f"all processes start again, {where}", file=sys.stderr, flush=True)
-        if newest or settings.resume == "never":
+        if settings.resume == "never":
             command = [*command[:4], *given.changes, "run.resume=auto"]
 
 

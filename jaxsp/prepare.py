@@ -52,7 +52,7 @@ def training(
     found = meta = fields = kept = None
     with problems.collect():
         found = resume.checkpoint_of(settings.run, without=damaged)
-    resume.agree(settings.run, found)
+    resume.agree(settings.run, found, problems)
     if found is not None:
         meta = checkpoint.together(found, functools.partial(checkpoint.read_meta, found))
     if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):

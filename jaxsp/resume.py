@@ -38,6 +38,10 @@ _ALTER_NOTHING = (
 """Fields, or how they begin, that alter neither rows nor weights, but for rounding; `memory.grad_reduce_dtype` does."""
 
 
+_NOWHERE = -2
+"""What a process tells in place of a step."""
+
+
 def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
     """The checkpoint that a run goes on from; not one of `without`, which are damaged.
 
@@ -51,26 +55,25 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
     if not os.access(there, os.W_OK | os.X_OK):
         raise errors.UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
     has_files = directory.is_dir() and any(path.name not in lock.NOT_A_RUN for path in directory.iterdir())
-    if run.resume == "auto":
-        if has_files and not (directory / "config.yaml").is_file():
+    begun_from = _begun_from(directory)
+    if run.resume in ("auto", begun_from):  # the same command again goes on, wherever it began
+        if has_files and not (directory / lock.CONFIG).is_file():
             raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
         found = checkpoint.newest(directory, without=without)
-        if found is None and (begun := _begun_from(directory)) is not None:
-            raise errors.UserError(
-                f"{asked}: the run there was to go on from {begun}, and was cut off before a checkpoint of its own. "
-                f"Say it again: run.resume={begun}."
-            )
-        if found is None and (aside := directory / checkpoint.DAMAGED).is_dir():
+        aside = directory / checkpoint.DAMAGED
+        if found is None and aside.is_dir():
             raise errors.UserError(
                 f"{asked}: none of its checkpoints is whole; the damaged ones lie in {aside}. Put a copy of one into "
                 f"{directory / checkpoint.CHECKPOINTS}, or begin anew in another folder: run.directory={run.directory}-2."
             )
-        return found
-    # the same command again, of a run that has written no checkpoint yet
-    folders = (directory / checkpoint.CHECKPOINTS, directory / checkpoint.DAMAGED)
-    again = run.resume == _begun_from(directory) and not any(checkpoint.steps(folder) for folder in folders)
-    # process 0 may have begun to write by the time that another looks
-    if has_files and not again and jax.process_index() == 0:
+        if found is None and run.resume != begun_from is not None:
+            raise errors.UserError(
+                f"{asked}: the run there was to go on from {begun_from}, and was cut off before a checkpoint of its own. "
+                f"Say it again: run.resume={begun_from}."
+            )
+        if found is not None or run.resume == "auto":
+            return found
+    elif has_files:
         raise errors.UserError(
             f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
         )
@@ -97,12 +100,21 @@ def _begun_from(directory: pathlib.Path) -> str | None:
     return None if named in ("auto", "never") else named
 
 
-def agree(run: config.Run, found: pathlib.Path | None) -> None:
-    """Raises: UserError where processes see different checkpoints to go on from. Called by all of them."""
+def agree(run: config.Run, found: pathlib.Path | None, problems: Sequence[str]) -> None:
+    """Settles between processes where the run begins. Called by all of them.
+
+    Args:   problems: why this process knows no beginning.
+    Raises: UserError where one of them has problems, with its own, and where they see different checkpoints.
+    """
     if jax.process_count() == 1:
         return
-    own = 0 if found is None else int(found.name) if found.name.isdecimal() else -1
-    steps = np.unique(multihost_utils.process_allgather(np.int32(own)))
+    own = _NOWHERE if problems else 0 if found is None else int(found.name) if found.name.isdecimal() else -1
+    of_all = multihost_utils.process_allgather(np.int32(own))
+    if (of_all == _NOWHERE).any():
+        raise errors.UserError(
+            problems or f"run.directory = {run.directory}: process {of_all.argmin()} says why it does not begin."
+        )
+    steps = np.unique(of_all)
     if len(steps) > 1:
         raise errors.UserError(
             f"run.directory = {run.directory}: processes would begin at steps {errors.choices(steps.tolist())}, because they "
@@ -118,7 +130,7 @@ def retreat(run: config.Run, damage: checkpoint.Damaged) -> str:
     Raises: Damaged again, where the run was told to go on from that very one.
     """
     said = f"{damage.path} IS DAMAGED: {damage.reason}."
-    if run.resume == "auto":
+    if checkpoint.run_of(damage.path) == pathlib.Path(run.directory).resolve():
         return f"{said} It is set aside, in {checkpoint.set_aside(damage.path)}; the run goes on from the one before it."
     if checkpoint.newest(run.resume) == pathlib.Path(run.resume).resolve():
         raise damage

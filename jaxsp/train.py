@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import sys
 
 import jax
 import rich.console
@@ -48,7 +47,7 @@ def main(arguments: list[str]) -> None:
                     words = resume.retreat(settings.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:
-                    print(words, file=sys.stderr, flush=True)
+                    processes.say(words)
         stop.over()
         processes.end()  # while a signal still means that all is well
 

@@ -1,5 +1,6 @@
 """How a command ends: its exit code, and its last words."""
 
+import os
 import subprocess
 import sys
 
@@ -36,6 +37,14 @@ def test_an_error_of_ours_is_said_in_full(capsys):
     assert ended.value.code == 1
     assert "Traceback" in (said := capsys.readouterr().err)
     assert said.endswith("ZeroDivisionError: ours\n")
+
+
+@pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])
+def test_what_cannot_be_printed_at_the_end_does_not_change_the_code(command):
+    """Python would end with 120."""
+    program = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from jaxsp import cli; cli.run({command})"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+    assert subprocess.run([sys.executable, "-c", program], env=buffered, check=False).returncode == int("/" in command)
 
 
 def test_the_code_is_right_though_nobody_hears_the_words():

@@ -66,7 +66,7 @@ class Run(Group):
     unless told otherwise. A second signal leaves in any case, at once."""
     stop_after: Annotated[float | None, _like(110, gt=0, allow_inf_nan=False)] = None
     """Minutes from the start of the process until the run stops as after a signal, however long that takes; for queues with a
-    time limit. null: never."""
+    time limit. They begin anew where the launcher starts it again. null: never."""
     step_timeout: Annotated[float | None, _like(30, gt=0, allow_inf_nan=False)] = None
     """Minutes without a sign of life of a step, an evaluation's batch or a checkpoint's write that end the run with exit code
     75, which jaxsp.launch answers by starting again. null: ten times what such steps took, and 10 minutes at least; the first

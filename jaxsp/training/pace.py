@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import pathlib
 import statistics
+import threading
 import time
 from collections.abc import Iterator
 
@@ -40,9 +41,10 @@ def written() -> int:
 
 
 class Pace:
-    """Written by the loop; other threads read it."""
+    """Written by the loop, and signs of life by the watchdog too; other threads read it."""
 
     def __init__(self) -> None:
+        self._writing = threading.RLock()
         self.now = Doing(what="preparing", watched=False)
         self.num_ended: int | None = None
         """Steps that have ended, since step 0; None before training."""
@@ -66,7 +68,8 @@ class Pace:
     ) -> None:
         """Notes what begins now. Args: takes_s: in all, where it was done before."""
         until = None if takes_s is None else time.monotonic() + takes_s
-        self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes, until=until)
+        with self._writing:
+            self.now = Doing(what=what, watched=watched, expected_s=expected_s, writes=writes, until=until)
 
     @contextlib.contextmanager
     def compiles(self, what: str) -> Iterator[None]:
@@ -74,11 +77,13 @@ class Pace:
         before = self.now
         self.does(f"compiling {what}", watched=False)
         yield
-        self.now = dataclasses.replace(before, since=time.monotonic())
+        with self._writing:
+            self.now = dataclasses.replace(before, since=time.monotonic())
 
     def alive(self) -> None:
         """Notes a sign of life."""
-        self.now = dataclasses.replace(self.now, since=time.monotonic())
+        with self._writing:
+            self.now = dataclasses.replace(self.now, since=time.monotonic())
 
     def waits(self, num_ended: int) -> None:
         """Notes that the next step could begin."""
@@ -89,7 +94,8 @@ class Pace:
         """Notes that a step was sent to the devices; it begins when the one before it ends."""
         self._running[step] = row_tokens
         if len(self._running) == 1:  # since the step before ended, it was waited for
-            self.now = dataclasses.replace(self.now, expected_s=self._expected(step))
+            with self._writing:
+                self.now = dataclasses.replace(self.now, expected_s=self._expected(step))
 
     def ended(self, step: int, seconds: float) -> None:
         """Notes that a step has ended, and how long it took."""
@@ -104,6 +110,11 @@ class Pace:
     @property
     def is_slow(self) -> bool:
         return self.step_s > SLOW_S
+
+    @property
+    def num_sent(self) -> int:
+        """Steps sent to the devices, since step 0."""
+        return (self.num_ended or 0) + len(self._running)
 
     def rest_s(self) -> float:
         """Until the steps that were sent, or an evaluation, have ended, as far as such were met before."""

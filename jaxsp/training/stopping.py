@@ -143,9 +143,11 @@ class Stopping:
         """Holds back the next step, and tells where this process is."""
         with self._changed:
             self.reason = reason
+            # let go, and not sent yet
+            more = max(0, self._sent - self.pace.num_sent) if self._sent is not None else 0
             self._place = Place(
                 sent=self._sent,
-                rest_s=self.pace.rest_s(),
+                rest_s=self.pace.rest_s() + more * self.pace.step_s,
                 step_s=self.pace.step_s,
                 save_s=self.pace.save_s or 0.0,
                 is_pressing=not reason.startswith(_STOP_AFTER),

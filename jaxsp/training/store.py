@@ -174,7 +174,7 @@ class Store:
         if jax.process_count() > 1:
             told = multihost_utils.process_allgather(np.array([own, written() // 2**20], np.int32))
             of_all, of_all_mib = told[:, 0], int(told[:, 1].sum())
-            if of_all_mib > self._mib and self._pace.now.writes:
+            if of_all_mib > self._mib + 1 and self._pace.now.writes:  # more than a progress bar's
                 self._pace.alive()  # what another writes is a sign of life of all that wait for it
             self._mib = of_all_mib
         if (of_all == _RUNNING).any():

@@ -11,7 +11,7 @@ import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.core import errors
+from jaxsp.core import errors, processes
 from jaxsp.data import account
 from jaxsp.training import banner, checkpoint, directory, evaluator, levers, metrics, selfcheck, step
 from jaxsp.training.log import Log, Running
@@ -119,7 +119,8 @@ def train(
             if trace.ends(number):
                 trace.end()
             losses = {}
-            if evaluates and log.goes_on:
+            # when a stop is asked for, it waits for no evaluation: all processes have let the next step go, or none has
+            if evaluates and log.goes_on and (last or stop.lets(number + 1)):
                 with pace.compiles("the evaluation"):
                     evaluate.compile()
                 pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
@@ -142,9 +143,11 @@ def train(
     if not log.goes_on:
         raise errors.Stopped(log.bad.why(saved=save.last_step))
     if stop.reason is not None and save.last_step < program.num_steps:
-        console.print(f"stopped by {stop.reason} after step {save.last_step}; the same command goes on from there")
+        with processes.though_deaf():
+            console.print(f"stopped by {stop.reason} after step {save.last_step}; the same command goes on from there")
         return
-    banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
+    with processes.though_deaf():
+        banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
 
 
 def _compile(program: Program, material: Material, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:

@@ -15,6 +15,9 @@ from jaxsp.training import directory, pace
 BEAT_S = 5.0
 """Between two heartbeats, and two looks at the signs of life."""
 
+WORDS_S = 10.0
+"""For its last words."""
+
 LEAST_S = 600.0
 """Nothing counts as hung earlier, unless run.step_timeout says so."""
 
@@ -35,18 +38,24 @@ class Watchdog:
     def __init__(self, settings: config.Run, pace: pace.Pace, *, beats: bool):
         self._settings, self._pace, self._beats = settings, pace, beats
         self._path = pathlib.Path(settings.directory) / directory.HEARTBEAT
+        timeout = settings.step_timeout
+        self._between_s = BEAT_S if timeout is None else min(BEAT_S, 60 * timeout / 4)
         self._left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
+        if beats:  # another thread: a disk that does not answer holds it
+            self._threads.append(threading.Thread(target=self._beat_on, name="heartbeat", daemon=True))
         self._written = 0
         self._is_broken = False
 
     def __enter__(self) -> "Watchdog":
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._left.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._pace.does("ended" if kind is None else "failed", watched=False)
         self._beat()
 
@@ -59,27 +68,35 @@ class Watchdog:
         return math.inf if doing.expected_s is None else max(LEAST_S, TIMES * doing.expected_s)
 
     def _watch(self) -> None:
-        while True:
-            self._beat()
+        looked = time.monotonic()
+        while not self._left.wait(self._between_s):
+            if time.monotonic() - looked > 2 * self._between_s + BEAT_S:  # all of this process was stopped, not only the run
+                self._pace.alive()
+            looked = time.monotonic()
             self._look()
-            timeout = self._settings.step_timeout
-            if self._left.wait(BEAT_S if timeout is None else min(BEAT_S, 60 * timeout / 4)):
-                return
+
+    def _beat_on(self) -> None:
+        self._beat()
+        while not self._left.wait(self._between_s):
+            self._beat()
 
     def _look(self) -> None:
         doing = self._pace.now
-        if doing.writes and (written := pace.written()) > self._written + _WRITTEN:
-            self._written = written
+        before, self._written = self._written, pace.written() if doing.writes else 0
+        if doing.writes and self._written > before + _WRITTEN:
             self._pace.alive()
             return
         silent_s, limit_s = time.monotonic() - doing.since, self.limit_s(doing)
         if silent_s > limit_s:
             by = "run.step_timeout" if self._settings.step_timeout is not None else f"{TIMES} times the usual"
-            processes.say(
+            words = (
                 f"{doing.what}: no sign of life for {silent_s:.0f} s, and {limit_s:.0f} are too many ({by}). Where each thread "
                 f"is, is below. Ends with exit code {processes.AGAIN}: the same command goes on from the last checkpoint."
             )
-            processes.say_stacks()
+            # in a thread: where they go may be a file on the disk that does not answer
+            speaks = threading.Thread(target=_say, args=(words,), daemon=True)
+            speaks.start()
+            speaks.join(WORDS_S)
             processes.fail(processes.AGAIN)
 
     def _beat(self) -> None:
@@ -102,3 +119,8 @@ class Watchdog:
             if not self._is_broken:
                 processes.say(f"{self._path}: cannot be written: {error.strerror}; the run goes on without a heartbeat")
             self._is_broken = True
+
+
+def _say(words: str) -> None:
+    processes.say(words)
+    processes.say_stacks()

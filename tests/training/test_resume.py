@@ -183,19 +183,30 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
         train(settings(stopped, words[0], f"run.resume={straight}/run"))
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
-    with pytest.raises(errors.UserError, match="is not empty"):
-        train(settings(stopped, *words))
+    # and from its own checkpoints, as soon as there are some
+    shutil.rmtree(stopped / f"second/checkpoints/{STEPS}")
+    train(settings(stopped, *words))
+    check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
+    (stopped / "second/damaged").mkdir()
+    shutil.rmtree(stopped / "second/checkpoints")
+    for resumed in (words[1], "run.resume=auto"):
+        with pytest.raises(errors.UserError, match="none of its checkpoints is whole"):
+            train(settings(stopped, words[0], resumed))
 
 
 def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch):
     """Before one of them reads what another does not see, and all wait for each other."""
     run = config.Run(directory=str(tmp_path), steps=9)
-    found = iter([[4, 4], [4, 0]])
+    found = iter([[4, 4], [4, 0], [resume._NOWHERE, 4], [resume._NOWHERE, 4]])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(found)))
-    resume.agree(run, tmp_path / "checkpoints/4")
+    resume.agree(run, tmp_path / "checkpoints/4", [])
     with pytest.raises(errors.UserError, match="would begin at steps 0 or 4, because they see different checkpoints"):
-        resume.agree(run, tmp_path / "checkpoints/4")
+        resume.agree(run, tmp_path / "checkpoints/4", [])
+    with pytest.raises(errors.UserError, match=r"^is not empty$"):
+        resume.agree(run, None, ["is not empty"])
+    with pytest.raises(errors.UserError, match="process 0 says why it does not begin"):
+        resume.agree(run, tmp_path / "checkpoints/4", [])
 
 
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):

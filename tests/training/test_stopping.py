@@ -8,6 +8,9 @@ import time
 
 import pytest
 
+from jaxsp.core import config
+from jaxsp.training import pace, stopping
+
 pytestmark = pytest.mark.usefixtures("hearing")
 
 PROGRAM = """
@@ -54,6 +57,21 @@ def run(folder, *, number=signal.SIGTERM, grace_s=25, stop_after=None, begun=3, 
         running.kill()
         running.communicate()
     return running.returncode, printed, said, time.monotonic() - began
+
+
+def test_a_step_that_was_let_go_and_not_sent_yet_counts_as_one_to_wait_for(tmp_path):
+    now = pace.Pace()
+    stop = stopping.Stopping(config.Run(directory=str(tmp_path), steps=9), now)
+    for step in (1, 2):
+        assert stop.lets(step)
+        now.sent(step, 64)
+        now.ended(step, 7.0)
+    assert stop.lets(3)
+    stop._begin("SIGTERM")
+    assert (stop._place.sent, stop._place.rest_s) == (3, 7.0)
+    now.sent(3, 64)
+    stop._begin("SIGTERM")
+    assert stop._place.rest_s == pytest.approx(7.0, abs=0.5)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

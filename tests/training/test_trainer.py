@@ -230,6 +230,17 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
 
 
+def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(stopping.Stopping, "lets", lambda self, number: asked.append(number) or number <= 4)
+    words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2", "run.save_every=2")
+    train(settings(folder, *words))
+    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert found == [2]
+    assert asked == [1, 2, 3, 3, 4, 5, 5]
+    assert checkpoint.newest(folder / "run").name == "4"
+
+
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
     monkeypatch.setattr(step, "compile_totals", lambda program: 1 / 0)
     train(settings(folder, "run.steps=2"))

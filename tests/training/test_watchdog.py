@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 import subprocess
 import sys
 import threading
@@ -56,6 +57,41 @@ def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
     assert heartbeat["step"] == 7
     assert heartbeat["doing"] == "step 8"
     assert abs(heartbeat["written_at"] - time.time()) < 60
+
+
+@pytest.mark.parametrize("stuck", ["notation.write", "processes.say"])
+def test_a_disk_that_does_not_answer_does_not_hold_the_watchdog(tmp_path, stuck):
+    before = f"import time\nfrom jaxsp.core import notation, processes\n{stuck} = lambda *_: time.sleep(100)\n"
+    before += "from jaxsp.training import watchdog\nwatchdog.WORDS_S = 0.5\n"
+    began = time.monotonic()
+    hanging = subprocess.run([sys.executable, "-c", before + HANGS, tmp_path], timeout=60, check=False)
+    assert hanging.returncode == processes.AGAIN
+    assert time.monotonic() - began < 30
+
+
+def test_a_process_that_was_stopped_and_goes_on_has_not_hung(tmp_path):
+    lives = HANGS.replace("time.sleep(100)", "[now.alive() or time.sleep(0.05) for _ in range(60)]")
+    lives = lives.replace("    sits_here()", "    print('ready', flush=True)\n    sits_here()")
+    with subprocess.Popen([sys.executable, "-c", lives, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(watchdog.BEAT_S + 2)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(60) == 0
+
+
+def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
+    now = pace.Pace()
+    dog = watchdog.Watchdog(config.Run(directory=str(tmp_path), steps=9), now, beats=False)
+    now.does("the checkpoint of step 2", writes=True)
+    began = now.now
+    for quarters in range(9):
+        monkeypatch.setattr(pace, "written", lambda quarters=quarters: quarters * 2**18)
+        dog._look()
+    assert now.now == began
+    monkeypatch.setattr(pace, "written", lambda: 2**22)
+    dog._look()
+    assert now.now.since > began.since
 
 
 def test_signs_of_life_keep_a_run_alive(tmp_path):
