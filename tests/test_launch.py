@@ -365,12 +365,21 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
         return True
 
     monkeypatch.setattr(launch, "run", run)
-    words = ["--processes", "2", "--restarts", "2", "configs/quickstart.yaml", f"run.directory={tmp_path}/run"]
+    # what began anew by its config goes on when it starts again
+    words = [
+        "--processes",
+        "2",
+        "--restarts",
+        "2",
+        "configs/quickstart.yaml",
+        f"run.directory={tmp_path}/run",
+        "run.resume=never",
+    ]
     with pytest.raises(SystemExit) as ended:
         launch.main(words)
     assert ended.value.code == processes.AGAIN
     assert len(commands) == 5, "once, twice again, and twice after the new checkpoint"
-    assert ["run.resume=auto" in command for command in commands] == [False, False, False, True, True]
+    assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
     said = capfd.readouterr().err.splitlines()
     assert said[-2:] == [
         "all processes start again, from the checkpoint of step 7",
