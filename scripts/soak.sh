@@ -4,5 +4,5 @@
 # More or fewer with STEPS, or with arguments of tests/faults/kills.py after it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-exec python -m tests.faults.kills --steps "${STEPS:-30000}" --save-every 50 --eval-every 500 \
+exec python -m tests.faults.kills --steps "${STEPS:-10000}" --save-every 50 --eval-every 500 --patience 86400 \
     --faults kill=40 kill-in-save=20 flip=10 term=15 pause=15 "$@"
