@@ -125,11 +125,11 @@ def straight(request, tmp_path_factory):
 
 
 LAYOUTS = [
-    ("one", 1, (8, 1)),
-    ("one", 1, (1, 8)),
-    ("one", 2, (2, 4)),
+    pytest.param("one", 1, (8, 1), marks=pytest.mark.slow),
+    pytest.param("one", 1, (1, 8), marks=pytest.mark.slow),
+    pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
     ("one", 2, (1, 8)),
-    ("two", 1, (1, 8)),
+    pytest.param("two", 1, (1, 8), marks=pytest.mark.slow),
     ("two", 2, (4, 2)),
 ]
 """Lengths of rows, processes, and data x seq; one more is that of `straight`. 2 processes of 1 x 8 share every row."""
@@ -151,7 +151,7 @@ def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, process
 
 STOPS = [
     ("one", (2, (1, 8)), (1, (4, 2)), 4),
-    ("one", (1, (2, 4)), (2, (1, 8)), 16),
+    pytest.param("one", (1, (2, 4)), (2, (1, 8)), 16, marks=pytest.mark.slow),
     ("two", (2, (2, 4)), (1, (1, 8)), 16),
 ]
 """Lengths of rows, layout that is killed, layout that goes on, and its rows_per_step (8 before)."""

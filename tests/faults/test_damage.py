@@ -155,6 +155,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, 
     assert f"begins     step 2 of {run}/run/checkpoints/2" in (run / "run/banner.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_second_one_of_the_same_step_is_set_aside_beside_the_first(run):
     for _ in range(2):
         flip(run / "run/checkpoints/4")

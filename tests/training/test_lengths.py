@@ -121,6 +121,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
                 assert line[name] == (wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH))
 
 
+@pytest.mark.slow
 def test_a_mixture_of_sources_goes_on_after_a_stop_with_the_rows_that_would_have_come(folder, tmp_path):
     records = (folder / "train.jsonl").read_text().splitlines()
     (folder / "short.jsonl").write_text("\n".join(records[:5]))
