@@ -179,7 +179,14 @@ def start(
             changed = (*changed, f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})")
     if problems:
         raise errors.UserError(problems)
-    return Start(checkpoint=found, step=meta.step, rows=rows, num_tokens=meta.num_tokens_total, changed=changed)
+    return Start(
+        checkpoint=found,
+        step=meta.step,
+        rows=rows,
+        num_tokens=meta.num_tokens_total,
+        owes_evaluation=meta.owes_evaluation,
+        changed=changed,
+    )
 
 
 def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:

@@ -53,6 +53,8 @@ class Meta:
     num_tokens_total: int
     loss: float | None = None
     """On the data set of checkpoint.best_by; None where nobody asked for it, or it is not finite."""
+    owes_evaluation: bool = False
+    """Whether one was due at this step, and a stop did not wait for it."""
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Digest, dtype and logical shape of each array, by its path."""
 

@@ -22,6 +22,8 @@ class Start:
     """Rows consumed before, by their length."""
     num_tokens: int = 0
     """Tokens learned from before."""
+    owes_evaluation: bool = False
+    """Whether one was due at that step and was not done."""
     changed: tuple[str, ...] = ()
     """Fields of the config that are not those of the checkpoint, for people."""
 

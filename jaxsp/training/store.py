@@ -292,7 +292,7 @@ def _now(do: Callable[[], Any]) -> concurrent.futures.Future:
     future: concurrent.futures.Future = concurrent.futures.Future()
     try:
         future.set_result(do())
-    except Exception as error:
+    except Exception as error:  # whoever asks for the result raises it
         future.set_exception(error)
     return future
 

@@ -86,6 +86,23 @@ def train(
         metrics.Trace(folder / "profile", settings.logging.profile_steps) as trace,
         contextlib.closing(steps),
     ):
+
+        def evaluated(number: int) -> dict[str, float | None]:
+            """Losses of the data sets after a step."""
+            with pace.compiles("the evaluation"):
+                evaluate.compile()
+            pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
+            asked, losses = time.perf_counter(), {}
+            for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
+                losses[result.data] = result.loss
+                writer.write_result(result)
+                progress.say(banner.result(result))
+            pace.evaluation_s = time.perf_counter() - asked
+            return losses
+
+        if start.owes_evaluation:
+            evaluated(start.step)
+        owes_evaluation = False
         log = Log(program, material, writer, progress, pace)
         save = Saving(store, settings.run, first_step=start.step, say=progress.say)
         pace.waits(start.step)
@@ -119,25 +136,19 @@ def train(
             if trace.ends(number):
                 trace.end()
             losses = {}
-            # when a stop is asked for, it waits for no evaluation: all processes have let the next step go, or none has
-            if evaluates and log.goes_on and (last or stop.lets(number + 1)):
-                with pace.compiles("the evaluation"):
-                    evaluate.compile()
-                pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
-                asked = time.perf_counter()
-                for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
-                    losses[result.data] = result.loss
-                    writer.write_result(result)
-                    progress.say(banner.result(result))
-                pace.evaluation_s = time.perf_counter() - asked
+            if evaluates and log.goes_on:
+                # a stop waits for no evaluation: all processes have let the next step go by now, or none has
+                owes_evaluation = not (last or stop.lets(number + 1))
+                losses = {} if owes_evaluation else evaluated(number)
             if saves:  # after the results, which would be lost if the run was killed between the two
                 pace.does(f"the checkpoint of step {number}", expected_s=pace.step_s, writes=True)
                 best_by = settings.checkpoint.best_by or next(iter(losses), "")
-                log.save_s = save(state, dataclasses.replace(log.meta(), loss=losses.get(best_by)))
+                meta = dataclasses.replace(log.meta(), loss=losses.get(best_by), owes_evaluation=owes_evaluation)
+                log.save_s = save(state, meta)
             log.go_on()
         log.catch_up()
         pace.does("the last checkpoint", expected_s=pace.step_s, writes=True)
-        save.finish(state, log.meta())
+        save.finish(state, dataclasses.replace(log.meta(), owes_evaluation=owes_evaluation))
 
     # What is left behind
     if not log.goes_on:

@@ -239,6 +239,11 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     assert found == [2]
     assert asked == [1, 2, 3, 3, 4, 5, 5]
     assert checkpoint.newest(folder / "run").name == "4"
+    # and none is missing when the run has gone on
+    monkeypatch.undo()
+    train(settings(folder, *words))
+    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert found == [2, 4, 6]
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
