@@ -64,7 +64,7 @@ def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
 
 
 def train_apart(folder: pathlib.Path, log: str, *words: str, processes: int, kill_at: int = 0) -> None:
-    """Trains in so many processes; with `kill_at` all of them kill themselves there."""
+    """Trains in so many processes; with `kill_at` each kills itself there, unless JAX ends it for another one's death."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -78,7 +78,8 @@ def train_apart(folder: pathlib.Path, log: str, *words: str, processes: int, kil
             subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     said = [process.communicate(timeout=300)[0] for process in started]
-    assert {process.returncode for process in started} == {-9 if kill_at else 0}, "\n".join(said)
+    codes = {process.returncode for process in started}
+    assert (-9 in codes and codes <= {-9, -6}) if kill_at else codes == {0}, "\n".join(said)
 
 
 def learned(steps: list[tuple[np.ndarray, np.ndarray]]) -> str:
