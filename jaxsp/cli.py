@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import pathlib
 import sys
 import textwrap
 import traceback
@@ -42,6 +43,15 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
 def process(given: argparse.Namespace) -> jobs.Process:
     """Which of several processes this is, by the arguments of a parser for `several`, or by what started it."""
     return jobs.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
+
+
+def check_file(file: pathlib.Path, *, flag: str) -> None:
+    """Raises: UserError where no such file can be made, before there is anything to write to it."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise errors.UserError(f"{flag} = {file}: there is no folder {folder}. Make it, or name another.")
+    if file.is_dir():
+        raise errors.UserError(f"{flag} = {file}: is a folder. Name a file in it.")
 
 
 def run(main: Callable[[list[str]], None]) -> None:

@@ -166,7 +166,7 @@ def read(
             kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
     problems += levers.problems(settings, platform=devices[0].platform)
     if sizes is not None:
-        problems += _divisions(settings, sizes, with_training=with_training)
+        problems += meshes.divisions(settings, sizes, with_training=with_training)
     problems.check()
     assert model is not None
     assert sizes is not None
@@ -262,28 +262,3 @@ def _check_names(field: str, given: Sequence[config.Source]) -> None:
                 f"{field}.{number}.name = {name}: is the name of another one. Give each its own: "
                 f"{field}.{number}.name={name}-{number}."
             )
-
-
-def _divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool) -> list[str]:
-    """Rows and lengths that do not divide."""
-    found = []
-    seq = sizes[axes.SEQ]
-    for row_tokens in settings.data.row_lengths:
-        if row_tokens % seq:
-            near = errors.choices(_multiples(row_tokens, seq))
-            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
-    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
-    groups = sizes[axes.REPLICA] * sizes[axes.DATA]
-    if with_training and per_step % (groups * at_once):
-        near = errors.choices(_multiples(per_step, groups * at_once))
-        found.append(
-            f"batch.rows_per_step = {per_step}: is no whole number of turns of {groups * at_once} rows "
-            f"({groups} groups, {at_once} row{'s' * (at_once > 1)} at once). Use {near}."
-        )
-    return found
-
-
-def _multiples(number: int, of: int) -> list[int]:
-    """The multiples of `of` on both sides of a number."""
-    below = number // of * of
-    return [below, below + of] if below else [of]

@@ -26,8 +26,8 @@ PLACES = {
     "hf": "values rotation families names folder tensors weights",
     "training": "host sharding loss optimizer xla pace step digests checkpoint store records board metrics bad_steps material "
     "levers evaluator selfcheck banner directory watchdog stopping saving log trainer",
-    "planner": "compiled memory hlo comms report",
-    "commands": "cli resume prepare example train plan export eval launch",
+    "planner": "gpus compiled memory budget hlo comms work roofline plans search shapes report plots",
+    "commands": "cli resume prepare example train measure compare plan export eval launch",
 }
 """The modules of a room in the order they build on each other: each imports only those before it, so there are no cycles."""
 

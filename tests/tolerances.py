@@ -54,3 +54,6 @@ LSE_BF16 = 1e-3
 
 CAUSE = 0.03
 """Memory that a cause takes of a compiled program, against its formula."""
+
+UNKNOWN = 0.03
+"""Share of a step's memory whose cause is not told."""

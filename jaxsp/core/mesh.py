@@ -79,6 +79,31 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 
 
+def divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool = True) -> list[str]:
+    """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is."""
+    found = []
+    seq = sizes[axes.SEQ]
+    for row_tokens in settings.data.row_lengths:
+        if row_tokens % seq:
+            near = errors.choices(_multiples(row_tokens, seq))
+            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
+    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
+    groups = sizes[axes.REPLICA] * sizes[axes.DATA]
+    if with_training and per_step % (groups * at_once):
+        near = errors.choices(_multiples(per_step, groups * at_once))
+        found.append(
+            f"batch.rows_per_step = {per_step}: is no whole number of turns of {groups * at_once} rows "
+            f"({groups} groups, {at_once} row{'s' * (at_once > 1)} at once). Use {near}."
+        )
+    return found
+
+
+def _multiples(number: int, of: int) -> list[int]:
+    """The multiples of `of` on both sides of a number."""
+    below = number // of * of
+    return [below, below + of] if below else [of]
+
+
 def make(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """A mesh of these axis sizes; devices that share rows are neighbours, so that `seq` stays within a node."""
     lengths = tuple(sizes[axis] for axis in axes.ALL)

@@ -56,8 +56,8 @@ class Folder:
             _download(self.source, names, field=self.field, revision=self.path.name)
 
 
-def find(source: str, *, field: str = "model.source") -> Folder:
-    """The folder of that name, else the hub's model of that name, of which all but the weights is downloaded.
+def find(source: str, *, field: str = "model.source", names: tuple[str, ...] = (*_SMALL, INDEX)) -> Folder:
+    """The folder of that name, else the hub's model of that name, of which files of these names are downloaded: no weights.
 
     Raises: UserError when there is neither, the hub does not give it, or it has no config.json.
     """
@@ -67,7 +67,7 @@ def find(source: str, *, field: str = "model.source") -> Folder:
         raise errors.UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
     on_hub = not path.is_dir()
     if on_hub:
-        path = _download(source, (*_SMALL, INDEX), field=field, revision=None)
+        path = _download(source, names, field=field, revision=None)
     if not (path / "config.json").is_file():
         complete = f" If a download was cut short, complete it with: hf download {source}." if on_hub else ""
         raise errors.UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")

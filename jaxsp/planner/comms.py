@@ -16,7 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxsp import attention
+from jaxsp.core import axes, batch
+from jaxsp.core import mesh as meshes
 from jaxsp.planner import hlo
+from jaxsp.training import sharding
+from jaxsp.training import step as steps
 
 KINDS = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 
@@ -40,6 +45,10 @@ class Sent:
     """Bytes that a device sends each time, by dtype."""
     times: int
     """How often it runs in the program."""
+    begin: int = 0
+    """Number of the line of the program's text where it begins;"""
+    end: int = 0
+    """and where it has to be done. What stands between runs beside it."""
 
     @property
     def bytes(self) -> float:
@@ -68,6 +77,68 @@ def total(found: Sequence[Sent], *, kind: str | None = None, scope: str | None =
     return sum((size * one.times for one in chosen for name, size in one.bytes_of.items() if dtype in (None, name)), start=0.0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Along:
+    """What a kind of collective sends along some axes of the mesh in a step, from each device."""
+
+    kind: str
+    """From KINDS."""
+    axes: tuple[str, ...]
+    """More than one where the devices of several take part together; none where a group is one device, which sends nothing."""
+    bytes: float
+    num_devices: int
+    """That take part together."""
+
+
+def along(found: Sequence[Sent], sizes: Mapping[str, int]) -> list[Along]:
+    """A program's collectives, those of a kind and the same axes together; those that send nothing left out."""
+    sums: dict[tuple[str, tuple[str, ...]], float] = {}
+    groups = {}
+    for one in found:
+        key = (one.kind, axes_of(one.group, sizes))
+        sums[key] = sums.get(key, 0.0) + one.bytes
+        groups[key] = len(one.group)
+    return [
+        Along(kind=kind, axes=names, bytes=size, num_devices=groups[kind, names])
+        for (kind, names), size in sorted(sums.items())
+        if size
+    ]
+
+
+def formula(program: steps.Program) -> dict[str, float]:
+    """Bytes that a device has to send in a step, by kind of collective: what attention's and the weights' formulas say.
+
+    A few bytes of counts and norms, which are summed over the mesh too, are in none.
+    """
+    settings, model, sizes = program.config, program.model, program.mesh.shape
+    slots = meshes.num_groups(program.mesh) * settings.batch.rows_at_once
+    num_turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)
+    weights = sharding.cost(
+        program.table,
+        num_shards=meshes.num_shards(program.mesh),
+        num_replicas=sizes[axes.REPLICA],
+        compute_dtype=program.dtype,
+        reduce_dtype=settings.memory.grad_reduce_dtype,
+        num_turns=num_turns,
+    )
+    of_layer = attention.cost(
+        seq=sizes[axes.SEQ],
+        rows=settings.batch.rows_at_once,
+        share_tokens=settings.data.longest_row // sizes[axes.SEQ],
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        itemsize=program.dtype.itemsize,
+        remat=program.how.remat,
+    )
+    return {
+        "all-gather": weights.gathers,
+        "reduce-scatter": weights.scatters,
+        "all-reduce": weights.sums,
+        "all-to-all": num_turns * model.num_layers * of_layer,
+    }
+
+
 def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh of these sizes that a group of its devices lies along. Raises: ValueError if it is not along axes."""
     places = np.unravel_index(list(group), tuple(sizes.values()))
@@ -76,6 +147,17 @@ def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     if math.prod(sizes[axis] for axis in names) != len(group):
         raise ValueError(f"devices {group} are no group along axes of the mesh {dict(sizes)}")
     return names
+
+
+def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype and dims of the array, or of each array of the tuple, that an instruction's shape says."""
+    found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
+    return [(dtype, tuple(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in found]
+
+
+def size_of(shape: str) -> float:
+    """Bytes of the arrays of an instruction's shape."""
+    return sum(_bits(dtype) * math.prod(dims) / 8 for dtype, dims in arrays_of(shape))
 
 
 def _header(text: str, field: str) -> int:
@@ -100,7 +182,7 @@ def _collectives(lines: list[hlo.Line], num_devices: int) -> Iterator[tuple[int,
                 raise ValueError(f"{line.name} ends {operand}, which does not begin in the same computation")
             begun = starts[operand]
             ended.add(operand)
-        yield line.number, _sent(kind, begun, line.shape, num_devices)
+        yield line.number, dataclasses.replace(_sent(kind, begun, line.shape, num_devices), begin=begun.number, end=line.number)
     missing = [name for name, line in starts.items() if line.opcode.removesuffix("-start") in KINDS and name not in ended]
     if missing:
         raise ValueError(f"{missing[0]} does not end in the same computation")
@@ -126,8 +208,8 @@ def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
         }[kind]
     op_name = re.search(r'op_name="([^"]*)"', begun.attributes)
     sizes: collections.Counter[str] = collections.Counter()
-    for dtype, dims in re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape):
-        sizes[dtype] += _bits(dtype) * math.prod(int(dim) for dim in dims.split(",") if dim) // 8
+    for dtype, dims in arrays_of(shape):
+        sizes[dtype] += _bits(dtype) * math.prod(dims) // 8
     if not sizes:
         raise ValueError(f"{begun.name} has no shape that is known: {shape}")
     bytes_of = {dtype: float(share(size)) for dtype, size in sizes.items()}

@@ -1,10 +1,13 @@
 """The training step compiled for GPUs that are not there."""
 
 import dataclasses
+import functools
 import importlib.util
+import math
 import os
 import pathlib
 import tempfile
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,32 +17,18 @@ from jaxsp import attention
 from jaxsp.core import config, errors, mesh
 from jaxsp.model import layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.training import host, optimizer, xla
+from jaxsp.planner import gpus
+from jaxsp.training import host, levers, optimizer, xla
 from jaxsp.training import step as steps
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs, one of which is needed."""
 
-_H100_80GB = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  name: "NVIDIA H100 80GB HBM3" device_vendor: "NVIDIA Corporation" device_address_bits: 64
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
-  device_memory_size: 84942979072 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.2"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 2 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+NODE_DEVICES = 8
+"""GPUs of a node, where nobody says otherwise."""
 
-KINDS = {"h100-80gb": _H100_80GB}
-"""What XLA has to know of each kind of GPU: the text of its GpuTargetConfigProto."""
+NODE_HOST_GIB = 250.0
+"""Host memory of a node for each of its GPUs, where nobody says otherwise: 2,000 GiB for eight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,57 +53,135 @@ class Step:
     written: Written
 
 
-def devices(kind: str, count: int) -> list[Any]:
-    """So many GPUs of a kind of KINDS, all in one node, none of which is there: to compile for, not to compute on.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Site:
+    """GPUs that are not there, in nodes that are alike: what is planned for."""
 
-    Raises: UserError for a kind that is not known, and where XLA's compiler for GPUs is not installed.
+    kind: str
+    """One of gpus.KINDS."""
+    num_devices: int
+    node_devices: int
+    """GPUs of a node."""
+    node_host_gib: float
+    """Host memory of a node."""
+
+    @property
+    def gpu(self) -> gpus.Gpu:
+        return gpus.KINDS[self.kind]
+
+    @property
+    def room(self) -> levers.Room:
+        """What a run may take: of each device, and for it of its node's memory."""
+        host = mesh.HOST_SHARE * self.node_host_gib * levers.GIB / self.node_devices
+        return levers.Room(mesh.GPU_SHARE * self.gpu.memory_bytes, host)
+
+
+def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_host_gib: float | None = None) -> Site:
+    """So many GPUs of a kind, in nodes of 8 unless it is said otherwise.
+
+    Raises: UserError for a kind that is not known, and devices that do not fill their nodes.
     """
-    if kind not in KINDS:
+    if kind not in gpus.KINDS:
         raise errors.UserError(
-            f"--device = {kind}: is not known. Use {errors.choices(KINDS)}.{errors.nearest(kind, list(KINDS))}"
+            f"--device = {kind}: is not known. Use {errors.choices(gpus.KINDS)}.{errors.nearest(kind, list(gpus.KINDS))}"
         )
+    of_node = node_devices or math.gcd(num_devices, NODE_DEVICES)
+    if num_devices % of_node:
+        fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
+        raise errors.UserError(
+            f"--node-devices = {of_node}: {num_devices} GPUs do not fill nodes of {of_node}. Use {errors.choices(fits)}."
+        )
+    host = NODE_HOST_GIB * of_node if node_host_gib is None else node_host_gib
+    return Site(kind=kind, num_devices=num_devices, node_devices=of_node, node_host_gib=host)
+
+
+def devices(kind: str, count: int) -> list[Any]:
+    """So many GPUs of a kind of gpus.KINDS, none of which is there: to compile for, not to compute on.
+
+    Raises: UserError where XLA's compiler for GPUs is not installed.
+    """
     if not any(map(importlib.util.find_spec, PLUGINS)):
         raise errors.UserError(
             f"--device = {kind}: compiling for a GPU needs XLA's compiler for GPUs, which is not installed. "
             "Use pip install 'jaxsp[plan]'."
         )
+    return list(_devices(kind, count))
+
+
+@functools.cache
+def _devices(kind: str, count: int) -> tuple[Any, ...]:
     # else the plugin looks for a driver
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     from jax.experimental import topologies
 
-    return list(topologies.get_topology_desc(platform="cuda", target_config=KINDS[kind], topology=f"1x{count}x1").devices)
+    return tuple(
+        topologies.get_topology_desc(platform="cuda", target_config=gpus.KINDS[kind].target, topology=f"1x{count}x1").devices
+    )
 
 
-def program(settings: config.Config, *, model: ModelConfig, devices: list[Any]) -> tuple[steps.Program, attention.Choice]:
+def program(
+    settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
+) -> tuple[steps.Program, attention.Choice]:
     """What the training step of a config on these devices is made of, and how it attends.
 
+    Args:   device_bytes: what JAX may take of a device.
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
     sizes = mesh.shape(settings.mesh, len(devices))
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    choice = attention.choose(settings, devices=devices, window=model.sliding_window, **heads)
+    choice = attention.choose(settings, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
     attend = attention.make_attend(
         seq=settings.mesh.seq, kernel=choice.kernel, window=choice.window, head_chunks=choice.head_chunks
     )
-    on = mesh.make(sizes, devices)
+    on = mesh.make(sizes, list(devices))
     return steps.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1), choice
 
 
-def step(settings: config.Config, *, model: ModelConfig, devices: list[Any]) -> Step:
-    """The training step of a config on these devices, compiled as training compiles it; memory.remat=auto is attention.
+def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None) -> Step:
+    """The training step of a config on these devices, compiled as training compiles it, but for what _QUICKLY leaves out;
+    memory.remat=auto is attention.
 
     Raises: what `program` and `training.step.compile` raise.
     """
-    made, choice = program(settings, model=model, devices=devices)
+    made, choice = program(settings, model=model, devices=devices, device_bytes=device_bytes)
     lowered = steps.make(made).lower(*steps.shapes(made))
     if made.offloads:
         _name_host_arguments(lowered, made)
-    with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as folder:
-        dumps: xla.Options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        executable = xla.compiled(lowered, dataclasses.replace(made.told, options=made.told.options | dumps))
-        buffers, lives = (_read(pathlib.Path(folder), end) for end in ("buffer-assignment.txt", "live-range.txt"))
-    written = Written(text=executable.as_text() or "", buffers=buffers, lives=lives)
-    return Step(program=made, choice=choice, executable=executable, written=written)
+    with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
+        folder = pathlib.Path(name)
+        _make_assembler(folder)
+        options = (
+            _QUICKLY | made.told.options | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
+        )
+        executable = steps.check(made, xla.compiled(lowered, dataclasses.replace(made.told, options=options)))
+        ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
+        text, buffers, lives = (_read(folder, end) for end in ends)
+    return Step(program=made, choice=choice, executable=executable, written=Written(text=text, buffers=buffers, lives=lives))
+
+
+_QUICKLY: xla.Options = {
+    # nothing is timed on a GPU that is not there; XLA would only see which kernels can be assembled
+    "xla_gpu_autotune_level": 0,
+    # how good the machine code of a kernel is changes no array and no collective
+    "xla_backend_optimization_level": 0,
+}
+"""What a step that nobody will run is compiled with: half of the time goes."""
+
+_ASSEMBLER = """#!/bin/sh
+[ "$1" != --version ] || { echo "Cuda compilation tools, release 12.9, V12.9.0"; exit 0; }
+while [ $# -gt 0 ]; do
+    [ "$1" != -o ] || echo none > "$2"
+    shift
+done
+"""
+
+
+def _make_assembler(folder: pathlib.Path) -> None:
+    """Puts a stand-in for CUDA's assembler where XLA looks for it first: hundreds of kernels need not become machine code."""
+    (folder / "bin").mkdir()
+    assembler = folder / "bin" / "ptxas"
+    assembler.write_text(_ASSEMBLER, encoding="utf-8")
+    assembler.chmod(0o755)
 
 
 def _name_host_arguments(lowered: jax.stages.Lowered, made: steps.Program) -> None:

@@ -31,6 +31,16 @@ class Line:
         found = _CALLED.findall(self.attributes)
         return [name.strip().lstrip("%") for one, several in found for name in (several.split(",") if several else [one])]
 
+    @property
+    def operand_names(self) -> list[str]:
+        return [word.split()[-1].lstrip("%") for word in re.sub(r"/\*.*?\*/", "", self.operands).split(",") if word.strip()]
+
+    def attribute(self, name: str) -> str:
+        """The computation that it names as this."""
+        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        assert found is not None, f"{self.name} has no {name}"
+        return found[1]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
@@ -114,11 +124,11 @@ def _trips(loop: Line, program: Program) -> int:
     begin = end = step = None
     if counter is not None:
         named = {line.name: line for line in around}
-        begin = _constant(_operands(named[_operands(loop)[0]])[int(counter[1])], around)
-        condition, body = (_attribute(loop, name) for name in ("condition", "body"))
+        begin = _constant(named[loop.operand_names[0]].operand_names[int(counter[1])], around)
+        condition, body = (loop.attribute(name) for name in ("condition", "body"))
         end = _bound(program.computations[condition][-1], "compare", program)
         of_body = {line.name: line for line in program.computations[body]}
-        step = _bound(of_body[_operands(program.computations[body][-1])[int(counter[1])]], "add", program)
+        step = _bound(of_body[program.computations[body][-1].operand_names[int(counter[1])]], "add", program)
     if begin is None or end is None or step != 1:
         raise ValueError(f"{loop.name} is a loop, and how often it runs is not known")
     return end - begin
@@ -128,11 +138,11 @@ def _bound(line: Line, opcode: str, program: Program) -> int | None:
     """The constant that a value is compared with (as less than it), or that is added to it, here or in a fusion."""
     lines = next(lines for lines in program.computations.values() if line in lines)
     while line.opcode == "fusion":
-        lines = program.computations[_attribute(line, "calls")]
+        lines = program.computations[line.attribute("calls")]
         line = lines[-1]
     if line.opcode != opcode or (opcode == "compare" and "direction=LT" not in line.attributes):
         return None
-    constants = [_constant(name, lines) for name in _operands(line)]
+    constants = [_constant(name, lines) for name in line.operand_names]
     known = [value for value in constants if value is not None]
     # less than: the constant is on the right
     return known[0] if len(known) == 1 and (opcode == "add" or constants[1] is not None) else None
@@ -142,20 +152,9 @@ def _constant(name: str, lines: list[Line]) -> int | None:
     """The whole number that a value is, perhaps a copy of one; None if it is none."""
     line = next(line for line in lines if line.name == name)
     while line.opcode in ("copy", "bitcast"):
-        name = _operands(line)[0]
+        name = line.operand_names[0]
         line = next(line for line in lines if line.name == name)
     return int(line.operands) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands) else None
-
-
-def _operands(line: Line) -> list[str]:
-    """Names of an instruction's operands."""
-    return [word.split()[-1].lstrip("%") for word in re.sub(r"/\*.*?\*/", "", line.operands).split(",")]
-
-
-def _attribute(line: Line, name: str) -> str:
-    found = re.search(rf"\b{name}=%?([\w.\-]+)", line.attributes)
-    assert found is not None, f"{line.name} has no {name}"
-    return found[1]
 
 
 def _end(line: str, begin: int) -> int:

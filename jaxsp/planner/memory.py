@@ -82,8 +82,14 @@ def held(program: compiled.Written) -> list[Held]:
 
 def most(arrays: Sequence[Held]) -> int:
     """Bytes that some of a program's arrays take together at the time when that is the most."""
+    return _taken(at_the_most(arrays))
+
+
+def at_the_most(arrays: Sequence[Held]) -> list[Held]:
+    """Those of the arrays that are there at the time when they take most."""
     times = sorted({array.first for array in arrays})
-    return max((_taken(array for array in arrays if array.first <= time <= array.last) for time in times), default=0)
+    there = ([array for array in arrays if array.first <= time <= array.last] for time in times)
+    return max(there, key=_taken, default=[])
 
 
 def _taken(arrays: Iterable[Held]) -> int:

@@ -81,27 +81,30 @@ def ready(program: step.Program, *, uncounted: int) -> Ready:
 
     Raises: UserError where the devices cannot hold it; RuntimeError where nothing was offloaded that should have been.
     """
-    chosen = [program.how.remat]
-    if program.config.memory.remat == "auto" and not program.how.offloads_attention:
-        chosen.append("full")
     room, why = _room(program), ""
-    for remat in chosen:
-        decided = dataclasses.replace(program, config=_changed(program.config, remat=remat))
+    for remat in remats(program):
+        decided = dataclasses.replace(program, config=changed(program.config, remat=remat))
         run = step.compile(decided)
         needs = _most(measured(run, uncounted))
-        _really_offloads(decided, needs)
+        check_offloads(decided, needs)
         last = Ready(run=run, program=decided, needs=needs, room=room, why_full=why)
-        short = _short(needs, room)
+        short = shortage(needs, room)
         if not short:
             return last
         why = f"to keep what it gave takes {short}"
     if needs.device <= room.device and needs.host <= room.host:
         return last  # but for the estimate
-    ways = _ways_out(program, device_is_short=needs.device + needs.uncounted > room.device)
+    ways = ways_out(program, device_is_short=needs.device + needs.uncounted > room.device)
     raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}.")
 
 
-def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
+def remats(program: step.Program) -> list[str]:
+    """What memory.remat may become, in the order of trying: the first that fits is taken."""
+    also_full = program.config.memory.remat == "auto" and not program.how.offloads_attention
+    return [program.how.remat, *(["full"] if also_full else [])]
+
+
+def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     """Changes that make a step smaller where it is too large, and that work with this release of JAX and this model."""
     settings = program.config
     memory, platform = settings.memory, "gpu"  # only a GPU says how much it holds
@@ -120,7 +123,7 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
             changes.append({"offload_activations": below})
         if memory.offload_optimizer != "none":
             changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
-    works = [change for change in changes if not problems(_changed(settings, **change), platform=platform)]
+    works = [change for change in changes if not problems(changed(settings, **change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
     tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
     if device_is_short and tile > 1024:
@@ -130,7 +133,8 @@ def _ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     return [*ways, "shorter rows"]
 
 
-def _changed(settings: config.Config, **memory: str) -> config.Config:
+def changed(settings: config.Config, **memory: str) -> config.Config:
+    """The config with other fields of its group memory."""
     return settings.model_copy(update={"memory": settings.memory.model_copy(update=memory)})
 
 
@@ -250,7 +254,7 @@ def _room(program: step.Program) -> Room:
     return Room(*map(float, of_all.min(0)))
 
 
-def _short(needs: Needs, room: Room) -> str:
+def shortage(needs: Needs, room: Room) -> str:
     """What does not fit, in words; empty if all does."""
     if needs.device + needs.uncounted > room.device:
         cudnn = f", about {_size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
@@ -260,7 +264,8 @@ def _short(needs: Needs, room: Room) -> str:
     return ""
 
 
-def _really_offloads(program: step.Program, needs: Needs) -> None:
+def check_offloads(program: step.Program, needs: Needs) -> None:
+    """Raises: RuntimeError where nothing was offloaded that should have been."""
     least = offloaded_bytes(program)
     if _is_gpu(program) and needs.host < least:
         raise RuntimeError(

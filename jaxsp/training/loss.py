@@ -23,7 +23,7 @@ class Sums(NamedTuple):
 
 def tile_tokens(*, num_tokens: int, vocab_size: int, asked: int | None) -> int:
     """Tokens of a tile."""
-    return min(num_tokens, asked or tiling.power_of_two(LOGIT_BYTES // (4 * vocab_size)))
+    return min(num_tokens, asked or tiling.dividing(num_tokens, tiling.power_of_two(LOGIT_BYTES // (4 * vocab_size))))
 
 
 def token_losses(

@@ -180,14 +180,18 @@ def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
     a piece of n has n (n + 1) / 2; with a window of w, its tokens from the w-th on have w each. Backward costs twice as much
     as forward.
     """
-    lengths = piece_lengths.astype(np.float64)
     table = decoder.table(model)
     stacked = [row for row in jax.tree.leaves(table["layers"]) if row.is_matrix]
     matrices = sum(row.size * row.num_layers for row in stacked) + decoder.head(table).size
+    return 3 * (2 * matrices * float(piece_lengths.sum()) + attention_flops(model, piece_lengths))
+
+
+def attention_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
+    """Of these, what attention needs forward."""
+    lengths = piece_lengths.astype(np.float64)
     near = lengths if model.sliding_window is None else np.minimum(lengths, model.sliding_window)
     pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
-    forward = 2 * matrices * float(lengths.sum()) + 4 * model.num_layers * model.num_heads * model.head_dim * pairs
-    return 3 * forward
+    return 4 * model.num_layers * model.num_heads * model.head_dim * pairs
 
 
 def num_parameters(table: layers.Weights) -> int:

@@ -127,6 +127,7 @@ class Program:
     def tile(self) -> int:
         """Tokens of a device that go through a layer's projections and MLP at a time."""
         return tiling.mlp_tile_tokens(
+            num_tokens=self.tokens,
             intermediate_size=self.model.intermediate_size,
             hidden_size=self.model.hidden_size,
             itemsize=self.dtype.itemsize,
@@ -356,8 +357,8 @@ def _at_home(program: Program, state: State) -> State:
 
 
 def compile(program: Program) -> jax.stages.Compiled:
-    """The step compiled; raises what `_communicates` and `xla.compiled` raise."""
-    return _communicates(program, xla.compiled(make(program).lower(*shapes(program)), program.told))
+    """The step compiled; raises what `check` and `xla.compiled` raise."""
+    return check(program, xla.compiled(make(program).lower(*shapes(program)), program.told))
 
 
 def compile_totals(program: Program) -> jax.stages.Compiled:
@@ -365,10 +366,10 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
     state, rows = shapes(program)
     everywhere = NamedSharding(program.mesh, PartitionSpec())
     lowered = jax.jit(functools.partial(totals, program), out_shardings=everywhere).lower(state.master, rows)
-    return _communicates(program, xla.compiled(lowered, program.told))
+    return check(program, xla.compiled(lowered, program.told))
 
 
-def _communicates(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+def check(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     """The program it is given, after a look at what it does.
 
     Raises: RuntimeError when rows are split over devices, but attention does not communicate: each device would attend to

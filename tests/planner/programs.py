@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 
 from jaxsp.core import config
@@ -42,7 +43,7 @@ def step(asked, devices):
 
 
 @functools.cache
-def gpu_step(*, data, seq, num_heads, turns):
+def gpu_step(*, data, seq, num_heads, turns, num_layers=4):
     """A step for H100s, with as many tokens on each of them whatever the mesh."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     asked = settings(
@@ -51,5 +52,12 @@ def gpu_step(*, data, seq, num_heads, turns):
         f"batch.rows_per_step={data * turns}",
         f"data.row_tokens={seq * SHARE_TOKENS}",
         num_attention_heads=num_heads,
+        num_hidden_layers=num_layers,
     )
     return step(asked, compiled.devices("h100-80gb", data * seq))
+
+
+def pieces(step):
+    """Lengths of the pieces that a step learns from, one in each row."""
+    settings = step.program.config
+    return np.full(settings.batch.rows_per_step, settings.data.longest_row)

@@ -46,6 +46,10 @@ CASES = {
 }
 
 
+ALONE = ("nothing computed again", "tiles", "residual", "residual and attention", "state", "all on one device")
+"""Cases of which others have each part."""
+
+
 def model_of(name):
     return batches.model(tie_embeddings=name.startswith("tied"))
 
@@ -55,7 +59,11 @@ def works_here(memory):
 
 
 each_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if works_here(memory) else [NEEDS_HOST]) for name, (_, memory) in CASES.items()]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ALONE) + ([] if works_here(memory) else [NEEDS_HOST]))
+        for name, (_, memory) in CASES.items()
+    ],
 )
 
 
@@ -69,17 +77,14 @@ def small_waits(small_shards):
 
 @pytest.fixture(scope="module")
 def run_of(small_waits):
-    cases = {name: (sizes, memory) for name, (sizes, memory) in CASES.items() if works_here(memory)}
-    compiling = {
-        name: runs.compiling(
-            sizes,
-            settings=batches.settings(memory=memory, max_grad_norm=None),
-            model=model_of(name),
-            rows_at_once=1 + name.startswith("tied"),
-        )
-        for name, (sizes, memory) in cases.items()
-    }
-    return lambda name: compiling[name].result()
+    @functools.cache
+    def run(name):
+        sizes, memory = CASES[name]
+        settings = batches.settings(memory=memory, max_grad_norm=None)
+        rows_at_once = 1 + name.startswith("tied")
+        return runs.compiling(sizes, settings=settings, model=model_of(name), rows_at_once=rows_at_once).result()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -342,14 +347,14 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
     monkeypatch.setattr(levers, "_is_gpu", lambda program: True)
     needs = levers.Needs(0, there, 0)
     if not fails:
-        levers._really_offloads(asked, needs)
+        levers.check_offloads(asked, needs)
         return
     with pytest.raises(RuntimeError, match="XLA has ignored some of it"):
-        levers._really_offloads(asked, needs)
+        levers.check_offloads(asked, needs)
 
 
 def short_of(device_is_short, **memory):
-    return levers._ways_out(program(memory, row_tokens=65_536), device_is_short=device_is_short)
+    return levers.ways_out(program(memory, row_tokens=65_536), device_is_short=device_is_short)
 
 
 def test_ways_out_are_steps_towards_what_is_short():
@@ -370,12 +375,12 @@ def test_ways_out_are_steps_towards_what_is_short():
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     odd = program({}, batches.model(num_heads=3, num_kv_heads=1))
-    assert not any(way.startswith("mesh.seq") for way in levers._ways_out(odd, device_is_short=True))
+    assert not any(way.startswith("mesh.seq") for way in levers.ways_out(odd, device_is_short=True))
 
 
 def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     odd = program({}, row_tokens=12)  # for 4 devices, not for 8
-    assert not any(way.startswith("mesh.seq") for way in levers._ways_out(odd, device_is_short=True))
+    assert not any(way.startswith("mesh.seq") for way in levers.ways_out(odd, device_is_short=True))
 
 
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():

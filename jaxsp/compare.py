@@ -1,0 +1,137 @@
+"""Every mesh of the devices that are here, run for some steps: times, memory, and losses, which have to be the same."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxsp import cli, measure
+from jaxsp.core import axes, config, errors
+from jaxsp.planner import report, shapes
+
+SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-2}
+"""How far the losses of two meshes may be apart in the first step, relative: float32 rounds, bfloat16 rounds more. In the n-th
+step n times as far, because the weights differ by then too.
+"""
+
+_COUNT = """
+import jax, sys
+from jaxsp.core import mesh
+mesh.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
+print(len(jax.devices()))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A mesh, and what came of it."""
+
+    mesh: dict[str, int]
+    measured: measure.Measured | None
+    """None where it cannot run."""
+    why: str
+    """Why not; empty otherwise."""
+    off: float
+    """The most that a loss differs from that of the first mesh that ran, relative."""
+    differs: str
+    """What is not the same as there, in words; empty if all is."""
+
+
+def here(path: str, changes: Sequence[str], *, num_steps: int, say: Callable[[str], Any]) -> list[Ran]:
+    """Runs every mesh for so many steps, each in a process of its own, so that its peak of memory is its own.
+
+    Args:
+        path: of a config, which `changes` change.
+        say: is told of each.
+    Raises: UserError where none can run.
+    """
+    settings = config.load(path, list(changes))
+    found: list[Ran] = []
+    first: measure.Measured | None = None
+    for mesh in shapes.meshes(_num_devices(settings)):
+        words = [*changes, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]
+        measured, why = _apart(path, words, num_steps=num_steps)
+        first = first or measured
+        off, differs = (0.0, "")
+        if measured is not None and first is not None:
+            off, differs = _compared(first, measured, within=SAME_LOSS[settings.model.compute_dtype])
+        say(f"  {report.mesh(mesh)}: " + (f"{measured.step_s:.4g} s a step" if measured else why))
+        found.append(Ran(mesh=mesh, measured=measured, why=why, off=off, differs=differs))
+    if first is None:
+        raise errors.UserError(
+            f"none of the meshes of {len(found)} can run. The first, {report.mesh(found[0].mesh)}: {found[0].why}"
+        )
+    return sorted(found, key=lambda one: (one.measured is None, one.measured.step_s if one.measured else 0.0))
+
+
+def table(found: Sequence[Ran]) -> str:
+    """What `here` has found, for people."""
+    ran = [(one, one.measured) for one in found if one.measured is not None]
+    head = (*axes.ALL, "step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "remat", "last loss", "off by")
+    rows = [
+        (
+            *(str(one.mesh[axis]) for axis in axes.ALL),
+            f"{measured.step_s:.4g}",
+            report.number(measured.step_s_estimate, "{:.4g}"),
+            f"{measured.tokens_per_s:,.0f}",
+            report.number(measured.peak_gib, "{:.2f}"),
+            f"{measured.device_gib:.3g}",
+            measured.remat,
+            f"{measured.losses[-1]:.6f}",
+            f"{one.off:.1e}",
+        )
+        for one, measured in ran
+    ]
+    rows += [(*(str(one.mesh[axis]) for axis in axes.ALL), one.why) for one in found if one.measured is None]
+    first = ran[0][1]
+    where = f"{first.num_devices} x {first.device}: median of {first.num_steps} steps after one"
+    differing = [one for one in found if one.differs]
+    verdict = f"losses and counts are the same on all {len(ran)} meshes, to {max(one.off for one in found):.1e}, relative"
+    if differing:
+        verdict = f"NOT THE SAME on {len(differing)} of {len(ran)} meshes"
+    return "\n".join([where, report.table(head, rows), verdict])
+
+
+def check(found: Sequence[Ran]) -> None:
+    """Raises: RuntimeError where a loss or a count differs."""
+    differing = [f"{report.mesh(one.mesh)}: {one.differs}" for one in found if one.differs]
+    if differing:
+        raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differing)}")
+
+
+def _num_devices(settings: config.Config) -> int:
+    """Devices that `jaxsp.measure` would see. JAX is not asked in this process: it would hold their memory."""
+    command = [sys.executable, "-c", _COUNT, str(settings.mesh.virtual_cpu_devices or 0)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"JAX does not start: {done.stderr.strip()}")
+    return int(done.stdout.split()[-1])
+
+
+def _apart(path: str, words: Sequence[str], *, num_steps: int) -> tuple[measure.Measured | None, str]:
+    """What `jaxsp.measure` measures, in a process of its own; or why it does not."""
+    with tempfile.TemporaryDirectory(prefix="jaxsp-compare-") as folder:
+        written = pathlib.Path(folder) / "measured.json"
+        command = [sys.executable, "-m", "jaxsp.measure", path, *words, "--steps", str(num_steps), "--json", str(written)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == cli.DONE:
+            return measure.Measured(**json.loads(written.read_text(encoding="utf-8"))), ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"ended with {done.returncode}, without a word"]
+    return None, lines[-1]
+
+
+def _compared(first: measure.Measured, other: measure.Measured, *, within: float) -> tuple[float, str]:
+    """How far the losses of two runs are apart, relative, and what differs by more than it may, in words."""
+    off = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(first.losses, other.losses, strict=True)]
+    worst = max(off)
+    if first.num_loss_tokens != other.num_loss_tokens:
+        return worst, f"num_loss_tokens {other.num_loss_tokens}, and {first.num_loss_tokens} on {report.mesh(first.mesh)}"
+    step = next((number for number, apart in enumerate(off, 1) if apart > within * number), None)
+    if step is None:
+        return worst, ""
+    one, two = (run.losses[step - 1] for run in (other, first))
+    return worst, f"loss {one:.8g} in step {step}, and {two:.8g} on {report.mesh(first.mesh)}"

@@ -1,0 +1,155 @@
+"""python -m jaxsp.measure CONFIG.yaml --steps N [key.path=value ...]: times some steps, and keeps nothing of them."""
+
+import dataclasses
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+
+from jaxsp import cli, prepare
+from jaxsp.core import axes, config, errors
+from jaxsp.core import mesh as meshes
+from jaxsp.planner import comms, compiled, gpus, roofline
+from jaxsp.training import levers, metrics, step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What some steps on the devices that are here took."""
+
+    device: str
+    """JAX's name of its kind."""
+    num_devices: int
+    mesh: dict[str, int]
+    num_steps: int
+    """That were timed; one before them was not."""
+    losses: list[float]
+    """Of each step, that one too."""
+    num_loss_tokens: list[int]
+    step_s: float
+    """Median of steps that were each waited for."""
+    tokens_per_s: float
+    peak_gib: float | None
+    """The most memory that a device had in use; None where devices do not say."""
+    device_gib: float
+    """What the compiled step says that it takes of a device, cuDNN's allowance included."""
+    host_gib: float
+    """What it says that it takes of the host, for all devices."""
+    remat: str
+    kernel: str
+    step_s_estimate: float | None
+    """As a plan estimates it; None for devices that planner.gpus does not know, and other dtypes than bfloat16."""
+    compile_s: float
+
+
+def main(arguments: list[str]) -> None:
+    """The command."""
+    parser = cli.parser(
+        "measure", "Times steps of a run on the devices that are here; writes no run directory, and trains nothing further."
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
+    parser.add_argument("--steps", metavar="N", type=int, default=5, help="to time, after one that is not; default: 5")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes what was measured there too")
+    given = parser.parse_intermixed_args(arguments)
+    if given.steps < 1:
+        raise errors.UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
+    settings = config.load(given.config, given.changes)
+    if given.json:
+        cli.check_file(given.json, flag="--json")
+    meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
+    found = of(settings, num_steps=given.steps)
+    console = rich.console.Console(markup=False)
+    peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
+    console.print(
+        f"{found.num_devices} x {found.device}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "
+        f"{found.step_s:.4g} s a step, {found.tokens_per_s:,.0f} tokens/s{peak}; planned {found.device_gib:.2f} GiB; losses "
+        f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    if given.json:
+        given.json.write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def of(settings: config.Config, *, num_steps: int) -> Measured:
+    """Times so many steps of a config from its first weights on.
+
+    Raises: what `prepare.training` and `levers.ready` raise.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxsp-measure-") as folder:
+        run = {"directory": str(pathlib.Path(folder) / "run"), "steps": 1 + num_steps, "epochs": None, "resume": "never"}
+        changed = settings.model_copy(
+            update={
+                "run": settings.run.model_copy(update=run),
+                "data": settings.data.model_copy(update={"eval": ()}),
+                "checkpoint": settings.checkpoint.model_copy(update={"keep_best": 0, "best_by": None}),
+                "logging": settings.logging.model_copy(update={"profile_steps": None}),
+            }
+        )
+        program, material = prepare.training(changed, devices=jax.devices())
+    settings = program.config
+    began, ready = time.perf_counter(), {}
+    for row_tokens in reversed(settings.data.row_lengths):
+        of_length = dataclasses.replace(program, config=settings.for_rows_of(row_tokens))
+        ready[row_tokens] = levers.ready(of_length, uncounted=material.choice.uncounted_bytes)
+    longest = ready[settings.data.longest_row]
+    compile_s = time.perf_counter() - began
+    state = step.with_weights(program, material.weights())
+    feed = material.train.feed(settings, program.mesh, material.schedule)
+    seconds, numbers, lengths = [], [], []
+    for rows, counts in feed.batches():
+        began = time.perf_counter()
+        state, found = jax.block_until_ready(ready[counts.row_tokens].run(state, rows))
+        seconds.append(time.perf_counter() - began)
+        numbers.append(jax.device_get(found))
+        lengths.append(counts.piece_lengths)
+    losses = [float(one.loss) for one in numbers]
+    if not np.isfinite(losses).all():
+        raise errors.UserError(f"the loss is not finite after step {int(np.argmin(np.isfinite(losses))) + 1}: {losses}")
+    device, step_s = jax.devices()[0], statistics.median(seconds[1:])
+    tokens = statistics.mean(int(one.num_tokens) for one in numbers[1:])
+    return Measured(
+        device=device.device_kind,
+        num_devices=program.mesh.size,
+        mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
+        num_steps=num_steps,
+        losses=losses,
+        num_loss_tokens=[int(one.num_loss_tokens) for one in numbers],
+        step_s=step_s,
+        tokens_per_s=tokens / step_s,
+        peak_gib=metrics.peak_gib(jax.local_devices()),
+        device_gib=(longest.needs.device + longest.needs.uncounted) / levers.GIB,
+        host_gib=longest.needs.host * program.mesh.size / levers.GIB,
+        remat=longest.program.how.remat,
+        kernel=material.choice.kernel,
+        step_s_estimate=_estimate(longest, material.choice, lengths[-1]),
+        compile_s=compile_s,
+    )
+
+
+def _estimate(ready: levers.Ready, choice: Any, piece_lengths: np.ndarray) -> float | None:
+    """Seconds of a step, as a plan estimates them."""
+    gpu = gpus.of_kind(jax.devices()[0].device_kind)
+    if gpu is None:
+        return None
+    written = compiled.Written(text=ready.run.as_text() or "", buffers="", lives="")
+    here = compiled.Step(program=ready.program, choice=choice, executable=ready.run, written=written)
+    expected = roofline.estimate(
+        here,
+        comms.sent(written.text),
+        ceilings=gpu.ceilings,
+        node_devices=ready.program.mesh.size,
+        piece_lengths=piece_lengths,
+    )
+    return None if expected is None else expected.step_s
+
+
+if __name__ == "__main__":
+    cli.run(main)

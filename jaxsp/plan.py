@@ -1,0 +1,212 @@
+"""python -m jaxsp.plan CONFIG.yaml [key.path=value ...]: what a run would take on GPUs that are not here."""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import rich.console
+
+from jaxsp import cli, compare
+from jaxsp.core import config, errors
+from jaxsp.hf import families, folder
+from jaxsp.model.config import ModelConfig
+from jaxsp.planner import compiled, gpus, plans, plots, report, search, shapes
+
+_AROUND = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+"""Rows that a picture of memory is made of, over the config's."""
+
+_BELOW = (0.125, 0.25, 0.5, 0.75)
+"""Those that it is made of besides what was tried, over the longest."""
+
+
+def main(arguments: list[str]) -> None:
+    """The command. Raises: UserError with what training would refuse, and for questions that contradict each other."""
+    given = asked(arguments)
+    settings = config.load(given.config, given.changes)
+    console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
+    if given.measure is not None:
+        ran = compare.here(given.config, given.changes, num_steps=given.measure, say=console.print)
+        console.print(compare.table(ran))
+        _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
+        compare.check(ran)
+        return
+    # the GPUs that are here, if any, are not needed; and XLA would say in its own words what does not fit
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
+    site = _site(given, settings)
+    model = _model(settings)
+    name = settings.model.source or "the config's model"
+    if given.host_gib is None or given.node_devices is None:
+        console.print(f"assumed: {report.assumed(site)}")
+    if given.meshes:
+        _meshes(given, settings, model, site, console)
+        return
+    if given.longest:
+        found = _longest(settings, model, site, console)
+        result: dict[str, Any] = {
+            "longest_row_tokens": found.plan and found.plan.row_tokens,
+            "tried": [{"row_tokens": one.row_tokens, "fits": not one.why, "why": one.why} for one in found.tried],
+        }
+        shown = found.plan or found.beyond.plan
+        around = [one.plan for one in found.tried if one.plan is not None]
+        factors: Sequence[float] = _BELOW
+    else:
+        shown = plans.of(settings, model=model, site=site, document_tokens=given.document_tokens)
+        result, around, factors = {}, [shown], _AROUND
+    if shown is not None:
+        console.print(report.text(shown, model=name))
+        result = dataclasses.asdict(shown) | result
+    _write(given.json, result, console)
+    if given.plot and shown is not None:
+        for factor in factors:
+            row_tokens = round(factor * shown.row_tokens / (128 * settings.mesh.seq)) * 128 * settings.mesh.seq
+            if row_tokens and all(row_tokens != plan.row_tokens for plan in around):
+                of_length = search.with_rows_of(settings, row_tokens)
+                with contextlib.suppress(errors.UserError):  # where cuDNN cannot have it, there is nothing to draw
+                    around.append(plans.of(of_length, model=model, site=site))
+        title = f"{name} on {site.num_devices} x {site.kind}, {report.mesh(shown.mesh)}: planned, not measured"
+        plots.lengths(around, given.plot, title=title)
+        console.print(f"drawn: {given.plot}")
+
+
+def asked(arguments: list[str]) -> argparse.Namespace:
+    """What the command's words ask for. Raises: UserError for numbers that cannot be, and what contradicts each other."""
+    parser = cli.parser(
+        "plan",
+        "Compiles a config's training step for GPUs that are not here, and says what it takes, sends and computes.",
+        fields=True,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml")
+    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
+    parser.add_argument("--device", metavar="KIND", help=f"{errors.choices(gpus.KINDS)}; default: h100-80gb")
+    parser.add_argument(
+        "--devices",
+        metavar="N",
+        type=int,
+        help="how many; default: as many as the mesh names, and a node of 8 where data is -1",
+    )
+    parser.add_argument("--node-devices", metavar="N", type=int, help="GPUs of a node; default: 8, or all if there are fewer")
+    parser.add_argument("--host-gib", metavar="GIB", type=float, help="memory of a node; default: 250 for each of its GPUs")
+    parser.add_argument(
+        "--document-tokens", metavar="N", type=int, help="of the documents that fill a row, for the time; default: one document"
+    )
+    question = parser.add_mutually_exclusive_group()
+    question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
+    question.add_argument("--meshes", action="store_true", help="plans every mesh of these devices, and ranks them")
+    parser.add_argument(
+        "--measure", metavar="N", type=int, help="with --meshes: runs N steps on each mesh of the devices that are HERE instead"
+    )
+    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draws memory over the row's length, or the meshes")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too")
+    given = parser.parse_intermixed_args(arguments)
+    _check(given)
+    return given
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
+    problems = cli.Problems()
+    for flag in ("devices", "node_devices", "host_gib", "document_tokens", "measure"):
+        value = getattr(given, flag)
+        if value is not None and not 0 < value < math.inf:
+            problems.append(f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more.")
+    if given.measure is not None and not given.meshes:
+        problems.append(
+            "--measure: runs the meshes that --meshes lists. Give both, or use python -m jaxsp.measure for one mesh."
+        )
+    if given.measure is not None:
+        for flag in ("device", "devices", "node_devices", "host_gib", "document_tokens", "plot"):
+            if getattr(given, flag) is not None:
+                problems.append(
+                    f"--{flag.replace('_', '-')}: with --measure, the devices are those that are here. Leave one of them out."
+                )
+    if given.longest and given.document_tokens is not None:
+        problems.append("--document-tokens: the longest row is sought as one document. Leave it out.")
+    for flag in ("json", "plot"):
+        if getattr(given, flag):
+            with problems.collect():
+                cli.check_file(getattr(given, flag), flag=f"--{flag}")
+    if given.plot:
+        with problems.collect():
+            plots.check(given.plot)
+    problems.check()
+
+
+def _site(given: argparse.Namespace, settings: config.Config) -> compiled.Site:
+    """What is planned for. Raises: UserError for devices that the mesh does not fit."""
+    mesh = settings.mesh
+    inner = mesh.replica * mesh.seq
+    named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
+    count = inner * mesh.data if mesh.data != -1 else -(-compiled.NODE_DEVICES // inner) * inner
+    count = given.devices or count
+    if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
+        fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
+        raise errors.UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
+    return compiled.site(given.device or "h100-80gb", count, node_devices=given.node_devices, node_host_gib=given.host_gib)
+
+
+def _model(settings: config.Config) -> ModelConfig:
+    """The model's shapes, from its config.json alone."""
+    if settings.model.source is not None:
+        found = folder.find(settings.model.source, names=("config.json",))
+        return families.model_config(found.fields, field=str(found.path / "config.json"))
+    assert settings.model.config is not None, "core.config asks for one of them"
+    return families.model_config(settings.model.config, field="model.config")
+
+
+def _longest(settings: config.Config, model: ModelConfig, site: compiled.Site, console: rich.console.Console) -> search.Longest:
+    began = time.perf_counter()
+    console.print(f"the longest row on {site.num_devices} x {site.kind}:")
+    found = search.longest(settings, model=model, site=site, say=lambda one: console.print(report.tried(one)))
+    console.print(report.longest(found, seconds=time.perf_counter() - began))
+    return found
+
+
+def _meshes(
+    given: argparse.Namespace,
+    settings: config.Config,
+    model: ModelConfig,
+    site: compiled.Site,
+    console: rich.console.Console,
+) -> None:
+    """Plans every mesh."""
+    count = len(list(shapes.meshes(site.num_devices)))
+    with console.status(f"compiling {count} meshes") as status:
+        done = []
+
+        def say(shape: shapes.Shape) -> None:
+            done.append(shape)
+            status.update(f"compiling {count} meshes: {len(done)} done")
+
+        found = shapes.planned(settings, model=model, site=site, document_tokens=given.document_tokens, say=say)
+    rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"
+    console.print(f"{rows} a step on {site.num_devices} x {site.kind}")
+    console.print(report.ranked(found))
+    if given.plot:
+        name = settings.model.source or "the config's model"
+        plots.meshes(
+            found,
+            given.plot,
+            title=f"{name}, {rows} a step on {site.num_devices} x {site.kind}: planned, not measured",
+        )
+        console.print(f"drawn: {given.plot}")
+    _write(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, console)
+
+
+def _write(file: pathlib.Path | None, result: dict[str, Any], console: rich.console.Console) -> None:
+    if file is not None:
+        file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        console.print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

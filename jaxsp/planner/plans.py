@@ -1,0 +1,220 @@
+"""A plan: what a config's training step takes, sends and computes on GPUs that are not there, and whether it fits."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxsp.core import axes, config, errors
+from jaxsp.core import mesh as meshes
+from jaxsp.model.config import ModelConfig
+from jaxsp.planner import budget, comms, compiled, memory, roofline
+from jaxsp.training import levers, metrics
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is known of a step without running it; sizes in GiB (2**30 bytes), times in seconds, of each device."""
+
+    device: str
+    """From gpus.KINDS."""
+    num_devices: int
+    node_devices: int
+    mesh: Mapping[str, int]
+    row_tokens: int
+    rows_per_step: int
+    rows_at_once: int
+    max_documents_per_row: int
+    document_tokens: int
+    """That the rows are thought to be filled with documents of; attention's arithmetic depends on it."""
+    kernel: str
+    why_not_cudnn: str
+    """Where the kernel is not cuDNN, though nobody asked for another."""
+    head_chunks: int
+    remat: str
+    """As decided, where the config says auto."""
+    levers: str
+    """All of them in words."""
+    offload_activations: str
+    offload_optimizer: str
+    fits: bool
+    binds: str
+    """`device` or `host`: what does not fit, or else the one that is fuller."""
+    short: str
+    """What does not fit, in words; empty if all does."""
+    ways_out: Sequence[str]
+    """Levers of the config that are not turned yet, and other changes, where it does not fit."""
+    device_gib: float
+    """What JAX takes of a device, cuDNN's allowance included;"""
+    room_gib: float
+    """and what it may."""
+    host_gib: float
+    """What arrays take of a node's memory, all its devices together;"""
+    host_room_gib: float
+    """and what they may."""
+    memory: Mapping[str, float]
+    """By cause, on a device, when it is fullest. All but `CUDA and NCCL`, which JAX leaves alone, add up to device_gib."""
+    host_memory: Mapping[str, float]
+    """By cause, in a node, when it is fullest; adds up to host_gib."""
+    causes: Sequence[Mapping[str, Any]]
+    """Each cause at its own fullest moment, beside its formula where it has one: name, device_gib, host_gib, formula_gib."""
+    bytes_moved: float
+    """That a device sends in a step, by the compiled program;"""
+    bytes_formula: float
+    """and by the formulas."""
+    moved: Sequence[Mapping[str, Any]]
+    """The same for each kind of collective: kind, axes, bytes, formula."""
+    flops_needed: float
+    """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
+    flops_executed: float | None
+    """and what the compiled program does. None, as what follows, where there is no estimate."""
+    host_bytes: tuple[float, float] | None
+    """From the host to a device in a step, and back."""
+    step_s_estimate: float | None
+    """From a roofline of other people's figures, which are for bfloat16 and cuDNN; None for others."""
+    tokens_per_s_estimate: float | None
+    """Of all devices, if the rows are full."""
+    mfu_estimate: float | None
+    seconds_estimate: Mapping[str, float]
+    jax: str
+    plan_s: float
+    """What it took to compile and read it."""
+
+
+def of(
+    settings: config.Config,
+    *,
+    model: ModelConfig,
+    site: compiled.Site,
+    document_tokens: int | None = None,
+    remats: Sequence[str] | None = None,
+) -> Plan:
+    """The plan of a config's step for its longest rows.
+
+    Args:
+        document_tokens: of the documents that fill the rows; None: each row is one document.
+        remats: what to try for memory.remat; None: as training does.
+    Raises: UserError for what training would refuse before it compiles, and for rows of several lengths; RuntimeError where XLA
+        offloads nothing that it should.
+    """
+    began = time.perf_counter()
+    sizes = meshes.shape(settings.mesh, site.num_devices)
+    found = [*levers.problems(settings, platform="gpu"), *meshes.divisions(settings, sizes)]
+    lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
+    if len(lengths) > 1:
+        found.append(
+            f"data.row_tokens = {list(lengths)}: a plan is of rows of one length. Plan one after another, from "
+            f"data.row_tokens={settings.data.longest_row} on."
+        )
+    if document_tokens is not None and -(-settings.data.longest_row // document_tokens) > most:
+        found.append(
+            f"--document-tokens = {document_tokens}: rows of {settings.data.longest_row:,} tokens hold {most} documents at "
+            f"most (data.max_documents_per_row). Use {-(-settings.data.longest_row // most)} or more."
+        )
+    if found:
+        raise errors.UserError(found)
+    devices = compiled.devices(site.kind, site.num_devices)
+    room = site.room
+    tried = remats
+    while True:
+        first = tried[0] if tried else settings.memory.remat
+        asked = settings if first == "auto" else levers.changed(settings, remat=first)
+        step = compiled.step(asked, model=model, devices=devices, device_bytes=int(room.device))
+        tried = tried or levers.remats(dataclasses.replace(step.program, config=settings))
+        needs = levers.measured(step.executable, step.choice.uncounted_bytes)
+        levers.check_offloads(step.program, needs)
+        short = levers.shortage(needs, room)
+        if not short or len(tried) == 1:
+            break
+        tried = tried[1:]
+    return _plan(step, needs, short, settings=settings, site=site, document_tokens=document_tokens, began=began)
+
+
+def _plan(
+    step: compiled.Step,
+    needs: levers.Needs,
+    short: str,
+    *,
+    settings: config.Config,
+    site: compiled.Site,
+    document_tokens: int | None,
+    began: float,
+) -> Plan:
+    program, room, gib = step.program, site.room, levers.GIB
+    device, host = needs.device + needs.uncounted, needs.host
+    found = budget.of_step(step)
+    sent = comms.sent(step.written.text)
+    formula = comms.formula(program)
+    length = min(document_tokens or settings.data.longest_row, settings.data.longest_row)
+    pieces = roofline.filled(rows=settings.batch.rows_per_step, row_tokens=settings.data.longest_row, document_tokens=length)
+    expected = roofline.estimate(step, sent, ceilings=site.gpu.ceilings, node_devices=site.node_devices, piece_lengths=pieces)
+    decided = dataclasses.replace(program, config=levers.changed(program.config, remat=program.how.remat))
+    needed = metrics.step_flops(program.model, pieces) / program.mesh.size
+    step_s = expected.step_s if expected else None
+    tokens = settings.batch.rows_per_step * settings.data.longest_row
+    reserved = (1 - meshes.GPU_SHARE) * site.gpu.memory_bytes
+    return Plan(
+        device=site.kind,
+        num_devices=site.num_devices,
+        node_devices=site.node_devices,
+        mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=settings.data.longest_row,
+        rows_per_step=settings.batch.rows_per_step,
+        rows_at_once=settings.batch.rows_at_once,
+        max_documents_per_row=settings.data.max_documents_per_row,
+        document_tokens=length,
+        kernel=step.choice.kernel,
+        why_not_cudnn=step.choice.why,
+        head_chunks=step.choice.head_chunks,
+        remat=program.how.remat,
+        levers=levers.describe(decided),
+        offload_activations=settings.memory.offload_activations,
+        offload_optimizer=settings.memory.offload_optimizer,
+        fits=not short,
+        binds="device" if device > room.device or (host <= room.host and device / room.device >= host / room.host) else "host",
+        short=short,
+        ways_out=levers.ways_out(dataclasses.replace(program, config=settings), device_is_short=device > room.device)
+        if short
+        else [],
+        device_gib=device / gib,
+        room_gib=room.device / gib,
+        host_gib=host * site.node_devices / gib,
+        host_room_gib=room.host * site.node_devices / gib,
+        memory={name: size / gib for name, size in found.device.items()} | {budget.RESERVED: reserved / gib},
+        host_memory={name: size * site.node_devices / gib for name, size in found.host.items() if size},
+        causes=[
+            {
+                "name": cause.name,
+                "device_gib": cause.device / gib,
+                "host_gib": cause.host / gib,
+                "formula_gib": None if cause.formula is None else cause.formula / gib,
+            }
+            for cause in memory.causes(step)
+        ],
+        bytes_moved=comms.total(sent),
+        bytes_formula=sum(formula.values()),
+        moved=_moved(sent, formula, program.mesh.shape),
+        flops_needed=needed,
+        flops_executed=expected.flops_executed if expected else None,
+        host_bytes=expected.host_bytes if expected else None,
+        step_s_estimate=step_s,
+        tokens_per_s_estimate=tokens / step_s if step_s else None,
+        mfu_estimate=needed / step_s / site.gpu.ceilings.peak_tflops / 1e12 if step_s else None,
+        seconds_estimate=expected.seconds if expected else {},
+        jax=jax.__version__,
+        plan_s=time.perf_counter() - began,
+    )
+
+
+def _moved(sent: Sequence[comms.Sent], formula: Mapping[str, float], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """What is sent, by kind, beside the formula of the kind. All-reduces of gradients go along one axis and along all."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in comms.along(sent, sizes):
+        of_kind = found.setdefault(
+            one.kind, {"kind": one.kind, "axes": [], "bytes": 0.0, "formula": formula.get(one.kind, 0.0)}
+        )
+        of_kind["axes"].append(" x ".join(one.axes))
+        of_kind["bytes"] += one.bytes
+    return list(found.values())

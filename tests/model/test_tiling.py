@@ -1,0 +1,29 @@
+"""How large tiles are."""
+
+import pytest
+
+from jaxsp.model import tiling
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "expected"),
+    [
+        (100, 8192, 8192),
+        (16384, 8192, 8192),
+        (28672, 8192, 7168),
+        (609280, 8192, 7168),  # 8,192 would be padded, and 7,616 is no multiple of 128
+        (8320, 8192, 4160),  # 65 x 128, and 1,664 x 5 is below the half
+        (12000, 8192, 6000),  # no multiple of 128 divides it
+        (8209, 8192, 8192),  # a prime is padded
+    ],
+)
+def test_a_tile_divides_the_tokens_where_one_of_half_the_size_and_more_does(tokens, most, expected):
+    tile = tiling.dividing(tokens, most)
+    assert tile == expected
+    assert tokens <= most or tokens % tile == 0 or tokens == 8209
+
+
+def test_what_is_asked_for_is_taken():
+    sizes = {"intermediate_size": 14336, "hidden_size": 4096, "itemsize": 2}
+    assert tiling.mlp_tile_tokens(num_tokens=28672, asked=None, **sizes) == 7168
+    assert tiling.mlp_tile_tokens(num_tokens=28672, asked=5000, **sizes) == 5000

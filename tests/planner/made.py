@@ -1,0 +1,52 @@
+"""Plans that nothing was compiled for."""
+
+import dataclasses
+
+from jaxsp.planner import budget, plans
+
+
+def plan(**changes):
+    """A plan of 8 H100s that fits, but for `changes`."""
+    fields = {
+        "device": "h100-80gb",
+        "num_devices": 8,
+        "node_devices": 8,
+        "mesh": {"replica": 1, "data": 1, "seq": 8},
+        "row_tokens": 131072,
+        "rows_per_step": 8,
+        "rows_at_once": 1,
+        "max_documents_per_row": 64,
+        "document_tokens": 131072,
+        "kernel": "cudnn",
+        "why_not_cudnn": "",
+        "head_chunks": 1,
+        "remat": "attention",
+        "levers": "what is turned",
+        "offload_activations": "none",
+        "offload_optimizer": "none",
+        "fits": True,
+        "binds": "device",
+        "short": "",
+        "ways_out": [],
+        "device_gib": 30.0,
+        "room_gib": 72.8,
+        "host_gib": 0.0,
+        "host_room_gib": 1960.0,
+        "memory": {budget.WEIGHTS: 10.0, budget.ATTENTION: 20.0, budget.RESERVED: 6.3},
+        "host_memory": {},
+        "causes": [],
+        "bytes_moved": 2.0e9,
+        "bytes_formula": 2.0e9,
+        "moved": [{"kind": "all-to-all", "axes": ["seq"], "bytes": 2.0e9, "formula": 2.0e9}],
+        "flops_needed": 2e15,
+        "flops_executed": 2.5e15,
+        "host_bytes": (0.0, 0.0),
+        "step_s_estimate": 5.0,
+        "tokens_per_s_estimate": 209715.2,
+        "mfu_estimate": 0.4,
+        "seconds_estimate": {"kernels": 3.0, "attention": 2.0},
+        "jax": "0.12.0",
+        "plan_s": 8.0,
+    }
+    assert fields.keys() == {field.name for field in dataclasses.fields(plans.Plan)}
+    return plans.Plan(**fields | changes)

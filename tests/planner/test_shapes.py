@@ -1,0 +1,40 @@
+"""All meshes of so many devices."""
+
+import math
+
+from jaxsp.core import errors
+from jaxsp.hf import families
+from jaxsp.planner import compiled, plans, shapes
+from tests.planner import made, programs
+
+
+def test_every_mesh_is_there_once():
+    found = [tuple(mesh.values()) for mesh in shapes.meshes(8)]
+    expected = {(r, d, s) for r in (1, 2, 4, 8) for d in (1, 2, 4, 8) for s in (1, 2, 4, 8) if r * d * s == 8}
+    assert len(found) == len(expected) == 10
+    assert set(found) == expected
+    assert all(math.prod(mesh.values()) == 12 for mesh in shapes.meshes(12))
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
+    """By their seq: 8 is refused, 4 does not fit, 2 is slow."""
+
+    def of(settings, *, model, site, document_tokens):
+        seq, data = settings.mesh.seq, settings.mesh.data
+        if seq == 8:
+            raise errors.UserError("too many\nand more")
+        return made.plan(
+            mesh={"replica": 1, "data": data, "seq": seq}, fits=seq != 4, step_s_estimate={1: 1.0, 2: 3.0, 4: 0.5}[seq]
+        )
+
+    monkeypatch.setattr(plans, "of", of)
+    told = []
+    site = compiled.site("h100-80gb", 8)
+    found = shapes.planned(
+        programs.settings(), model=families.model_config(programs.LLAMA, field="model.config"), site=site, say=told.append
+    )
+    assert len(told) == len(found) == 10
+    seqs = [one.mesh["seq"] for one in found]
+    assert seqs == [1, 1, 1, 1, 2, 2, 2, 4, 4, 8]
+    assert found[-1].plan is None
+    assert found[-1].why == "too many"

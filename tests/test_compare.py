@@ -1,0 +1,93 @@
+"""Meshes of the devices that are here, run and compared."""
+
+import json
+
+import pytest
+
+from jaxsp import compare, measure, plan
+
+MESHES = [{"replica": 1, "data": 1, "seq": 2}, {"replica": 1, "data": 2, "seq": 1}, {"replica": 2, "data": 1, "seq": 1}]
+
+WORDS = (
+    "model.config.num_hidden_layers=1",
+    'data.train.0.source="{stdlib}/a*.py"',
+    "data.row_tokens=256",
+    "mesh.virtual_cpu_devices=2",
+)
+
+
+def measured(**changes):
+    fields = {
+        "device": "cpu",
+        "num_devices": 2,
+        "mesh": MESHES[0],
+        "num_steps": 2,
+        "losses": [5.0, 4.0, 3.0],
+        "num_loss_tokens": [10, 11, 12],
+        "step_s": 0.5,
+        "tokens_per_s": 100.0,
+        "peak_gib": None,
+        "device_gib": 0.1,
+        "host_gib": 0.0,
+        "remat": "attention",
+        "kernel": "blockwise",
+        "step_s_estimate": None,
+        "compile_s": 1.0,
+    }
+    return measure.Measured(**fields | changes)
+
+
+def compared(monkeypatch, *outcomes):
+    """What comes of meshes that are measured so, or not for such a reason."""
+    waiting = iter(outcomes)
+
+    def apart(path, words, *, num_steps):
+        outcome = next(waiting)
+        return (None, outcome) if isinstance(outcome, str) else (outcome, "")
+
+    monkeypatch.setattr(compare, "_apart", apart)
+    monkeypatch.setattr(compare, "_num_devices", lambda settings: 2)
+    return compare.here("configs/quickstart.yaml", [], num_steps=2, say=lambda words: None)
+
+
+def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkeypatch):
+    found = compared(monkeypatch, "cannot be", measured(step_s=2.0), measured(step_s=1.0))
+    assert [one.mesh for one in found] == [MESHES[2], MESHES[1], MESHES[0]]
+    compare.check(found)
+    lines = compare.table(found).splitlines()
+    assert lines[0] == "2 x cpu: median of 2 steps after one"
+    assert lines[-2].split(maxsplit=3) == ["1", "1", "2", "cannot be"]
+    assert lines[-1] == "losses and counts are the same on all 2 meshes, to 0.0e+00, relative"
+
+
+def test_a_loss_that_differs_is_named_with_its_mesh_and_is_our_error(monkeypatch):
+    found = compared(monkeypatch, measured(), measured(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), measured())
+    assert "NOT THE SAME on 1 of 3 meshes" in compare.table(found)
+    with pytest.raises(RuntimeError, match=r"replica 1 x data 2 x seq 1: loss 4.0004 in step 2, and 4 on replica 1 x data 1"):
+        compare.check(found)
+
+
+def test_rounding_is_no_difference_and_a_count_always_is(monkeypatch):
+    compare.check(compared(monkeypatch, measured(), measured(losses=[5.0, 4.00003, 3.0]), "no"))
+    found = compared(monkeypatch, measured(), measured(num_loss_tokens=[10, 11, 13]), "no")
+    with pytest.raises(RuntimeError, match=r"num_loss_tokens \[10, 11, 13\], and \[10, 11, 12\]"):
+        compare.check(found)
+
+
+def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
+    with pytest.raises(ValueError, match=r"none of the meshes of 3 can run\. The first, replica 1 x data 1 x seq 2: because"):
+        compared(monkeypatch, "because", "no", "no")
+
+
+def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch):
+    """As a user asks for it: rows_per_step 4 goes on every mesh of two devices."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled three times
+    written = tmp_path / "meshes.json"
+    plan.main(["configs/quickstart.yaml", *WORDS, "--meshes", "--measure", "2", "--json", str(written)])
+    found = json.loads(written.read_text())["meshes"]
+    assert sorted(sorted(one["mesh"].items()) for one in found) == sorted(sorted(mesh.items()) for mesh in MESHES)
+    assert all(one["measured"]["mesh"] == one["mesh"] for one in found)
+    assert all(len(one["measured"]["losses"]) == 3 and one["off"] < 1e-5 for one in found)
+    assert len({tuple(one["measured"]["num_loss_tokens"]) for one in found}) == 1
+    said = capsys.readouterr().out
+    assert "losses and counts are the same on all 3 meshes" in said
