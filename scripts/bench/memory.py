@@ -21,14 +21,15 @@ import time
 from typing import Any
 
 from jaxsp.core import mesh as meshes
+from jaxsp.planner import gpus
 from scripts.bench import machine, report
 
 GIB = 2**30
 
 DEVICE = "h100-80gb"
 
-DEVICE_GIB = 84942979072 / GIB
-"""Of an H100 80GB."""
+DEVICE_GIB = gpus.KINDS[DEVICE].memory_bytes / GIB
+"""Of each."""
 
 ROOM_GIB = meshes.GPU_SHARE * DEVICE_GIB
 """What a run takes of it; the rest is for CUDA and NCCL."""

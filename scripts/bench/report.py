@@ -1,8 +1,13 @@
-"""Results of step.py as text: a table's rows, ratios to earlier results, and, as a command, one line for LOG.md."""
+"""Results of step.py as text: a table's rows, ratios to earlier results, and, as a command, one line for LOG.md.
 
+Results of peer_transformers.py are step.py's, in each case with "transformers": what came of the peer.
+"""
+
+import dataclasses
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "refused", "failed", "timed out", "not run"
@@ -19,6 +24,17 @@ HEADER = _LINE.format(
     *("compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "host GiB", "loss"),
 )
 
+SIDES = ("jaxsp", "transformers")
+"""Of a case of peer_transformers.py."""
+
+_BOTH = "{:<16}  {:>9}  {:<9}  {:>14}  {:>9}  {:>8}  {:>14}  {:>9}  {:>8}  {:>7}  {:>8}  {}"
+
+BOTH = _BOTH.format(
+    *("shape", "row", "documents", "jaxsp tokens/s", "peak GiB", "loss", "HF tokens/s", "peak GiB", "loss"),
+    *("speed x", "memory x", "HF attention"),
+)
+"""speed x, memory x: jaxsp's number over that of transformers."""
+
 _ON_HOST = {
     "residual": "inputs",
     "residual_and_attention": "inputs+attention",
@@ -28,17 +44,32 @@ _ON_HOST = {
 """Short for what memory.offload_activations and memory.offload_optimizer say."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Longest:
+    """The longest rows of a shape that had numbers, of those that were tried."""
+
+    shape: str
+    documents: str
+    jaxsp: int | None
+    """Tokens; null where no row had numbers."""
+    jaxsp_is_limit: bool
+    """Whether a longer one ran out of memory; otherwise it can do this at least."""
+    transformers: int | None
+    transformers_is_limit: bool
+    ratio: float | None
+
+
 def row(case: dict[str, Any]) -> str:
     """A case as a line under HEADER, with what went wrong behind it."""
     numbers = (
-        _number(case["compile_s"], "{:.1f}"),
-        _number(case["step_s"], "{:.4f}"),
-        _number(case["tokens_per_s"], "{:,.0f}"),
-        _number(case["tflops_per_device"], "{:.4g}"),
-        _number(case["mfu"], "{:.1f}", times=100),
-        _number(case["peak_gib"], "{:.2f}"),
-        _number(case["host_gib"], "{:.2f}"),
-        _number(case["loss"], "{:.4f}"),
+        number(case["compile_s"], "{:.1f}"),
+        number(case["step_s"], "{:.4f}"),
+        number(case["tokens_per_s"], "{:,.0f}"),
+        number(case["tflops_per_device"], "{:.4g}"),
+        number(case["mfu"], "{:.1f}", times=100),
+        number(case["peak_gib"], "{:.2f}"),
+        number(case["host_gib"], "{:.2f}"),
+        number(case["loss"], "{:.4f}"),
     )
     kernel = case["kernel_used"] or case["kernel"]
     line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers)
@@ -71,6 +102,53 @@ def summary(results: dict[str, Any]) -> str:
     return "; ".join(_figures(case) for case in results["cases"] if case["row_tokens"] == longest[case["shape"]])
 
 
+def both(case: dict[str, Any]) -> str:
+    """A case of both sides as a line under BOTH, with what went wrong behind it."""
+    forms = {"tokens_per_s": "{:,.0f}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
+    numbers = [number(of(case, side)[name], form) for side in SIDES for name, form in forms.items()]
+    ratios = [number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
+    used = case["transformers"]["attention"] or "-"
+    line = _BOTH.format(case["shape"], case["row_tokens"], case["documents"], *numbers, *ratios, used)
+    for side in SIDES:
+        came = of(case, side)
+        wrong = came["status"] if came["status"] != OK else "loss is not finite" * (came["loss_finite"] is False)
+        line += f"  {': '.join(filter(None, (side, wrong, came['message'])))}" * bool(wrong)
+    return line
+
+
+def of(case: dict[str, Any], side: str) -> dict[str, Any]:
+    """What came of a case on a side."""
+    return case if side == "jaxsp" else case[side]
+
+
+def longest(cases: Sequence[dict[str, Any]]) -> list[Longest]:
+    """The longest rows of both sides, of each shape and kind of documents."""
+    found = []
+    for shape, documents in dict.fromkeys((case["shape"], case["documents"]) for case in cases):
+        did: dict[str, int | None] = {}
+        limits = {}
+        for side in SIDES:
+            own = [case for case in cases if (case["shape"], case["documents"]) == (shape, documents)]
+            ends = [(of(case, side)["status"], case["row_tokens"]) for case in own]
+            did[side] = max((tokens for end, tokens in ends if end == OK), default=None)
+            limits[f"{side}_is_limit"] = any(end == OUT_OF_MEMORY and tokens > (did[side] or 0) for end, tokens in ends)
+        found.append(Longest(shape=shape, documents=documents, **did, **limits, ratio=ratio(*did.values())))
+    return found
+
+
+def words(one: Longest) -> str:
+    """The longest rows of a shape as a line."""
+    sides = ((one.jaxsp, one.jaxsp_is_limit), (one.transformers, one.transformers_is_limit))
+    ours, peers = (f"{tokens:,} tokens{'' if limit else ' or more'}" if tokens else "none" for tokens, limit in sides)
+    times = f", {one.ratio:.2f} times as long" if one.ratio else ""
+    return f"longest row, {one.shape} {one.documents}: jaxsp {ours}, transformers {peers}{times}"
+
+
+def ratio(ours: float | None, peers: float | None) -> float | None:
+    """None where one of them is missing."""
+    return ours / peers if ours and peers else None
+
+
 def _figures(case: dict[str, Any]) -> str:
     asked = f"{case['shape']} {case['row_tokens']} {case['documents']}"
     if case["status"] != OK:
@@ -92,7 +170,8 @@ def _key(case: dict[str, Any]) -> tuple[str, ...]:
     return (case["shape"], str(case["row_tokens"]), case["documents"], case["kernel"], *levers)
 
 
-def _number(value: float | None, form: str, *, times: int = 1) -> str:
+def number(value: float | None, form: str, *, times: int = 1) -> str:
+    """A number as text, and a dash for one that is missing."""
     return "-" if value is None else form.format(times * value)
 
 

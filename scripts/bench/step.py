@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -79,10 +80,15 @@ MAX_PIECES = {"one": 1, "packed": 64}
 LEVERS = ("remat", "offload_activations", "offload_optimizer")
 """Fields of the config's group memory that cases differ in."""
 
+OPTIMIZER = {"name": "adamw", "learning_rate": 1e-5}
+"""Fields of the config's group optimizer; the others have their defaults."""
+
 WARM_UP_STEPS = 2
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 """How XLA says that memory ran out."""
+
+MODULE = "scripts.bench.step"
 
 ALONE, RESULT = "--alone", "result.json"
 """Word and file between the benchmark and the process of a case."""
@@ -144,8 +150,31 @@ def main(arguments: list[str]) -> int:
     """The command; 1 if a case failed or took too long. One that does not fit, or is refused with a reason, has told what it
     was asked.
     """
+    parser = options(MODULE, __doc__)
+    parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
+    given = parser.parse_args(arguments)
+    cases, found = collections.deque(asked(given)), opened(MODULE, arguments, given.commit)
+    print(report.HEADER, flush=True)
+    began = time.monotonic()
+    while cases:
+        case = cases.popleft()
+        in_time = time.monotonic() - began < given.seconds
+        result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
+        found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
+        found["cases"].append(record(case, result))
+        print(report.row(found["cases"][-1]), flush=True)
+        if given.until_it_fails and case.row_tokens >= max(given.lengths) and result.status == report.OK:
+            cases.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
+        write(given.out, found)
+    if given.compare:
+        print(report.comparison(json.loads(given.compare.read_text(encoding="utf-8")), found))
+    return int(any(case["status"] in (report.FAILED, report.TIMED_OUT) for case in found["cases"]))
+
+
+def options(module: str, description: str | None) -> argparse.ArgumentParser:
+    """What can be asked of a benchmark of steps: which cases, in what time, and where to write what comes of them."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, metavar="NAME", help=", ".join(SHAPES))
     parser.add_argument("--lengths", nargs="+", type=int, default=(8192, 32768), metavar="TOKENS", help="of a row")
@@ -161,42 +190,36 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=3600, help="cases that would begin later are not run")
     parser.add_argument("--commit", help="for the file, where this is no git repository")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
-    parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
-    given = parser.parse_args(arguments)
+    return parser
+
+
+def asked(given: argparse.Namespace) -> Iterator[Case]:
+    """The cases that `options` were given."""
     levers = {name: getattr(given, name) or [getattr(Case, name)] for name in LEVERS}
-    cases = collections.deque(
-        Case(shape=shape, row_tokens=length, documents=documents, kernel=given.kernel, steps=given.steps, **dict(pulled))
-        for length in given.lengths
-        for shape in given.shapes
-        for documents in given.documents
-        for pulled in itertools.product(*([(name, value) for value in values] for name, values in levers.items()))
-    )
-    found: dict[str, Any] = {
+    for length, shape, documents in itertools.product(given.lengths, given.shapes, given.documents):
+        for pulled in itertools.product(*([(name, value) for value in values] for name, values in levers.items())):
+            how = {"kernel": given.kernel, "steps": given.steps, **dict(pulled)}
+            yield Case(shape=shape, row_tokens=length, documents=documents, **how)
+
+
+def opened(module: str, arguments: list[str], commit: str | None) -> dict[str, Any]:
+    """A benchmark's file before its first case."""
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": given.commit or machine.commit(),
-        "command": shlex.join(["python", "-m", "scripts.bench.step", *arguments]),
+        "commit": commit or machine.commit(),
+        "command": shlex.join(["python", "-m", module, *arguments]),
         "device": None,
         "runtime": None,
         **machine.versions(),
         "cases": [],
     }
-    print(report.HEADER, flush=True)
-    began = time.monotonic()
-    while cases:
-        case = cases.popleft()
-        in_time = time.monotonic() - began < given.seconds
-        result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
-        found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
-        found["cases"].append(record(case, result))
-        print(report.row(found["cases"][-1]), flush=True)
-        if given.until_it_fails and case.row_tokens >= max(given.lengths) and result.status == report.OK:
-            cases.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
-        if given.out:  # after each case: whoever ends this process has the cases before
-            given.out.parent.mkdir(parents=True, exist_ok=True)
-            given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if given.compare:
-        print(report.comparison(json.loads(given.compare.read_text(encoding="utf-8")), found))
-    return int(any(case["status"] in (report.FAILED, report.TIMED_OUT) for case in found["cases"]))
+
+
+def write(out: pathlib.Path | None, found: dict[str, Any]) -> None:
+    """Writes the file, if one was asked for. After each case: whoever ends this process has the cases before."""
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def record(case: Case, result: Result) -> dict[str, Any]:
@@ -283,26 +306,31 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     documents = folder / "documents.jsonl"
     lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
     documents.write_text("".join(lines), encoding="utf-8")
-    settings = config.parse(
-        {
-            "run": {"directory": str(folder / "run"), "steps": WARM_UP_STEPS + case.steps},
-            "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
-            "attention": {"kernel": case.kernel},
-            "memory": {name: getattr(case, name) for name in LEVERS},
-            "data": {
-                "train": [{"source": str(documents), "format": "tokens"}],
-                "row_tokens": case.row_tokens,
-                "max_documents_per_row": MAX_PIECES[case.documents],
-            },
-            "batch": {"rows_per_step": 1},
-            "optimizer": {"name": "adamw", "learning_rate": 1e-5},
-        }
-    )
+    settings = settings_of(case, source=documents, directory=folder / "run")
     program, material = prepare.training(settings, devices=[device])
     ((rows, counts),) = material.train.feed(settings, program.mesh, material.train.schedule(settings, num_steps=1)).batches()
     full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
     return program, material.choice, step.with_weights(program, material.weights()), (rows, counts)
+
+
+def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> config.Config:
+    """The config of a case."""
+    return config.parse(
+        {
+            "run": {"directory": str(directory), "steps": WARM_UP_STEPS + case.steps},
+            "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
+            "attention": {"kernel": case.kernel},
+            "memory": {name: getattr(case, name) for name in LEVERS},
+            "data": {
+                "train": [{"source": str(source), "format": "tokens"}],
+                "row_tokens": case.row_tokens,
+                "max_documents_per_row": MAX_PIECES[case.documents],
+            },
+            "batch": {"rows_per_step": 1},
+            "optimizer": OPTIMIZER,
+        }
+    )
 
 
 def random_documents(case: Case) -> list[np.ndarray]:
@@ -324,35 +352,35 @@ def kernel_used(program: str, chosen: str) -> str:
 # What the process around them does
 
 
-def apart(case: Case, *, seconds: float) -> Result:
-    """Measures a case in a process of its own, ended after so many seconds."""
+def apart(case: Case, *, seconds: float, module: str = MODULE, kind: type[Any] = Result) -> Any:
+    """What a module's `measure` makes of a case, in a process of its own, ended after so many seconds. kind: its Result."""
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as name:
         written = pathlib.Path(name) / RESULT
-        command = [sys.executable, "-m", "scripts.bench.step", ALONE, json.dumps(dataclasses.asdict(case)), name]
+        command = [sys.executable, "-m", module, ALONE, json.dumps(dataclasses.asdict(case)), name]
         environment = {**os.environ, "HF_DATASETS_CACHE": f"{name}/cache"}
         try:
             done = subprocess.run(
                 command, cwd=machine.REPO, env=environment, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False
             )
         except subprocess.TimeoutExpired:
-            return Result(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
+            return kind(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
         if written.exists():
-            return Result(**json.loads(written.read_text(encoding="utf-8")))
-    return ended(done.returncode, done.stderr)
+            return kind(**json.loads(written.read_text(encoding="utf-8")))
+    return ended(done.returncode, done.stderr, kind)
 
 
-def ended(code: int, printed: str) -> Result:
+def ended(code: int, printed: str, kind: type[Any] = Result) -> Any:
     """The result of a process that ended without one, by its exit code and what it printed of errors."""
     lines = [line for line in printed.splitlines() if line.strip()]
     exhausted = next((line for line in lines if EXHAUSTED in line), None)
     if exhausted is not None:
-        return Result(status=report.OUT_OF_MEMORY, message=exhausted)
+        return kind(status=report.OUT_OF_MEMORY, message=exhausted)
     sys.stderr.write(printed)
     last = lines[-1] if lines else "without a word"
-    return Result(status=report.FAILED, message=f"exit code {code}: {last}")
+    return kind(status=report.FAILED, message=f"exit code {code}: {last}")
 
 
-def alone(case: str, folder: str) -> None:
+def alone(case: str, folder: str, *, measure: Callable[[Case, pathlib.Path], Any]) -> None:
     """The process of one case, from its words on the command line."""
     result = measure(Case(**json.loads(case)), pathlib.Path(folder))
     (pathlib.Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(result), allow_nan=False), encoding="utf-8")
@@ -360,6 +388,6 @@ def alone(case: str, folder: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [ALONE]:
-        alone(*sys.argv[2:])
+        alone(*sys.argv[2:], measure=measure)
     else:
         sys.exit(main(sys.argv[1:]))
