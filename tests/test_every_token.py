@@ -131,7 +131,7 @@ LAYOUTS = [
     pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
     ("one", 2, (1, 8)),
     pytest.param("two", 1, (1, 8), marks=pytest.mark.slow),
-    ("two", 2, (4, 2)),
+    pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]
 """Lengths of rows, processes, and data x seq; one more is that of `straight`. 2 processes of 1 x 8 share every row."""
 
@@ -151,7 +151,7 @@ def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, process
 
 
 STOPS = [
-    ("one", (2, (1, 8)), (1, (4, 2)), 4),
+    pytest.param("one", (2, (1, 8)), (1, (4, 2)), 4, marks=pytest.mark.slow),
     pytest.param("one", (1, (2, 4)), (2, (1, 8)), 16, marks=pytest.mark.slow),
     ("two", (2, (2, 4)), (1, (1, 8)), 16),
 ]

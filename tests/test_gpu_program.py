@@ -118,7 +118,7 @@ RECIPES = {
 """The published config.json of each recipe's model, as far as it matters here."""
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen25" in name)) for name in RECIPES])
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
     settings = config.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])

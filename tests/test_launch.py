@@ -129,7 +129,7 @@ def test_torchrun_starts_a_job(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
     file, metrics = settings(tmp_path, name="run", data=2, seq=4, steps=100_000)
     launcher = start("-m", "jaxsp.launch", "--processes", 2, file)

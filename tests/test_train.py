@@ -115,6 +115,7 @@ def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
     assert losses[4] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.slow  # other meshes, with a run's files and all, are below
 def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
     # with XLA's optimisations, which the other tests do without
     readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -133,6 +134,7 @@ def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
             assert one[name] == pytest.approx(other[name], rel=1e-5), name
 
 
+@pytest.mark.slow  # test_every_token counts each token of documents short and long
 def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
     # In a forum thread about another system, 4 devices gave 4 times the loss (1.9432 for 0.4858) and 63,688 tokens
     documents(tmp_path, [15_922])

@@ -161,7 +161,7 @@ def test_lines_of_steps_that_are_done_again_go_and_so_does_one_that_was_cut(tmp_
 MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "state")}
 
 
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param("8 groups", marks=pytest.mark.slow), "state on the host"])
 @pytest.mark.usefixtures("small_shards")
 def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
     sizes, offloaded = MESHES[name]

@@ -38,14 +38,18 @@ FAMILIES = {
 def compiling(small_shards):
     tiles = {"float32": {"loss_tile_tokens": 16}, "bfloat16": {"loss_tile_tokens": 16, "mlp_tile_tokens": 16}}
     compiling = functools.partial(runs.compiling, (1, 1, 4), rows_at_once=2, want=("gradients",), arrays=long_rows())
-    return {
-        (family, dtype): compiling(settings=batches.settings(compute_dtype=dtype, memory=tiles[dtype]), model=model)
-        for family, model in FAMILIES.items()
-        for dtype in ("float32", "bfloat16")
-    }
+
+    @functools.cache
+    def run(family, dtype):
+        settings = batches.settings(compute_dtype=dtype, memory=tiles[dtype])
+        return compiling(settings=settings, model=FAMILIES[family]).result()
+
+    return run
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[pytest.mark.slow] * (family != "llama")) for family in FAMILIES]
+)
 def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_property):
     """At the family's random start. Weights are such that bfloat16 holds them, as published ones are: else their rounding,
     0.17 % of each matrix, changes the function itself, and is most of the difference."""
@@ -53,7 +57,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
     weights = jax.tree.map(lambda weight: weight.astype("bfloat16").astype("float32"), start)
 
     def gradients(dtype):
-        run = compiling[family, dtype].result()
+        run = compiling(family, dtype)
         return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
 
     found, right = gradients("bfloat16"), gradients("float32")
