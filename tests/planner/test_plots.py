@@ -33,8 +33,9 @@ def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_p
     plots.lengths([grown(200_000), grown(100_000)], tmp_path / "a.png", title="a title")
     (one,) = drawn
     (panel,) = one.axes
-    tops = [area.get_paths()[0].get_extents().y1 for area in panel.collections]
-    assert tops == pytest.approx([10.0, 30.0, 36.3])
+    corners = [area.get_paths()[0].vertices for area in panel.collections]
+    for x, heights in ((100.0, [10.0, 20.0, 26.3]), (200.0, [10.0, 30.0, 36.3])):
+        assert [points[points[:, 0] == x, 1].max() for points in corners] == pytest.approx(heights)
     (limit,) = [line for line in panel.lines if len(set(line.get_ydata())) == 1 and line.get_ydata()[0] > 0]
     assert limit.get_ydata()[0] == pytest.approx(72.8 + 6.3)
     assert panel.get_xlim() == (100.0, 200.0)
