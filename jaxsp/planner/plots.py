@@ -103,9 +103,7 @@ def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> 
     colors = ["#2f6690" if plan.fits else "#cccccc" for _, plan in there]
     bars = panels[1].barh(names, times, color=colors)
     words = [
-        f"{plan.step_s_estimate:.3g} s" + " (does not fit)" * (not plan.fits)
-        if plan.step_s_estimate
-        else "no estimate"
+        f"{plan.step_s_estimate:.3g} s" + " (does not fit)" * (not plan.fits) if plan.step_s_estimate else "no estimate"
         for _, plan in there
     ]
     panels[1].bar_label(bars, words, padding=3, fontsize=8)
