@@ -129,7 +129,7 @@ LAYOUTS = [
     pytest.param("one", 1, (8, 1), marks=pytest.mark.slow),
     pytest.param("one", 1, (1, 8), marks=pytest.mark.slow),
     pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
-    ("one", 2, (1, 8)),
+    pytest.param("one", 2, (1, 8), marks=pytest.mark.slow),  # two processes with two lengths are killed below
     pytest.param("two", 1, (1, 8), marks=pytest.mark.slow),
     pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]

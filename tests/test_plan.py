@@ -88,7 +88,9 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("device", ["a100-80gb", "b200-180gb", pytest.param("h200-141gb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "device", ["b200-180gb", *(pytest.param(one, marks=pytest.mark.slow) for one in ("a100-80gb", "h200-141gb"))]
+)
 def test_every_device_is_compiled_for(asked, device):
     said, found = asked("--device", device, "mesh.seq=2", "--devices", "2")
     assert found["fits"] is True
@@ -101,7 +103,10 @@ def test_every_device_is_compiled_for(asked, device):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "words",
-    [("--device", "a100-80gb", "data.max_documents_per_row=64"), ("model.compute_dtype=float32",)],
+    [
+        ("--device", "a100-80gb", "data.max_documents_per_row=64"),
+        pytest.param(("model.compute_dtype=float32",), marks=pytest.mark.slow),
+    ],
     ids=["A100", "float32"],
 )
 def test_where_cudnn_does_not_serve_there_is_a_plan_without_an_estimate(asked, words):

@@ -38,6 +38,7 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     assert "There is no NVIDIA GPU here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_case_is_planned_for_the_gpu_that_is_here():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     tiny = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)

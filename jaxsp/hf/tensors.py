@@ -10,11 +10,12 @@ import json
 import math
 import pathlib
 import struct
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
+DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
 """What jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
 _MAX_HEADER = 10**8

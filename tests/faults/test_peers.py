@@ -28,6 +28,7 @@ def test_both_processes_stop_after_the_same_step_when_one_is_asked_to(tmp_path, 
     assert job.all_steps() == straight
 
 
+@pytest.mark.slow  # training/test_watchdog.py and test_launch.py have its parts
 def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     job = peers.Job(tmp_path)
     words = ("run.save_every=4", "run.step_timeout=0.15")

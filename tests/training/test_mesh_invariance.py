@@ -19,7 +19,7 @@ TIED_MESHES = [(1, 2, 4), (2, 2, 2)]
 
 each_mesh = pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=[pytest.mark.slow] * (sizes in [(1, 1, 1), (1, 4, 2)])) for sizes in MESHES],
+    [pytest.param(sizes, marks=[pytest.mark.slow] * (sizes in [(1, 1, 1), (1, 8, 1), (1, 4, 2)])) for sizes in MESHES],
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 
