@@ -1,5 +1,6 @@
 """Plans as pictures: memory by cause over the row's length, and meshes side by side."""
 
+import importlib.util
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -30,12 +31,10 @@ def check(file: pathlib.Path) -> None:
     """Raises: UserError where this is no picture's name, or nothing to draw it with is installed."""
     if file.suffix not in _FORMATS:
         raise errors.UserError(f"--plot = {file}: is no picture's name. Use one that ends with {errors.choices(_FORMATS)}.")
-    try:
-        import matplotlib as _  # noqa: F401
-    except ModuleNotFoundError:
+    if importlib.util.find_spec("matplotlib") is None:
         raise errors.UserError(
             f"--plot = {file}: pictures are drawn by matplotlib, which is not installed. Use pip install matplotlib."
-        ) from None
+        )
 
 
 def lengths(found: Sequence[plans.Plan], file: pathlib.Path, *, title: str) -> None:

@@ -1,6 +1,7 @@
 """Pictures of plans: what is drawn is what was planned."""
 
 import pathlib
+import sys
 
 import pytest
 
@@ -73,3 +74,9 @@ def test_what_is_no_picture_is_said_before_anything_is_compiled():
     plots.check(pathlib.Path("a.pdf"))
     with pytest.raises(ValueError, match="is no picture's name"):
         plots.check(pathlib.Path("a.jpeg"))
+
+
+def test_without_matplotlib_it_is_said_before_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match="Use pip install matplotlib"):
+        plots.check(pathlib.Path("a.png"))
