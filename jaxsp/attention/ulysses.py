@@ -62,6 +62,7 @@ def attend(
     *,
     kernel: Callable[..., Float[Array, "B L h K"]],
     seq: int,
+    groups: list[list[int]] | None = None,
 ) -> Float[Array, "B l H K"]:
     """Attention over whole rows when each of `seq` devices holds a share of them.
 
@@ -81,7 +82,7 @@ def attend(
     # for each destination its heads of q, of k and of v, side by side
     parts = [x.reshape(B, l, seq, -1, K) for x in (q_BlHK, k_BlGK, v_BlGK)]
     mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
-    mixed_BLxK = jax.lax.all_to_all(mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, tiled=True)
+    mixed_BLxK = jax.lax.all_to_all(mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, axis_index_groups=groups, tiled=True)
     q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
     out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
-    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, tiled=True)
+    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)

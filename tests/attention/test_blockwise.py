@@ -71,7 +71,7 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
 def blocks_read(length, window):
     """Blocks of keys that all blocks of queries of one long piece visit."""
     x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
-    first = np.asarray(blockwise._blocks(x, x, x, piece, window).first_block)
+    first = np.asarray(blockwise._pieces(x, x, x, piece, window=window).begin)
     return int((np.arange(len(first)) + 1 - first).sum())
 
 

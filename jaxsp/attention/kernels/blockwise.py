@@ -20,7 +20,8 @@ with dq, dk and dv in one walk because the blocks are visited one after another.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +38,19 @@ _NEVER = -1e30
 
 
 class _Row(NamedTuple):
-    """One row in blocks: n blocks of C tokens, g key heads, r query heads for each."""
+    """One row in blocks: n blocks of queries and m of keys, C tokens each, g key heads, r query heads for each."""
 
     q: Float[Array, "n g rC K"]
-    k: Float[Array, "n g C K"]
-    v: Float[Array, "n g C K"]
-    piece: Int32[Array, "n C"]
-    first_block: Int32[Array, "n"]
-    """The first block of keys that a block of queries needs; n where it needs none, being all padding."""
+    k: Float[Array, "m g D K"]
+    v: Float[Array, "m g D K"]
+    piece_q: Int32[Array, "n C"]
+    piece_k: Int32[Array, "m D"]
+    begin: Int32[Array, "n"]
+    """The first block of keys that a block of queries needs,"""
+    end: Int32[Array, "n"]
+    """and the first behind it that it does not; not behind the other where it needs none, being all padding."""
+    after: int
+    """How many tokens the first query is behind the first key."""
     window: int
 
 
@@ -70,67 +76,137 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _attention(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int) -> Array:
-    return _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)[0]
-
-
-def _forward(
-    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
-) -> tuple[Array, Float32[Array, "B h L"]]:
-    B, L, h, K = q_BLhK.shape
-    piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
-
-    def row(one: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
-        blocks = _blocks(*one, window)
-        out, lse = jax.lax.map(lambda i: _forward_block(blocks, i), jnp.arange(len(blocks.q)))
-        return _join(out, L, h), _join(lse[..., None], L, h)[..., 0]
-
-    out_BLhK, lse_BLh = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL))
-    return out_BLhK, lse_BLh.swapaxes(1, 2)
+    return _attention_fwd(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)[0]
 
 
 def _attention_fwd(
     q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
 ) -> tuple[Array, tuple]:
-    out_BLhK, lse_BhL = _forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)
+    out_BLhK, lse_BhL = forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype)
     out_BLhK, lse_BhL = checkpoint_name(out_BLhK, residuals.OUT), checkpoint_name(lse_BhL, residuals.LSE)
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 
-def _attention_bwd(window: int, residuals: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
-    q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = residuals
-    B, L, h, K = q_BLhK.shape
-    piece_BL = pieces.piece_of_token(starts_BM, lengths_BM, L)
-    delta_BLh = jnp.einsum("BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32)
-    lse_BLh = lse_BhL.swapaxes(1, 2)
-
-    def row(one: tuple[Array, ...]) -> tuple[Array, Array, Array]:
-        q, k, v, piece, dout, lse, delta = one
-        blocks = _blocks(q, k, v, piece, window)
-        g = k.shape[1]
-        dout, lse, delta = (_cut(x, g) for x in (dout, lse[..., None], delta[..., None]))
-
-        def query_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
-            dk, dv, dq = _backward_block(blocks, i, dout[i], lse[i], delta[i], *sums)
-            return (dk, dv), dq.astype(q.dtype)
-
-        zeros = jnp.zeros(blocks.k.shape, jnp.float32)
-        (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), jnp.arange(len(blocks.q)))
-        return _join(dq, L, h), _join(dk, L, g), _join(dv, L, g)
-
-    dq, dk, dv = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, piece_BL, dout_BLhK, lse_BLh, delta_BLh))
-    return dq, dk.astype(k_BLgK.dtype), dv.astype(v_BLgK.dtype), None, None
+def _attention_bwd(window: int, saved: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
+    q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = saved
+    inputs = q_BLhK, k_BLgK, v_BLgK, out_BLhK, lse_BhL, dout_BLhK
+    return *backward(*inputs, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype), None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _forward_block(row: _Row, i: Array) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
+def forward(
+    q_BLhK: Float[Array, "B L h K"],
+    k_BLgK: Float[Array, "B L g K"],
+    v_BLgK: Float[Array, "B L g K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    window: int | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+    """Output, of this dtype, and log-sum-exp; both 0 at padding."""
+    L = q_BLhK.shape[1]
+    row = functools.partial(_pieces, window=L if window is None else window)
+    return _forward(row, q_BLhK, k_BLgK, v_BLgK, pieces.piece_of_token(starts_BM, lengths_BM, L), dtype=dtype)
+
+
+def backward(
+    q_BLhK: Float[Array, "B L h K"],
+    k_BLgK: Float[Array, "B L g K"],
+    v_BLgK: Float[Array, "B L g K"],
+    out_BLhK: Float[Array, "B L h K"],
+    lse_BhL: Float32[Array, "B h L"],
+    dout_BLhK: Float[Array, "B L h K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    window: int | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
+    """dq, dk and dv, of this dtype; the output and its log-sum-exp may be of more keys than these."""
+    L = q_BLhK.shape[1]
+    row = functools.partial(_pieces, window=L if window is None else window)
+    of_tokens = pieces.piece_of_token(starts_BM, lengths_BM, L)
+    return _backward(row, q_BLhK, k_BLgK, v_BLgK, of_tokens, out_BLhK, lse_BhL, dout_BLhK, dtype=dtype)
+
+
+def rectangle_forward(
+    q_BChK: Float[Array, "B C h K"], k_BDgK: Float[Array, "B D g K"], v_BDgK: Float[Array, "B D g K"], where: pieces.Rectangle
+) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
+    """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; both 0 for other queries."""
+    return _forward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, dtype=jnp.float32)
+
+
+def rectangle_backward(
+    q_BChK: Float[Array, "B C h K"],
+    k_BDgK: Float[Array, "B D g K"],
+    v_BDgK: Float[Array, "B D g K"],
+    out_BChK: Float[Array, "B C h K"],
+    lse_BhC: Float32[Array, "B h C"],
+    dout_BChK: Float[Array, "B C h K"],
+    where: pieces.Rectangle,
+) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
+    """dq, dk and dv; the output and its log-sum-exp may be of more keys than these."""
+    return _backward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, out_BChK, lse_BhC, dout_BChK, dtype=jnp.float32)
+
+
+def _forward(
+    row_of: Callable[..., _Row], q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, where: Any, *, dtype: jnp.dtype
+) -> tuple[Array, Float32[Array, "B h L"]]:
+    L, h = q_BLhK.shape[1:3]
+
+    def row(one: tuple[Array, Array, Array, Any]) -> tuple[Array, Array]:
+        blocks = row_of(*one)
+        out, lse = jax.lax.map(lambda i: _forward_block(blocks, i, dtype), jnp.arange(len(blocks.q)))
+        return _join(out, L, h), _join(lse[..., None], L, h)[..., 0]
+
+    out_BLhK, lse_BLh = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, where))
+    return out_BLhK, lse_BLh.swapaxes(1, 2)
+
+
+def _backward(
+    row_of: Callable[..., _Row],
+    q_BLhK: Array,
+    k_BLgK: Array,
+    v_BLgK: Array,
+    where: Any,
+    out_BLhK: Array,
+    lse_BhL: Array,
+    dout_BLhK: Array,
+    *,
+    dtype: jnp.dtype,
+) -> tuple[Array, Array, Array]:
+    L, h = q_BLhK.shape[1:3]
+    num_keys, g = k_BLgK.shape[1:3]
+    delta_BLh = jnp.einsum("BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32)
+    lse_BLh = lse_BhL.swapaxes(1, 2)
+
+    def row(one: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+        q, k, v, place, dout, lse, delta = one
+        blocks = row_of(q, k, v, place)
+        dout, lse, delta = (_cut(x, g) for x in (dout, lse[..., None], delta[..., None]))
+
+        def query_block(sums: tuple[Array, Array], i: Array) -> tuple[tuple[Array, Array], Array]:
+            dk, dv, dq = _backward_block(blocks, i, dout[i], lse[i], delta[i], *sums)
+            return (dk, dv), dq.astype(dtype)
+
+        zeros = jnp.zeros(blocks.k.shape, jnp.float32)
+        (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), jnp.arange(len(blocks.q)))
+        return _join(dq, L, h), _join(dk, num_keys, g), _join(dv, num_keys, g)
+
+    dq, dk, dv = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, where, dout_BLhK, lse_BLh, delta_BLh))
+    return dq, dk.astype(dtype), dv.astype(dtype)
+
+
+def _forward_block(row: _Row, i: Array, dtype: jnp.dtype) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
     """Output and log-sum-exp of the i-th block of queries."""
     q = row.q[i]
 
     def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         out, total, maximum = sums
-        scores, mask = _scores(row, q, i, j), _mask(row, i, j, q.shape[1])
+        scores, mask = _scores(row, q, j), _mask(row, i, j, q.shape[1])
         scores = jnp.where(mask, scores, _NEVER)
         new_maximum = jnp.maximum(maximum, scores.max(-1))
         weights = jnp.where(mask, jnp.exp(scores - new_maximum[..., None]), 0.0)
@@ -141,10 +217,10 @@ def _forward_block(row: _Row, i: Array) -> tuple[Float[Array, "g rC K"], Float32
 
     none = jnp.zeros(q.shape[:-1], jnp.float32)
     start = (jnp.zeros(q.shape, jnp.float32), none, jnp.full_like(none, _NEVER))
-    out, total, maximum = jax.lax.fori_loop(row.first_block[i], i + 1, visit, start)
+    out, total, maximum = jax.lax.fori_loop(row.begin[i], row.end[i], visit, start)
     seen = total > 0
     total = jnp.where(seen, total, 1.0)
-    return (out / total[..., None]).astype(q.dtype), jnp.where(seen, maximum + jnp.log(total), 0.0)
+    return (out / total[..., None]).astype(dtype), jnp.where(seen, maximum + jnp.log(total), 0.0)
 
 
 def _backward_block(
@@ -156,7 +232,7 @@ def _backward_block(
     def visit(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         dk, dv, dq = sums
         mask = _mask(row, i, j, q.shape[1])
-        weights = jnp.where(mask, jnp.exp(_scores(row, q, i, j) - lse), 0.0)
+        weights = jnp.where(mask, jnp.exp(_scores(row, q, j) - lse), 0.0)
         dweights = _dot("gqK,gkK->gqk", dout, row.v[j])
         dscores = jnp.where(mask, weights * (dweights - delta), 0.0) * q.shape[-1] ** -0.5
         weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
@@ -165,19 +241,19 @@ def _backward_block(
         dv = dv.at[j].add(_dot("gqk,gqK->gkK", weights, dout))
         return dk, dv, dq
 
-    return jax.lax.fori_loop(row.first_block[i], i + 1, visit, (dk, dv, jnp.zeros(q.shape, jnp.float32)))
+    return jax.lax.fori_loop(row.begin[i], row.end[i], visit, (dk, dv, jnp.zeros(q.shape, jnp.float32)))
 
 
-def _scores(row: _Row, q: Array, i: Array, j: Array) -> Float32[Array, "g rC C"]:
+def _scores(row: _Row, q: Array, j: Array) -> Float32[Array, "g rC D"]:
     return _dot("gqK,gkK->gqk", q, row.k[j]) * q.shape[-1] ** -0.5
 
 
-def _mask(row: _Row, i: Array, j: Array, num_queries: int) -> Bool[Array, "1 rC C"]:
+def _mask(row: _Row, i: Array, j: Array, num_queries: int) -> Bool[Array, "1 rC D"]:
     """Which keys of block j the queries of block i see: those of their own piece, from the window's first to themselves."""
-    piece_q, piece_k = row.piece[i], row.piece[j]
-    C = len(piece_q)
-    place = jnp.arange(C, dtype=jnp.int32)
-    before = (i * C + place)[:, None] - (j * C + place)[None, :]
+    piece_q, piece_k = row.piece_q[i], row.piece_k[j]
+    C, D = len(piece_q), len(piece_k)
+    place_q, place_k = jnp.arange(C, dtype=jnp.int32), jnp.arange(D, dtype=jnp.int32)
+    before = (row.after + i * C + place_q)[:, None] - (j * D + place_k)[None, :]
     sees = (piece_q[:, None] == piece_k[None, :]) & (piece_q[:, None] >= 0) & (before >= 0) & (before < row.window)
     return jnp.tile(sees, (num_queries // C, 1))[None]
 
@@ -187,7 +263,8 @@ def _dot(dims: str, a: Array, b: Array) -> Float32[Array, "..."]:
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, window: int) -> _Row:
+def _pieces(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, *, window: int) -> _Row:
+    """A row whose queries and keys are of the same tokens."""
     L, g = len(piece_L), k_LgK.shape[1]
     C = min(BLOCK, L)
     n = -(-L // C)
@@ -197,13 +274,37 @@ def _blocks(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, window: in
     begins_L = jnp.concatenate([jnp.ones(1, bool), piece_L[1:] != piece_L[:-1]])
     first_L = jnp.maximum(jax.lax.cummax(jnp.where(begins_L, place_L, 0)), place_L - (window - 1))
     first_L = jnp.where(piece_L >= 0, first_L, n * C)
+    piece = piece_L.reshape(n, C)
     return _Row(
         q=_cut(q_LhK, g),
         k=_cut(k_LgK, g),
         v=_cut(v_LgK, g),
-        piece=piece_L.reshape(n, C),
-        first_block=first_L.reshape(n, C).min(1) // C,
+        piece_q=piece,
+        piece_k=piece,
+        begin=first_L.reshape(n, C).min(1) // C,
+        end=jnp.arange(1, n + 1, dtype=jnp.int32),
+        after=0,
         window=window,
+    )
+
+
+def _rectangle(q_ChK: Array, k_DgK: Array, v_DgK: Array, where: pieces.Rectangle) -> _Row:
+    """A row of which some of the first queries see some keys: one piece, whose keys are all before its queries."""
+    num_queries, first, num_keys = where
+    q, k, v = (_cut(x, k_DgK.shape[1]) for x in (q_ChK, k_DgK, v_DgK))
+    C, D = min(BLOCK, len(q_ChK)), min(BLOCK, len(k_DgK))
+    place_q, place_k = (jnp.arange(n * size, dtype=jnp.int32).reshape(n, size) for n, size in ((len(q), C), (len(k), D)))
+    some = (place_q[:, 0] < num_queries) & (num_keys > 0)
+    return _Row(
+        q=q,
+        k=k,
+        v=v,
+        piece_q=jnp.where(place_q < num_queries, 0, -1),
+        piece_k=jnp.where((place_k >= first) & (place_k < first + num_keys), 0, -1),
+        begin=jnp.where(some, first // D, 0),
+        end=jnp.where(some, -(-(first + num_keys) // D), 0),
+        after=len(k_DgK),
+        window=len(q_ChK) + 2 * len(k_DgK),
     )
 
 
