@@ -51,7 +51,39 @@ def flat(x):
     return x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
 
 
-def forward(q, k, v, _bias, seqlen, _kv_seqlen, q_places, kv_places, *_, sliding_window_length, **_fields):
+def rectangle(q, k, q_length, kv_length):
+    """Which queries of each row see which keys, where only lengths are told: all of so many see all of so many."""
+    inside_q, inside_k = (jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, q_length), (k, kv_length)))
+    return inside_q, inside_k, inside_q[:, :, None] & inside_k[:, None]
+
+
+def rectangle_forward(q, k, v, q_length, kv_length):
+    inside_q, _, sees = rectangle(q, k, q_length, kv_length)
+    out, lse = jax.vmap(attend)(*(x.astype(jnp.float32) for x in (q, k, v)), sees)
+    return jnp.where(inside_q[..., None, None], out, jnp.nan).astype(q.dtype), jnp.where(inside_q[:, None], lse, jnp.nan)
+
+
+def rectangle_backward(q, k, v, q_length, kv_length, statistic, out, dout):
+    inside_q, inside_k, sees = rectangle(q, k, q_length, kv_length)
+    dtypes = q.dtype, k.dtype, v.dtype
+    q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
+    q, out, dout = (jnp.where(inside_q[..., None, None], x, 0) for x in (q, out, dout))
+    repeats = q.shape[2] // k.shape[2]
+    k1, v1 = (jnp.repeat(jnp.where(inside_k[..., None, None], x, 0), repeats, axis=2) for x in (k, v))
+    dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
+    scale = q.shape[-1] ** -0.5
+    weights = jnp.where(sees[:, None], jnp.exp(dots("RqhK,RkhK->Rhqk", q, k1) * scale - statistic[..., None]), 0)
+    delta = dots("RqhK,RqhK->Rhq", dout, out)[..., None]
+    dscores = jnp.where(sees[:, None], weights * (dots("RqhK,RkhK->Rhqk", dout, v1) - delta), 0) * scale
+    dk, dv = dots("Rhqk,RqhK->RkhK", dscores, q), dots("Rhqk,RqhK->RkhK", weights, dout)
+    dk, dv = (x.reshape(*k.shape[:3], repeats, -1).sum(3) for x in (dk, dv))
+    found = (dots("Rhqk,RkhK->RqhK", dscores, k1), inside_q), (dk, inside_k), (dv, inside_k)
+    return tuple(jnp.where(own[..., None, None], x, jnp.nan).astype(t) for (x, own), t in zip(found, dtypes, strict=True))
+
+
+def forward(q, k, v, _bias, seqlen, kv_seqlen, q_places, kv_places, *_, sliding_window_length, mask_type, **_fields):
+    if mask_type.name == "PADDING":
+        return rectangle_forward(q, k, v, seqlen, kv_seqlen)
     tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
     last = q.shape[0] * q.shape[1] - 1
     causal = seen(q.shape[1], sliding_window_length)
@@ -72,7 +104,7 @@ def backward(
     v,
     _bias,
     seqlen,
-    _kv_seqlen,
+    kv_seqlen,
     q_places,
     kv_places,
     _,
@@ -82,8 +114,11 @@ def backward(
     dout,
     *_more,
     sliding_window_length,
+    mask_type,
     **_fields,
 ):
+    if mask_type.name == "PADDING":
+        return rectangle_backward(q, k, v, seqlen, kv_seqlen, statistic, out, dout)
     tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
     last = q.shape[0] * q.shape[1] - 1
     causal = seen(q.shape[1], sliding_window_length)

@@ -8,7 +8,7 @@ wrong number of heads before 0.11.1 (jax PR 39521), which is done here; and piec
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention.kernels import packed, residuals
+from jaxsp.attention.kernels import packed, pieces, residuals
 
 TESTED = "0.10.1 to 0.12.0"
 """Versions of JAX."""
@@ -37,6 +37,9 @@ _BACKWARD = ("activation", "fwd_output", "grad_output")
 _FIELDS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
 _OF_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
 """What jax 0.12 asks for besides: a function of the scores, which we have none of."""
+
+_Taken = packed.Slots | pieces.Rectangle | None
+"""What a call is of: slots of packed rows, rectangles, or rows as a whole."""
 
 
 def attention(
@@ -82,24 +85,13 @@ def version() -> tuple[int, int, int] | None:
 def _attention(
     q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
 ) -> Array:
-    return _forward(q, k, v, starts_BM, lengths_BM, head_chunks, window)[0]
-
-
-def _forward(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
-) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    found: list[tuple[Array, Array]] = []
-    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
-        part = _part_forward(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], starts_BM, lengths_BM, window)
-        (q, k, v), found = _after(((q, k, v), [*found, part]))
-    outs, lses = zip(*found, strict=True)
-    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+    return _attention_fwd(q, k, v, starts_BM, lengths_BM, head_chunks, window)[0]
 
 
 def _attention_fwd(
     q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
 ) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = _forward(q, k, v, starts_BM, lengths_BM, head_chunks, window)
+    out, lse = forward(q, k, v, starts_BM, lengths_BM, head_chunks=head_chunks, window=window)
     out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
@@ -108,17 +100,111 @@ def _attention_bwd(
     head_chunks: int, window: int | None, saved: tuple[Array, ...], dout: Array
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, starts_BM, lengths_BM, out, lse = saved
-    found: list[tuple[Array, Array, Array]] = []
-    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
-        inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads]
-        part = _part_backward(*inputs, starts_BM, lengths_BM, window)
-        (q, k, v, out, dout, lse), found = _after(((q, k, v, out, dout, lse), [*found, part]))
-    dqs, dks, dvs = zip(*found, strict=True)
-    sharing = max(head_chunks // k.shape[2], 1)
-    return jnp.concatenate(dqs, axis=2), _joined(dks, sharing), _joined(dvs, sharing), None, None
+    found = backward(q, k, v, out, lse, dout, starts_BM, lengths_BM, head_chunks=head_chunks, window=window)
+    return *found, None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def forward(
+    q: Float[Array, "B L h K"],
+    k: Float[Array, "B L g K"],
+    v: Float[Array, "B L g K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    head_chunks: int = 1,
+    window: int | None = None,
+) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
+    """Output and log-sum-exp, which mean nothing at padding."""
+    return _forward(lambda *qkv: _part_forward(*qkv, starts_BM, lengths_BM, window), q, k, v, head_chunks)
+
+
+def backward(
+    q: Float[Array, "B L h K"],
+    k: Float[Array, "B L g K"],
+    v: Float[Array, "B L g K"],
+    out: Float[Array, "B L h K"],
+    lse: Float32[Array, "B h L"],
+    dout: Float[Array, "B L h K"],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    head_chunks: int = 1,
+    window: int | None = None,
+) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
+    """dq, dk and dv, which mean nothing at padding; the output and its log-sum-exp may be of more keys than these."""
+    part = lambda *inputs: _part_backward(*inputs, starts_BM, lengths_BM, window)
+    return _backward(part, q, k, v, out, lse, dout, head_chunks)
+
+
+def rectangle_forward(
+    q: Float[Array, "R C h K"],
+    k: Float[Array, "R D g K"],
+    v: Float[Array, "R D g K"],
+    where: pieces.Rectangle,
+    *,
+    head_chunks: int = 1,
+) -> tuple[Float[Array, "R C h K"], Float32[Array, "R h C"]]:
+    """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; for other queries they mean nothing."""
+    k, v = (_moved(x, where.first_B) for x in (k, v))
+    return _forward(lambda *qkv: _call_forward(where, *qkv, window=None), q, k, v, head_chunks)
+
+
+def rectangle_backward(
+    q: Float[Array, "R C h K"],
+    k: Float[Array, "R D g K"],
+    v: Float[Array, "R D g K"],
+    out: Float[Array, "R C h K"],
+    lse: Float32[Array, "R h C"],
+    dout: Float[Array, "R C h K"],
+    where: pieces.Rectangle,
+    *,
+    head_chunks: int = 1,
+) -> tuple[Float[Array, "R C h K"], Float[Array, "R D g K"], Float[Array, "R D g K"]]:
+    """dq, dk and dv of the rectangle, which mean nothing elsewhere; the output and its log-sum-exp may be of more keys."""
+    k, v = (_moved(x, where.first_B) for x in (k, v))
+    part = lambda q, k, v, out, dout, lse: _call_backward(where, lse, q, k, v, out, dout, window=None)
+    dq, *dkv = _backward(part, q, k, v, out, lse, dout, head_chunks)
+    dk, dv = (_moved(x, -where.first_B) for x in dkv)
+    return dq, dk, dv
+
+
+def _moved(x_RDgK: Array, by_R: Array) -> Array:
+    """The tokens so many places further to the front: cuDNN counts keys from the first, and without a mask any order will do."""
+    return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x_RDgK, by_R)
+
+
+def _forward(
+    part: Callable[..., tuple[Array, Array]], q: Array, k: Array, v: Array, head_chunks: int
+) -> tuple[Array, Array]:
+    """What `part` gives for each part of the heads, one after another."""
+    found: list[tuple[Array, Array]] = []
+    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
+        of_part = part(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads])
+        (q, k, v), found = _after(((q, k, v), [*found, of_part]))
+    outs, lses = zip(*found, strict=True)
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+
+
+def _backward(
+    part: Callable[..., tuple[Array, Array, Array]],
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    head_chunks: int,
+) -> tuple[Array, Array, Array]:
+    found: list[tuple[Array, Array, Array]] = []
+    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
+        inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads]
+        (q, k, v, out, dout, lse), found = _after(((q, k, v, out, dout, lse), [*found, part(*inputs)]))
+    dqs, dks, dvs = zip(*found, strict=True)
+    sharing = max(head_chunks // k.shape[2], 1)
+    return jnp.concatenate(dqs, axis=2), _joined(dks, sharing), _joined(dvs, sharing)
 
 
 def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, window: int | None) -> tuple[Array, Array]:
@@ -166,8 +252,10 @@ def _part_backward(
     return dq, dk, dv
 
 
-def _call_forward(taken: packed.Slots | None, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
-    """Output and log-sum-exp, f32[B, h, L], of rows as a whole; or of slots, f32[S, h, T], undefined beyond each piece."""
+def _call_forward(taken: _Taken, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
+    """Output and log-sum-exp, f32[B, h, L], of rows as a whole and of rectangles; or of slots, f32[S, h, T], undefined beyond
+    each piece.
+    """
     out, statistic = _library()._dot_product_attention_fwd_p.bind(
         *_operands(q, k, v, taken), **_fields(q, taken, window), is_training=True
     )
@@ -175,7 +263,7 @@ def _call_forward(taken: packed.Slots | None, q: Array, k: Array, v: Array, *, w
 
 
 def _call_backward(
-    taken: packed.Slots | None,
+    taken: _Taken,
     statistic: Array,
     q: Array,
     k: Array,
@@ -192,13 +280,16 @@ def _call_backward(
     return dq, dk, dv
 
 
-def _operands(q: Array, k: Array, v: Array, taken: packed.Slots | None) -> tuple[Array, ...]:
+def _operands(q: Array, k: Array, v: Array, taken: _Taken) -> tuple[Array, ...]:
     unused = jnp.zeros(0, q.dtype)
-    if taken is None:
-        return q, k, v, unused, unused, unused, unused, unused, unused, unused
-    lengths_RS = taken.lengths_S.reshape(len(q), -1)
-    places = (_places(taken, x) for x in (q, k))
-    return q, k, v, unused, lengths_RS, lengths_RS, *places, unused, unused
+    lengths, places = (unused, unused), (unused, unused)
+    if isinstance(taken, pieces.Rectangle):
+        # no softmax over nothing: what a row without queries or keys gives is not used
+        lengths = (jnp.maximum(taken.queries_B, 1), jnp.maximum(taken.keys_B, 1))
+    elif taken is not None:
+        lengths_RS = taken.lengths_S.reshape(len(q), -1)
+        lengths, places = (lengths_RS, lengths_RS), (_places(taken, q), _places(taken, k))
+    return q, k, v, unused, *lengths, *places, unused, unused
 
 
 def _places(taken: packed.Slots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
@@ -212,7 +303,7 @@ def _places(taken: packed.Slots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
     return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
 
 
-def _fields(q: Array, taken: packed.Slots | None, window: int | None) -> dict[str, Any]:
+def _fields(q: Array, taken: _Taken, window: int | None) -> dict[str, Any]:
     """What a call is told besides arrays.
 
     cuDNN keeps the scores where key + window > query and, being causal, key <= query, both counted from the slot's first
@@ -221,7 +312,8 @@ def _fields(q: Array, taken: packed.Slots | None, window: int | None) -> dict[st
         bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets to sliding_window_length.
     """
     library = _library()
-    mask = library.MaskType.CAUSAL if taken is None else library.MaskType.PADDING_CAUSAL
+    masks = {type(None): "CAUSAL", packed.Slots: "PADDING_CAUSAL", pieces.Rectangle: "PADDING"}
+    mask = library.MaskType[masks[type(taken)]]
     told = None if window is None or window >= q.shape[1] else window
     known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, told)
     return dict(zip(_FIELDS, known, strict=True)) | (_asked_besides() or {})
