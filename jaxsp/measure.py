@@ -102,7 +102,7 @@ def of(settings: config.Config, *, num_steps: int) -> Measured:
     longest = ready[settings.data.longest_row]
     compile_s = time.perf_counter() - began
     state = step.with_weights(program, material.weights())
-    feed = material.train.feed(settings, program.mesh, material.schedule)
+    feed = material.train.feed(settings, program.mesh, material.schedule, layout=program.attend.layout)
     seconds, numbers, lengths = [], [], []
     for rows, counts in feed.batches():
         began = time.perf_counter()

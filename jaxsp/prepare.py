@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxsp import attention, cli, resume
-from jaxsp.core import axes, config, errors
+from jaxsp.core import config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.data import chat, dataset, rows, sources, text, tokenizers
 from jaxsp.hf import families, folder, weights
@@ -166,7 +166,8 @@ def read(
             kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
     problems += levers.problems(settings, platform=devices[0].platform)
     if sizes is not None:
-        problems += meshes.divisions(settings, sizes, with_training=with_training)
+        degree = kernel.kind.degree if kernel is not None else 1
+        problems += meshes.divisions(settings, sizes, degree=degree, with_training=with_training)
     problems.check()
     assert model is not None
     assert sizes is not None
@@ -196,9 +197,7 @@ def read(
 
     longest_only = settings.for_rows_of(settings.data.longest_row)
     members = {field: one for field, one in named if field.startswith("data.train")}
-    attend = attention.make_attend(
-        seq=sizes[axes.SEQ], kernel=kernel.kernel, head_chunks=kernel.head_chunks, window=kernel.window
-    )
+    attend = attention.attend_of(kernel)
     program = Program(
         config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=settings.run.steps or 1
     )

@@ -19,7 +19,7 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 PLACES = {
     "core": "axes errors jobs processes notation advice given config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
-    "kernels.packed kernels.cudnn kernels.limits ulysses gather ring hybrid __init__",
+    "kernels.packed kernels.cudnn kernels.limits zigzag ulysses gather ring kinds __init__",
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",

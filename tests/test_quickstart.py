@@ -80,7 +80,9 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
 
     settings = _settings(directory)
     program, material = prepare.training(settings, devices=jax.devices())
-    ((rows, _),) = material.train.feed(settings, program.mesh, material.train.schedule(settings, num_steps=1)).batches()
+    ((rows, _),) = material.train.feed(
+        settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=1
+    ).batches()
     whole = checkpoint.read_weights(checkpoint.newest(directory), program.table)
     master = sharding.put(program.table, whole, program.mesh)
     ours = jax.jit(lambda master, rows: step.gradients(program, master, rows).loss)(master, rows)

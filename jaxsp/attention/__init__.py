@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import ulysses
+from jaxsp.attention import gather, kinds, ring, ulysses, zigzag
 from jaxsp.attention.kernels import blockwise, cudnn, limits, pieces, reference, residuals
 from jaxsp.core import config, errors
 
@@ -32,14 +32,40 @@ KERNELS: dict[str, Callable[..., Array]] = {
     "reference": reference.attention,
 }
 
-Attend = Callable[[Array, Array, Array, Array, Array], Array]
-"""See the module's docstring."""
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """See the module's docstring."""
+
+    function: Callable[[Array, Array, Array, Array, Array], Array]
+    kind: kinds.Kind
+
+    @property
+    def layout(self) -> int:
+        """The degree of the layout that rows have to have: core/layout.py."""
+        return self.kind.degree
+
+    def __call__(
+        self,
+        q_BlHK: Float[Array, "B l H K"],
+        k_BlGK: Float[Array, "B l G K"],
+        v_BlGK: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> Float[Array, "B l H K"]:
+        with jax.named_scope(SCOPE):
+            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """How a run attends on its devices."""
 
+    kind: kinds.Kind
+    others: tuple[tuple[str, int], ...]
+    """Other kinds that `auto` could have taken, in words, with the bytes that each device sends for a layer in a turn;"""
+    bytes: int
+    """and those of this one."""
     kernel: str
     """From KERNELS."""
     head_chunks: int
@@ -72,18 +98,19 @@ def choose(
     Raises: UserError with every problem: heads that cannot be shared, a kernel that cannot do what is asked, or one whose calls
         alone are larger than a device.
     """
-    seq, asked = settings.mesh.seq, settings.attention
-    if found := ulysses.problems(num_heads=num_heads, seq=seq):
-        raise errors.UserError(found)
-    work = limits.Work(
-        num_heads=num_heads // seq,
-        num_kv_heads=num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq,
-        head_dim=head_dim,
-        row_tokens=settings.data.longest_row,
-        rows_at_once=settings.batch.rows_at_once,
-        max_pieces=settings.data.max_documents_per_row,
+    asked, heads = settings.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    kind, of_layer = choose_kind(settings, window=window, **heads), _layer(settings, **heads)
+    work = _work(settings, kind, of_layer, window=window)
+    possible = kinds.possible(
+        seq=kind.seq, num_heads=num_heads, num_kv_heads=num_kv_heads, outer=asked.outer, kv_heads=asked.kv_heads_per_gather
+    )
+    sent = {one: sum(kinds.cost(one, of_layer).values()) for one in (kind, *possible)}
+    of = functools.partial(
+        Choice,
+        kind=kind,
+        bytes=sent[kind],
+        others=tuple((one.words, size) for one, size in sent.items() if one != kind),
         window=window,
-        dtype=settings.model.compute_dtype,
     )
     kernel, why = asked.kernel, ""
     if kernel in ("auto", "cudnn"):
@@ -100,7 +127,7 @@ def choose(
                 f"attention.head_chunks = {chunks}: only the cudnn kernel takes heads in parts, and this is {kernel}{because}. "
                 "Use attention.head_chunks=null."
             )
-        return Choice(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0, statistic_bytes=0, window=window)
+        return of(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0, statistic_bytes=0)
     legal = limits.parts(work)
     if chunks is not None and chunks not in legal:
         raise errors.UserError(
@@ -111,25 +138,71 @@ def choose(
     size = device_bytes or limits.smallest_memory(devices)
     if size is not None and (problem := limits.shortage(work, chunks, device_bytes=size)):
         raise errors.UserError(problem)
-    return Choice(
+    return of(
         kernel=kernel,
         head_chunks=chunks,
         why="",
         uncounted_bytes=limits.backward_bytes(work, chunks),
         statistic_bytes=limits.statistic_bytes(work, chunks),
-        window=window,
     )
 
 
-def cost(*, seq: int, **of_attention: Any) -> int:
-    """Bytes that one device sends to others for a layer's attention in a turn, forward and backward.
+def choose_kind(settings: config.Config, *, window: int | None, **heads: int) -> kinds.Kind:
+    """How the devices of a group share attention. Args and Raises: as for `choose`."""
+    narrow = window if window is not None and window < settings.data.longest_row else None
+    return kinds.choose(settings.attention, _layer(settings, **heads), seq=settings.mesh.seq, window=narrow)
 
-    Args: those of `ulysses.cost`; `remat` is `none`, `attention` or `full`.
+
+def cost(settings: config.Config, kind: kinds.Kind, *, remat: str | None = None, **heads: int) -> dict[str, int]:
+    """Bytes that one device sends to others for a layer's attention in a turn, by kind of collective.
+
+    Args:
+        remat: what has become of the config's.
+        heads: num_heads, num_kv_heads and head_dim.
     """
-    return ulysses.cost(seq=seq, **of_attention)
+    of_layer = _layer(settings, **heads)
+    return kinds.cost(kind, of_layer if remat is None else dataclasses.replace(of_layer, remat=remat))
 
 
-def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> str:
+def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> kinds.Layer:
+    kept = settings.memory.remat
+    return kinds.Layer(
+        rows=settings.batch.rows_at_once,
+        share_tokens=settings.data.longest_row // settings.mesh.seq,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        itemsize=jnp.dtype(settings.model.compute_dtype).itemsize,
+        remat="attention" if kept == "auto" else kept,
+    )
+
+
+def _work(settings: config.Config, kind: kinds.Kind, layer: kinds.Layer, *, window: int | None) -> limits.Work:
+    """What the kernel gets at a time: whole rows; or chunks of them, and all the keys before a chunk."""
+    heads, kv_heads = kinds.own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
+    num_rows, row_tokens, num_chunks, keys = layer.rows, settings.data.longest_row, 1, 0
+    if kind.degree > 1:
+        window = None  # none that is shorter than a row
+        num_chunks = 2 * kind.degree
+        num_rows, row_tokens = 2 * num_rows, row_tokens // num_chunks
+        keys = row_tokens
+        if kind.outer == "gather":
+            heads, kv_heads, keys = heads // kv_heads * kind.kv_heads, kind.kv_heads, settings.data.longest_row
+    return limits.Work(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=layer.head_dim,
+        row_tokens=row_tokens,
+        rows_at_once=num_rows,
+        max_pieces=settings.data.max_documents_per_row,
+        window=window,
+        dtype=settings.model.compute_dtype,
+        num_chunks=num_chunks,
+        keys_before=keys,
+    )
+
+
+def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     """What `make_attend` makes, for people."""
     kernel = f"{'cuDNN' if choice.kernel == 'cudnn' else choice.kernel} kernel"
     if choice.head_chunks > 1:
@@ -138,39 +211,91 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int, seq: int) -> 
         kernel += f", whose log-sum-exps take {choice.statistic_bytes / 2**20:,.0f} MiB"
     if choice.window is not None:
         kernel += f", a token sees the last {choice.window:,} of its document, itself among them"
-    why = f" ({choice.kernel} because {choice.why})" if choice.why else ""
-    if seq == 1:
+    why, kind = f" ({choice.kernel} because {choice.why})" if choice.why else "", choice.kind
+    if kind.seq == 1:
         return f"{kernel}, all heads on each device{why}"
-    own = num_kv_heads * ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=seq) // seq
+    heads, kv_heads = kinds.own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    name = kind.name if kind.name != "ulysses" else "Ulysses"
+    if kind.name == "hybrid":
+        name += f" of {kind.words}"
+    if kind.degree > 1 and kind.outer == "gather":
+        name += f", K/V of {kind.kv_heads} head{'s' * (kind.kv_heads > 1)} at a time"
     return (
-        f"Ulysses, {kernel}; a device gets {num_heads // seq} of {num_heads} query heads and {own} of {num_kv_heads} "
-        f"K/V heads{why}"
+        f"{name}, {kernel}; a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
+        f"{_layout(kind)}; it sends {_mib(choice.bytes)} for a layer in a turn{_beside(choice)}{why}"
     )
 
 
-def make_attend(*, seq: int, kernel: str | Callable[..., Array], window: int | None, head_chunks: int = 1) -> Attend:
-    """Attention for groups of `seq` devices, with a kernel from KERNELS by name, or one of the caller's own, used as it is.
+def _layout(kind: kinds.Kind) -> str:
+    if kind.degree == 1:
+        return ""
+    return f" of the {'first' if kind.degree == 2 else 'n-th'} and the last of {2 * kind.degree} chunks of a row"
+
+
+def _beside(choice: Choice) -> str:
+    return f" ({', '.join(f'{words} {_mib(size)}' for words, size in choice.others)})" * bool(choice.others)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def make_attend(
+    *,
+    kernel: str | Callable[..., Array],
+    window: int | None,
+    seq: int = 1,
+    kind: kinds.Kind | None = None,
+    head_chunks: int = 1,
+) -> Attend:
+    """Attention for groups of devices, with a kernel from KERNELS by name, or one of the caller's own, used as it is.
 
     Args:
         window: of the model, as in Choice.
+        seq, kind: so many devices of a group, by Ulysses; or what the kind says, which asks for rows in its layout.
+    Raises: UserError for a kernel that cannot compute parts of rows where the kind asks for them.
     """
-    named = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
-    if kernel == "cudnn":
-        named = functools.partial(named, head_chunks=head_chunks)
-    isolated = functools.partial(_isolated, kernel=named)
-    inner = functools.partial(ulysses.attend, kernel=isolated, seq=seq) if seq > 1 else isolated
+    kind = kind or kinds.Kind(seq=seq, inner=seq)
+    if kind.degree == 1:
+        named = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
+        if kernel == "cudnn":
+            named = functools.partial(named, head_chunks=head_chunks)
+        inside, inner = pieces.in_a_piece, named
+    else:
+        among = zigzag.Ring(degree=kind.degree, inner=kind.inner)
+        parts = _parts(kernel, head_chunks, kind)
+        inside = functools.partial(zigzag.in_a_piece, ring=among)
+        if kind.outer == "ring":
+            inner = functools.partial(ring.attend, kernel=parts, ring=among)
+        else:
+            inner = functools.partial(gather.attend, kernel=parts, ring=among, kv_heads=kind.kv_heads)
+    inner = functools.partial(_isolated, kernel=inner, inside=inside)
+    if kind.inner > 1:
+        neighbours = [list(range(first, first + kind.inner)) for first in range(0, kind.seq, kind.inner)]
+        groups = neighbours if kind.degree > 1 else None
+        inner = functools.partial(ulysses.attend, kernel=inner, seq=kind.inner, groups=groups)
+    return Attend(inner, kind)
 
-    def attend(
-        q_BlHK: Float[Array, "B l H K"],
-        k_BlGK: Float[Array, "B l G K"],
-        v_BlGK: Float[Array, "B l G K"],
-        starts_BM: Int32[Array, "B M"],
-        lengths_BM: Int32[Array, "B M"],
-    ) -> Float[Array, "B l H K"]:
-        with jax.named_scope(SCOPE):
-            return inner(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
-    return attend
+def attend_of(choice: Choice) -> Attend:
+    """What was chosen."""
+    return make_attend(kernel=choice.kernel, window=choice.window, kind=choice.kind, head_chunks=choice.head_chunks)
+
+
+def _parts(kernel: str | Callable[..., Array], head_chunks: int, kind: kinds.Kind) -> zigzag.Kernel:
+    """A kernel's functions for parts of rows."""
+    modules: dict[str, tuple[Any, dict[str, int]]] = {
+        "blockwise": (blockwise, {}),
+        "cudnn": (cudnn, {"head_chunks": head_chunks}),
+    }
+    if not isinstance(kernel, str) or kernel not in modules:
+        raise errors.UserError(
+            f"attention.kernel = {kernel}: computes whole rows alone, and {kind.name} attention needs parts of them. Use "
+            f"{errors.choices(modules)}, or attention.kind=ulysses."
+        )
+    module, words = modules[kernel]
+    names = [field.name for field in dataclasses.fields(zigzag.Kernel)]
+    return zigzag.Kernel(**{name: functools.partial(getattr(module, name), **words) for name in names})
 
 
 def collectives(program: str) -> list[str]:
@@ -181,10 +306,17 @@ def collectives(program: str) -> list[str]:
 
 
 def _isolated(
-    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, *, kernel: Callable[..., Array]
+    q_BLhK: Array,
+    k_BLgK: Array,
+    v_BLgK: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    *,
+    kernel: Callable[..., Array],
+    inside: Callable[..., Array],
 ) -> Array:
     """The kernel with padding kept out by value, forward and backward: whatever it computes there, even NaN, is dropped."""
-    inside_BL11 = pieces.in_a_piece(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
+    inside_BL11 = inside(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
     q_BLhK, k_BLgK, v_BLgK = (jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK))
     out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
     return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))

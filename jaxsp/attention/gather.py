@@ -23,7 +23,9 @@ TIMES = {"none": 1, "attention": 1, "full": 2}
 """How often rows are gathered in a step's forward passes, by what a layer's backward pass keeps."""
 
 
-def cost(*, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str) -> int:
+def cost(
+    *, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
+) -> dict[str, int]:
     """Bytes that one device sends to the others for a layer in a turn, forward and backward.
 
     Args:
@@ -33,7 +35,10 @@ def cost(*, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_d
         remat: one of TIMES.
     """
     held = rows * share_tokens * 2 * num_kv_heads * head_dim
-    return (degree - 1) * held * ((TIMES[remat] + 1) * itemsize + 4)
+    return {
+        "all-gather": (degree - 1) * held * (TIMES[remat] + 1) * itemsize,
+        "reduce-scatter": (degree - 1) * held * 4,
+    }
 
 
 def attend(
@@ -74,8 +79,8 @@ def _attend_fwd(
 
     def lot(q: Array, kv: list[Array], whole: list[Array]) -> tuple[Array, Array]:
         """Output and log-sum-exp of some heads."""
-        own = zigzag.own_forward(kernel, *(zigzag.as_rows(x) for x in (q, *kv)), todo.own)
-        before = jax.lax.map(lambda of: zigzag.rectangle_forward(kernel, of[0], *whole, of[1]), (q.swapaxes(0, 1), todo.before))
+        own = zigzag.own_forward(kernel, todo.own, *(zigzag.as_rows(x) for x in (q, *kv)))
+        before = jax.lax.map(lambda of: zigzag.rectangle_forward(kernel, of[1], of[0], *whole), (q.swapaxes(0, 1), todo.before))
         before = zigzag.Part(*(zigzag.as_rows(x.swapaxes(0, 1)) for x in before))
         out, lse = zigzag.merged(own, before)
         return out.astype(q.dtype), lse
@@ -103,14 +108,14 @@ def _attend_bwd(
 
         def chunk(sums: list[Array], of: tuple) -> tuple[list[Array], Array]:
             (q, *done), where = of
-            dq, *more = zigzag.rectangle_backward(kernel, q, *whole, *done, where)
+            dq, *more = zigzag.rectangle_backward(kernel, where, q, *whole, *done)
             return [x + y for x, y in zip(sums, more, strict=True)], dq
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in whole]
         dwhole, dq_2BChK = jax.lax.scan(chunk, zeros, (queries, todo.before))
         scattered = [_scattered(ring, x) for x in dwhole]
         # while these are on their way
-        dq, *dkv = zigzag.own_backward(kernel, *(zigzag.as_rows(x) for x in (q, *kv, out, lse, dout)), todo.own)
+        dq, *dkv = zigzag.own_backward(kernel, todo.own, *(zigzag.as_rows(x) for x in (q, *kv, out, lse, dout)))
         dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
         dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
         return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

@@ -27,7 +27,9 @@ TIMES = {"none": 1, "attention": 1, "full": 2}
 """How often the forward ring goes round in a step, by what a layer's backward pass keeps."""
 
 
-def cost(*, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str) -> int:
+def cost(
+    *, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
+) -> dict[str, int]:
     """Bytes that one device sends to the next for a layer in a turn, forward and backward.
 
     Args:
@@ -36,11 +38,9 @@ def cost(*, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_d
         itemsize: bytes of an element of k and v; their gradients go round in float32.
         remat: one of TIMES.
     """
-    if degree == 1:
-        return 0
     held = rows * share_tokens * 2 * num_kv_heads * head_dim
     # the gradients go all the way round
-    return held * ((TIMES[remat] + 1) * (degree - 1) * itemsize + degree * 4)
+    return {"collective-permute": held * ((TIMES[remat] + 1) * (degree - 1) * itemsize + degree * 4)}
 
 
 def attend(
@@ -78,7 +78,7 @@ def _attend_fwd(
     def visit(sums: _Sums, kv: list[Array], turn: Array | int) -> _Sums:
         """The sums, with what the two chunks get of keys that have come so many devices far."""
         at = pieces_of.turn(turn)
-        found = zigzag.rectangle_forward(kernel, at.queries(q_B2CHK), *(at.keys(x) for x in kv), at.where)
+        found = zigzag.rectangle_forward(kernel, at.where, at.queries(q_B2CHK), *(at.keys(x) for x in kv))
         of_last, of_either = (zigzag.Part(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found)) for number in (0, 1))
         first = zigzag.merged(sums.first, zigzag.only_where(of_either, at.earlier))
         return _Sums(first, zigzag.merged(zigzag.merged(sums.last, of_last), zigzag.only_where(of_either, ~at.earlier)))
@@ -87,9 +87,9 @@ def _attend_fwd(
         sums, kv = carry
         return (visit(sums, kv, turn), ring.passed_on(kv)), None
 
-    own = zigzag.own_forward(kernel, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv)), pieces_of.own)
+    own = zigzag.own_forward(kernel, pieces_of.own, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv)))
     first, last = (zigzag.Part(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own)) for number in (0, 1))
-    between = zigzag.rectangle_forward(kernel, q_B2CHK[:, 1], *(x[:, 0] for x in kv), pieces_of.between)
+    between = zigzag.rectangle_forward(kernel, pieces_of.between, q_B2CHK[:, 1], *(x[:, 0] for x in kv))
     sums = _Sums(first, zigzag.merged(last, between))
     (sums, kv), _ = jax.lax.scan(next_turn, (sums, ring.passed_on(kv)), jnp.arange(1, ring.degree - 1))
     sums = visit(sums, kv, ring.degree - 1)
@@ -113,7 +113,7 @@ def _attend_bwd(
         """dq of the two chunks, and dk and dv of keys that have come so many devices far, with what they are to each other."""
         at = pieces_of.turn(turn)
         inputs = at.queries(q_B2CHK), *(at.keys(x) for x in kv), *(at.queries(x) for x in done)
-        dq_more, *dkv_more = zigzag.rectangle_backward(kernel, *inputs, at.where)
+        dq_more, *dkv_more = zigzag.rectangle_backward(kernel, at.where, *inputs)
         return dq + at.of_queries(dq_more), [x + at.of_keys(more) for x, more in zip(dkv, dkv_more, strict=True)]
 
     def next_turn(carry: tuple[Array, list[Array], list[Array]], turn: Array) -> tuple[tuple, None]:
@@ -122,10 +122,10 @@ def _attend_bwd(
         return (dq, dkv, ring.passed_on(kv)), None
 
     kv = [k_B2CGK, v_B2CGK]
-    inputs = (zigzag.as_rows(x) for x in (q_B2CHK, *kv, *done))
-    dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in zigzag.own_backward(kernel, *inputs, pieces_of.own))
-    inputs = q_B2CHK[:, 1], *(x[:, 0] for x in kv), *(x[:, 1] for x in done)
-    dq_last, *dkv_first = zigzag.rectangle_backward(kernel, *inputs, pieces_of.between)
+    own = zigzag.own_backward(kernel, pieces_of.own, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv, *done)))
+    dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in own)
+    of_chunks = q_B2CHK[:, 1], *(x[:, 0] for x in kv), *(x[:, 1] for x in done)
+    dq_last, *dkv_first = zigzag.rectangle_backward(kernel, pieces_of.between, *of_chunks)
     dq = dq.at[:, 1].add(dq_last)
     dkv = [x.at[:, 0].add(more) for x, more in zip(dkv, dkv_first, strict=True)]
     # gradients follow their keys, a turn behind, so that they travel while the next turn is computed
@@ -133,7 +133,13 @@ def _attend_bwd(
     (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, ring.passed_on(kv)), turns)
     dq, dkv = visit(dq, ring.passed_on(dkv), kv, ring.degree - 1)
     dk, dv = ring.passed_on(dkv)  # home
-    return dq.reshape(q.shape).astype(q.dtype), dk.reshape(k.shape).astype(k.dtype), dv.reshape(v.shape).astype(v.dtype), None, None
+    return (
+        dq.reshape(q.shape).astype(q.dtype),
+        dk.reshape(k.shape).astype(k.dtype),
+        dv.reshape(v.shape).astype(v.dtype),
+        None,
+        None,
+    )
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -102,14 +102,14 @@ def in_a_piece(starts_BM: Array, lengths_BM: Array, num_tokens: int, *, ring: Ri
     return inside_RC.reshape(len(starts_BM), num_tokens)
 
 
-def own_forward(kernel: Kernel, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array, mine: Own) -> Part:
+def own_forward(kernel: Kernel, mine: Own, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array) -> Part:
     """What chunks get of themselves."""
     out, lse = kernel.forward(q_RCHK, k_RCGK, v_RCGK, mine.starts_RM, mine.lengths_RM)
     return _part(out, lse, mine.inside_RC)
 
 
 def own_backward(
-    kernel: Kernel, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array, out_RCHK: Array, lse_RHC: Array, dout_RCHK: Array, mine: Own
+    kernel: Kernel, mine: Own, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array, out_RCHK: Array, lse_RHC: Array, dout_RCHK: Array
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv of what chunks see of themselves, float32."""
     inputs = q_RCHK, k_RCGK, v_RCGK, out_RCHK, lse_RHC, dout_RCHK
@@ -118,9 +118,7 @@ def own_backward(
     return dq, dk, dv
 
 
-def rectangle_forward(
-    kernel: Kernel, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array, where: pieces.Rectangle
-) -> Part:
+def rectangle_forward(kernel: Kernel, where: pieces.Rectangle, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array) -> Part:
     """What chunks get of keys before them; nothing is computed where no piece reaches from one to the other."""
 
     def something() -> tuple[Array, Array]:
@@ -135,13 +133,13 @@ def rectangle_forward(
 
 def rectangle_backward(
     kernel: Kernel,
+    where: pieces.Rectangle,
     q_RCHK: Array,
     k_RDGK: Array,
     v_RDGK: Array,
     out_RCHK: Array,
     lse_RHC: Array,
     dout_RCHK: Array,
-    where: pieces.Rectangle,
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv of what chunks see of keys before them, float32."""
 

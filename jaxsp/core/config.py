@@ -152,6 +152,17 @@ class Mesh(Group):
 class Attention(Group):
     """How attention is computed."""
 
+    kind: Literal["auto", "ulysses", "gather", "ring", "hybrid"] = "auto"
+    """How the devices of a group share it. ulysses: each gets all tokens for a part of the heads; mesh.seq divides the query
+    heads. ring: each keeps its queries, keys and values go round. gather: each keeps its queries, keys and values of all tokens
+    are gathered, some heads at a time. hybrid: ulysses in neighbours, ring or gather between them. auto: ulysses where it can
+    be, else what sends least."""
+    inner_degree: Annotated[Positive | None, _like(4)] = None
+    """hybrid: how many neighbours share the heads; divides mesh.seq and the query heads. null: what sends least."""
+    outer: Literal["ring", "gather"] = "ring"
+    """hybrid and auto: how keys and values get from neighbours to neighbours."""
+    kv_heads_per_gather: Annotated[Positive | None, _like(2)] = None
+    """gather: K/V heads that are gathered at a time, of those of a device; null: one."""
     kernel: Literal["auto", "cudnn", "blockwise", "reference"] = "auto"
     """cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100: rows of one document). blockwise: online
     softmax over blocks, memory linear in length, on any device. reference: the whole score matrix, for tests. auto: cudnn

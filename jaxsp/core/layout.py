@@ -46,4 +46,3 @@ def order(row_tokens: int, degree: int) -> np.ndarray:
 def inverse(row_tokens: int, degree: int) -> np.ndarray:
     """The place of each token. Shapes: [row_tokens]."""
     return np.argsort(order(row_tokens, degree))
-

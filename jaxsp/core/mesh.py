@@ -79,14 +79,18 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 
 
-def divisions(settings: config.Config, sizes: dict[str, int], *, with_training: bool = True) -> list[str]:
-    """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is."""
+def divisions(settings: config.Config, sizes: dict[str, int], *, degree: int = 1, with_training: bool = True) -> list[str]:
+    """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is.
+
+    Args: degree: of the rows' layout, core/layout.py.
+    """
     found = []
     seq = sizes[axes.SEQ]
     for row_tokens in settings.data.row_lengths:
-        if row_tokens % seq:
-            near = errors.choices(_multiples(row_tokens, seq))
-            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {seq} equal shares (mesh.seq). Use {near}.")
+        parts, what = (seq, "shares (mesh.seq)") if degree == 1 else (2 * seq, "parts, two for each device (mesh.seq)")
+        if row_tokens % parts:
+            near = errors.choices(_multiples(row_tokens, parts))
+            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}.")
     per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):

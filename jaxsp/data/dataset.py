@@ -52,9 +52,11 @@ class DataSet:
             ends=None if epochs is None else [max(s.rows_in(epochs), b) for s, b in zip(self.streams, begin, strict=True)],
         )
 
-    def feed(self, settings: config.Config, mesh: jax.sharding.Mesh, schedule: mixing.Schedule) -> pipeline.Pipeline:
-        """The steps of a schedule, for a mesh."""
-        return pipeline.Pipeline(self.documents, self.streams, schedule, mesh=mesh, settings=settings)
+    def feed(
+        self, settings: config.Config, mesh: jax.sharding.Mesh, schedule: mixing.Schedule, *, layout: int
+    ) -> pipeline.Pipeline:
+        """The steps of a schedule, for a mesh. Args: layout: the degree of the rows' layout, core/layout.py."""
+        return pipeline.Pipeline(self.documents, self.streams, schedule, mesh=mesh, settings=settings, layout=layout)
 
     def fingerprint(self, settings: config.Config) -> dict[str, Any]:
         """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxsp.core import batch, config
+from jaxsp.core import batch, config, layout
 from jaxsp.core import mesh as meshes
 from jaxsp.data import mixing, packing, rows
 
@@ -84,7 +85,8 @@ class Pipeline:
     """The steps of a schedule, any of them by its index.
 
     A step's rows are sorted by attention work and dealt to the groups in turn (`batch.row_of_step`), so that groups that
-    wait for each other have rows of similar work; a group's devices hold the shares of its rows. Which rows a step has depends
+    wait for each other have rows of similar work; a group's devices hold the shares of its rows, in the layout that attention
+    asks for. Which rows a step has depends
     on the schedule alone.
     """
 
@@ -96,7 +98,9 @@ class Pipeline:
         *,
         mesh: jax.sharding.Mesh,
         settings: config.Config,
+        layout: int,
     ):
+        self._degree = layout
         self._documents, self._streams, self._schedule, self._mesh = documents, streams, schedule, mesh
         self._num_groups, self._max_pieces = meshes.num_groups(mesh), settings.data.max_documents_per_row
         self._shardings = {name: NamedSharding(mesh, spec) for name, spec in batch.SPECS.items()}
@@ -130,7 +134,9 @@ class Pipeline:
             tokens_of_sources=tuple(tokens.astype(int).tolist()),
             imbalance=self._imbalance(form, step_rows),
         )
-        per_token = self._blocks(form, step_rows, ("tokens_BL", "labels_BL", "positions_BL"), self._documents.share)
+        per_token = self._blocks(
+            form, step_rows, ("tokens_BL", "labels_BL", "positions_BL"), functools.partial(self._share, form)
+        )
         per_row = self._blocks(form, step_rows, ("starts_BM", "lengths_BM"), lambda row, *_: rows.slots(row, self._max_pieces))
         return HostStep(blocks=per_token | per_row, counts=counts)
 
@@ -217,6 +223,11 @@ class Pipeline:
                 field = name.split("_")[0]  # Batch's name without the dims
                 blocks[name][span] = np.array([[getattr(one, field) for one in turn] for turn in parts])
         return blocks
+
+    def _share(self, form: _Form, row: packing.Row, begin: int, end: int) -> rows.Share:
+        """What lies in a row's places from `begin` to `end`."""
+        spans = layout.spans(begin, end, row_tokens=form.row_tokens, degree=self._degree)
+        return rows.joined([self._documents.share(row, *span) for span in spans])
 
     def _place(self, form: _Form, turn: int, slot: int) -> int:
         return batch.row_of_step(turn, slot, num_groups=self._num_groups, rows_at_once=form.rows_at_once)

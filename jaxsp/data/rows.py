@@ -197,6 +197,14 @@ class Documents:
         return share
 
 
+def joined(shares: Sequence[Share]) -> Share:
+    """Ranges of a row's tokens, one behind the other."""
+    if len(shares) == 1:
+        return shares[0]
+    names = [field.name for field in dataclasses.fields(Share)]
+    return Share(**{name: np.concatenate([getattr(share, name) for share in shares]) for name in names})
+
+
 def slots(row: packing.Row, max_pieces: int) -> Slots:
     """The row's pieces for attention."""
     free = (0, max_pieces - len(row.length))

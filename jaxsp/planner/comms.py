@@ -121,22 +121,11 @@ def formula(program: steps.Program) -> dict[str, float]:
         reduce_dtype=settings.memory.grad_reduce_dtype,
         num_turns=num_turns,
     )
-    of_layer = attention.cost(
-        seq=sizes[axes.SEQ],
-        rows=settings.batch.rows_at_once,
-        share_tokens=settings.data.longest_row // sizes[axes.SEQ],
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        itemsize=program.dtype.itemsize,
-        remat=program.how.remat,
-    )
-    return {
-        "all-gather": weights.gathers,
-        "reduce-scatter": weights.scatters,
-        "all-reduce": weights.sums,
-        "all-to-all": num_turns * model.num_layers * of_layer,
-    }
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    of_layer = attention.cost(settings, program.attend.kind, remat=program.how.remat, **heads)
+    found = collections.Counter({"all-gather": weights.gathers, "reduce-scatter": weights.scatters, "all-reduce": weights.sums})
+    found.update({kind: num_turns * model.num_layers * size for kind, size in of_layer.items()})
+    return dict(found)
 
 
 def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -130,9 +130,7 @@ def program(
     sizes = mesh.shape(settings.mesh, len(devices))
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     choice = attention.choose(settings, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
-    attend = attention.make_attend(
-        seq=settings.mesh.seq, kernel=choice.kernel, window=choice.window, head_chunks=choice.head_chunks
-    )
+    attend = attention.attend_of(choice)
     on = mesh.make(sizes, list(devices))
     return steps.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1), choice
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxsp import attention
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.model.config import ModelConfig
@@ -101,7 +102,9 @@ def of(
     """
     began = time.perf_counter()
     sizes = meshes.shape(settings.mesh, site.num_devices)
-    found = [*levers.problems(settings, platform="gpu"), *meshes.divisions(settings, sizes)]
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    degree = attention.choose_kind(settings, window=model.sliding_window, **heads).degree
+    found = [*levers.problems(settings, platform="gpu"), *meshes.divisions(settings, sizes, degree=degree)]
     lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
     if len(lengths) > 1:
         found.append(

@@ -43,7 +43,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     epoch = "" if per_epoch is None else f"; an epoch is {count(per_epoch, 'step')}"
     shorter = [config.for_rows_of(length) for length in reversed(config.data.row_lengths[:-1])]
     others = "".join(f" or {one.batch.rows_per_step:,} of {one.data.longest_row:,}" for one in shorter)
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "seq": seq}
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
     settings = config.optimizer
     never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""

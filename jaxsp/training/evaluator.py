@@ -74,7 +74,9 @@ class Evaluator:
             totals = self._totals
             began = time.perf_counter()
             settings = self._program.config
-            feed = data.feed(settings, self._program.mesh, data.schedule(settings, epochs=1))
+            feed = data.feed(
+                settings, self._program.mesh, data.schedule(settings, epochs=1), layout=self._program.attend.layout
+            )
             parts = []
             for part in _fetched(totals(master, rows) for rows, _ in feed.batches()):
                 parts.append(part)

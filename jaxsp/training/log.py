@@ -76,7 +76,7 @@ class Log:
         self._num_tokens += int(numbers.num_tokens)
         if not numbers.finite:
             settings, material = self._program.config, self._material
-            feed = material.train.feed(settings, self._program.mesh, material.schedule)
+            feed = material.train.feed(settings, self._program.mesh, material.schedule, layout=self._program.attend.layout)
             self.bad.add(self._num_steps, numbers, feed, self._num_steps - material.start.step - 1)
             if self.goes_on:
                 self._progress.say(f"step {self._num_steps}  IS LEFT OUT: not finite; {metrics.BAD_STEPS} names its documents")

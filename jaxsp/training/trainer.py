@@ -61,7 +61,7 @@ def train(
     else:
         like = step.shapes(program)[0]
         state = checkpoint.restore(start.checkpoint, like, table=program.table, num_steps=start.step)
-    feed = material.train.feed(settings, program.mesh, material.schedule)
+    feed = material.train.feed(settings, program.mesh, material.schedule, layout=program.attend.layout)
     if verbose:
         console.print("\n".join([f"step {start.step + 1}:", *account.hands(feed.deal(0))]), highlight=False, soft_wrap=True)
     steps = feed.batches()

@@ -137,7 +137,7 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> pipeline.Pipeline:
     )
     mesh = meshes.make({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
     packed = dataset.of("train", rows.Documents([documents]), settings, digests=["unused"])
-    return packed.feed(settings, mesh, packed.schedule(settings, epochs=1))
+    return packed.feed(settings, mesh, packed.schedule(settings, epochs=1), layout=1)
 
 
 def epoch(steps: pipeline.Pipeline, name: str) -> Case:

@@ -308,7 +308,9 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     documents.write_text("".join(lines), encoding="utf-8")
     settings = settings_of(case, source=documents, directory=folder / "run")
     program, material = prepare.training(settings, devices=[device])
-    ((rows, counts),) = material.train.feed(settings, program.mesh, material.train.schedule(settings, num_steps=1)).batches()
+    ((rows, counts),) = material.train.feed(
+        settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=program.attend.layout
+    ).batches()
     full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
     return program, material.choice, step.with_weights(program, material.weights()), (rows, counts)

@@ -36,7 +36,7 @@ def lengths_of(count, most, seed=0):
 
 
 def steps_of(data, settings, mesh=(1, 2, 4), **how):
-    return list(data.feed(settings, test_pipeline.mesh_of(*mesh), data.schedule(settings, **how)).batches())
+    return list(data.feed(settings, test_pipeline.mesh_of(*mesh), data.schedule(settings, **how), layout=1).batches())
 
 
 def taken(steps):
@@ -77,7 +77,7 @@ def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other
     data = data_of([lengths], settings)
     schedule = data.schedule(settings, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), schedule)
+        first = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), schedule, layout=1)
         before = [first.read(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.consumed(done), strict=True))
         other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
@@ -191,7 +191,7 @@ def test_rows_of_similar_work_are_side_by_side():
     for given, counts in steps:
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
-    feed = data.feed(settings, test_pipeline.mesh_of(1, 8, 1), data.schedule(settings, epochs=1))
+    feed = data.feed(settings, test_pipeline.mesh_of(1, 8, 1), data.schedule(settings, epochs=1), layout=1)
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
     assert feed.num_steps == len(steps)
@@ -210,7 +210,7 @@ def _dealt_unsorted(data, first):
 def test_who_gets_what_is_what_they_get():
     settings = test_pipeline.settings_of(rows_per_step=8, rows_at_once=2)
     data = data_of([lengths_of(60, 30)], settings)
-    feed = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), data.schedule(settings, epochs=1))
+    feed = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), data.schedule(settings, epochs=1), layout=1)
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
         dealt = feed.deal(step)
@@ -239,7 +239,7 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_said_before_the_first_step():
     settings = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], settings)
-    said = account.account(data, settings, data.schedule(settings, epochs=1))
+    said = account.account(data, settings, data.schedule(settings, epochs=1), layout=1)
     assert said == [
         (
             "data",
@@ -293,7 +293,7 @@ def test_skipped_records_are_named(tmp_path):
     made = text.tokenize(read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source")
     documents = rows.Documents([made.dataset], names=["a"], longest=32)
     data = dataset.of("train", documents, settings, digests=[made.digest])
-    said = account.account(data, settings, data.schedule(settings, epochs=1))
+    said = account.account(data, settings, data.schedule(settings, epochs=1), layout=1)
     assert ("", "5 bad records skipped") in said
     named = [words for word, words in said if word == "skipped"]
     assert [

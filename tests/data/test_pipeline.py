@@ -46,11 +46,11 @@ def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5
     )
 
 
-def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, **fields):
+def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=1, **fields):
     settings = settings_of(**fields)
     data = dataset.of("train", documents, settings, digests=["unused"])
     schedule = data.schedule(settings, consumed={settings.data.longest_row: first_row}, epochs=epochs)
-    return data.feed(settings, mesh_of(*mesh), schedule)
+    return data.feed(settings, mesh_of(*mesh), schedule, layout=layout)
 
 
 def ragged(count=60, seed=1):

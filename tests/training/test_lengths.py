@@ -60,7 +60,7 @@ def losses(chosen):
         )
         for stream in data.streams
     }
-    for given, counts in data.feed(chosen, program.mesh, data.schedule(chosen, epochs=1)).batches():
+    for given, counts in data.feed(chosen, program.mesh, data.schedule(chosen, epochs=1), layout=1).batches():
         tokens, labels = np.asarray(given.tokens_BL), np.asarray(given.labels_BL)
         starts, lengths = np.asarray(given.starts_BM), np.asarray(given.lengths_BM)
         for turn, slot, piece in np.argwhere(lengths > 0):

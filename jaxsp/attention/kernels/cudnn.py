@@ -176,9 +176,7 @@ def _moved(x_RDgK: Array, by_R: Array) -> Array:
     return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x_RDgK, by_R)
 
 
-def _forward(
-    part: Callable[..., tuple[Array, Array]], q: Array, k: Array, v: Array, head_chunks: int
-) -> tuple[Array, Array]:
+def _forward(part: Callable[..., tuple[Array, Array]], q: Array, k: Array, v: Array, head_chunks: int) -> tuple[Array, Array]:
     """What `part` gives for each part of the heads, one after another."""
     found: list[tuple[Array, Array]] = []
     for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):

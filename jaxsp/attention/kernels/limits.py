@@ -42,6 +42,10 @@ class Work:
     window: int | None
     """How many tokens a token sees, itself among them; None: all before it."""
     dtype: str
+    num_chunks: int = 1
+    """Parts of a row, each of which is a row here;"""
+    keys_before: int = 0
+    """and so many keys that are taken at a time of what is before it."""
 
     @property
     def num_tokens(self) -> int:
@@ -101,7 +105,7 @@ def statistic_bytes(work: Work, head_chunks: int) -> int:
     It is taken forward, until they are compressed, and backward, from when they are expanded; by one call and one part of the
     heads at a time. A compiled program's memory analysis counts it.
     """
-    return 4 * work.slot_tokens * (work.num_heads // head_chunks)
+    return 4 * max(work.slot_tokens, work.num_tokens) * (work.num_heads // head_chunks)
 
 
 def backward_bytes(work: Work, head_chunks: int) -> int:
@@ -113,7 +117,10 @@ def backward_bytes(work: Work, head_chunks: int) -> int:
     """
     heads = work.num_heads // head_chunks
     shared = 2 * 2 * work.head_dim if work.num_kv_heads // head_chunks < heads > 1 else 0
-    return work.slot_tokens * heads * (4 * work.head_dim + 4 + shared)
+    # chunks see as many rows of keys before them as there are chunks at a time, or one after another the same row
+    rectangles = work.num_tokens * heads * (4 * work.head_dim + 4)
+    rectangles += shared * heads * max(work.num_tokens, work.rows_at_once // 2 * work.keys_before)
+    return max(work.slot_tokens * heads * (4 * work.head_dim + 4 + shared), rectangles * (work.num_chunks > 1))
 
 
 def smallest_memory(devices: Sequence[Device]) -> int | None:
@@ -176,10 +183,12 @@ def _of_work(work: Work, capability: tuple[int, int], other: str) -> Iterator[Ob
     if work.head_dim % 8 or work.head_dim > largest:
         yield Obstacle(f"takes heads of a multiple of 8 up to {largest}, and the model's are of {work.head_dim}", other)
     if work.row_tokens % ROW_MULTIPLE:
-        below = work.row_tokens // ROW_MULTIPLE * ROW_MULTIPLE
-        near = errors.choices(n for n in (below, below + ROW_MULTIPLE) if n)
+        multiple, row_tokens = ROW_MULTIPLE * work.num_chunks, work.row_tokens * work.num_chunks
+        below = row_tokens // multiple * multiple
+        near = errors.choices(n for n in (below, below + multiple) if n)
         way = f"Use data.row_tokens={near}, or attention.kernel=blockwise."
-        yield Obstacle(f"takes rows of a multiple of {ROW_MULTIPLE} tokens, and data.row_tokens is {work.row_tokens}", way)
+        of = f" in {work.num_chunks} chunks" * (work.num_chunks > 1)
+        yield Obstacle(f"takes rows{of} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}", way)
     if not parts(work):
         most = MAX_ELEMENTS // work.head_dim // work.rows_at_once // ROW_MULTIPLE * ROW_MULTIPLE
         what = f"counts to 2**31 in packed rows, and one head of {work.rows_at_once} x {work.row_tokens:,} tokens is more"

@@ -1,0 +1,181 @@
+"""The kinds of attention by which a group's devices share rows, and what each sends.
+
+Devices along `seq` are numbered through. `inner` neighbours swap shares of the row for shares of the heads (Ulysses), and so
+hold the same tokens; between these, over `degree` places, queries stay and keys come to them (ring or gather):
+
+    kind      inner   degree
+    ulysses   seq     1
+    ring      1       seq
+    gather    1       seq
+    hybrid    1 < inner < seq, degree = seq / inner
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from jaxsp.attention import gather, ring, ulysses
+from jaxsp.core import config, errors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kind:
+    """How the devices of a group share attention."""
+
+    seq: int
+    """Devices of a group."""
+    inner: int
+    """Neighbours that share the heads."""
+    outer: Literal["ring", "gather"] = "ring"
+    """How keys come to queries, where degree is more than 1."""
+    kv_heads: int = 1
+    """K/V heads that are gathered at a time."""
+
+    @property
+    def degree(self) -> int:
+        """Places that hold different tokens after the neighbours' swap: the degree of the rows' layout."""
+        return self.seq // self.inner
+
+    @property
+    def name(self) -> str:
+        """ulysses, ring, gather or hybrid."""
+        if self.degree == 1:
+            return "ulysses"
+        return self.outer if self.inner == 1 else "hybrid"
+
+    @property
+    def words(self) -> str:
+        """The kind as a person may want to read it."""
+        if self.name == "hybrid":
+            return f"{self.inner} x {self.degree} (Ulysses in {self.inner} neighbours, {self.outer} over {self.degree})"
+        return "Ulysses" if self.name == "ulysses" else self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What a layer's attention is of, on each device."""
+
+    rows: int
+    """That a group holds together."""
+    share_tokens: int
+    """Tokens of a row that one device holds."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    """Bytes of an element of q, k, v and the output."""
+    remat: str
+    """none, attention or full."""
+
+
+def own_heads(kind: Kind, *, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """Query and K/V heads of a device while it attends."""
+    repeats = ulysses.kv_repeats(num_kv_heads=num_kv_heads, seq=kind.inner)
+    return num_heads // kind.inner, num_kv_heads * repeats // kind.inner
+
+
+def cost(kind: Kind, layer: Layer) -> dict[str, int]:
+    """Bytes that one device sends to others for a layer in a turn, forward and backward, by kind of collective."""
+    found = {}
+    if kind.inner > 1:
+        of_layer = {name: value for name, value in dataclasses.asdict(layer).items()}
+        found["all-to-all"] = ulysses.cost(seq=kind.inner, **of_layer)
+    if kind.degree > 1:
+        heads, kv_heads = own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
+        module = ring if kind.outer == "ring" else gather
+        found |= module.cost(
+            degree=kind.degree,
+            rows=layer.rows,
+            # the neighbours have swapped
+            share_tokens=layer.share_tokens * kind.inner,
+            num_kv_heads=kv_heads,
+            head_dim=layer.head_dim,
+            itemsize=layer.itemsize,
+            remat=layer.remat,
+        )
+    return found
+
+
+def possible(
+    *, seq: int, num_heads: int, num_kv_heads: int, outer: Literal["ring", "gather"], kv_heads: int | None
+) -> Iterator[Kind]:
+    """Every way in which these heads can be shared, from Ulysses alone to none."""
+    for inner in range(seq, 0, -1):
+        if seq % inner == 0 and num_heads % inner == 0:
+            kind = Kind(seq=seq, inner=inner, outer=outer, kv_heads=kv_heads or 1)
+            own = own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)[1]
+            if outer == "ring" or kind.degree == 1 or own % kind.kv_heads == 0:
+                yield kind
+
+
+def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | None) -> Kind:
+    """The kind that a config asks for, or that `auto` means: Ulysses where it can be, else what sends least.
+
+    Args:   window: the model's, where it keeps any token of a row from seeing another.
+    Raises: UserError for heads that cannot be shared so, and for a window that the kind cannot serve.
+    """
+    heads = {"num_heads": layer.num_heads, "num_kv_heads": layer.num_kv_heads}
+    if seq == 1:
+        return Kind(seq=1, inner=1)
+    fits = [n for n in range(1, layer.num_heads + 1) if layer.num_heads % n == 0]
+    if window is not None and (asked.kind not in ("auto", "ulysses") or layer.num_heads % seq):
+        among = asked.kind if asked.kind != "auto" else f"{asked.outer} or hybrid"
+        raise errors.UserError(
+            f"attention.kind = {asked.kind}: the model's tokens see the last {window:,} alone, and {among} attention has no "
+            f"windows. Use attention.kind=ulysses with mesh.seq={errors.choices(fits)}."
+        )
+    kind, outer = asked.kind, asked.outer
+    if kind == "ulysses" and layer.num_heads % seq:
+        raise errors.UserError(
+            f"mesh.seq = {seq}: {layer.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is ulysses. "
+            f"Use mesh.seq={errors.choices(fits)}, or attention.kind=auto."
+        )
+    if asked.inner_degree is not None and kind != "hybrid":
+        raise errors.UserError(
+            f"attention.inner_degree = {asked.inner_degree}: is of hybrid attention, and attention.kind is {kind}. Use "
+            "attention.inner_degree=null, or attention.kind=hybrid."
+        )
+    if kind in ("ring", "gather"):
+        found = [Kind(seq=seq, inner=1, outer=kind, kv_heads=asked.kv_heads_per_gather or 1)]
+    elif kind == "hybrid":
+        found = _hybrids(asked, layer, seq)
+    else:
+        found = list(possible(seq=seq, outer=outer, kv_heads=None, **heads))
+        found = [one for one in found if one.degree == 1] or found
+    best = min(found, key=lambda one: (sum(cost(one, layer).values()), -one.inner))
+    return _with_lots(best, asked, layer)
+
+
+def _hybrids(asked: config.Attention, layer: Layer, seq: int) -> list[Kind]:
+    legal = [n for n in range(2, seq) if seq % n == 0 and layer.num_heads % n == 0]
+    if not legal:
+        raise errors.UserError(
+            f"attention.kind = hybrid: no inner degree divides both mesh.seq = {seq} and {layer.num_heads} query heads, but 1 and "
+            f"{seq}. Use attention.kind=auto."
+        )
+    if asked.inner_degree is not None and asked.inner_degree not in legal:
+        raise errors.UserError(
+            f"attention.inner_degree = {asked.inner_degree}: has to divide mesh.seq = {seq} and {layer.num_heads} query heads, and "
+            f"to be neither 1 nor {seq}. Use {errors.choices(legal)}, or null."
+        )
+    return [Kind(seq=seq, inner=n, outer=asked.outer) for n in legal if asked.inner_degree in (None, n)]
+
+
+def _with_lots(kind: Kind, asked: config.Attention, layer: Layer) -> Kind:
+    """The kind with the K/V heads that are gathered at a time. Raises: UserError where they do not divide, or none are."""
+    lot = asked.kv_heads_per_gather
+    if lot is None:
+        return kind
+    if kind.degree == 1 or kind.outer != "gather":
+        raise errors.UserError(
+            f"attention.kv_heads_per_gather = {lot}: is of gather attention, and this is {kind.words}. Use "
+            "attention.kv_heads_per_gather=null, or attention.kind=gather."
+        )
+    own = own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)[1]
+    if own % lot:
+        legal = [n for n in range(1, own + 1) if own % n == 0]
+        raise errors.UserError(
+            f"attention.kv_heads_per_gather = {lot}: {own} K/V heads on a device cannot be gathered {lot} at a time. Use "
+            f"{errors.choices(legal)}."
+        )
+    return dataclasses.replace(kind, kv_heads=lot)
