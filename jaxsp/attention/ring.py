@@ -39,8 +39,8 @@ def cost(
         remat: one of TIMES.
     """
     held = rows * share_tokens * 2 * num_kv_heads * head_dim
-    # the gradients go all the way round
-    return {"collective-permute": held * ((TIMES[remat] + 1) * (degree - 1) * itemsize + degree * 4)}
+    # the gradients go all the way round, home as they are wanted there
+    return {"collective-permute": held * ((degree - 1) * ((TIMES[remat] + 1) * itemsize + 4) + itemsize)}
 
 
 def attend(
@@ -132,7 +132,7 @@ def _attend_bwd(
     turns = jnp.arange(1, ring.degree - 1)
     (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, ring.passed_on(kv)), turns)
     dq, dkv = visit(dq, ring.passed_on(dkv), kv, ring.degree - 1)
-    dk, dv = ring.passed_on(dkv)  # home
+    dk, dv = ring.passed_on([x.astype(k.dtype) for x in dkv])  # home
     return (
         dq.reshape(q.shape).astype(q.dtype),
         dk.reshape(k.shape).astype(k.dtype),
