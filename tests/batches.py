@@ -1,13 +1,14 @@
 """Small models and packed rows that tests train on, laid out for any mesh, and ways to compare and to look into programs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsp.core import axes, batch, config
+from jaxsp import attention
+from jaxsp.core import axes, batch, config, layout
 from jaxsp.core import mesh as meshes
 from jaxsp.model.config import ModelConfig
 
@@ -121,8 +122,25 @@ def ragged(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arr
     return arrays
 
 
-def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1) -> batch.Batch:
-    """The rows as a step takes them, each on its devices."""
+def on_shares(attend: attention.Attend) -> Callable[..., jax.Array]:
+    """The same on whole rows: each device of a group takes its share of them, in the layout that is asked for."""
+    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
+    specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
+    of_shares = jax.shard_map(attend, mesh=mesh(1, 1, attend.kind.seq), **specs, check_vma=False)
+    if attend.layout == 1:
+        return of_shares
+
+    def of_rows(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
+        order, inverse = (of(q.shape[1], attend.layout) for of in (layout.order, layout.inverse))
+        return of_shares(*(x[:, order] for x in (q, k, v)), starts, lengths)[:, inverse]
+
+    return of_rows
+
+
+def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1) -> batch.Batch:
+    """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
+    places = layout.order(arrays["tokens_BL"].shape[1], degree)
+    arrays = {name: array[:, places] if batch.SPECS[name] == batch.PER_TOKEN else array for name, array in arrays.items()}
     num_groups, num_rows = meshes.num_groups(on), len(arrays["tokens_BL"])
     rows_per_turn = num_groups * rows_at_once
     turns = batch.num_turns(rows_per_step=num_rows, rows_per_turn=rows_per_turn)
@@ -138,6 +156,11 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
     """Leaves of a nested dict by their path, such as `layers.attention.q.weight`."""
     leaves = jax.tree.leaves_with_path(tree)
     return {".".join(str(key.key) for key in path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def norm(tree: Any) -> float:
+    """Of all leaves together, in float64."""
+    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))))
 
 
 def difference(found: Any, right: Any) -> float:

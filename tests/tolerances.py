@@ -6,6 +6,9 @@ Unless it says otherwise, a tolerance is relative: the norm of the difference ov
 KERNEL = 1e-6
 """A kernel against the reference kernel, float32: outputs and gradients."""
 
+KINDS = 1e-5
+"""Attention of any kind on many devices against the reference on one, float32: outputs and gradients."""
+
 ULYSSES = 1e-6
 """Attention on many devices against one device, float32: outputs and gradients."""
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
+from jaxsp.attention import kinds
 from jaxsp.attention.kernels import blockwise, pieces, reference
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -23,14 +24,15 @@ def small_blocks():
         yield
 
 
-def make_attend(seq, kernel="blockwise", window=None):
-    """attend on whole rows: each of `seq` devices takes its share."""
-    attend = attention.make_attend(seq=seq, kernel=kernel, window=window)
-    if seq == 1:
-        return attend
-    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
-    specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    return jax.shard_map(attend, mesh=batches.mesh(1, 1, seq), **specs, check_vma=False)
+RING, GATHER = kinds.Kind(seq=4, inner=1), kinds.Kind(seq=4, inner=1, outer="gather", kv_heads=2)
+HYBRID, HYBRID_GATHER = kinds.Kind(seq=4, inner=2), kinds.Kind(seq=4, inner=2, outer="gather")
+
+
+def make_attend(devices, kernel="blockwise", window=None):
+    """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
+    kind = devices if isinstance(devices, kinds.Kind) else kinds.Kind(seq=devices, inner=devices)
+    attend = attention.make_attend(kind=kind, kernel=kernel, window=window)
+    return batches.on_shares(attend) if kind.seq > 1 else attend
 
 
 def arrays(B, H=8, G=4):
@@ -40,9 +42,9 @@ def arrays(B, H=8, G=4):
 
 
 @functools.cache
-def compiled(seq, kernel="blockwise", window=None):
+def compiled(devices, kernel="blockwise", window=None):
     """The output, dq, dk and dv."""
-    attend = make_attend(seq, kernel, window)
+    attend = make_attend(devices, kernel, window)
 
     @jax.jit
     def results(q, k, v, dout, starts, lengths):
@@ -119,42 +121,51 @@ def test_a_kernel_that_gives_nan_at_padding_changes_nothing(seq):
         assert (found[name][~INSIDE] == 0).all(), name
 
 
-EACH = pytest.mark.parametrize(("seq", "kernel"), [(1, "reference"), (1, "blockwise"), (4, "blockwise")])
+WHOLE = [(1, "reference"), (1, "blockwise"), (4, "blockwise")]
+
+WINDOWS = pytest.mark.parametrize(("devices", "kernel"), WHOLE)
+
+EACH = pytest.mark.parametrize(
+    ("devices", "kernel"),
+    [*WHOLE, *((kind, "blockwise") for kind in (RING, GATHER, HYBRID, HYBRID_GATHER))],
+    ids=lambda one: f"{one.inner} x {one.degree} {one.outer}" if isinstance(one, kinds.Kind) else str(one),
+)
+"""A new kind is a row here."""
 
 
 @EACH
-def test_nan_at_padding_changes_nothing(seq, kernel):
+def test_nan_at_padding_changes_nothing(devices, kernel):
     inputs = arrays(3)
     poisoned = [np.where(INSIDE[..., None, None], x, np.float32(np.nan)) for x in inputs]
-    found, right = compiled(seq, kernel)(*poisoned, *PADDED), compiled(seq, kernel)(*inputs, *PADDED)
+    found, right = compiled(devices, kernel)(*poisoned, *PADDED), compiled(devices, kernel)(*inputs, *PADDED)
     for name in right:
         assert batches.same_bits(found[name], right[name]), name
         assert (found[name][~INSIDE] == 0).all(), name
 
 
 @EACH
-def test_an_output_does_not_depend_on_later_tokens(seq, kernel):
+def test_an_output_does_not_depend_on_later_tokens(devices, kernel):
     """The derivative of outputs up to t towards inputs after t is exactly zero, and towards t it is not."""
     q, k, v, dout = arrays(3)
     starts, lengths = np.zeros((3, 3), np.int32), np.int32([[L, 0, 0]] * 3)
     for t in (0, 7, 8, 11, 12, 30, 46):
         upto = (np.arange(L) <= t)[None, :, None, None]
-        found = compiled(seq, kernel)(q, k, v, dout * upto, starts, lengths)
+        found = compiled(devices, kernel)(q, k, v, dout * upto, starts, lengths)
         for name in ("dq", "dk", "dv"):
             assert (found[name][:, t + 1 :] == 0).all(), (name, t)
             # the first token sees itself alone: its weight is 1 whatever q and k are
             assert (t == 0 and name != "dv") or (found[name][:, t] != 0).all(), (name, t)
 
 
-@EACH
-def test_an_output_depends_on_its_window_alone(seq, kernel):
+@WINDOWS
+def test_an_output_depends_on_its_window_alone(devices, kernel):
     """The derivative of an output is zero towards all but itself and the window - 1 tokens before, and not towards their v."""
     window = 13
     q, k, v, dout = arrays(3)
     starts, lengths = np.zeros((3, 3), np.int32), np.int32([[L, 0, 0]] * 3)
     for t in (0, 12, 13, 30, 47):
         one = (np.arange(L) == t)[None, :, None, None]
-        found = compiled(seq, kernel, window)(q, k, v, dout * one, starts, lengths)
+        found = compiled(devices, kernel, window)(q, k, v, dout * one, starts, lengths)
         seen = (np.arange(L) <= t) & (np.arange(L) > t - window)
         for name in ("dk", "dv"):
             assert (found[name][:, ~seen] == 0).all(), (name, t)
@@ -172,16 +183,16 @@ ROWS = np.int32(
 
 
 @EACH
-def test_a_piece_knows_nothing_of_the_others(seq, kernel):
+def test_a_piece_knows_nothing_of_the_others(devices, kernel):
     """The derivative of a piece's outputs towards all inputs outside it is exactly zero, and its outputs ignore them."""
     starts, lengths = ROWS[..., 0], ROWS[..., 1]
     q, k, v, dout = arrays(len(ROWS))
-    before = compiled(seq, kernel)(q, k, v, dout, starts, lengths)["out"]
+    before = compiled(devices, kernel)(q, k, v, dout, starts, lengths)["out"]
     piece = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(ROWS.shape[1]):
         own = (piece == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]
-        found = compiled(seq, kernel)(*others, dout * own, starts, lengths)
+        found = compiled(devices, kernel)(*others, dout * own, starts, lengths)
         assert batches.same_bits(found["out"][piece == m], before[piece == m]), m
         for name in ("dq", "dk", "dv"):
             assert (found[name][piece != m] == 0).all(), (name, m)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp import attention
+from jaxsp.attention import kinds
 from jaxsp.core import batch, config
 from jaxsp.model import decoder, layers, remat
 from jaxsp.model.config import ModelConfig
@@ -72,7 +73,9 @@ class Run:
     step: Any
 
     def rows(self, arrays: batches.Arrays) -> batch.Batch:
-        return batches.on_mesh(arrays, self.program.mesh, rows_at_once=self.rows_at_once)
+        return batches.on_mesh(
+            arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout
+        )
 
     def state(self, whole: dict[str, Any]) -> step.State:
         """These weights and an empty optimizer."""
@@ -114,11 +117,12 @@ def compiling(
     model: ModelConfig = MODEL,
     want: tuple[str, ...] = ("gradients", "step"),
     arrays: batches.Arrays = ROWS,
+    kind: kinds.Kind | None = None,
 ) -> concurrent.futures.Future[Run]:
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None)
+        attend = attention.make_attend(seq=sizes[-1], kind=kind, kernel="blockwise", window=None)
         mesh = batches.mesh(*sizes)
         program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)

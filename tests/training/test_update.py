@@ -46,10 +46,6 @@ def weights():
     return runs.whole_weights(runs.MODEL)
 
 
-def norm_of(tree):
-    return np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
-
-
 def is_matrix(name):
     return not name.endswith("bias") and "norm" not in name
 
@@ -108,9 +104,9 @@ def test_an_update_is_as_long_as_the_limit(compiling, weights):
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     before = batches.by_name(weights)
     moved = {name: after - before[name] for name, after in run.whole(state.master).items()}
-    assert norm_of(moved) == pytest.approx(0.25, rel=1e-4)
+    assert batches.norm(moved) == pytest.approx(0.25, rel=1e-4)
     _, gradients = runs.plain()(weights, runs.ROWS)
-    norm = norm_of(gradients)
+    norm = batches.norm(gradients)
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH, "the norm before clipping"
     assert norm > 0.5
 

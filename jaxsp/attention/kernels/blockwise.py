@@ -33,6 +33,8 @@ from jaxsp.attention.kernels import pieces, residuals
 BLOCK = 256
 """Tokens of a block: 8 heads' float32 scores take 2 MiB."""
 
+_FLOAT32 = jnp.dtype("float32")
+
 _NEVER = -1e30
 """The maximum of no scores: finite, so that exp(x - maximum) is never NaN."""
 
@@ -104,7 +106,7 @@ def forward(
     lengths_BM: Int32[Array, "B M"],
     *,
     window: int | None = None,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jnp.dtype = _FLOAT32,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output, of this dtype, and log-sum-exp; both 0 at padding."""
     L = q_BLhK.shape[1]
@@ -123,7 +125,7 @@ def backward(
     lengths_BM: Int32[Array, "B M"],
     *,
     window: int | None = None,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jnp.dtype = _FLOAT32,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, of this dtype; the output and its log-sum-exp may be of more keys than these."""
     L = q_BLhK.shape[1]
@@ -136,7 +138,7 @@ def rectangle_forward(
     q_BChK: Float[Array, "B C h K"], k_BDgK: Float[Array, "B D g K"], v_BDgK: Float[Array, "B D g K"], where: pieces.Rectangle
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
     """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; both 0 for other queries."""
-    return _forward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, dtype=jnp.float32)
+    return _forward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, dtype=_FLOAT32)
 
 
 def rectangle_backward(
@@ -149,7 +151,7 @@ def rectangle_backward(
     where: pieces.Rectangle,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
     """dq, dk and dv; the output and its log-sum-exp may be of more keys than these."""
-    return _backward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, out_BChK, lse_BhC, dout_BChK, dtype=jnp.float32)
+    return _backward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, out_BChK, lse_BhC, dout_BChK, dtype=_FLOAT32)
 
 
 def _forward(
@@ -183,7 +185,7 @@ def _backward(
     delta_BLh = jnp.einsum("BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32)
     lse_BLh = lse_BhL.swapaxes(1, 2)
 
-    def row(one: tuple[Array, ...]) -> tuple[Array, Array, Array]:
+    def row(one: tuple[Any, ...]) -> tuple[Array, Array, Array]:
         q, k, v, place, dout, lse, delta = one
         blocks = row_of(q, k, v, place)
         dout, lse, delta = (_cut(x, g) for x in (dout, lse[..., None], delta[..., None]))

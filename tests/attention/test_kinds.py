@@ -1,0 +1,170 @@
+"""Every kind of attention with every number of heads on every number of devices; which kind is chosen, and what it sends."""
+
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention import kinds
+from jaxsp.attention.kernels import blockwise
+from jaxsp.core import config, errors
+from tests import batches, tolerances
+
+L, K = 96, 8
+
+ROWS = [
+    [(0, 10), (10, 14), (24, 70)],
+    [(3, 90)],
+    [(0, 7), (7, 50), (60, 9), (70, 26)],
+    [(0, 96)],
+    [],
+]
+"""Start and length of each piece: over many chunks and inside one, gaps between and behind, one that fills its row, none."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blockwise, "BLOCK", 8)
+        yield
+
+
+def layer(H, G, **changes):
+    fields = {"rows": 1, "share_tokens": 1024, "head_dim": 128, "itemsize": 2, "remat": "attention"}
+    return kinds.Layer(num_heads=H, num_kv_heads=G, **fields | changes)
+
+
+def chosen(seq, H, G, *, window=None, **asked):
+    return kinds.choose(config.Attention(**asked), layer(H, G), seq=seq, window=window)
+
+
+def cases():
+    """Every kind that can be made of these heads on so many devices, by its name."""
+    heads = [(H, G) for H, G in itertools.product((8, 6, 7, 28, 5), (8, 4, 3, 2, 1)) if H % G == 0]
+    hybrids = {(2, 4), (4, 2), (2, 2), (3, 2)}
+    found = {}
+    for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
+        of = [kinds.Kind(seq=seq, inner=1), chosen(seq, H, G)]
+        of += [kinds.Kind(seq=seq, inner=1, outer="gather", kv_heads=lot) for lot in {1, 2, G} if G % lot == 0]
+        of += [kinds.Kind(seq=seq, inner=seq)] * (H % seq == 0)
+        for inner, degree in hybrids:
+            if inner * degree == seq and H % inner == 0:
+                of += [kinds.Kind(seq=seq, inner=inner, outer=outer) for outer in ("ring", "gather")]
+        for kind in of:
+            lots = f" by {kind.kv_heads}" * (kind.outer == "gather")
+            found[f"{H} and {G} heads: {kind.inner} x {kind.degree} {kind.outer}{lots}"] = (kind, H, G)
+    return found
+
+
+CASES = cases()
+
+QUICK = {
+    "8 and 8 heads: 1 x 8 ring",
+    "7 and 1 heads: 1 x 3 ring",
+    "28 and 4 heads: 4 x 2 ring",
+    "6 and 2 heads: 3 x 2 gather by 1",
+    "6 and 3 heads: 2 x 4 ring",
+    "8 and 4 heads: 1 x 6 gather by 2",
+    "5 and 1 heads: 1 x 8 gather by 1",
+    "8 and 2 heads: 2 x 2 gather by 1",
+}
+"""Those that CI looks at."""
+
+
+def inputs(H, G):
+    rng = np.random.default_rng(0)
+    starts, lengths = np.zeros((2, len(ROWS), 5), np.int32)
+    for row, places in enumerate(ROWS):
+        for slot, (start, length) in enumerate(places):
+            starts[row, slot], lengths[row, slot] = start, length
+    return [*(rng.standard_normal((len(ROWS), L, heads, K), np.float32) for heads in (H, G, G, H)), starts, lengths]
+
+
+def results(attend, given):
+    """The output, dq, dk and dv."""
+
+    @jax.jit
+    def run(q, k, v, dout, starts, lengths):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
+
+    return jax.tree.map(np.asarray, run(*given))
+
+
+@functools.cache
+def right(H, G):
+    return results(attention.make_attend(kernel="reference", window=None), inputs(H, G))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
+def test_every_kind_gives_what_one_device_gives(name, record_property):
+    kind, H, G = CASES[name]
+    found = results(batches.on_shares(attention.make_attend(kind=kind, kernel="blockwise", window=None)), inputs(H, G))
+    differences = {one: batches.difference(found[one], right(H, G)[one]) for one in found}
+    record_property("largest relative difference", max(differences.values()))
+    assert max(differences.values()) < tolerances.KINDS, differences
+
+
+def test_the_quick_ones_are_among_them():
+    assert QUICK <= CASES.keys()
+
+
+@pytest.mark.parametrize(
+    ("seq", "H", "G", "inner"),
+    [
+        (8, 32, 8, 8),
+        (8, 28, 4, 4),
+        (16, 28, 4, 4),
+        (8, 7, 1, 1),
+        (6, 8, 4, 2),
+        (64, 32, 8, None),
+    ],
+)
+def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner):
+    kind = chosen(seq, H, G)
+    if inner is not None:
+        assert kind.inner == inner
+    others = [one for one in kinds.possible(seq=seq, num_heads=H, num_kv_heads=G, outer="ring", kv_heads=None)]
+    least = min(sum(kinds.cost(one, layer(H, G)).values()) for one in others)
+    assert kind.degree == 1 or sum(kinds.cost(kind, layer(H, G)).values()) == least
+    assert (kind.degree == 1) == (H % seq == 0)
+
+
+def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
+    assert chosen(8, 28, 4, outer="gather").outer == "gather"
+    kind = chosen(8, 28, 4, kind="hybrid", outer="gather", inner_degree=2, kv_heads_per_gather=2)
+    assert (kind.inner, kind.degree, kind.outer, kind.kv_heads, kind.name) == (2, 4, "gather", 2, "hybrid")
+    assert chosen(8, 28, 4, kind="hybrid", inner_degree=2).inner == 2
+    assert chosen(1, 7, 7, kind="ring").degree == 1
+
+
+@pytest.mark.parametrize(
+    ("seq", "H", "G", "asked", "says"),
+    [
+        (8, 28, 4, {"kind": "ulysses"}, r"mesh.seq = 8: 28 query heads .* Use mesh.seq=1, 2, 4, 7, 14 or 28, or attention.kind=auto"),
+        (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3}, r"kv_heads_per_gather = 3: 4 K/V heads .* Use 1, 2 or 4\."),
+        (8, 28, 4, {"kind": "ring", "kv_heads_per_gather": 2}, r"is of gather attention, and this is ring\. Use .*=null"),
+        (4, 28, 4, {"kv_heads_per_gather": 2}, r"is of gather attention, and this is Ulysses"),
+        (8, 28, 4, {"kind": "hybrid", "inner_degree": 8}, r"inner_degree = 8: has to divide .* Use 2 or 4, or null"),
+        (8, 7, 7, {"kind": "hybrid"}, r"no inner degree divides both mesh.seq = 8 and 7 query heads, .* Use attention.kind=auto"),
+        (8, 28, 4, {"inner_degree": 4}, r"inner_degree = 4: is of hybrid attention, and attention.kind is auto"),
+        (8, 28, 4, {"window": 100}, r"the model's tokens see the last 100 alone, and ring or hybrid .* mesh.seq=1, 2, 4, 7, 14 or 28"),
+        (4, 28, 4, {"kind": "gather", "window": 100}, r"and gather attention has no windows"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, says):
+    with pytest.raises(errors.UserError, match=says):
+        chosen(seq, H, G, **asked)
+
+
+def test_ulysses_serves_windows():
+    assert chosen(4, 28, 4, window=100).degree == 1
+
+
+@pytest.mark.parametrize("kernel", ["reference", lambda *_: None], ids=["reference", "own"])
+def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
+    with pytest.raises(errors.UserError, match="Use blockwise or cudnn, or attention.kind=ulysses"):
+        attention.make_attend(kind=kinds.Kind(seq=4, inner=1), kernel=kernel, window=None)
