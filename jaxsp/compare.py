@@ -31,6 +31,8 @@ class Ran:
     """A mesh, and what came of it."""
 
     mesh: dict[str, int]
+    kind: dict[str, Any]
+    """Fields of the config's attention."""
     measured: measure.Measured | None
     """None where it cannot run."""
     why: str
@@ -41,26 +43,31 @@ class Ran:
     """What is not the same as there, in words; empty if all is."""
 
 
-def here(path: str, changes: Sequence[str], *, num_steps: int, say: Callable[[str], Any]) -> list[Ran]:
-    """Runs every mesh for so many steps, each in a process of its own, so that its peak of memory is its own.
+def here(
+    path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, say: Callable[[str], Any]
+) -> list[Ran]:
+    """Runs every mesh, with every kind of attention that `auto` may mean there, for so many steps, each in a process of its own,
+    so that its peak of memory is its own.
 
     Args:
         path: of a config, which `changes` change.
+        num_heads: the model's query heads.
         say: is told of each.
     Raises: UserError where none can run.
     """
     settings = config.load(path, list(changes))
     found: list[Ran] = []
     first: measure.Measured | None = None
-    for mesh in shapes.meshes(_num_devices(settings)):
-        words = [*changes, *(f"mesh.{axis}={size}" for axis, size in mesh.items())]
+    for mesh, kind in shapes.all_of(settings, num_devices=_num_devices(settings), num_heads=num_heads):
+        words = [f"mesh.{axis}={size}" for axis, size in mesh.items()] + [f"attention.{key}={x}" for key, x in kind.items()]
+        words = [*changes, *words]
         measured, why = _apart(path, words, num_steps=num_steps)
         first = first or measured
         off, differs = (0.0, "")
         if measured is not None and first is not None:
             off, differs = _compared(first, measured, within=SAME_LOSS[settings.model.compute_dtype])
-        say(f"  {report.mesh(mesh)}: " + (f"{measured.step_s:.4g} s a step" if measured else why))
-        found.append(Ran(mesh=mesh, measured=measured, why=why, off=off, differs=differs))
+        say(f"  {report.mesh(mesh)}, {shapes.name(kind)}: " + (f"{measured.step_s:.4g} s a step" if measured else why))
+        found.append(Ran(mesh=mesh, kind=kind, measured=measured, why=why, off=off, differs=differs))
     if first is None:
         raise errors.UserError(
             f"none of the meshes of {len(found)} can run. The first, {report.mesh(found[0].mesh)}: {found[0].why}"
@@ -71,10 +78,11 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, say: Callable[[st
 def table(found: Sequence[Ran]) -> str:
     """What `here` has found, for people."""
     ran = [(one, one.measured) for one in found if one.measured is not None]
-    head = (*axes.ALL, "step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "remat", "last loss", "off by")
+    head = (*axes.ALL, "attention", "step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "remat", "last loss", "off by")
     rows = [
         (
             *(str(one.mesh[axis]) for axis in axes.ALL),
+            shapes.name(one.kind),
             f"{measured.step_s:.4g}",
             report.number(measured.step_s_estimate, "{:.4g}"),
             f"{measured.tokens_per_s:,.0f}",
@@ -86,13 +94,15 @@ def table(found: Sequence[Ran]) -> str:
         )
         for one, measured in ran
     ]
-    rows += [(*(str(one.mesh[axis]) for axis in axes.ALL), one.why) for one in found if one.measured is None]
+    rows += [
+        (*(str(one.mesh[axis]) for axis in axes.ALL), shapes.name(one.kind), one.why) for one in found if one.measured is None
+    ]
     first = ran[0][1]
     where = f"{first.num_devices} x {first.device}: median of {first.num_steps} steps after one"
     differing = [one for one in found if one.differs]
-    verdict = f"losses and counts are the same on all {len(ran)} meshes, to {max(one.off for one in found):.1e}, relative"
+    verdict = f"losses and counts are the same on all {len(ran)} lines, to {max(one.off for one in found):.1e}, relative"
     if differing:
-        verdict = f"NOT THE SAME on {len(differing)} of {len(ran)} meshes"
+        verdict = f"NOT THE SAME on {len(differing)} of {len(ran)} lines"
     return "\n".join([where, report.table(head, rows), verdict])
 
 

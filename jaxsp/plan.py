@@ -33,7 +33,8 @@ def main(arguments: list[str]) -> None:
     settings = config.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     if given.measure is not None:
-        ran = compare.here(given.config, given.changes, num_steps=given.measure, say=console.print)
+        num_heads = _model(settings).num_heads
+        ran = compare.here(given.config, given.changes, num_steps=given.measure, num_heads=num_heads, say=console.print)
         console.print(compare.table(ran))
         _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
         compare.check(ran)
@@ -179,13 +180,13 @@ def _meshes(
     console: rich.console.Console,
 ) -> None:
     """Plans every mesh."""
-    count = len(list(shapes.meshes(site.num_devices)))
-    with console.status(f"compiling {count} meshes") as status:
+    count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads))
+    with console.status(f"compiling {count} steps") as status:
         done = []
 
         def say(shape: shapes.Shape) -> None:
             done.append(shape)
-            status.update(f"compiling {count} meshes: {len(done)} done")
+            status.update(f"compiling {count} steps: {len(done)} done")
 
         found = shapes.planned(settings, model=model, site=site, document_tokens=given.document_tokens, say=say)
     rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"

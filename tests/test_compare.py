@@ -47,7 +47,8 @@ def compared(monkeypatch, *outcomes):
 
     monkeypatch.setattr(compare, "_apart", apart)
     monkeypatch.setattr(compare, "_num_devices", lambda settings: 2)
-    return compare.here("configs/quickstart.yaml", [], num_steps=2, say=lambda words: None)
+    words = ["attention.kind=ulysses"]
+    return compare.here("configs/quickstart.yaml", words, num_steps=2, num_heads=4, say=lambda words: None)
 
 
 def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkeypatch):
@@ -56,13 +57,13 @@ def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkey
     compare.check(found)
     lines = compare.table(found).splitlines()
     assert lines[0] == "2 x cpu: median of 2 steps after one"
-    assert lines[-2].split(maxsplit=3) == ["1", "1", "2", "cannot be"]
-    assert lines[-1] == "losses and counts are the same on all 2 meshes, to 0.0e+00, relative"
+    assert lines[-2].split(maxsplit=3) == ["1", "1", "2", "ulysses cannot be"]
+    assert lines[-1] == "losses and counts are the same on all 2 lines, to 0.0e+00, relative"
 
 
 def test_a_loss_that_differs_is_named_with_its_mesh_and_is_our_error(monkeypatch):
     found = compared(monkeypatch, measured(), measured(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), measured())
-    assert "NOT THE SAME on 1 of 3 meshes" in compare.table(found)
+    assert "NOT THE SAME on 1 of 3 lines" in compare.table(found)
     with pytest.raises(RuntimeError, match=r"replica 1 x data 2 x seq 1: loss 4.0004 in step 2, and 4 on replica 1 x data 1"):
         compare.check(found)
 
@@ -85,9 +86,10 @@ def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch):
     written = tmp_path / "meshes.json"
     plan.main(["configs/quickstart.yaml", *WORDS, "--meshes", "--measure", "2", "--json", str(written)])
     found = json.loads(written.read_text())["meshes"]
-    assert sorted(sorted(one["mesh"].items()) for one in found) == sorted(sorted(mesh.items()) for mesh in MESHES)
+    ran = sorted((one["mesh"]["replica"], one["mesh"]["data"], one["kind"]["kind"]) for one in found)
+    assert ran == [(1, 1, "gather"), (1, 1, "ring"), (1, 1, "ulysses"), (1, 2, "auto"), (2, 1, "auto")]
     assert all(one["measured"]["mesh"] == one["mesh"] for one in found)
     assert all(len(one["measured"]["losses"]) == 3 and one["off"] < 1e-5 for one in found)
     assert len({tuple(one["measured"]["num_loss_tokens"]) for one in found}) == 1
     said = capsys.readouterr().out
-    assert "losses and counts are the same on all 3 meshes" in said
+    assert "losses and counts are the same on all 5 lines" in said

@@ -241,7 +241,16 @@ BAD = [
         4,
         "batch.rows_per_step = 6: is no whole number of turns of 4 rows (4 groups, 1 row at once). Use 4 or 8.",
     ),
-    ({"mesh__seq": 8}, 8, "mesh.seq = 8: 4 query heads cannot be shared by 8 devices. Use 1, 2 or 4."),
+    (
+        {"mesh__seq": 8, "attention__kind": "ulysses"},
+        8,
+        "mesh.seq = 8: 4 query heads cannot be shared by 8 devices, and attention.kind is ulysses. Use mesh.seq=1, 2 or 4, or",
+    ),
+    (
+        {"mesh__seq": 8, "data__row_tokens": 120},
+        8,
+        "data.row_tokens = 120: cannot be cut into 16 equal parts, two for each device (mesh.seq). Use 112 or 128.",
+    ),
     ({"mesh__seq": 4}, 6, "mesh.seq"),
     ({"run__directory": f"{__file__}/run"}, 1, "test_train.py is a file. Name a folder that is new or empty."),
 ]

@@ -215,29 +215,17 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     if kind.seq == 1:
         return f"{kernel}, all heads on each device{why}"
     heads, kv_heads = kinds.own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
-    name = kind.name if kind.name != "ulysses" else "Ulysses"
-    if kind.name == "hybrid":
-        name += f" of {kind.words}"
-    if kind.degree > 1 and kind.outer == "gather":
-        name += f", K/V of {kind.kv_heads} head{'s' * (kind.kv_heads > 1)} at a time"
-    return (
-        f"{name}, {kernel}; a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
-        f"{_layout(kind)}; it sends {_mib(choice.bytes)} for a layer in a turn{_beside(choice)}{why}"
-    )
+    gets = f"a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
+    if kind.degree > 1:
+        gets += f" of 2 of {2 * kind.degree} chunks of a row"
+    sends = f"it sends {_size(choice.bytes)} for a layer in a turn"
+    if choice.others:
+        sends += f" ({', '.join(f'{words} {_size(size)}' for words, size in choice.others)})"
+    return f"{kind.words}, {kernel}; {gets}; {sends}{why}"
 
 
-def _layout(kind: kinds.Kind) -> str:
-    if kind.degree == 1:
-        return ""
-    return f" of the {'first' if kind.degree == 2 else 'n-th'} and the last of {2 * kind.degree} chunks of a row"
-
-
-def _beside(choice: Choice) -> str:
-    return f" ({', '.join(f'{words} {_mib(size)}' for words, size in choice.others)})" * bool(choice.others)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
 
 
 def make_attend(
@@ -275,6 +263,15 @@ def make_attend(
         groups = neighbours if kind.degree > 1 else None
         inner = functools.partial(ulysses.attend, kernel=inner, seq=kind.inner, groups=groups)
     return Attend(inner, kind)
+
+
+def in_halves(kernel: str, *, head_chunks: int = 1) -> Callable[..., Array]:
+    """Attention over whole rows on one device as ring and gather compute it: two chunks, and what the second sees of the first.
+
+    To try a kernel's parts with, without other devices.
+    """
+    alone = kinds.Kind(seq=1, inner=1)
+    return functools.partial(ring.attend, kernel=_parts(kernel, head_chunks, alone), ring=zigzag.Ring(degree=1))
 
 
 def attend_of(choice: Choice) -> Attend:

@@ -45,10 +45,10 @@ class Kind:
 
     @property
     def words(self) -> str:
-        """The kind as a person may want to read it."""
-        if self.name == "hybrid":
-            return f"{self.inner} x {self.degree} (Ulysses in {self.inner} neighbours, {self.outer} over {self.degree})"
-        return "Ulysses" if self.name == "ulysses" else self.name
+        """The kind as people read it, such as `Ulysses of 4 x ring of 2`."""
+        lots = f" by {self.kv_heads}" * (self.outer == "gather")
+        parts = [f"Ulysses of {self.inner}"] * (self.inner > 1) + [f"{self.outer} of {self.degree}{lots}"] * (self.degree > 1)
+        return " x ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,7 @@ def cost(kind: Kind, layer: Layer) -> dict[str, int]:
     """Bytes that one device sends to others for a layer in a turn, forward and backward, by kind of collective."""
     found = {}
     if kind.inner > 1:
-        of_layer = {name: value for name, value in dataclasses.asdict(layer).items()}
-        found["all-to-all"] = ulysses.cost(seq=kind.inner, **of_layer)
+        found["all-to-all"] = ulysses.cost(seq=kind.inner, **dataclasses.asdict(layer))
     if kind.degree > 1:
         heads, kv_heads = own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
         module = ring if kind.outer == "ring" else gather

@@ -91,8 +91,9 @@ def _attend_fwd(
     first, last = (zigzag.Part(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own)) for number in (0, 1))
     between = zigzag.rectangle_forward(kernel, pieces_of.between, q_B2CHK[:, 1], *(x[:, 0] for x in kv))
     sums = _Sums(first, zigzag.merged(last, between))
-    (sums, kv), _ = jax.lax.scan(next_turn, (sums, ring.passed_on(kv)), jnp.arange(1, ring.degree - 1))
-    sums = visit(sums, kv, ring.degree - 1)
+    if ring.degree > 1:
+        (sums, kv), _ = jax.lax.scan(next_turn, (sums, ring.passed_on(kv)), jnp.arange(1, ring.degree - 1))
+        sums = visit(sums, kv, ring.degree - 1)
     out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
     lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
     out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
@@ -129,10 +130,12 @@ def _attend_bwd(
     dq = dq.at[:, 1].add(dq_last)
     dkv = [x.at[:, 0].add(more) for x, more in zip(dkv, dkv_first, strict=True)]
     # gradients follow their keys, a turn behind, so that they travel while the next turn is computed
-    turns = jnp.arange(1, ring.degree - 1)
-    (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, ring.passed_on(kv)), turns)
-    dq, dkv = visit(dq, ring.passed_on(dkv), kv, ring.degree - 1)
-    dk, dv = ring.passed_on([x.astype(k.dtype) for x in dkv])  # home
+    if ring.degree > 1:
+        turns = jnp.arange(1, ring.degree - 1)
+        (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, ring.passed_on(kv)), turns)
+        dq, dkv = visit(dq, ring.passed_on(dkv), kv, ring.degree - 1)
+        dkv = ring.passed_on([x.astype(k.dtype) for x in dkv])  # home
+    dk, dv = dkv
     return (
         dq.reshape(q.shape).astype(q.dtype),
         dk.reshape(k.shape).astype(k.dtype),

@@ -42,7 +42,7 @@ class Ring:
     @property
     def here(self) -> Array:
         """The number of this device among them."""
-        return jax.lax.axis_index(axes.SEQ) // self.inner
+        return jax.lax.axis_index(axes.SEQ) // self.inner if self.degree > 1 else jnp.int32(0)
 
     @property
     def groups(self) -> list[list[int]]:

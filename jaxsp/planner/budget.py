@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from jaxsp import attention
-from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
 from jaxsp.planner import compiled, memory
@@ -78,7 +77,7 @@ class _Teller:
     def __init__(self, step: compiled.Step):
         program, model = step.program, step.program.model
         settings = program.config
-        seq, num_shards = program.mesh.shape[axes.SEQ], meshes.num_shards(program.mesh)
+        inner, num_shards = step.choice.kind.inner, meshes.num_shards(program.mesh)
         rows = list(jax.tree.leaves(program.table))
         self._num_layers = model.num_layers
         self._head_dim = model.head_dim
@@ -93,8 +92,8 @@ class _Teller:
         self._kept = {self._own * size for size in (model.hidden_size, of_heads, model.num_heads)}
         self._vocab_size = model.vocab_size
         self._widths = {model.hidden_size, model.intermediate_size}
-        held = math.lcm(model.num_kv_heads, seq)
-        self._heads = {heads // part for heads in (model.num_heads, held, model.num_heads + 2 * held) for part in (1, seq)}
+        held = math.lcm(model.num_kv_heads, inner)
+        self._heads = {heads // part for heads in (model.num_heads, held, model.num_heads + 2 * held) for part in (1, inner)}
         large = [row for row in rows if row.size >= sharding.REPLICATED_BELOW]
         self._whole = {row.size for row in large}
         self._shards = {_shard(row, num_shards) for row in large}

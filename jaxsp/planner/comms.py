@@ -129,11 +129,15 @@ def formula(program: steps.Program) -> dict[str, float]:
 
 
 def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh of these sizes that a group of its devices lies along. Raises: ValueError if it is not along axes."""
+    """The axes of a mesh of these sizes that a group of its devices lies along, all of each or evenly spaced devices of one.
+
+    Raises: ValueError if it is not along axes.
+    """
     places = np.unravel_index(list(group), tuple(sizes.values()))
     along = {axis: len(set(place.tolist())) for axis, place in zip(sizes, places, strict=True)}
     names = tuple(axis for axis, different in along.items() if different > 1)
-    if math.prod(sizes[axis] for axis in names) != len(group):
+    evenly = len(set(np.diff(sorted(group)).tolist())) == 1
+    if math.prod(sizes[axis] for axis in names) != len(group) and not (len(names) == 1 and evenly):
         raise ValueError(f"devices {group} are no group along axes of the mesh {dict(sizes)}")
     return names
 
@@ -184,7 +188,7 @@ def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
         pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", begun.attributes)
         if pairs is None:
             raise ValueError(f"{begun.name} has no source_target_pairs")
-        group = tuple(sorted({int(number) for number in re.findall(r"\d+", pairs[1])}))
+        group = _cycle(pairs[1])
         share = lambda size: size
     else:
         group = _group(begun, num_devices)
@@ -203,6 +207,15 @@ def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
         raise ValueError(f"{begun.name} has no shape that is known: {shape}")
     bytes_of = {dtype: float(share(size)) for dtype, size in sizes.items()}
     return Sent(kind=kind, op_name=op_name[1] if op_name else "", group=group, bytes_of=bytes_of, times=1)
+
+
+def _cycle(pairs: str) -> tuple[int, ...]:
+    """The devices round which an array goes that the first of them passes on: of `{0,2},{1,3},{2,0},{3,1}` 0 and 2."""
+    after = dict((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs))
+    found = [min(after)]
+    while (following := after.get(found[-1], found[0])) not in found:
+        found.append(following)
+    return tuple(found)
 
 
 def _bits(dtype: str) -> int:

@@ -78,11 +78,13 @@ def parsed(text: str) -> Program:
     return Program(computations=computations, entry=entry)
 
 
-def runs(program: Program, wanted: Callable[[Line], bool]) -> list[tuple[Line, int]]:
+def runs(program: Program, wanted: Callable[[Line], bool], *, may: bool = False) -> list[tuple[Line, int]]:
     """The instructions that are wanted, in the order of the text, and how often each runs.
 
-    Raises: ValueError for a loop around one that runs who knows how often, and for one that need not run.
+    Args:   may: what need not run, being in a branch, is thought to run.
+    Raises: ValueError for a loop around one that runs who knows how often, and unless it `may`, for one that need not run.
     """
+    known = ("while", "call", "fusion", "async-start", *(["conditional"] if may else []))
     times: collections.Counter[Line] = collections.Counter()
     idle: dict[str, bool] = {}
 
@@ -100,7 +102,7 @@ def runs(program: Program, wanted: Callable[[Line], bool]) -> list[tuple[Line, i
             busy = [called for called in line.called if not is_idle(called)]
             if not busy or line.opcode in ("async-update", "async-done"):  # these name what async-start runs
                 continue
-            if line.opcode not in ("while", "call", "fusion", "async-start"):
+            if line.opcode not in known:
                 raise ValueError(f"{line.name} is a {line.opcode}: what is in it need not run")
             rounds = _trips(line, program) if line.opcode == "while" else 1
             for called in busy:

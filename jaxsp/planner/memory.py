@@ -176,10 +176,13 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         model.intermediate_size,
         model.vocab_size,
     )
-    held_heads = math.lcm(model.num_kv_heads, seq)
+    kind = step.choice.kind
+    held_heads = math.lcm(model.num_kv_heads, kind.inner)
     repeats = held_heads // model.num_kv_heads
     own = settings.batch.rows_at_once * settings.data.longest_row // seq  # tokens
     dtype, itemsize = {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)], program.dtype.itemsize
+    # how many arrays ring and gather have at a time is up to XLA
+    known = kind.degree == 1
     q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
     tile = min(own, program.tile)
     logits = V * loss.tile_tokens(num_tokens=own, vocab_size=V, asked=settings.memory.loss_tile_tokens)
@@ -204,9 +207,9 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         _Kind(name="a layer's whole weights", sizes=tuple((dtype, size) for size in whole), formula=None),
         _Kind(name="a layer's whole gradients", sizes=tuple(("f32", size) for size in whole), formula=None),
         _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
-        _Kind(name="queries", sizes=((dtype, q),), formula=5 * itemsize * q),
-        _Kind(name="keys and values", sizes=((dtype, kv),), formula=5 * itemsize * kv, repeats=repeats),
-        _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels, repeats=repeats),
+        _Kind(name="queries", sizes=((dtype, q),), formula=5 * itemsize * q if known else None),
+        _Kind(name="keys and values", sizes=((dtype, kv),), formula=5 * itemsize * kv if known else None, repeats=repeats),
+        _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels if known else None, repeats=repeats),
         _Kind(name="MLP tile", sizes=((dtype, tile * F), (dtype, 2 * tile * F)), formula=4 * itemsize * tile * F),
         _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
         _Kind(name="head", sizes=((dtype, V * D),), formula=itemsize * V * D),

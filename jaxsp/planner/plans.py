@@ -30,6 +30,12 @@ class Plan:
     max_documents_per_row: int
     document_tokens: int
     """That the rows are thought to be filled with documents of; attention's arithmetic depends on it."""
+    attention: str
+    """How the devices of a group share it, such as `Ulysses of 8`; empty where there is one."""
+    attention_bytes: int
+    """That a device sends for a layer in a turn, by the formula;"""
+    attention_others: Mapping[str, int]
+    """and what it would by other kinds."""
     kernel: str
     why_not_cudnn: str
     """Where the kernel is not cuDNN, though nobody asked for another."""
@@ -168,6 +174,9 @@ def _plan(
         rows_at_once=settings.batch.rows_at_once,
         max_documents_per_row=settings.data.max_documents_per_row,
         document_tokens=length,
+        attention=step.choice.kind.words,
+        attention_bytes=step.choice.bytes,
+        attention_others=dict(step.choice.others),
         kernel=step.choice.kernel,
         why_not_cudnn=step.choice.why,
         head_chunks=step.choice.head_chunks,

@@ -87,7 +87,8 @@ def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> 
             f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table."
         )
     figure, panels = _panels(2)
-    names = [" x ".join(str(shape.mesh[axis]) for axis in axes.ALL) for shape, _ in there]
+    # lines of a mesh differ by their kinds of attention
+    names = [" x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {shapes.name(shape.kind)}" for shape, _ in there]
     left = [0.0] * len(there)
     for cause in budget.CAUSES:
         sizes = [plan.memory.get(cause, 0.0) for _, plan in there]
@@ -97,7 +98,7 @@ def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> 
     plan = there[0][1]
     panels[0].axvline(plan.room_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5)
     panels[0].set_xlabel(f"GiB of each {plan.device}, when it is fullest; line: all that it has")
-    panels[0].set_ylabel("replica x data x seq")
+    panels[0].set_ylabel("replica x data x seq, attention")
     times = [plan.step_s_estimate or 0.0 for _, plan in there]
     colors = ["#2f6690" if plan.fits else "#cccccc" for _, plan in there]
     bars = panels[1].barh(names, times, color=colors)

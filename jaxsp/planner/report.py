@@ -18,6 +18,10 @@ def text(plan: plans.Plan, *, model: str) -> str:
     why = f" (because {plan.why_not_cudnn})" if plan.why_not_cudnn else ""
     kernel = "cuDNN" if plan.kernel == "cudnn" else f"{plan.kernel}{why}"
     parts = f", heads in {plan.head_chunks} parts" if plan.head_chunks > 1 else ""
+    shared = ""
+    if plan.attention:
+        others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
+        shared = f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn ({others}); "
     lines = [
         ("plan", f"{model} on {where}, compiled in {plan.plan_s:.1f} s by jax {plan.jax}; nothing was run or measured"),
         (
@@ -25,7 +29,7 @@ def text(plan: plans.Plan, *, model: str) -> str:
             f"{mesh(plan.mesh)}; {plan.rows_per_step} rows of {plan.row_tokens:,} tokens a step, {plan.rows_at_once} at a "
             f"time, up to {plan.max_documents_per_row} documents in each",
         ),
-        ("attention", f"{kernel}{parts}"),
+        ("attention", f"{shared}{kernel}{parts}"),
         (
             "levers",
             f"remat {plan.remat}, offload_activations {plan.offload_activations}, offload_optimizer {plan.offload_optimizer}: "
@@ -109,17 +113,18 @@ def longest(found: search.Longest, *, seconds: float) -> str:
 
 def ranked(found: Sequence[shapes.Shape]) -> str:
     """Meshes that were planned, as a table; the first fits and is fastest by estimate."""
-    head = ("replica", "data", "seq", "fits", "device GiB", "host GiB", "remat", "kernel", "step s*", "tokens/s*", "MFU* %")
+    head = ("replica", "data", "seq", "attention", "fits", "device GiB", "host GiB", "remat", "kernel", "step s*", "tokens/s*", "MFU* %")
     rows = []
     for shape in found:
         sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)
         plan = shape.plan
         if plan is None:
-            rows.append((*sizes, shape.why))
+            rows.append((*sizes, shapes.name(shape.kind), shape.why))
             continue
         rows.append(
             (
                 *sizes,
+                shapes.name(shape.kind),
                 "yes" if plan.fits else f"no: {plan.binds}",
                 f"{plan.device_gib:.1f}",
                 f"{plan.host_gib:,.0f}",

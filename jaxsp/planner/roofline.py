@@ -103,7 +103,7 @@ def _beside(text: str, alone: Mapping[int, float]) -> Callable[[comms.Sent], flo
         line.number
         for name in work.not_fused(program)
         for line in program.computations[name]
-        if line.opcode == "while" or (line.opcode == "custom-call" and "fmha" in line.attributes)
+        if line.opcode in ("while", "conditional") or (line.opcode == "custom-call" and "fmha" in line.attributes)
     }
     numbers = sorted(alone)
 
@@ -127,8 +127,9 @@ def _host_bytes(kernels: Sequence[work.Kernel]) -> tuple[float, float]:
 def travel_s(sent: comms.Sent, *, ceilings: gpus.Ceilings, node_devices: int) -> float:
     """Seconds that a collective takes, all times together: within a node over NVLink, between nodes over their network.
 
-    In an all-to-all each device sends to each other one, most of them elsewhere, through a network card of its own; the other
-    collectives go round in rings, each of which leaves a node once, and all cards of the node carry them together.
+    In an all-to-all each device sends to each other one, most of them elsewhere, through a network card of its own; so does the
+    device whose next one is elsewhere when all pass on what they have, and the others wait for it. The other collectives go
+    round in rings, each of which leaves a node once, and all cards of the node carry them together.
     """
     nodes = {device // node_devices for device in sent.group}
     if len(nodes) == 1:
@@ -138,5 +139,7 @@ def travel_s(sent: comms.Sent, *, ceilings: gpus.Ceilings, node_devices: int) ->
         here = sum(device // node_devices == sent.group[0] // node_devices for device in sent.group)
         away = sent.bytes * (count - here) / (count - 1)
         return max((sent.bytes - away) / (ceilings.link_gb_s * _GIGA), away / (ceilings.network_gb_s * _GIGA))
+    if sent.kind == "collective-permute":
+        return sent.bytes / (ceilings.network_gb_s * _GIGA)
     per_node = count // len(nodes)
     return sent.bytes / (min(ceilings.link_gb_s, per_node * ceilings.network_gb_s) * _GIGA)

@@ -14,10 +14,17 @@ class Shape:
     """A mesh, and what came of it."""
 
     mesh: dict[str, int]
+    kind: dict[str, Any]
+    """Fields of the config's attention by which its groups share it."""
     plan: plans.Plan | None
     """None where it was not planned, or refused."""
     why: str
     """Why not; empty otherwise."""
+
+
+def name(kind: dict[str, Any]) -> str:
+    """A kind in a word or two, such as `hybrid 4`."""
+    return " ".join(str(value) for value in kind.values())
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
@@ -28,10 +35,26 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
 
 
-def on(settings: config.Config, mesh: dict[str, int]) -> config.Config:
-    """The config with another mesh."""
+def kinds_of(settings: config.Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
+    """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are, the one that
+    we take first.
+    """
+    if settings.attention.kind != "auto" or seq == 1:
+        return [{"kind": settings.attention.kind}]
+    inner = [n for n in range(seq - 1, 1, -1) if seq % n == 0 and num_heads % n == 0]
+    found: list[dict[str, Any]] = [{"kind": "ulysses"}] if num_heads % seq == 0 else []
+    return [*found, *({"kind": "hybrid", "inner_degree": n} for n in inner), {"kind": "ring"}, {"kind": "gather"}]
+
+
+def on(settings: config.Config, mesh: dict[str, int], kind: dict[str, Any]) -> config.Config:
+    """The config with another mesh and kind of attention."""
     changes: dict[str, Any] = dict(mesh)
-    return settings.model_copy(update={"mesh": settings.mesh.model_copy(update=changes)})
+    return settings.model_copy(
+        update={
+            "mesh": settings.mesh.model_copy(update=changes),
+            "attention": settings.attention.model_copy(update=kind),
+        }
+    )
 
 
 def planned(
@@ -42,20 +65,30 @@ def planned(
     document_tokens: int | None = None,
     say: Callable[[Shape], None] = lambda _: None,
 ) -> list[Shape]:
-    """A config's step on every mesh of a site's devices, those that fit first, the fastest by estimate first.
+    """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there; those that fit
+    first, the fastest by estimate first.
 
     Args:   say: is told of each as it is planned.
     """
     found = []
-    for mesh in meshes(site.num_devices):
+    for mesh, kind in all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads):
         try:
-            plan = plans.of(on(settings, mesh), model=model, site=site, document_tokens=document_tokens)
-            shape = Shape(mesh=mesh, plan=plan, why="")
+            plan = plans.of(on(settings, mesh, kind), model=model, site=site, document_tokens=document_tokens)
+            shape = Shape(mesh=mesh, kind=kind, plan=plan, why="")
         except errors.UserError as error:
-            shape = Shape(mesh=mesh, plan=None, why=str(error).splitlines()[0])
+            shape = Shape(mesh=mesh, kind=kind, plan=None, why=str(error).splitlines()[0])
         found.append(shape)
         say(shape)
     return sorted(found, key=_rank)
+
+
+def all_of(settings: config.Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+    """Every mesh of so many devices with each of its kinds."""
+    return [
+        (mesh, kind)
+        for mesh in meshes(num_devices)
+        for kind in kinds_of(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
+    ]
 
 
 def _rank(shape: Shape) -> tuple[bool, bool, float]:

@@ -46,7 +46,7 @@ class Kernel:
 
 
 def kernels(text: str) -> list[Kernel]:
-    """Every kernel of a compiled program, in the order of its text.
+    """Every kernel of a compiled program, in the order of its text; those of branches too, as if each were taken.
 
     Args:   text: a jax.stages.Compiled's `as_text()`.
     Raises: ValueError for a loop around one that runs who knows how often.
@@ -62,7 +62,7 @@ def kernels(text: str) -> list[Kernel]:
     reader = _Reader(program)
     return [
         reader.kernel(*counted[line.number], times=times)
-        for line, times in hlo.runs(program, lambda line: line.number in counted)
+        for line, times in hlo.runs(program, lambda line: line.number in counted, may=True)
         if line.opcode != "custom-call" or "__cublas$" in line.attributes
     ]
 
@@ -78,7 +78,7 @@ def not_fused(program: hlo.Program) -> list[str]:
         for line in program.computations[name]:
             if line.opcode == "while":
                 waiting.append(line.attribute("body"))
-            elif line.opcode in ("call", "async-start"):
+            elif line.opcode in ("call", "async-start", "conditional"):
                 waiting += line.called
     return found
 

@@ -128,7 +128,9 @@ def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
     if device_is_short and tile > 1024:
         ways.append(f"memory.mlp_tile_tokens={tile // 4}")
-    if program.model.num_heads % (2 * seq) == 0 and settings.data.longest_row % (2 * seq) == 0:
+    shares_heads = program.model.num_heads % (2 * seq) == 0
+    other_kind = settings.attention.kind != "ulysses" and program.model.sliding_window is None
+    if (shares_heads or other_kind) and settings.data.longest_row % ((2 if shares_heads else 4) * seq) == 0:
         ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
 

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from jaxsp import attention
 from jaxsp.attention.kernels import cudnn
-from jaxsp.core import axes, errors
+from jaxsp.core import errors
 from jaxsp.model import remat
 from jaxsp.training.step import Program
 
@@ -48,22 +48,23 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
     device = next(one for one in program.mesh.devices.flat if one.process_index == jax.process_index())
     if device.platform == "cpu":
         return []
-    memory, model, seq = program.config.memory, program.model, program.mesh.shape[axes.SEQ]
+    memory, model = program.config.memory, program.model
     done = []
     if choice.kernel == "cudnn":
         began = time.perf_counter()
-        found = attention_differences(
-            choice.kernel,
-            sharing=model.num_heads // model.num_kv_heads,
-            num_kv_heads=min(2, max(1, model.num_kv_heads // seq)),
-            head_dim=model.head_dim,
-            max_pieces=program.config.data.max_documents_per_row,
-            window=choice.window,
-            head_chunks=choice.head_chunks,
-            dtype=program.dtype,
-            device=device,
+        alike: dict[str, Any] = {
+            "sharing": model.num_heads // model.num_kv_heads,
+            "num_kv_heads": min(2, max(1, model.num_kv_heads // choice.kind.inner)),
+            "head_dim": model.head_dim,
+            "max_pieces": program.config.data.max_documents_per_row,
+            "dtype": program.dtype,
+            "device": device,
+        }
+        refuse_attention(
+            attention_differences(choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike), device
         )
-        refuse_attention(found, device)
+        if choice.kind.degree > 1:
+            refuse_attention(attention_differences(attention.in_halves(choice.kernel), window=None, **alike), device)
         done.append(f"self-check: cuDNN attention agrees with the blockwise kernel on this device ({_since(began)})")
     if memory.offload_activations != "none":
         began = time.perf_counter()

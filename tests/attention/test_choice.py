@@ -101,11 +101,12 @@ def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
     problems = refused(device, **fields, kernel="cudnn")
     assert len(problems) == 1
     assert problems[0].startswith(f"attention.kernel = cudnn: cuDNN {says}")
-    choice = choose(device, **fields)
+    choice = choose(device, **fields, seq=4)
     assert choice.kernel == "blockwise"
     assert f"cuDNN {says}".startswith(choice.why)
-    said = attention.describe(choice, num_heads=32, num_kv_heads=8, seq=4)
-    assert said.endswith(f"8 of 32 query heads and 2 of 8 K/V heads (blockwise because {choice.why})")
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
+    assert "8 of 32 query heads and 2 of 8 K/V heads" in said
+    assert said.endswith(f" (blockwise because {choice.why})")
 
 
 def test_every_obstacle_is_named_at_once():
@@ -154,7 +155,7 @@ def test_other_kernels_run_anywhere(kernel):
 
 
 def test_heads_that_cannot_be_shared_are_refused():
-    assert "32 query heads cannot be shared by 6 devices" in refused(seq=6)[0]
+    assert "32 query heads cannot be shared by 6 devices" in refused(seq=6, kind="ulysses")[0]
 
 
 # 32 query and 8 K/V heads; of one part's q, tokens * heads * 128 < 2**31, four times that if it can be had
@@ -277,17 +278,19 @@ def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
 
 
 def test_the_banner_says_how_heads_go_through_cudnn():
-    said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8, seq=8)
-    assert said == "Ulysses, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads"
+    said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8)
+    assert said.startswith(
+        "Ulysses of 8, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads; it sends "
+    )
     assert (
-        attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8, seq=1)
+        attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8)
         == "cuDNN kernel, all heads on each device"
     )
 
 
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
     """4 slots of 1,048,576 tokens, 4 heads, float32."""
-    said = attention.describe(choose(seq=8, row_tokens=2**20, head_chunks=1), num_heads=32, num_kv_heads=8, seq=8)
+    said = attention.describe(choose(seq=8, row_tokens=2**20, head_chunks=1), num_heads=32, num_kv_heads=8)
     assert "whose log-sum-exps take 64 MiB;" in said
 
 
@@ -295,5 +298,30 @@ def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
 def test_the_banner_names_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)
     assert choice.window == 4096
-    said = attention.describe(choice, num_heads=32, num_kv_heads=8, seq=1)
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
     assert ", a token sees the last 4,096 of its document, itself among them, all heads on each device" in said
+
+
+MIB = 2**20
+
+
+def test_the_banner_says_what_each_kind_sends():
+    """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
+    choice = choose(seq=8, heads=(28, 4, 128))
+    assert (choice.kind.inner, choice.kind.degree) == (4, 2)
+    held = 16384 * 128 * 2  # bytes of a head
+    in_neighbours = 3 * 2 * (28 + 4) * held * 3 // 4
+    # k and v forward and backward, their gradients once in float32 and home in bfloat16
+    around = 2 * 4 * held * (1 + 1 + 2 + 1)
+    assert choice.bytes == in_neighbours + around
+    said = attention.describe(choice, num_heads=28, num_kv_heads=4)
+    assert said.startswith("Ulysses of 4 x ring of 2, cuDNN kernel; a device gets 7 of 28 query heads and 1 of 4 K/V heads of 2 of 4 chunks")
+    assert f"it sends {choice.bytes / MIB:,.1f} MiB for a layer in a turn (Ulysses of 2 x ring of 4 " in said
+    assert dict(choice.others).keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
+
+
+def test_rows_are_cut_into_chunks_that_cudnn_takes():
+    choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
+    assert choice.why == "cuDNN takes rows in 16 chunks of a multiple of 2048 tokens, and data.row_tokens is 130048"
+    assert choose(seq=8, heads=(7, 7, 128)).kernel == "cudnn"
+    assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel == "cudnn"

@@ -1,7 +1,4 @@
-"""What Ulysses is said to send, against the all-to-alls of compiled layers."""
-
-import math
-import re
+"""What each kind of attention is said to send, against the collectives of compiled layers."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
+from jaxsp.attention import kinds
 from jaxsp.core import axes
+from jaxsp.planner import comms
 from tests import batches
 
 B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
@@ -22,10 +21,10 @@ KEPT = {
 """What the backward pass of a layer keeps, if it does not keep everything."""
 
 
-def compiled(seq, H, G, remat):
+def compiled(kind, H, G, remat):
     """The text of a few layers of projections around attention, scanned, forward and backward: what is in the loops stands for
     a layer."""
-    attend = attention.make_attend(seq=seq, kernel="blockwise", window=None)
+    attend = attention.make_attend(kind=kind, kernel="blockwise", window=None)
     starts, lengths = jnp.zeros((B, 1), jnp.int32), jnp.full((B, 1), L, jnp.int32)
 
     def layer(x, weights):
@@ -37,7 +36,7 @@ def compiled(seq, H, G, remat):
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     gradients = jax.shard_map(
         jax.grad(loss, argnums=(0, 1)),
-        mesh=batches.mesh(1, 1, seq),
+        mesh=batches.mesh(1, 1, kind.seq),
         in_specs=(share, same),
         out_specs=(share, same),
         check_vma=False,
@@ -47,23 +46,30 @@ def compiled(seq, H, G, remat):
     return jax.jit(gradients).lower(x, weights).compile().as_text()
 
 
-def bytes_sent(text, seq):
-    """By one device, in all all-to-alls of a program: each lists the parts for all devices, of which one is its own."""
-    results = [line.partition(" all-to-all(")[0] for line in text.splitlines() if " all-to-all(" in line]
-    parts = [math.prod(map(int, dims.split(","))) for result in results for dims in re.findall(r"f32\[([\d,]+)\]", result)]
-    assert len(parts) == len(results) * seq
-    return 4 * sum(parts) * (seq - 1) // seq
-
-
-# K/V heads: repeated; neither dividing nor divided
-@pytest.mark.parametrize("remat", KEPT)
-@pytest.mark.parametrize(("seq", "H", "G"), [(8, 8, 2), (6, 12, 4)])
-def test_the_cost_is_what_the_compiled_layers_send(seq, H, G, remat):
-    said = attention.cost(
-        seq=seq, rows=B, share_tokens=L // seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
+def layer(kind, H, G, remat):
+    return kinds.Layer(
+        rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
     )
-    assert bytes_sent(compiled(seq, H, G, remat), seq) == said
+
+
+KINDS = [
+    (kinds.Kind(seq=8, inner=8), 8, 2),  # K/V heads are repeated
+    (kinds.Kind(seq=6, inner=6), 12, 4),  # neither dividing nor divided
+    (kinds.Kind(seq=4, inner=1), 6, 3),
+    (kinds.Kind(seq=4, inner=1, outer="gather", kv_heads=2), 8, 4),
+    (kinds.Kind(seq=6, inner=3), 6, 2),
+    (kinds.Kind(seq=4, inner=2, outer="gather"), 6, 3),
+]
+
+
+@pytest.mark.parametrize("remat", KEPT)
+@pytest.mark.parametrize(("kind", "H", "G"), KINDS, ids=lambda one: getattr(one, "words", None))
+def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
+    sent = comms.sent(compiled(kind, H, G, remat))
+    found = {one: comms.total(sent, kind=one) / NUM_LAYERS for one in comms.KINDS}
+    assert {one: size for one, size in found.items() if size} == kinds.cost(kind, layer(kind, H, G, remat))
 
 
 def test_a_device_alone_sends_nothing():
-    assert attention.cost(seq=1, rows=1, share_tokens=8, num_heads=2, num_kv_heads=1, head_dim=8, itemsize=2, remat="full") == 0
+    alone = kinds.Kind(seq=1, inner=1)
+    assert kinds.cost(alone, layer(alone, 2, 1, "full")) == {}

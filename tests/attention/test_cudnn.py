@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
+from jaxsp.attention import kinds
 from jaxsp.attention.kernels import cudnn, packed, reference
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -58,14 +59,18 @@ def arrays(B, h, g, K=K):
 
 def run(kernel, *inputs):
     """The output, dq, dk and dv."""
-    attend = attention.make_attend(seq=1, kernel=kernel, window=None)
+    return results(attention.make_attend(seq=1, kernel=kernel, window=None), *inputs)
+
+
+def results(attend, *inputs):
+    """The same of attention."""
 
     @jax.jit
-    def results(q, k, v, dout, starts, lengths):
+    def of(q, k, v, dout, starts, lengths):
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
         return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
 
-    return jax.tree.map(np.asarray, results(*inputs))
+    return jax.tree.map(np.asarray, of(*inputs))
 
 
 CASES = [
@@ -104,6 +109,34 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(*inputs[:3], *inputs[4:])
     right = run(functools.partial(reference.attention, window=90), *inputs)["out"]
     assert batches.difference(found, right) < tolerances.ULYSSES
+
+
+KINDS = [
+    ("many", kinds.Kind(seq=2, inner=1), 4, 2, 2),
+    ("two", kinds.Kind(seq=2, inner=1), 4, 1, 1),
+    ("one", kinds.Kind(seq=2, inner=1), 3, 3, 1),
+    ("many", kinds.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1),
+    ("one", kinds.Kind(seq=2, inner=1, outer="gather", kv_heads=2), 4, 2, 2),
+    ("many", kinds.Kind(seq=4, inner=2), 4, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "shared", "h", "g", "head_chunks"), KINDS, ids=lambda one: getattr(one, "words", None))
+def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
+    """What cuDNN leaves undefined is NaN here, and none of it gets out."""
+    inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
+    attend = batches.on_shares(attention.make_attend(kind=shared, kernel="cudnn", head_chunks=head_chunks, window=None))
+    found, right = results(attend, *inputs), run("reference", *inputs)
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_halves_of_rows_are_what_whole_rows_are(kind):
+    inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
+    found, right = run(attention.in_halves("cudnn", head_chunks=2), *inputs), run("reference", *inputs)
+    for name in right:
+        assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
 
 def test_a_row_in_one_slot_that_does_not_begin_with_its_piece_is_not_computed_wrongly():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core import batch, config
+from jaxsp.core import layout as layouts
 from jaxsp.core import mesh as meshes
 from jaxsp.data import dataset, packing, rows
 
@@ -93,6 +94,21 @@ def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
     for (first, device), (tokens, positions, labels) in expected.items():
         there = [local(array, jax.devices()[device]) for array in (given.tokens_BL, given.positions_BL, given.labels_BL)]
         assert [array[turns[first], 0].tolist() for array in there] == [tokens, positions, labels]
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_devices_get_the_chunks_of_the_layout(degree):
+    """Shares of 8 tokens, of 2 degree chunks: the same rows, of which the first and the last lie together."""
+    documents = ragged()
+    plain, laid_out = (list(pipeline_of(documents, mesh=(1, 2, 4), layout=one).batches()) for one in (1, degree))
+    order = layouts.order(32, degree)
+    assert order.tolist() != list(range(32))
+    for (one, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
+        for name, spec in batch.SPECS.items():
+            right = np.asarray(getattr(one, name))
+            right = right[..., order] if spec == batch.PER_TOKEN else right
+            assert np.array_equal(np.asarray(getattr(other, name)), right)
+        assert np.array_equal(counts.piece_lengths, other_counts.piece_lengths)
 
 
 def test_rows_are_dealt_to_the_groups_in_turn():

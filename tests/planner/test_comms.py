@@ -229,6 +229,15 @@ def test_groups_are_told_by_axes_and_others_are_an_error():
     sizes = {"replica": 1, "data": 2, "seq": 4}
     assert comms.axes_of((0, 1, 2, 3), sizes) == ("seq",)
     assert comms.axes_of((0, 4), sizes) == ("data",)
+    assert comms.axes_of((0, 1), sizes) == comms.axes_of((0, 2), sizes) == comms.axes_of((2, 0), sizes) == ("seq",)
     assert comms.axes_of(range(8), sizes) == ("data", "seq")
     with pytest.raises(ValueError, match="no group along axes"):
         comms.axes_of((0, 1, 4), sizes)
+
+
+def test_a_ring_s_group_is_who_passes_on_to_whom():
+    text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}")
+    (one,) = comms.sent(text)
+    assert one.group == (0, 2)
+    text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,3},{3,1},{1,0}}")
+    assert comms.sent(text)[0].group == (0, 3, 1)

@@ -54,14 +54,19 @@ def test_what_the_host_holds_gets_a_panel_and_a_change_of_remat_a_mark(tmp_path,
 
 def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tmp_path, drawn):
     found = [
-        shapes.Shape(mesh={"replica": 1, "data": 1, "seq": 8}, plan=made.plan(), why=""),
-        shapes.Shape(mesh={"replica": 1, "data": 2, "seq": 4}, plan=made.plan(fits=False, step_s_estimate=7.0), why=""),
-        shapes.Shape(mesh={"replica": 1, "data": 8, "seq": 1}, plan=None, why="no"),
+        shapes.Shape(mesh={"replica": 1, "data": 1, "seq": 8}, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
+        shapes.Shape(
+            mesh={"replica": 1, "data": 2, "seq": 4},
+            kind={"kind": "ring"},
+            plan=made.plan(fits=False, step_s_estimate=7.0),
+            why="",
+        ),
+        shapes.Shape(mesh={"replica": 1, "data": 8, "seq": 1}, kind={"kind": "auto"}, plan=None, why="no"),
     ]
     plots.meshes(found, tmp_path / "a.png", title="a title")
     memory, times = drawn[0].axes
     assert [bar.get_width() for bar in times.patches] == [7.0, 5.0], "from the bottom up"
-    assert [label.get_text() for label in memory.get_yticklabels()] == ["1 x 2 x 4", "1 x 1 x 8"]
+    assert [label.get_text() for label in memory.get_yticklabels()] == ["1 x 2 x 4  ring", "1 x 1 x 8  ulysses"]
     assert {text.get_text() for text in times.texts} == {"7 s (does not fit)", "5 s"}
 
 

@@ -53,13 +53,13 @@ def test_the_longest_row_says_what_was_full_beyond_it():
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
-        shapes.Shape(mesh=mesh, plan=made.plan(), why=""),
-        shapes.Shape(mesh=mesh, plan=made.plan(fits=False, binds="host"), why=""),
-        shapes.Shape(mesh=mesh, plan=None, why="28 query heads cannot be shared"),
+        shapes.Shape(mesh=mesh, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
+        shapes.Shape(mesh=mesh, kind={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), why=""),
+        shapes.Shape(mesh=mesh, kind={"kind": "hybrid", "inner_degree": 4}, plan=None, why="28 query heads cannot be shared"),
     ]
     lines = report.ranked(found).splitlines()
-    assert lines[1].split() == ["1", "1", "8", "yes", "30.0", "0", "attention", "cudnn", "5", "209,715", "40"]
+    assert lines[1].split() == ["1", "1", "8", "ulysses", "yes", "30.0", "0", "attention", "cudnn", "5", "209,715", "40"]
     assert "no: host" in lines[2]
-    assert lines[3].split(maxsplit=3) == ["1", "1", "8", "28 query heads cannot be shared"]
+    assert lines[3].split(maxsplit=3) == ["1", "1", "8", "hybrid 4  28 query heads cannot be shared"]
     assert lines[1].index("yes") + 3 == lines[0].index("fits") + 4, "columns end under their heads"
     assert "estimates" in lines[-1]

@@ -21,6 +21,7 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
 
     def of(settings, *, model, site, document_tokens):
         seq, data = settings.mesh.seq, settings.mesh.data
+        tried.append((seq, settings.attention.kind, settings.attention.inner_degree))
         if seq == 8:
             raise errors.UserError("too many\nand more")
         return made.plan(
@@ -28,13 +29,28 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
         )
 
     monkeypatch.setattr(plans, "of", of)
-    told = []
+    told, tried = [], []
     site = compiled.site("h100-80gb", 8)
     found = shapes.planned(
         programs.settings(), model=families.model_config(programs.LLAMA, field="model.config"), site=site, say=told.append
     )
-    assert len(told) == len(found) == 10
+    kinds = {1: 1, 2: 3, 4: 4, 8: 5}
+    assert len(told) == len(found) == sum(of_mesh * kinds[seq] for seq, of_mesh in {1: 4, 2: 3, 4: 2, 8: 1}.items())
     seqs = [one.mesh["seq"] for one in found]
-    assert seqs == [1, 1, 1, 1, 2, 2, 2, 4, 4, 8]
+    assert seqs == [1] * 4 + [2] * 9 + [4] * 8 + [8] * 5
+    assert [one[1:] for one in tried if one[0] == 8] == [
+        ("ulysses", None),
+        ("hybrid", 4),
+        ("hybrid", 2),
+        ("ring", None),
+        ("gather", None),
+    ]
     assert found[-1].plan is None
     assert found[-1].why == "too many"
+
+
+def test_a_kind_that_is_asked_for_is_the_only_one_and_heads_that_do_not_divide_leave_ulysses_out():
+    asked = programs.settings("attention.kind=ring")
+    assert shapes.kinds_of(asked, seq=8, num_heads=32) == [{"kind": "ring"}]
+    kinds = shapes.kinds_of(programs.settings(), seq=8, num_heads=28)
+    assert [shapes.name(kind) for kind in kinds] == ["hybrid 4", "hybrid 2", "ring", "gather"]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention import kinds
 from jaxsp.training import metrics, records
 from tests import batches
 
@@ -80,5 +81,7 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
     ],
 )
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
-    kernel = attention.Choice(kernel="blockwise", head_chunks=1, why="", uncounted_bytes=0, statistic_bytes=0, window=None)
-    assert says in attention.describe(kernel, num_heads=num_heads, num_kv_heads=num_kv_heads, seq=seq)
+    kind = kinds.Kind(seq=seq, inner=seq)
+    nothing = {"why": "", "uncounted_bytes": 0, "statistic_bytes": 0, "window": None, "bytes": 0, "others": ()}
+    choice = attention.Choice(kind=kind, kernel="blockwise", head_chunks=1, **nothing)
+    assert says in attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
