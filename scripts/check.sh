@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Format, lint, types, tests; stops at the first that fails. `--fix` formats and repairs first; `--no-tests` leaves the tests out.
+# Format, lint, types, tests; stops at the first that fails. `--fix` formats and repairs first; `--no-tests` leaves the tests out,
+# `--all` runs the slow ones too, which CI does not: an hour and more on 2 cores.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -8,16 +9,17 @@ run() {
     "$@"
 }
 
-tests=yes
+tests=(-m "not slow")
 for word in "$@"; do
     case $word in
         --fix)
             run python -m ruff check --fix-only --quiet .
             run python -m ruff format .
             ;;
-        --no-tests) tests=no ;;
+        --no-tests) tests=() ;;
+        --all) tests=(-m "slow or not slow") ;;
         *)
-            echo "$word: unknown. Use --fix or --no-tests." >&2
+            echo "$word: unknown. Use --fix, --no-tests or --all." >&2
             exit 2
             ;;
     esac
@@ -26,4 +28,4 @@ done
 run python -m ruff format --check .
 run python -m ruff check .
 run python -m mypy
-[ $tests = no ] || run python -m pytest
+[ ${#tests[@]} = 0 ] || run python -m pytest -n 2 --dist loadfile "${tests[@]}"

@@ -4,13 +4,14 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxsp import attention
 from jaxsp.attention import kinds
 from jaxsp.attention.kernels import blockwise
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, layout
 from tests import batches, tolerances
 
 L, K = 96, 8
@@ -168,3 +169,57 @@ def test_ulysses_serves_windows():
 def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
     with pytest.raises(errors.UserError, match="Use blockwise or cudnn, or attention.kind=ulysses"):
         attention.make_attend(kind=kinds.Kind(seq=4, inner=1), kernel=kernel, window=None)
+
+
+def merge_errors(degree=8, tokens=512):
+    """Differences in bfloat16 from the reference in float32: of a ring, and of one device's kernel."""
+    rng = np.random.default_rng(0)
+    H, G = 4, 2
+    given = [jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16) for heads in (H, G, G, H)]
+    starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
+    ring = batches.on_shares(attention.make_attend(kind=kinds.Kind(seq=degree, inner=1), kernel="blockwise", window=None))
+    alone = attention.make_attend(kernel="blockwise", window=None)
+    exact = attention.make_attend(kernel="reference", window=None)
+    right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
+    return [
+        {name: batches.difference(np.asarray(x, np.float32), right[name]) for name, x in found.items()}
+        for found in (results(attend, [*given, starts, lengths]) for attend in (ring, alone))
+    ]
+
+
+def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(record_property):
+    of_ring, of_one = merge_errors()
+    record_property("ring of 8, one device", (of_ring, of_one))
+    for name, error in of_one.items():
+        assert of_ring[name] <= 1.02 * error, (name, of_ring, of_one)
+
+
+def work(lengths, *, row_tokens, degree, zigzag):
+    """Scores that each device has to compute of rows of pieces of these lengths: [rows, devices]."""
+    of_tokens = np.zeros((len(lengths), row_tokens))
+    for row, of_row in enumerate(lengths):
+        pairs = np.concatenate([np.arange(1, length + 1) for length in of_row])
+        of_tokens[row, : len(pairs)] = pairs
+    order = layout.order(row_tokens, degree if zigzag else 1)
+    return of_tokens[:, order].reshape(len(lengths), degree, -1).sum(-1)
+
+
+def test_in_zigzag_causal_work_is_even(record_property):
+    """Largest over mean, at 8 devices: for one document, and for rows of documents of 50 to 60,000 tokens of 65,536."""
+    one = work([[65536]], row_tokens=65536, degree=8, zigzag=True)
+    assert one.max() / one.mean() == pytest.approx(1, abs=1e-4)
+    rng, rows = np.random.default_rng(0), []
+    for _ in range(64):
+        cuts, left = [], 65536
+        while left > 0:
+            length = min(left, int(np.exp(rng.uniform(np.log(50), np.log(60000)))))
+            cuts.append(length)
+            left -= length
+        rows.append(cuts)
+    uneven = {}
+    for zigzag in (True, False):
+        found = work(rows, row_tokens=65536, degree=8, zigzag=zigzag)
+        uneven[zigzag] = float((found.max(1) / found.mean(1)).mean()), float(found.sum(0).max() / found.sum(0).mean())
+    record_property("each row, all rows together", uneven)
+    assert uneven[True][0] < 0.75 * uneven[False][0]
+    assert uneven[True][1] < 1.1
