@@ -126,8 +126,8 @@ def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | Non
     kind, outer = asked.kind, asked.outer
     if kind == "ulysses" and layer.num_heads % seq:
         raise errors.UserError(
-            f"mesh.seq = {seq}: {layer.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is ulysses. "
-            f"Use mesh.seq={errors.choices(fits)}, or attention.kind=auto."
+            f"mesh.seq = {seq}: {layer.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is "
+            f"ulysses. Use mesh.seq={errors.choices(fits)}, or attention.kind=auto."
         )
     if asked.inner_degree is not None and kind != "hybrid":
         raise errors.UserError(
@@ -149,13 +149,13 @@ def _hybrids(asked: config.Attention, layer: Layer, seq: int) -> list[Kind]:
     legal = [n for n in range(2, seq) if seq % n == 0 and layer.num_heads % n == 0]
     if not legal:
         raise errors.UserError(
-            f"attention.kind = hybrid: no inner degree divides both mesh.seq = {seq} and {layer.num_heads} query heads, but 1 and "
-            f"{seq}. Use attention.kind=auto."
+            f"attention.kind = hybrid: no inner degree divides both mesh.seq = {seq} and {layer.num_heads} query heads, but 1 "
+            f"and {seq}. Use attention.kind=auto."
         )
     if asked.inner_degree is not None and asked.inner_degree not in legal:
         raise errors.UserError(
-            f"attention.inner_degree = {asked.inner_degree}: has to divide mesh.seq = {seq} and {layer.num_heads} query heads, and "
-            f"to be neither 1 nor {seq}. Use {errors.choices(legal)}, or null."
+            f"attention.inner_degree = {asked.inner_degree}: has to divide mesh.seq = {seq} and {layer.num_heads} query heads, "
+            f"and to be neither 1 nor {seq}. Use {errors.choices(legal)}, or null."
         )
     return [Kind(seq=seq, inner=n, outer=asked.outer) for n in legal if asked.inner_degree in (None, n)]
 

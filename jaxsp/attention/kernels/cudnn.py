@@ -172,7 +172,7 @@ def rectangle_backward(
 
 
 def _moved(x_RDgK: Array, by_R: Array) -> Array:
-    """The tokens so many places further to the front: cuDNN counts keys from the first, and without a mask any order will do."""
+    """The tokens so many places further to the front: cuDNN counts keys from the first; without a mask any order will do."""
     return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x_RDgK, by_R)
 
 

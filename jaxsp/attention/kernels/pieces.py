@@ -83,7 +83,7 @@ def rectangle(
 ) -> Rectangle:
     """What the `num_queries` tokens from `queries` on see of the `num_keys` tokens from `keys` on, which end before them.
 
-    Example: a piece of tokens 3 to 12; of the chunk from 8 to 16 the first 4 queries see of the keys 0 to 8 the 5 from the third.
+    Example: a piece of tokens 3 to 12: of the chunk from 8 to 16 the first 4 queries see, of keys 0 to 8, the 5 from the third.
     """
     ends_BM = starts_BM + lengths_BM
     spans_BM = (starts_BM < keys + num_keys) & (ends_BM > queries)  # of pieces side by side, one at most
