@@ -46,8 +46,9 @@ class Ran:
 def here(
     path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, say: Callable[[str], Any]
 ) -> list[Ran]:
-    """Runs every mesh, with every kind of attention that `auto` may mean there, for so many steps, each in a process of its own,
-    so that its peak of memory is its own.
+    """Runs every mesh, with every kind of attention that `auto` may mean there, for so many steps.
+
+    Each in a process of its own, so that its peak of memory is its own.
 
     Args:
         path: of a config, which `changes` change.
@@ -78,7 +79,8 @@ def here(
 def table(found: Sequence[Ran]) -> str:
     """What `here` has found, for people."""
     ran = [(one, one.measured) for one in found if one.measured is not None]
-    head = (*axes.ALL, "attention", "step s", "estimate s", "tokens/s", "peak GiB", "planned GiB", "remat", "last loss", "off by")
+    of_speed, of_memory = ("step s", "estimate s", "tokens/s"), ("peak GiB", "planned GiB", "remat")
+    head = (*axes.ALL, "attention", *of_speed, *of_memory, "last loss", "off by")
     rows = [
         (
             *(str(one.mesh[axis]) for axis in axes.ALL),

@@ -113,7 +113,8 @@ def longest(found: search.Longest, *, seconds: float) -> str:
 
 def ranked(found: Sequence[shapes.Shape]) -> str:
     """Meshes that were planned, as a table; the first fits and is fastest by estimate."""
-    head = ("replica", "data", "seq", "attention", "fits", "device GiB", "host GiB", "remat", "kernel", "step s*", "tokens/s*", "MFU* %")
+    of_mesh, of_time = ("replica", "data", "seq", "attention"), ("step s*", "tokens/s*", "MFU* %")
+    head = (*of_mesh, "fits", "device GiB", "host GiB", "remat", "kernel", *of_time)
     rows = []
     for shape in found:
         sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)

@@ -65,8 +65,9 @@ def planned(
     document_tokens: int | None = None,
     say: Callable[[Shape], None] = lambda _: None,
 ) -> list[Shape]:
-    """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there; those that fit
-    first, the fastest by estimate first.
+    """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there.
+
+    Those that fit first, the fastest by estimate first.
 
     Args:   say: is told of each as it is planned.
     """

@@ -315,7 +315,8 @@ def test_the_banner_says_what_each_kind_sends():
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
     assert choice.bytes == in_neighbours + around
     said = attention.describe(choice, num_heads=28, num_kv_heads=4)
-    assert said.startswith("Ulysses of 4 x ring of 2, cuDNN kernel; a device gets 7 of 28 query heads and 1 of 4 K/V heads of 2 of 4 chunks")
+    gets = "a device gets 7 of 28 query heads and 1 of 4 K/V heads of 2 of 4 chunks of a row"
+    assert said.startswith(f"Ulysses of 4 x ring of 2, cuDNN kernel; {gets}; ")
     assert f"it sends {choice.bytes / MIB:,.1f} MiB for a layer in a turn (Ulysses of 2 x ring of 4 " in said
     assert dict(choice.others).keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
 
