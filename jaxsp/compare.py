@@ -43,9 +43,7 @@ class Ran:
     """What is not the same as there, in words; empty if all is."""
 
 
-def here(
-    path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, say: Callable[[str], Any]
-) -> list[Ran]:
+def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, say: Callable[[str], Any]) -> list[Ran]:
     """Runs every mesh, with every kind of attention that `auto` may mean there, for so many steps.
 
     Each in a process of its own, so that its peak of memory is its own.

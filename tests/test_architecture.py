@@ -19,7 +19,7 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 PLACES = {
     "core": "axes errors jobs processes notation advice given config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
-    "kernels.packed kernels.cudnn kernels.limits zigzag ulysses gather ring kinds __init__",
+    "kernels.packed kernels.cudnn_calls kernels.cudnn kernels.limits zigzag ulysses gather ring kinds __init__",
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
@@ -34,7 +34,7 @@ PLACES = {
 DOORS = ("jaxsp/attention/__init__.py",)
 """The only __init__.py with something in it."""
 
-PRIVATE = ("jaxsp.attention.kernels.cudnn", "jaxsp.core.processes")
+PRIVATE = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.core.processes")
 """The only modules that may know what JAX keeps to itself: cuDNN's calls, and the keys and values that processes share."""
 
 TOP_LEVEL = ("pyproject.toml", "README.md", "LICENSE", "configs", "scripts", "tests", "jaxsp", ".ci", ".git*")

@@ -211,7 +211,7 @@ def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
 
 def _cycle(pairs: str) -> tuple[int, ...]:
     """The devices round which an array goes that the first of them passes on: of `{0,2},{1,3},{2,0},{3,1}` 0 and 2."""
-    after = dict((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs))
+    after = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
     found = [min(after)]
     while (following := after.get(found[-1], found[0])) not in found:
         found.append(following)

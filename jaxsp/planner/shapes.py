@@ -86,9 +86,7 @@ def planned(
 def all_of(settings: config.Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
     """Every mesh of so many devices with each of its kinds."""
     return [
-        (mesh, kind)
-        for mesh in meshes(num_devices)
-        for kind in kinds_of(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
+        (mesh, kind) for mesh in meshes(num_devices) for kind in kinds_of(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
     ]
 
 

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn
+from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.core import errors
 from jaxsp.model import remat
 from jaxsp.training.step import Program
@@ -110,8 +110,8 @@ def attention_differences(
     slots = jax.device_put([starts_BM, lengths_BM], device)
 
     def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
-        of_parts = {"head_chunks": parts} if kernel == "cudnn" else {}
-        attend = attention.make_attend(seq=1, kernel=kernel, window=window and min(window, _WINDOW), **of_parts)
+        chunks = parts if kernel == "cudnn" else 1
+        attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
 
         def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
             *qkv, dout = (x.astype(computes_in) for x in inputs)
@@ -206,7 +206,7 @@ def refuse_offload(difference: float, device: jax.Device) -> None:
 
 
 def _versions(device: jax.Device) -> str:
-    own = cudnn.version()
+    own = cudnn_calls.version()
     named = "" if own is None else f", cuDNN {'.'.join(map(str, own))}"
     return f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}{named} on {device.device_kind}"
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from jaxsp.attention.kernels import cudnn
+from jaxsp.attention.kernels import cudnn_calls
 
 
 def attend(q, k, v, sees):
@@ -149,7 +149,7 @@ def backward(
 
 def on_cpu() -> None:
     """From now on jax's cuDNN calls compute by this contract where they are compiled for the CPU."""
-    library = cudnn._library()
+    library = cudnn_calls._library()
     primitives = {library._dot_product_attention_fwd_p: forward, library._dot_product_attention_bwd_p: backward}
     for primitive, function in primitives.items():
         mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")

@@ -6,13 +6,13 @@ import jax
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn, limits
+from jaxsp.attention.kernels import cudnn_calls, limits
 from jaxsp.core import config, errors
 
 
 @pytest.fixture(autouse=True)
 def cudnn_9_10_2(monkeypatch):
-    monkeypatch.setattr(cudnn, "version", lambda: (9, 10, 2))
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 10, 2))
 
 
 def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
@@ -136,7 +136,7 @@ def test_every_obstacle_is_named_at_once():
     ],
 )
 def test_cudnn_versions(installed, device, fields, says, monkeypatch):
-    monkeypatch.setattr(cudnn, "version", lambda: installed)
+    monkeypatch.setattr(cudnn_calls, "version", lambda: installed)
     if says is None:
         assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
     else:
@@ -144,7 +144,7 @@ def test_cudnn_versions(installed, device, fields, says, monkeypatch):
 
 
 def test_an_unknown_jax_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(cudnn, "unknown_jax", lambda: "is called through parts of JAX that changed")
+    monkeypatch.setattr(cudnn_calls, "unknown_jax", lambda: "is called through parts of JAX that changed")
     assert "parts of JAX that changed. Install" in refused(kernel="cudnn")[0]
     assert choose().kernel == "blockwise"
 
@@ -282,10 +282,7 @@ def test_the_banner_says_how_heads_go_through_cudnn():
     assert said.startswith(
         "Ulysses of 8, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads; it sends "
     )
-    assert (
-        attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8)
-        == "cuDNN kernel, all heads on each device"
-    )
+    assert attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8) == "cuDNN kernel, all heads on each device"
 
 
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():

@@ -47,9 +47,7 @@ def compiled(kind, H, G, remat):
 
 
 def layer(kind, H, G, remat):
-    return kinds.Layer(
-        rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
-    )
+    return kinds.Layer(rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat)
 
 
 KINDS = [

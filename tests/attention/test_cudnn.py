@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import kinds
-from jaxsp.attention.kernels import cudnn, packed, reference
+from jaxsp.attention.kernels import cudnn_calls, packed, reference
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract
@@ -229,18 +229,18 @@ def test_a_statistic_comes_back_from_its_compressed_form():
 def test_places_are_counted_in_what_a_token_takes_of_each_array():
     """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16; unused places are at the end of the memory."""
     taken = packed.Slots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32), jnp.zeros(16, jnp.int32))
-    assert cudnn._places(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
-    assert cudnn._places(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
+    assert cudnn_calls._places(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
+    assert cudnn_calls._places(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
 
 
 def changed_library(**changes):
-    return types.SimpleNamespace(**{**vars(cudnn._library()), **changes})
+    return types.SimpleNamespace(**{**vars(cudnn_calls._library()), **changes})
 
 
 @pytest.mark.parametrize("change", ["no module", "no primitive", "no function", "another parameter", "another order"])
 def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_named(change, monkeypatch):
     fwd = "_dot_product_attention_fwd_cuda_lowering"
-    original = inspect.signature(getattr(cudnn._library(), fwd))
+    original = inspect.signature(getattr(cudnn_calls._library(), fwd))
     known = list(original.parameters.values())
     more = inspect.Parameter("sinks", inspect.Parameter.KEYWORD_ONLY)
     other = {"another parameter": [*known, more], "another order": [known[0], known[2], known[1], *known[3:]]}
@@ -252,10 +252,10 @@ def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_name
         "no primitive": types.SimpleNamespace(),
         "no function": changed_library(**{fwd: None}),
     }.get(change, changed_library(**{fwd: function}))
-    assert cudnn.unknown_jax() is None
-    cudnn._asked_besides.cache_clear()
+    assert cudnn_calls.unknown_jax() is None
+    cudnn_calls._asked_besides.cache_clear()
     monkeypatch.setattr(cudnn, "_library", lambda: library)
     try:
-        assert "0.10.1 to 0.12.0 are known" in cudnn.unknown_jax()
+        assert "0.10.1 to 0.12.0 are known" in cudnn_calls.unknown_jax()
     finally:
-        cudnn._asked_besides.cache_clear()
+        cudnn_calls._asked_besides.cache_clear()

@@ -28,9 +28,7 @@ def sees(starts, lengths):
 
 
 def test_a_chunk_has_the_pieces_that_have_tokens_there():
-    starts, lengths = pieces.of_chunk(
-        jnp.int32([[0, 3, 9]]), jnp.int32([[3, 5, 2]]), first=jnp.int32(4), num_tokens=6
-    )
+    starts, lengths = pieces.of_chunk(jnp.int32([[0, 3, 9]]), jnp.int32([[3, 5, 2]]), first=jnp.int32(4), num_tokens=6)
     assert (starts.tolist(), lengths.tolist()) == ([[0, 5, 0]], [[4, 1, 0]])
 
 

@@ -119,7 +119,9 @@ def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g
 in_halves = functools.cache(lambda head_chunks: attention.in_halves("cudnn", head_chunks=head_chunks))
 
 
-@pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks", "window"), [case for case in CASES if case[-1] is None])
+@pytest.mark.parametrize(
+    ("slots", "which", "h", "g", "K", "head_chunks", "window"), [case for case in CASES if case[-1] is None]
+)
 def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, takes):
     """As ring and gather compute them: chunks of themselves, and rectangles between them, merged by their log-sum-exps."""
     takes(slots, K)
@@ -148,7 +150,7 @@ def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_fro
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, found_BhL = jax.jit(functools.partial(cudnn._forward, head_chunks=1, window=None))(*small, starts, lengths)
+    _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(*small, starts, lengths)
     piece_BL = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))

@@ -73,9 +73,7 @@ class Run:
     step: Any
 
     def rows(self, arrays: batches.Arrays) -> batch.Batch:
-        return batches.on_mesh(
-            arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout
-        )
+        return batches.on_mesh(arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout)
 
     def state(self, whole: dict[str, Any]) -> step.State:
         """These weights and an empty optimizer."""

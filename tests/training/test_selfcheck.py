@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.attention.kernels import blockwise, cudnn, pieces, reference
+from jaxsp.attention.kernels import blockwise, cudnn_calls, pieces, reference
 from jaxsp.core import errors
 from jaxsp.model import remat
 from jaxsp.planner import compiled
@@ -89,13 +89,13 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
     cudnn_contract.on_cpu()
     passed = differences("cudnn")
     assert max(passed.values()) < selfcheck.TOLERANCE / 2
-    right = cudnn._places
+    right = cudnn_calls._places
 
     def as_in_0_11_0(taken, x):
         """jax PR 39521: K and V counted in what a token takes of q."""
         return right(taken, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
-    monkeypatch.setattr(cudnn, "_places", as_in_0_11_0)
+    monkeypatch.setattr(cudnn_calls, "_places", as_in_0_11_0)
     with pytest.raises(errors.UserError, match=rf"jax {jax.__version__}, jaxlib "):
         selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
 

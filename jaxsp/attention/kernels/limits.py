@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jaxsp.attention.kernels import cudnn, packed
+from jaxsp.attention.kernels import cudnn_calls, packed
 from jaxsp.core import errors
 
 MAX_ELEMENTS = 2**31 - 1
@@ -198,10 +198,10 @@ def _of_work(work: Work, capability: tuple[int, int], other: str) -> Iterator[Ob
 
 
 def _of_versions(work: Work, capability: tuple[int, int]) -> Iterator[Obstacle]:
-    if (changed := cudnn.unknown_jax()) is not None:
+    if (changed := cudnn_calls.unknown_jax()) is not None:
         yield Obstacle(changed, "Install one of these, or use attention.kernel=blockwise.")
         return
-    installed = cudnn.version()
+    installed = cudnn_calls.version()
     if installed is None:  # a machine that only compiles, for GPUs elsewhere
         return
     name, way = (

@@ -1,0 +1,148 @@
+"""cuDNN's calls as XLA has them: the one file that knows jax._src.
+
+JAX's own way to them is passed by, down to the primitives that stand for the calls: its custom_vjp cannot name the output and
+the log-sum-exp for a remat policy, and it multiplies the packed places of K and V by the wrong number of heads before 0.11.1
+(jax PR 39521), which is done here.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from jaxsp.attention.kernels import packed, pieces
+
+TESTED = "0.10.1 to 0.12.0"
+"""Versions of JAX."""
+
+_OPERANDS = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "q_seqlen",
+    "kv_seqlen",
+    "q_offsets",
+    "kv_offsets",
+    "page_table_k",
+    "page_table_v",
+)
+_BACKWARD = ("activation", "fwd_output", "grad_output")
+_FIELDS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+_OF_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
+"""What jax 0.12 asks for besides: a function of the scores, which we have none of."""
+
+Taken = packed.Slots | pieces.Rectangle | None
+"""What a call is of: slots of packed rows, rectangles, or rows as a whole."""
+
+
+def unknown_jax() -> str | None:
+    """Why this JAX cannot be used, or None: its inner functions are not one of those we know."""
+    if _library() is None or _asked_besides() is None:
+        return f"is called through parts of JAX that this version, {jax.__version__}, has changed; {TESTED} are known"
+    return None
+
+
+def version() -> tuple[int, int, int] | None:
+    """The installed cuDNN, None where JAX finds none."""
+    library = _library()
+    if library is None or library.cuda_versions is None:
+        return None
+    number = library.check_cudnn_version()
+    return number // 10000, number // 100 % 100, number % 100
+
+
+def forward(taken: Taken, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
+    """Output and log-sum-exp, f32[B, h, L], of rows as a whole and of rectangles; or of slots, f32[S, h, T], undefined beyond
+    each piece.
+    """
+    out, statistic = _library()._dot_product_attention_fwd_p.bind(
+        *_operands(q, k, v, taken), **_fields(q, taken, window), is_training=True
+    )
+    return out, statistic
+
+
+def backward(
+    taken: Taken,
+    statistic: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    dout: Array,
+    *,
+    window: int | None,
+) -> tuple[Array, Array, Array]:
+    """dq, dk and dv; of slots, undefined at tokens of none."""
+    dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(
+        *_operands(q, k, v, taken), statistic, out, dout, **_fields(q, taken, window)
+    )
+    return dq, dk, dv
+
+
+def _operands(q: Array, k: Array, v: Array, taken: Taken) -> tuple[Array, ...]:
+    unused = jnp.zeros(0, q.dtype)
+    lengths, places = (unused, unused), (unused, unused)
+    if isinstance(taken, pieces.Rectangle):
+        # no softmax over nothing: what a row without queries or keys gives is not used
+        lengths = (jnp.maximum(taken.queries_B, 1), jnp.maximum(taken.keys_B, 1))
+    elif taken is not None:
+        lengths_RS = taken.lengths_S.reshape(len(q), -1)
+        lengths, places = (lengths_RS, lengths_RS), (_places(taken, q), _places(taken, k))
+    return q, k, v, unused, *lengths, *places, unused, unused
+
+
+def _places(taken: packed.Slots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
+    """Where each slot begins in an array's memory, in elements: a slot's first token times what a token takes of *this* array.
+
+    Unused slots, and the one place more of each row that the call has, are at the end of the memory.
+    """
+    R, T, X, K = x_RTXK.shape
+    end = R * T
+    starts_S = jnp.where(taken.lengths_S > 0, taken.starts_S, end)
+    return jnp.concatenate([starts_S, jnp.full(R, end, jnp.int32)]).reshape(R, -1) * (X * K)
+
+
+def _fields(q: Array, taken: Taken, window: int | None) -> dict[str, Any]:
+    """What a call is told besides arrays.
+
+    cuDNN keeps the scores where key + window > query and, being causal, key <= query, both counted from the slot's first
+    token: the window counts the token itself. Where no slot is longer than the window, it is not told of one.
+    Source: sliding_window_mask in NVIDIA/cudnn-frontend utils/attn_score_modifiers.h, aligned to the top left, with the left
+        bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets to sliding_window_length.
+    """
+    library = _library()
+    masks = {type(None): "CAUSAL", packed.Slots: "PADDING_CAUSAL", pieces.Rectangle: "PADDING"}
+    mask = library.MaskType[masks[type(taken)]]
+    told = None if window is None or window >= q.shape[1] else window
+    known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, told)
+    return dict(zip(_FIELDS, known, strict=True)) | (_asked_besides() or {})
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
+
+
+@functools.cache
+def _asked_besides() -> dict[str, None] | None:
+    """Parameters that this JAX's calls have besides those we know, with their values; None if there are others."""
+    lowerings = [getattr(_library(), f"_dot_product_attention_{way}_cuda_lowering", None) for way in ("fwd", "bwd")]
+    primitives = [hasattr(_library(), f"_dot_product_attention_{way}_p") for way in ("fwd", "bwd")]
+    if not all(primitives) or None in lowerings:
+        return None
+    forward, backward = (list(inspect.signature(function).parameters) for function in lowerings if function)
+    for extra in ({}, _OF_0_12):
+        operands = ["score_mod_args"] if extra else []
+        first = ["ctx", *_OPERANDS, *operands, *_FIELDS, *extra, "is_training"]
+        second = ["ctx", *_OPERANDS, *_BACKWARD, *operands, *_FIELDS, *extra]
+        if (forward, backward) == (first, second):
+            return dict(extra)
+    return None
