@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import kinds
-from jaxsp.attention.kernels import cudnn_calls, packed, reference
+from jaxsp.attention.kernels import cudnn, cudnn_calls, packed, reference
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract
