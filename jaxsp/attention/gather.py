@@ -19,12 +19,17 @@ from jaxsp.attention import zigzag
 from jaxsp.attention.kernels import pieces, residuals
 from jaxsp.core import axes
 
-TIMES = {"none": 1, "attention": 1, "full": 2}
-"""How often rows are gathered in a step's forward passes, by what a layer's backward pass keeps."""
-
 
 def cost(
-    *, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
+    *,
+    degree: int,
+    rows: int,
+    share_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    remat: str,
+    kv_heads: int,
 ) -> dict[str, int]:
     """Bytes that one device sends to the others for a layer in a turn, forward and backward.
 
@@ -32,13 +37,16 @@ def cost(
         rows: that a group holds together.
         share_tokens: tokens of a row that one device holds.
         itemsize: bytes of an element of k and v; their gradients are float32.
-        remat: one of TIMES.
+        remat: what a layer's backward pass keeps: none, attention or full.
+        kv_heads: of num_kv_heads, those that are gathered at a time.
     """
-    held = rows * share_tokens * 2 * num_kv_heads * head_dim
-    return {
-        "all-gather": (degree - 1) * held * (TIMES[remat] + 1) * itemsize,
-        "reduce-scatter": (degree - 1) * held * 4,
-    }
+    of_head = (degree - 1) * rows * share_tokens * 2 * head_dim
+    heads = 2 * num_kv_heads
+    if remat == "full" and num_kv_heads > 2 * kv_heads:
+        # forward again, but for the first lot, which is the backward pass's too; of two lots, whose loop of one turn XLA
+        # unrolls, so are both
+        heads += num_kv_heads - kv_heads
+    return {"all-gather": heads * of_head * itemsize, "reduce-scatter": num_kv_heads * of_head * 4}
 
 
 def attend(

@@ -11,6 +11,7 @@ hold the same tokens; between these, over `degree` places, queries stay and keys
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Literal
 
@@ -81,8 +82,8 @@ def cost(kind: Kind, layer: Layer) -> dict[str, int]:
         found["all-to-all"] = ulysses.cost(seq=kind.inner, **dataclasses.asdict(layer))
     if kind.degree > 1:
         heads, kv_heads = own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
-        module = ring if kind.outer == "ring" else gather
-        found |= module.cost(
+        of = ring.cost if kind.outer == "ring" else functools.partial(gather.cost, kv_heads=kind.kv_heads)
+        found |= of(
             degree=kind.degree,
             rows=layer.rows,
             # the neighbours have swapped

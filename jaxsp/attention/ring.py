@@ -23,9 +23,6 @@ from jaxtyping import Array, Float, Int32
 from jaxsp.attention import zigzag
 from jaxsp.attention.kernels import pieces, residuals
 
-TIMES = {"none": 1, "attention": 1, "full": 2}
-"""How often the forward ring goes round in a step, by what a layer's backward pass keeps."""
-
 
 def cost(
     *, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
@@ -36,11 +33,16 @@ def cost(
         rows: that a group holds together.
         share_tokens: tokens of a row that one device holds.
         itemsize: bytes of an element of k and v; their gradients go round in float32.
-        remat: one of TIMES.
+        remat: what a layer's backward pass keeps: none, attention or full.
     """
     held = rows * share_tokens * 2 * num_kv_heads * head_dim
+    hops = 2 * (degree - 1)
+    if remat == "full" and degree > 3:
+        # forward again, but for the first hop, which is the backward pass's too; of three devices, whose loop of one turn XLA
+        # unrolls, so are all
+        hops += degree - 2
     # the gradients go all the way round, home as they are wanted there
-    return {"collective-permute": held * ((degree - 1) * ((TIMES[remat] + 1) * itemsize + 4) + itemsize)}
+    return {"collective-permute": held * ((hops + 1) * itemsize + (degree - 1) * 4)}
 
 
 def attend(

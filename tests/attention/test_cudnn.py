@@ -254,7 +254,7 @@ def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_name
     }.get(change, changed_library(**{fwd: function}))
     assert cudnn_calls.unknown_jax() is None
     cudnn_calls._asked_besides.cache_clear()
-    monkeypatch.setattr(cudnn, "_library", lambda: library)
+    monkeypatch.setattr(cudnn_calls, "_library", lambda: library)
     try:
         assert "0.10.1 to 0.12.0 are known" in cudnn_calls.unknown_jax()
     finally:
