@@ -57,7 +57,7 @@ def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkey
     compare.check(found)
     lines = compare.table(found).splitlines()
     assert lines[0] == "2 x cpu: median of 2 steps after one"
-    assert lines[-2].split(maxsplit=3) == ["1", "1", "2", "ulysses cannot be"]
+    assert lines[-2].split() == ["1", "1", "2", "ulysses", "cannot", "be"]
     assert lines[-1] == "losses and counts are the same on all 2 lines, to 0.0e+00, relative"
 
 

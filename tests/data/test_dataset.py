@@ -239,7 +239,7 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_said_before_the_first_step():
     settings = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], settings)
-    said = account.account(data, settings, data.schedule(settings, epochs=1), layout=1)
+    said = account.account(data, settings, data.schedule(settings, epochs=1))
     assert said == [
         (
             "data",
@@ -293,7 +293,7 @@ def test_skipped_records_are_named(tmp_path):
     made = text.tokenize(read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source")
     documents = rows.Documents([made.dataset], names=["a"], longest=32)
     data = dataset.of("train", documents, settings, digests=[made.digest])
-    said = account.account(data, settings, data.schedule(settings, epochs=1), layout=1)
+    said = account.account(data, settings, data.schedule(settings, epochs=1))
     assert ("", "5 bad records skipped") in said
     named = [words for word, words in said if word == "skipped"]
     assert [
