@@ -129,8 +129,8 @@ LAYOUTS = [
     pytest.param("one", 1, (8, 1), marks=pytest.mark.slow),
     pytest.param("one", 1, (1, 8), marks=pytest.mark.slow),
     pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
-    pytest.param("one", 2, (1, 8), marks=pytest.mark.slow),  # two processes with two lengths are killed below
-    pytest.param("two", 1, (1, 8), marks=pytest.mark.slow),
+    pytest.param("one", 2, (1, 8), marks=pytest.mark.slow),  # two processes are in faults/ and test_launch.py
+    ("two", 1, (1, 8)),
     pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]
 """Lengths of rows, processes, and data x seq; one more is that of `straight`. 2 processes of 1 x 8 share every row."""
@@ -153,7 +153,7 @@ def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, process
 STOPS = [
     pytest.param("one", (2, (1, 8)), (1, (4, 2)), 4, marks=pytest.mark.slow),
     pytest.param("one", (1, (2, 4)), (2, (1, 8)), 16, marks=pytest.mark.slow),
-    ("two", (2, (2, 4)), (1, (1, 8)), 16),
+    pytest.param("two", (2, (2, 4)), (1, (1, 8)), 16, marks=pytest.mark.slow),
 ]
 """Lengths of rows, layout that is killed, layout that goes on, and its rows_per_step (8 before)."""
 

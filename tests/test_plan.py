@@ -104,8 +104,8 @@ def test_every_device_is_compiled_for(asked, device):
 @pytest.mark.parametrize(
     "words",
     [
-        ("--device", "a100-80gb", "data.max_documents_per_row=64"),
-        pytest.param(("model.compute_dtype=float32",), marks=pytest.mark.slow),
+        pytest.param(("--device", "a100-80gb", "data.max_documents_per_row=64"), marks=pytest.mark.slow),
+        ("model.compute_dtype=float32",),
     ],
     ids=["A100", "float32"],
 )

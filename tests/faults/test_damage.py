@@ -141,7 +141,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+QUICK = ("flipped bit", "empty folder")
+
+
+@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in DAMAGES])
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, run, what, capfd):
     DAMAGES[what](run / "run/checkpoints/4")
     train.main(words(run))

@@ -211,7 +211,7 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
     assert len(settled) == 2, "before each checkpoint"
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("held", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, held):
     """The train command holds the folder from before it reads anything."""
     train(settings(tmp_path, tmp_path / "run", "run.steps=2"))

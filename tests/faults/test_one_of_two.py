@@ -73,7 +73,9 @@ processes.end()
 """
 
 
-@pytest.mark.parametrize("fault", [pytest.param("_copy", marks=pytest.mark.slow), "_finish", "read"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("_copy", marks=pytest.mark.slow), "_finish", pytest.param("read", marks=pytest.mark.slow)]
+)
 def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

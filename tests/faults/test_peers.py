@@ -41,6 +41,7 @@ def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     assert peers.numbers(job.lines()) == straight
 
 
+@pytest.mark.slow  # test_launch.py and test_one_of_two.py have its parts
 def test_an_exception_in_one_process_ends_both_without_a_launcher(tmp_path):
     outcome = peers.happen(peers.Job(tmp_path), peers.Case(event="raise", victim=1, launched=False))
     assert outcome.codes == [1, 1], outcome.said

@@ -11,7 +11,7 @@ from tests.planner import programs
 DEGREES = (8, 16, 32)
 
 
-@pytest.fixture(scope="module", params=DEGREES)
+@pytest.fixture(scope="module", params=[8, *(pytest.param(degree, marks=pytest.mark.slow) for degree in DEGREES[1:])])
 def wide(request):
     """A step on so many devices that share rows, each with as many tokens: rows double with the devices."""
     return programs.gpu_step(data=1, seq=request.param, num_heads=64, turns=1)

@@ -119,10 +119,11 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     ("words", "which", "says"),
     [
         (["run.on_nan=stop"], 0, "is not finite. The step"),
-        (
+        pytest.param(
             ["run.on_nan=skip", "run.max_bad_steps=1"],
             1,
             "more often since the process began than run.max_bad_steps = 1. The step",
+            marks=pytest.mark.slow,
         ),
     ],
 )

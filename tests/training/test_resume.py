@@ -95,7 +95,7 @@ def check(found, expected, *, exact):
                 assert line[name] == pytest.approx(other[name], rel=tolerances.MESH), (name, line["step"])
 
 
-@pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 2)])
+@pytest.mark.parametrize("mesh", [(2, 4), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 2)))])
 def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, stopped, mesh):
     words = [f"mesh.data={mesh[0]}", f"mesh.seq={mesh[1]}"]
     train(settings(stopped, *words))
@@ -265,7 +265,13 @@ REFUSED = [
     ("then", "words", "begins", "said"),
     [
         ("restart", ["data.row_tokens=128"], 0, "data.row_tokens = 128, and was 64: begins with the first of the new rows"),
-        ("restart", ["run.seed=1"], 0, "run.seed = 1, and was 0: begins with the first of the new rows"),
+        pytest.param(
+            "restart",
+            ["run.seed=1"],
+            0,
+            "run.seed = 1, and was 0: begins with the first of the new rows",
+            marks=pytest.mark.slow,
+        ),
         ("continue", ["run.seed=1"], STOPPED * 8, "run.seed = 1, and was 0: goes on behind as many of the new rows"),
     ],
 )
