@@ -80,16 +80,21 @@ def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
         compared(monkeypatch, "because", "no", "no")
 
 
-def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "kinds"), [("ulysses", ["ulysses"]), pytest.param("auto", ["gather", "ring", "ulysses"], marks=pytest.mark.slow)]
+)
+def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch, asked, kinds):
     """As a user asks for it: rows_per_step 4 goes on every mesh of two devices."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled three times
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled again and again
     written = tmp_path / "meshes.json"
-    plan.main(["configs/quickstart.yaml", *WORDS, "--meshes", "--measure", "2", "--json", str(written)])
+    plan.main(
+        ["configs/quickstart.yaml", *WORDS, f"attention.kind={asked}", "--meshes", "--measure", "2", "--json", str(written)]
+    )
     found = json.loads(written.read_text())["meshes"]
     ran = sorted((one["mesh"]["replica"], one["mesh"]["data"], one["kind"]["kind"]) for one in found)
-    assert ran == [(1, 1, "gather"), (1, 1, "ring"), (1, 1, "ulysses"), (1, 2, "auto"), (2, 1, "auto")]
+    assert ran == [*((1, 1, kind) for kind in kinds), (1, 2, asked), (2, 1, asked)]
     assert all(one["measured"]["mesh"] == one["mesh"] for one in found)
     assert all(len(one["measured"]["losses"]) == 3 and one["off"] < 1e-5 for one in found)
     assert len({tuple(one["measured"]["num_loss_tokens"]) for one in found}) == 1
     said = capsys.readouterr().out
-    assert "losses and counts are the same on all 5 lines" in said
+    assert f"losses and counts are the same on all {len(kinds) + 2} lines" in said
