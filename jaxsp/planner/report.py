@@ -21,13 +21,15 @@ def text(plan: plans.Plan, *, model: str) -> str:
     shared = ""
     if plan.attention:
         others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
-        shared = f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn ({others}); "
+        others = f" ({others})" if others else ""
+        shared = f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn{others}; "
+    rows = f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)} of {plan.row_tokens:,} tokens"
     lines = [
         ("plan", f"{model} on {where}, compiled in {plan.plan_s:.1f} s by jax {plan.jax}; nothing was run or measured"),
         (
             "mesh",
-            f"{mesh(plan.mesh)}; {plan.rows_per_step} rows of {plan.row_tokens:,} tokens a step, {plan.rows_at_once} at a "
-            f"time, up to {plan.max_documents_per_row} documents in each",
+            f"{mesh(plan.mesh)}; {rows} a step, {plan.rows_at_once} at a time, up to {plan.max_documents_per_row} documents in "
+            "each",
         ),
         ("attention", f"{shared}{kernel}{parts}"),
         (

@@ -16,6 +16,12 @@ def test_all_of_a_plan_is_said():
     assert "GiB of each node's memory" not in said
 
 
+def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
+    said = report.text(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
+    assert "; 1 row of 131,072 tokens a step" in said
+    assert "MB for a layer in a turn; cuDNN" in " ".join(said.split())
+
+
 def test_what_does_not_fit_names_what_binds_and_what_is_not_turned():
     plan = made.plan(
         fits=False, short="much", binds="host", host_gib=2100.0, ways_out=["memory.remat=full", "memory.x=y", "shorter rows"]
