@@ -121,7 +121,7 @@ def _attend_bwd(
 
         zeros = [jnp.zeros(x.shape, jnp.float32) for x in whole]
         dwhole, dq_2BChK = jax.lax.scan(chunk, zeros, (queries, todo.before))
-        scattered = [_scattered(ring, x) for x in dwhole]
+        scattered = _scattered(ring, dwhole)
         # while these are on their way
         dq, *dkv = zigzag.own_backward(kernel, todo.own, *(zigzag.as_rows(x) for x in (q, *kv, out, lse, dout)))
         dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
@@ -164,10 +164,10 @@ def _over_lots(ring: zigzag.Ring, lot: Any, inputs: list[Array], kv: list[Array]
 
     def next_lot(whole: list[Array], of: tuple) -> tuple[list[Array], Any]:
         inputs, kv, kv_next = of
-        coming = [_gathered(ring, x) for x in kv_next]
+        coming = _gathered(ring, kv_next)
         return coming, lot(*inputs, kv, whole)
 
-    whole = [_gathered(ring, x[0]) for x in kv]
+    whole = _gathered(ring, [x[0] for x in kv])
     but_last, but_first = ([x[:-1] for x in kv], [x[1:] for x in kv])
     whole, found = jax.lax.scan(next_lot, whole, ([x[:-1] for x in inputs], but_last, but_first))
     last = lot(*(x[-1] for x in inputs), [x[-1] for x in kv], whole)
@@ -186,17 +186,22 @@ def _of_lots(x_SB2CxK: Array) -> Array:
     return x_SB2CxK.transpose(1, 2, 3, 0, 4, 5).reshape(B, 2 * C, S * x, K)
 
 
-def _gathered(ring: zigzag.Ring, x_B2CgK: Array) -> Float[Array, "B L g K"]:
-    """Whole rows, in their own order, of all devices' chunks."""
-    x_PB2CgK = jax.lax.all_gather(x_B2CgK, axes.SEQ, axis_index_groups=ring.groups)
-    x_NBCgK = jnp.concatenate([x_PB2CgK[:, :, 0], x_PB2CgK[::-1, :, 1]])
-    N, B, C, g, K = x_NBCgK.shape
-    return x_NBCgK.swapaxes(0, 1).reshape(B, N * C, g, K)
+def _gathered(ring: zigzag.Ring, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
+    """Whole rows, in their own order, of all devices' chunks; keys and values come in one message, as in `Ring.passed_on`."""
+    kv_P2B2CgK = jax.lax.all_gather(jnp.stack(kv_B2CgK), axes.SEQ, axis_index_groups=ring.groups)
+    whole = []
+    for x_PB2CgK in (kv_P2B2CgK[:, 0], kv_P2B2CgK[:, 1]):
+        x_NBCgK = jnp.concatenate([x_PB2CgK[:, :, 0], x_PB2CgK[::-1, :, 1]])
+        N, B, C, g, K = x_NBCgK.shape
+        whole.append(x_NBCgK.swapaxes(0, 1).reshape(B, N * C, g, K))
+    return whole
 
 
-def _scattered(ring: zigzag.Ring, x_BLgK: Array) -> Float[Array, "B 2 C g K"]:
-    """This device's chunks of the sum over all devices of such rows."""
-    B, L, g, K = x_BLgK.shape
-    x_NBCgK = x_BLgK.reshape(B, 2 * ring.degree, -1, g, K).swapaxes(0, 1)
-    x_PB2CgK = jnp.stack([x_NBCgK[: ring.degree], x_NBCgK[: ring.degree - 1 : -1]], axis=2)
-    return jax.lax.psum_scatter(x_PB2CgK, axes.SEQ, axis_index_groups=ring.groups)
+def _scattered(ring: zigzag.Ring, kv_BLgK: list[Array]) -> Float[Array, "2 B 2 C g K"]:
+    """This device's chunks of the sums over all devices of such rows."""
+    parts = []
+    for x_BLgK in kv_BLgK:
+        B, _, g, K = x_BLgK.shape
+        x_NBCgK = x_BLgK.reshape(B, 2 * ring.degree, -1, g, K).swapaxes(0, 1)
+        parts.append(jnp.stack([x_NBCgK[: ring.degree], x_NBCgK[: ring.degree - 1 : -1]], axis=2))
+    return jax.lax.psum_scatter(jnp.stack(parts, axis=1), axes.SEQ, axis_index_groups=ring.groups)

@@ -121,8 +121,9 @@ def _attend_bwd(
 
     def next_turn(carry: tuple[Array, list[Array], list[Array]], turn: Array) -> tuple[tuple, None]:
         dq, dkv, kv = carry
-        dq, dkv = visit(dq, ring.passed_on(dkv), kv, turn)
-        return (dq, dkv, ring.passed_on(kv)), None
+        come = ring.passed_on([*dkv, *kv])
+        dq, dkv = visit(dq, come[:2], kv, turn)
+        return (dq, dkv, come[2:]), None
 
     kv = [k_B2CGK, v_B2CGK]
     own = zigzag.own_backward(kernel, pieces_of.own, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv, *done)))

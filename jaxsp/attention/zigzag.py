@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import pieces
@@ -50,9 +51,20 @@ class Ring:
         return [[outer * self.inner + inner for outer in range(self.degree)] for inner in range(self.inner)]
 
     def passed_on(self, arrays: list[Array]) -> list[Array]:
-        """The arrays of the device before this one."""
+        """The arrays of the device before this one.
+
+        They come in one message, because XLA lets one alone travel while something is computed (jax 0.12).
+        """
         pairs = [(a, b) for group in self.groups for a, b in zip(group, [*group[1:], group[0]], strict=True)]
-        return [jax.lax.ppermute(x, axes.SEQ, pairs) for x in arrays]
+        dtypes = {x.dtype for x in arrays}
+        as_one = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+        words = [jax.lax.bitcast_convert_type(x, as_one) for x in arrays]
+        ends = np.cumsum([x.size for x in words]).tolist()[:-1]
+        come = jnp.split(jax.lax.ppermute(jnp.concatenate([x.ravel() for x in words]), axes.SEQ, pairs), ends)
+        return [
+            jax.lax.bitcast_convert_type(flat.reshape(word.shape), x.dtype)
+            for flat, word, x in zip(come, words, arrays, strict=True)
+        ]
 
     def chunks(self, device: Array) -> tuple[Array, Array]:
         """The numbers of a device's two chunks."""
