@@ -63,7 +63,8 @@ class Choice:
 
     kind: kinds.Kind
     others: tuple[tuple[str, int], ...]
-    """Other kinds that `auto` could have taken, in words, with the bytes that each device sends for a layer in a turn;"""
+    """Other kinds that `auto` could have taken, in words, with the bytes that each device sends for a layer in a turn where
+    what attention made is kept for the backward pass: what `auto` goes by, whatever memory.remat is or becomes;"""
     bytes: int
     """and those of this one."""
     kernel: str
@@ -119,6 +120,11 @@ def choose(
             raise errors.UserError(f"attention.kernel = cudnn: cuDNN {one.what}. {one.way_out}" for one in obstacles)
         kernel = "blockwise" if obstacles else "cudnn"
         why = f"cuDNN {obstacles[0].what}" if obstacles else ""
+    if kernel == "reference" and kind.degree > 1:
+        raise errors.UserError(
+            f"attention.kernel = reference: computes whole rows alone, and {kind.words} needs parts of them. Use "
+            "attention.kernel=auto or attention.kernel=blockwise."
+        )
     chunks = asked.head_chunks
     if kernel != "cudnn":
         if chunks is not None:
@@ -160,12 +166,11 @@ def cost(settings: config.Config, kind: kinds.Kind, *, remat: str | None = None,
         remat: what has become of the config's.
         heads: num_heads, num_kv_heads and head_dim.
     """
-    of_layer = _layer(settings, **heads)
-    return kinds.cost(kind, of_layer if remat is None else dataclasses.replace(of_layer, remat=remat))
+    kept = remat or settings.memory.remat
+    return kinds.cost(kind, dataclasses.replace(_layer(settings, **heads), remat="attention" if kept == "auto" else kept))
 
 
 def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> kinds.Layer:
-    kept = settings.memory.remat
     return kinds.Layer(
         rows=settings.batch.rows_at_once,
         share_tokens=settings.data.longest_row // settings.mesh.seq,
@@ -173,7 +178,6 @@ def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_d
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         itemsize=jnp.dtype(settings.model.compute_dtype).itemsize,
-        remat="attention" if kept == "auto" else kept,
     )
 
 
@@ -199,6 +203,8 @@ def _work(settings: config.Config, kind: kinds.Kind, layer: kinds.Layer, *, wind
         dtype=settings.model.compute_dtype,
         num_chunks=num_chunks,
         keys_before=keys,
+        num_neighbours=kind.inner,
+        whole_row_tokens=settings.data.longest_row,
     )
 
 
@@ -218,7 +224,7 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     gets = f"a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
     if kind.degree > 1:
         gets += f" of 2 of {2 * kind.degree} chunks of a row"
-    sends = f"it sends {_size(choice.bytes)} for a layer in a turn"
+    sends = f"it sends {_size(choice.bytes)} for a layer in a turn where attention is kept"
     if choice.others:
         sends += f" ({', '.join(f'{words} {_size(size)}' for words, size in choice.others)})"
     return f"{kind.words}, {kernel}; {gets}; {sends}{why}"
@@ -265,13 +271,15 @@ def make_attend(
     return Attend(inner, kind)
 
 
-def in_halves(kernel: str, *, head_chunks: int = 1) -> Callable[..., Array]:
+def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Callable[..., Array]:
     """Attention over whole rows on one device as ring and gather compute it: two chunks, and what the second sees of the first.
 
-    To try a kernel's parts with, without other devices.
+    To try a kernel's parts with, without other devices. Args: outer: ring or gather.
     """
-    alone = kinds.Kind(seq=1, inner=1)
-    return functools.partial(ring.attend, kernel=_parts(kernel, head_chunks, alone), ring=zigzag.Ring(degree=1))
+    parts, alone = _parts(kernel, head_chunks, kinds.Kind(seq=1, inner=1)), zigzag.Ring(degree=1)
+    if outer == "ring":
+        return functools.partial(ring.attend, kernel=parts, ring=alone)
+    return functools.partial(gather.attend, kernel=parts, ring=alone, kv_heads=1)
 
 
 def attend_of(choice: Choice) -> Attend:

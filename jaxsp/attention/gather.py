@@ -1,7 +1,7 @@
 """Gather: queries stay, and the keys and values of whole rows come to them, some heads at a time.
 
 Rows lie in zigzag (core/layout.py), so that every device's two chunks together have as much before them as any other's. While
-the heads that are there are attended to, the next ones are on their way; whole rows of two lots of heads are there at most.
+the heads that are there are attended to, the next ones are on their way: memory grows with the heads of a lot, not with all.
 
 Source: Meta's Llama 3, arXiv:2407.21783, sec. 3.3.2; `heads_k_stride` of zhuzilin/ring-flash-attention. Differs: packed pieces
 in zigzag, gradients summed in float32.
@@ -188,7 +188,9 @@ def _of_lots(x_SB2CxK: Array) -> Array:
 
 def _gathered(ring: zigzag.Ring, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
     """Whole rows, in their own order, of all devices' chunks; keys and values come in one message, as in `Ring.passed_on`."""
-    kv_P2B2CgK = jax.lax.all_gather(jnp.stack(kv_B2CgK), axes.SEQ, axis_index_groups=ring.groups)
+    kv_2B2CgK = jnp.stack(kv_B2CgK)
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes.SEQ, axis_index_groups=ring.groups)
+    kv_P2B2CgK = gather(kv_2B2CgK) if ring.degree > 1 else kv_2B2CgK[None]
     whole = []
     for x_PB2CgK in (kv_P2B2CgK[:, 0], kv_P2B2CgK[:, 1]):
         x_NBCgK = jnp.concatenate([x_PB2CgK[:, :, 0], x_PB2CgK[::-1, :, 1]])
@@ -204,4 +206,7 @@ def _scattered(ring: zigzag.Ring, kv_BLgK: list[Array]) -> Float[Array, "2 B 2 C
         B, _, g, K = x_BLgK.shape
         x_NBCgK = x_BLgK.reshape(B, 2 * ring.degree, -1, g, K).swapaxes(0, 1)
         parts.append(jnp.stack([x_NBCgK[: ring.degree], x_NBCgK[: ring.degree - 1 : -1]], axis=2))
-    return jax.lax.psum_scatter(jnp.stack(parts, axis=1), axes.SEQ, axis_index_groups=ring.groups)
+    kv_P2B2CgK = jnp.stack(parts, axis=1)
+    if ring.degree == 1:
+        return kv_P2B2CgK[0]
+    return jax.lax.psum_scatter(kv_P2B2CgK, axes.SEQ, axis_index_groups=ring.groups)

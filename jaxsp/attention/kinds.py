@@ -65,7 +65,7 @@ class Layer:
     head_dim: int
     itemsize: int
     """Bytes of an element of q, k, v and the output."""
-    remat: str
+    remat: str = "attention"
     """none, attention or full."""
 
 
@@ -111,6 +111,8 @@ def possible(
 def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | None) -> Kind:
     """The kind that a config asks for, or that `auto` means: Ulysses where it can be, else what sends least.
 
+    A group of one device shares nothing, whatever is asked for: so a config can be tried on any mesh.
+
     Args:   window: the model's, where it keeps any token of a row from seeing another.
     Raises: UserError for heads that cannot be shared so, and for a window that the kind cannot serve.
     """
@@ -118,17 +120,23 @@ def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | Non
     if seq == 1:
         return Kind(seq=1, inner=1)
     fits = [n for n in range(1, layer.num_heads + 1) if layer.num_heads % n == 0]
+    kind, outer = asked.kind, asked.outer
+    if kind == "ulysses" and layer.num_heads % seq:
+        instead = ", or attention.kind=auto" * (window is None)
+        raise errors.UserError(
+            f"mesh.seq = {seq}: {layer.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is "
+            f"ulysses. Use mesh.seq={errors.choices(fits)}{instead}."
+        )
     if window is not None and (asked.kind not in ("auto", "ulysses") or layer.num_heads % seq):
         among = asked.kind if asked.kind != "auto" else f"{asked.outer} or hybrid"
         raise errors.UserError(
             f"attention.kind = {asked.kind}: the model's tokens see the last {window:,} alone, and {among} attention has no "
             f"windows. Use attention.kind=ulysses with mesh.seq={errors.choices(fits)}."
         )
-    kind, outer = asked.kind, asked.outer
-    if kind == "ulysses" and layer.num_heads % seq:
+    if outer == "gather" and kind in ("ulysses", "ring"):
         raise errors.UserError(
-            f"mesh.seq = {seq}: {layer.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is "
-            f"ulysses. Use mesh.seq={errors.choices(fits)}, or attention.kind=auto."
+            f"attention.outer = gather: is of hybrid attention, and attention.kind is {kind}. Use attention.outer=ring, which "
+            "changes nothing here, or attention.kind=hybrid or gather."
         )
     if asked.inner_degree is not None and kind != "hybrid":
         raise errors.UserError(
@@ -150,8 +158,8 @@ def _hybrids(asked: config.Attention, layer: Layer, seq: int) -> list[Kind]:
     legal = [n for n in range(2, seq) if seq % n == 0 and layer.num_heads % n == 0]
     if not legal:
         raise errors.UserError(
-            f"attention.kind = hybrid: no inner degree divides both mesh.seq = {seq} and {layer.num_heads} query heads, but 1 "
-            f"and {seq}. Use attention.kind=auto."
+            f"attention.kind = hybrid: no number between 1 and mesh.seq = {seq} divides both that and {layer.num_heads} query "
+            "heads. Use attention.kind=auto."
         )
     if asked.inner_degree is not None and asked.inner_degree not in legal:
         raise errors.UserError(

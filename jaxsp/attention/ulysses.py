@@ -7,15 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.core import axes, errors
-
-
-def problems(*, num_heads: int, seq: int) -> list[str]:
-    """What is wrong with sharing this many query heads by `seq` devices; empty when nothing is."""
-    if num_heads % seq == 0:
-        return []
-    fits = [degree for degree in range(1, num_heads + 1) if num_heads % degree == 0]
-    return [f"mesh.seq = {seq}: {num_heads} query heads cannot be shared by {seq} devices. Use {errors.choices(fits)}."]
+from jaxsp.core import axes
 
 
 def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
@@ -70,12 +62,12 @@ def attend(
         least common multiple of G and seq, so that each device gets whole K/V heads, those of its own query heads.
     Moves:  2 all-to-alls forward (q, k and v travel in one), the same 2 transposed backward, and the first 2 again where the
         layer is computed again: see `cost`.
-    Raises: what `problems` finds is the caller's to report; here it is an assertion.
+    Raises: heads that cannot be shared are `kinds.choose`'s to report; here they are an assertion.
     Source: Jacobs et al. 2023, arXiv:2309.14509, sec. 3. Differs: K/V heads are repeated when seq does not divide them.
     """
     B, l, H, K = q_BlHK.shape  # l is this device's share of L
     G = k_BlGK.shape[2]
-    assert not problems(num_heads=H, seq=seq)
+    assert H % seq == 0, (H, seq)
     repeats = kv_repeats(num_kv_heads=G, seq=seq)
     k_BlGK, v_BlGK = jnp.repeat(k_BlGK, repeats, axis=2), jnp.repeat(v_BlGK, repeats, axis=2)
     h, g = H // seq, G * repeats // seq

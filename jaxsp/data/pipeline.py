@@ -86,8 +86,7 @@ class Pipeline:
 
     A step's rows are sorted by attention work and dealt to the groups in turn (`batch.row_of_step`), so that groups that
     wait for each other have rows of similar work; a group's devices hold the shares of its rows, in the layout that attention
-    asks for. Which rows a step has depends
-    on the schedule alone.
+    asks for. Which rows a step has depends on the schedule alone.
     """
 
     def __init__(

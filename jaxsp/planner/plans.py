@@ -109,8 +109,12 @@ def of(
     began = time.perf_counter()
     sizes = meshes.shape(settings.mesh, site.num_devices)
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    degree = attention.choose_kind(settings, window=model.sliding_window, **heads).degree
-    found = [*levers.problems(settings, platform="gpu"), *meshes.divisions(settings, sizes, degree=degree)]
+    found, degree = levers.problems(settings, platform="gpu"), 1
+    try:
+        degree = attention.choose_kind(settings, window=model.sliding_window, **heads).degree
+    except errors.UserError as problem:
+        found.extend(problem.problems)
+    found.extend(meshes.divisions(settings, sizes, degree=degree))
     lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
     if len(lengths) > 1:
         found.append(

@@ -22,7 +22,9 @@ def text(plan: plans.Plan, *, model: str) -> str:
     if plan.attention:
         others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
         others = f" ({others})" if others else ""
-        shared = f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn{others}; "
+        shared = (
+            f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn where attention is kept{others}; "
+        )
     rows = f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)} of {plan.row_tokens:,} tokens"
     lines = [
         ("plan", f"{model} on {where}, compiled in {plan.plan_s:.1f} s by jax {plan.jax}; nothing was run or measured"),

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxsp import attention
 from jaxsp.core import axes, config, errors, jobs, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
@@ -128,11 +129,21 @@ def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
     if device_is_short and tile > 1024:
         ways.append(f"memory.mlp_tile_tokens={tile // 4}")
-    shares_heads = program.model.num_heads % (2 * seq) == 0
-    other_kind = settings.attention.kind != "ulysses" and program.model.sliding_window is None
-    if (shares_heads or other_kind) and settings.data.longest_row % ((2 if shares_heads else 4) * seq) == 0:
+    if _can_share(program, 2 * seq):
         ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
+
+
+def _can_share(program: step.Program, seq: int) -> bool:
+    """Whether so many devices could share rows by the attention that the config asks for."""
+    settings, model = program.config, program.model
+    settings = settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"seq": seq})})
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    try:
+        kind = attention.choose_kind(settings, window=model.sliding_window, **heads)
+    except errors.UserError:
+        return False
+    return settings.data.longest_row % (seq if kind.degree == 1 else 2 * seq) == 0
 
 
 def changed(settings: config.Config, **memory: str) -> config.Config:

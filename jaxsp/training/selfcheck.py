@@ -64,7 +64,8 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
             attention_differences(choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike), device
         )
         if choice.kind.degree > 1:
-            refuse_attention(attention_differences(attention.in_halves(choice.kernel), window=None, **alike), device)
+            alike |= {"head_chunks": choice.head_chunks, "halves": choice.kind.outer}
+            refuse_attention(attention_differences(choice.kernel, window=None, **alike), device)
         done.append(f"self-check: cuDNN attention agrees with the blockwise kernel on this device ({_since(began)})")
     if memory.offload_activations != "none":
         began = time.perf_counter()
@@ -84,6 +85,7 @@ def attention_differences(
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
+    halves: str | None = None,
 ) -> dict[str, float]:
     """How far a kernel's output and gradients are from those of the blockwise kernel in float32, on small packed rows.
 
@@ -93,6 +95,7 @@ def attention_differences(
         max_pieces: with 1, rows of one piece are tried; with more, several and padding between them.
         window: tried with a shorter one, because the rows are short.
         head_chunks: tried with as many of these parts as there are heads for.
+        halves: ring or gather: tried on two chunks of each row as that puts them together.
     Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
         whichever is larger; of the piece where this is most. Infinite where something is not a number.
     """
@@ -111,6 +114,8 @@ def attention_differences(
 
     def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
         chunks = parts if kernel == "cudnn" else 1
+        if halves and kernel == "cudnn":
+            kernel = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
         attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
 
         def run(inputs: list[Array], slots: list[Array]) -> list[Array]:

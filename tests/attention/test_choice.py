@@ -1,5 +1,6 @@
 """Which kernel a run gets, why, and what is said to whom asks for one that cannot be had."""
 
+import re
 import types
 
 import jax
@@ -34,6 +35,7 @@ def choose(
     pieces=64,
     rows_at_once=1,
     dtype="bfloat16",
+    remat="auto",
     **asked,
 ):
     settings = config.parse(
@@ -48,6 +50,7 @@ def choose(
                 "max_documents_per_row": pieces,
             },
             "batch": {"rows_per_step": 1, "rows_at_once": rows_at_once},
+            "memory": {"remat": remat},
             "optimizer": {"learning_rate": 1.0},
         }
     )
@@ -314,7 +317,10 @@ def test_the_banner_says_what_each_kind_sends():
     said = attention.describe(choice, num_heads=28, num_kv_heads=4)
     gets = "a device gets 7 of 28 query heads and 1 of 4 K/V heads of 2 of 4 chunks of a row"
     assert said.startswith(f"Ulysses of 4 x ring of 2, cuDNN kernel; {gets}; ")
-    assert f"it sends {choice.bytes / MIB:,.1f} MiB for a layer in a turn (Ulysses of 2 x ring of 4 " in said
+    assert (
+        f"it sends {choice.bytes / MIB:,.1f} MiB for a layer in a turn where attention is kept (Ulysses of 2 x ring of 4 "
+        in said
+    )
     assert dict(choice.others).keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
 
 
@@ -322,4 +328,34 @@ def test_rows_are_cut_into_chunks_that_cudnn_takes():
     choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
     assert choice.why == "cuDNN takes rows in 16 chunks of a multiple of 2048 tokens, and data.row_tokens is 130048"
     assert choose(seq=8, heads=(7, 7, 128)).kernel == "cudnn"
+    # 24 heads on 18 devices, 6 neighbours: chunks of 6, and of 128 for cuDNN
+    near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
+    assert "of a multiple of 2304 tokens, and data.row_tokens is 131072. Use data.row_tokens=129024 or 131328" in near
+    assert choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel == "cudnn"
     assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel == "cudnn"
+
+
+def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
+    """The named rows are some that fit."""
+    fields = {"seq": 8, "kind": "ring", "pieces": 1}
+    problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
+    assert problem.startswith("data.row_tokens = 67108864: cuDNN's statistics and sums of 1 x 67,108,864 tokens")
+    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
+    assert choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel == "cudnn"
+    problem = refused(**fields | {"pieces": 2}, row_tokens=2**28, kernel="cudnn")[0]
+    assert "one head of 1 x 268,435,456 tokens in 16 chunks, of which it gets 2, is more" in problem
+    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
+    assert 2**26 < longest < 2**28
+    assert choose(**fields | {"pieces": 2}, row_tokens=longest, kernel="cudnn").kernel == "cudnn"
+
+
+def test_the_reference_kernel_has_no_parts_of_rows():
+    problem = refused(seq=8, heads=(7, 7, 128), kernel="reference")[0]
+    assert problem.startswith("attention.kernel = reference: computes whole rows alone, and ring of 8 needs parts of them.")
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full", "auto"])
+def test_what_is_computed_again_does_not_change_the_kind(remat):
+    """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
+    asked = {"seq": 16, "heads": (40, 10, 128)}
+    assert choose(**asked, remat=remat).kind == choose(**asked).kind

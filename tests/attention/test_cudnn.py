@@ -131,10 +131,11 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
 
+@pytest.mark.parametrize("outer", ["ring", "gather"])
 @pytest.mark.parametrize("kind", PIECES)
-def test_halves_of_rows_are_what_whole_rows_are(kind):
+def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
-    found, right = run(attention.in_halves("cudnn", head_chunks=2), *inputs), run("reference", *inputs)
+    found, right = run(attention.in_halves("cudnn", head_chunks=2, outer=outer), *inputs), run("reference", *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 

@@ -150,8 +150,10 @@ def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
         (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3}, r"kv_heads_per_gather = 3: 4 K/V heads .* Use 1, 2 or 4\."),
         (8, 28, 4, {"kind": "ring", "kv_heads_per_gather": 2}, r"is of gather attention, and this is ring of 8\. Use .*=null"),
         (4, 28, 4, {"kv_heads_per_gather": 2}, r"is of gather attention, and this is Ulysses of 4"),
+        (6, 32, 8, {"kind": "ulysses", "window": 100}, r"32 query heads .* mesh.seq=1, 2, 4, 8, 16 or 32\.$"),
+        (8, 28, 4, {"kind": "ring", "outer": "gather"}, r"outer = gather: is of hybrid attention, and attention.kind is ring"),
         (8, 28, 4, {"kind": "hybrid", "inner_degree": 8}, r"inner_degree = 8: has to divide .* Use 2 or 4, or null"),
-        (8, 7, 7, {"kind": "hybrid"}, r"no inner degree divides both mesh.seq = 8 and 7 query heads, .*=auto"),
+        (8, 7, 7, {"kind": "hybrid"}, r"no number between 1 and mesh.seq = 8 divides both that and 7 query heads.*=auto"),
         (8, 28, 4, {"inner_degree": 4}, r"inner_degree = 4: is of hybrid attention, and attention.kind is auto"),
         (8, 28, 4, {"window": 100}, r"see the last 100 alone, and ring or hybrid .* mesh.seq=1, 2, 4, 7, 14 or 28"),
         (4, 28, 4, {"kind": "gather", "window": 100}, r"and gather attention has no windows"),
@@ -203,7 +205,7 @@ def busy(rows, *, row_tokens, degree, zigzag):
         scores[: sum(lengths)] = np.concatenate([np.arange(1, length + 1) for length in lengths])
         of_devices = scores[order].reshape(degree, -1).sum(1)
         slowest, even = slowest + of_devices.max(), even + of_devices.mean()
-    return slowest / even
+    return float(slowest / even)
 
 
 def test_in_zigzag_causal_work_is_even(record_property):

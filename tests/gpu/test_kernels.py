@@ -116,19 +116,20 @@ def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 
 
-in_halves = functools.cache(lambda head_chunks: attention.in_halves("cudnn", head_chunks=head_chunks))
+in_halves = functools.cache(lambda head_chunks, outer: attention.in_halves("cudnn", head_chunks=head_chunks, outer=outer))
 
 
+@pytest.mark.parametrize("outer", ["ring", "gather"])
 @pytest.mark.parametrize(
     ("slots", "which", "h", "g", "K", "head_chunks", "window"), [case for case in CASES if case[-1] is None]
 )
-def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, takes):
+def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, takes, outer):
     """As ring and gather compute them: chunks of themselves, and rectangles between them, merged by their log-sum-exps."""
     takes(slots, K)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
         right = run(reference.attention, jnp.float32, *inputs)
-    found = run(in_halves(head_chunks), jnp.bfloat16, *inputs)
+    found = run(in_halves(head_chunks if outer == "ring" else 1, outer), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 

@@ -375,12 +375,26 @@ def test_ways_out_are_steps_towards_what_is_short():
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     odd = program({}, batches.model(num_heads=3, num_kv_heads=1))
-    assert not any(way.startswith("mesh.seq") for way in levers.ways_out(odd, device_is_short=True))
+    assert "mesh.seq=8 on twice the devices" in levers.ways_out(odd, device_is_short=True), "by a ring"
+    by_heads = odd.config.model_copy(update={"attention": config.Attention(kind="ulysses")})
+    ways = levers.ways_out(dataclasses.replace(odd, config=by_heads), device_is_short=True)
+    assert not any(way.startswith("mesh.seq") for way in ways)
 
 
 def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     odd = program({}, row_tokens=12)  # for 4 devices, not for 8
     assert not any(way.startswith("mesh.seq") for way in levers.ways_out(odd, device_is_short=True))
+
+
+def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
+    """For 8 devices rows of 1,000 tokens can be cut by Ulysses, and by ring they cannot."""
+    ways = {}
+    for kind in ("ulysses", "ring"):
+        found = program({}, row_tokens=1000)
+        asked = found.config.model_copy(update={"attention": config.Attention(kind=kind)})
+        ways[kind] = levers.ways_out(dataclasses.replace(found, config=asked), device_is_short=True)
+    assert "mesh.seq=8 on twice the devices" in ways["ulysses"]
+    assert "mesh.seq=8 on twice the devices" not in ways["ring"]
 
 
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():

@@ -100,6 +100,16 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
         selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
 
 
+@pytest.mark.parametrize("outer", ["ring", "gather"])
+def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
+    cudnn_contract.on_cpu()
+    assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.TOLERANCE / 2
+    monkeypatch.setattr(
+        pieces.Rectangle, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
+    )
+    assert not max(differences("cudnn", halves=outer).values()) < selfcheck.TOLERANCE
+
+
 def offloaded(what, **changes):
     how = remat.Remat(offload_activations=what)
     return selfcheck.offload_difference(how, device=jax.devices()[0], tokens=64, width=32, **changes)

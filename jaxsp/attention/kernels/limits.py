@@ -1,6 +1,7 @@
 """What cuDNN's attention can do, and on what: asked before anything is compiled."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -46,6 +47,20 @@ class Work:
     """Parts of a row, each of which is a row here;"""
     keys_before: int = 0
     """and so many keys that are taken at a time of what is before it."""
+    num_neighbours: int = 1
+    """Devices that hold the same chunks."""
+    whole_row_tokens: int | None = None
+    """Of the row that is in chunks."""
+
+    @property
+    def whole_rows(self) -> tuple[int, int]:
+        """Of which these are parts: how many, and tokens of each."""
+        return self.rows_at_once // (2 if self.num_chunks > 1 else 1), self.whole_row_tokens or self.row_tokens
+
+    @property
+    def row_multiple(self) -> int:
+        """What the tokens of a whole row have to be a multiple of."""
+        return math.lcm(ROW_MULTIPLE * self.num_chunks, self.num_chunks * self.num_neighbours if self.num_chunks > 1 else 1)
 
     @property
     def num_tokens(self) -> int:
@@ -142,8 +157,9 @@ def shortage(work: Work, head_chunks: int, *, device_bytes: int) -> str | None:
 
     if taken(work, head_chunks) <= device_bytes:
         return None
+    num_rows, row_tokens = work.whole_rows
     problem = (
-        f"cuDNN's statistics and sums of {work.rows_at_once} x {work.row_tokens:,} tokens in up to {work.max_pieces} pieces, "
+        f"cuDNN's statistics and sums of {num_rows} x {row_tokens:,} tokens in up to {work.max_pieces} pieces, "
         f"heads in {head_chunks} parts, take {taken(work, head_chunks) / 2**30:.1f} GiB, and a device has "
         f"{device_bytes / 2**30:.1f}."
     )
@@ -151,8 +167,8 @@ def shortage(work: Work, head_chunks: int, *, device_bytes: int) -> str | None:
         return f"attention.head_chunks = {head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
     if most := next((number for number in range(work.max_pieces - 1, 0, -1) if least(number) <= device_bytes), None):
         return f"data.max_documents_per_row = {work.max_pieces}: {problem} Use data.max_documents_per_row={most}."
-    longest = work.row_tokens * device_bytes // least(1) // ROW_MULTIPLE * ROW_MULTIPLE
-    return f"data.row_tokens = {work.row_tokens}: {problem} Use data.row_tokens={longest} with data.max_documents_per_row=1."
+    longest = row_tokens * device_bytes // least(1) // work.row_multiple * work.row_multiple
+    return f"data.row_tokens = {row_tokens}: {problem} Use data.row_tokens={longest} with data.max_documents_per_row=1."
 
 
 def obstacles(work: Work, *, devices: Sequence[Device]) -> list[Obstacle]:
@@ -183,15 +199,17 @@ def _of_work(work: Work, capability: tuple[int, int], other: str) -> Iterator[Ob
     if work.head_dim % 8 or work.head_dim > largest:
         yield Obstacle(f"takes heads of a multiple of 8 up to {largest}, and the model's are of {work.head_dim}", other)
     if work.row_tokens % ROW_MULTIPLE:
-        multiple, row_tokens = ROW_MULTIPLE * work.num_chunks, work.row_tokens * work.num_chunks
+        multiple, (_, row_tokens) = work.row_multiple, work.whole_rows
         below = row_tokens // multiple * multiple
         near = errors.choices(n for n in (below, below + multiple) if n)
         way = f"Use data.row_tokens={near}, or attention.kernel=blockwise."
         of = f" in {work.num_chunks} chunks" * (work.num_chunks > 1)
         yield Obstacle(f"takes rows{of} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}", way)
     if not parts(work):
-        most = MAX_ELEMENTS // work.head_dim // work.rows_at_once // ROW_MULTIPLE * ROW_MULTIPLE
-        what = f"counts to 2**31 in packed rows, and one head of {work.rows_at_once} x {work.row_tokens:,} tokens is more"
+        most = MAX_ELEMENTS // work.head_dim // work.rows_at_once * work.num_chunks // work.row_multiple * work.row_multiple
+        of = f" in {work.num_chunks} chunks, of which it gets 2," * (work.num_chunks > 1)
+        num_rows, row_tokens = work.whole_rows
+        what = f"counts to 2**31 in packed rows, and one head of {num_rows} x {row_tokens:,} tokens{of} is more"
         yield Obstacle(
             what, f"Use data.row_tokens={most} or less, data.max_documents_per_row=1, or attention.kernel=blockwise."
         )
