@@ -54,6 +54,10 @@ class Attend:
         lengths_BM: Int32[Array, "B M"],
     ) -> Float[Array, "B l H K"]:
         with jax.named_scope(SCOPE):
+            # As if the pieces came of q: of what hangs on them alone, jax.lax.scan over layers makes a loop of its own before
+            # the first layer, and a ring's masks and zeros for all turns would wait there (8 GiB for a million tokens on 32)
+            of_q = starts_BM, lengths_BM, jax.lax.stop_gradient(q_BlHK)
+            starts_BM, lengths_BM, _ = jax.lax.optimization_barrier(of_q)
             return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
 
 

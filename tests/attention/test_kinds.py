@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -172,6 +173,20 @@ def test_ulysses_serves_windows():
 def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
     with pytest.raises(errors.UserError, match=r"Use blockwise or cudnn, or attention\.kind=ulysses"):
         attention.make_attend(kind=kinds.Kind(seq=4, inner=1), kernel=kernel, window=None)
+
+
+def test_nothing_is_computed_for_all_turns_before_the_first_layer():
+    """A loop over layers would otherwise have its own loop before it, of what hangs on the pieces alone: 6 turns of 8 devices."""
+    attend = batches.on_shares(attention.make_attend(kind=kinds.Kind(seq=8, inner=1), kernel="blockwise", window=None))
+    starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
+
+    def loss(x):
+        layer = lambda x, weight: (x + attend(x * weight, x, x, starts, lengths), None)
+        return (jax.lax.scan(layer, x, jnp.ones(3))[0] ** 2).sum()
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones((1, 160, 2, K))))
+    assert "length=6" in program
+    assert not re.findall(r"\[6,2,[0-9,]+\]", program)
 
 
 def merge_errors(degree=8, tokens=512):
