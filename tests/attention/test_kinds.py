@@ -176,7 +176,7 @@ def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
 
 
 def test_nothing_is_computed_for_all_turns_before_the_first_layer():
-    """A loop over layers would otherwise have its own loop before it, of what hangs on the pieces alone: 6 turns of 8 devices."""
+    """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
     attend = batches.on_shares(attention.make_attend(kind=kinds.Kind(seq=8, inner=1), kernel="blockwise", window=None))
     starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
 
