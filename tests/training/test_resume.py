@@ -130,8 +130,9 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     # another checkpoint, another mesh, other data
     words = ["mesh.data=1", "mesh.seq=8", f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]"]
     out.unlink()
+    by_heads = [*words, "attention.kind=ulysses"]
     with pytest.raises(errors.UserError, match="4 query heads cannot be shared by 8"):
-        evaluation.main([str(straight / "run/checkpoints/9"), *words, "--out", str(out)])
+        evaluation.main([str(straight / "run/checkpoints/9"), *by_heads, "--out", str(out)])
     # (training's 8 rows a step are no whole number of turns of 6 rows)
     words += ["mesh.replica=2", "mesh.seq=4", "batch.rows_at_once=3"]
     evaluation.main([str(straight / "run/checkpoints/9"), *words, "--out", str(out)])
