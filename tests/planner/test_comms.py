@@ -125,6 +125,16 @@ def test_what_is_begun_and_ended_counts_once(kind):
     assert [one.bytes for one in comms.sent(program(*lines, more=more))] == [comms.sent(program(plain))[0].bytes]
 
 
+@pytest.mark.parametrize("kind", ASYNC)
+def test_what_runs_meanwhile_is_between_begin_and_end(kind):
+    """Also where the collective itself is in a computation of its own, as jax 0.12 has all of them."""
+    result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
+    begun, ended = (line.replace("GROUPS", GROUPS) for line in ASYNC[kind])
+    more = computation("wrapped", f"%w = {result} {kind}(%b), {GROUPS}") if kind == "reduce-scatter" else ""
+    (one,) = comms.sent(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
+    assert one.end - one.begin == 2
+
+
 def loop(body, trips="4"):
     known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
     return f"%loop.{body} = (s32[], f32[8]{{0}}) while(%t), condition=%less, body=%{body}{known}"
