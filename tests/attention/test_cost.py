@@ -60,8 +60,15 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("remat", KEPT)
-@pytest.mark.parametrize(("kind", "H", "G"), KINDS, ids=lambda one: getattr(one, "words", None))
+@pytest.mark.parametrize(
+    ("kind", "H", "G", "remat"),
+    [
+        pytest.param(*one, remat, marks=[pytest.mark.slow] * (one[0].name == "hybrid" and remat != "none"))
+        for one in KINDS
+        for remat in KEPT
+    ],
+    ids=lambda one: getattr(one, "words", None),
+)
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
     sent = comms.sent(compiled(kind, H, G, remat))
     found = {one: comms.total(sent, kind=one) / NUM_LAYERS for one in comms.KINDS}

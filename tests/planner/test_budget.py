@@ -40,6 +40,7 @@ def test_heads_that_are_as_many_as_layers_are_no_residuals():
     assert budget._Teller(step)(heads) == budget.ATTENTION
 
 
+@pytest.mark.slow
 def test_compiling_quickly_changes_no_byte(monkeypatch):
     asked = programs.settings(hidden_size=1024, intermediate_size=2048, vocab_size=4096, num_attention_heads=8)
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")

@@ -32,6 +32,7 @@ def test_all_that_a_step_holds_is_read(wide):
     )
 
 
+@pytest.mark.slow
 def test_what_grows_with_the_devices_is_repeated_keys_and_values():
     """From 8 devices to 32, with 8 K/V heads: each head is on 1, 2 and 4 devices."""
     steps = [programs.gpu_step(data=1, seq=seq, num_heads=64, turns=1) for seq in DEGREES]

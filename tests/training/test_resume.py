@@ -210,6 +210,7 @@ def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch
         resume.agree(run, tmp_path / "checkpoints/4", [])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
