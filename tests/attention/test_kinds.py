@@ -15,6 +15,7 @@ from jaxsp.attention.kernels import blockwise
 from jaxsp.core import config, errors, layout
 from jaxsp.data import packing
 from tests import batches, tolerances
+from tests.attention import cudnn_contract
 
 L, K = 96, 8
 
@@ -124,6 +125,8 @@ def test_the_quick_ones_are_among_them():
         (8, 7, 1, 1),
         (6, 8, 4, 2),
         (64, 32, 8, None),
+        (2, 8, 2, 2),  # a ring would send less
+        (6, 14, 2, 2),  # a ring of 6 sends as much
     ],
 )
 def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner):
@@ -134,6 +137,13 @@ def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner)
     least = min(sum(kinds.cost(one, layer(H, G)).values()) for one in others)
     assert kind.degree == 1 or sum(kinds.cost(kind, layer(H, G)).values()) == least
     assert (kind.degree == 1) == (H % seq == 0)
+
+
+def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
+    kind = chosen(12, 6, 3, kind="hybrid", outer="gather")
+    also = kinds.Kind(seq=12, inner=3, outer="gather")
+    assert sum(kinds.cost(also, layer(6, 3)).values()) == sum(kinds.cost(kind, layer(6, 3)).values())
+    assert kind.inner == 6
 
 
 def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
@@ -189,14 +199,14 @@ def test_nothing_is_computed_for_all_turns_before_the_first_layer():
     assert not re.findall(r"\[6,2,[0-9,]+\]", program)
 
 
-def merge_errors(degree=8, tokens=512):
+def merge_errors(kernel, degree=8, tokens=512):
     """Differences in bfloat16 from the reference in float32: of a ring, and of one device's kernel."""
     rng = np.random.default_rng(0)
     H, G = 4, 2
     given = [jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16) for heads in (H, G, G, H)]
     starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.on_shares(attention.make_attend(kind=kinds.Kind(seq=degree, inner=1), kernel="blockwise", window=None))
-    alone = attention.make_attend(kernel="blockwise", window=None)
+    ring = batches.on_shares(attention.make_attend(kind=kinds.Kind(seq=degree, inner=1), kernel=kernel, window=None))
+    alone = attention.make_attend(kernel=kernel, window=None)
     exact = attention.make_attend(kernel="reference", window=None)
     right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
     return [
@@ -205,11 +215,15 @@ def merge_errors(degree=8, tokens=512):
     ]
 
 
-def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(record_property):
-    of_ring, of_one = merge_errors()
+@pytest.mark.parametrize(("kernel", "more"), [("blockwise", 1), pytest.param("cudnn", 2**0.5, marks=pytest.mark.slow)])
+def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(kernel, more, record_property):
+    """cuDNN gives each part in bfloat16, which is rounding once more: its contract rounds nothing else."""
+    if kernel == "cudnn":
+        cudnn_contract.on_cpu()
+    of_ring, of_one = merge_errors(kernel)
     record_property("ring of 8, one device", (of_ring, of_one))
     for name, error in of_one.items():
-        assert of_ring[name] <= 1.02 * error, (name, of_ring, of_one)
+        assert of_ring[name] <= 1.02 * more * error, (name, of_ring, of_one)
 
 
 def busy(rows, *, row_tokens, degree, zigzag):

@@ -65,6 +65,13 @@ def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
     assert some
 
 
+def test_a_rectangle_ends_with_the_chunk_of_queries():
+    where = pieces.rectangle(
+        jnp.int32([[3]]), jnp.int32([[20]]), queries=jnp.int32(8), num_queries=8, keys=jnp.int32(0), num_keys=8
+    )
+    assert [x.tolist() for x in where] == [[8], [3], [5]]
+
+
 def test_the_drawn_rectangle():
     where = pieces.rectangle(
         jnp.int32([[3]]), jnp.int32([[9]]), queries=jnp.int32(8), num_queries=8, keys=jnp.int32(0), num_keys=8
