@@ -217,6 +217,11 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked):
         (["--plot", "picture"], "is no picture's name"),
         (["data.row_tokens=32769"], "data.row_tokens = 32769: cannot be cut into 4 equal shares"),
         (["batch.rows_per_step=7"], "batch.rows_per_step = 7: is no whole number of turns of 2 rows"),
+        (["attention.inner_degree=2"], "attention.inner_degree = 2: is of hybrid attention, and attention.kind is auto"),
+        (
+            ["attention.kind=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6"],
+            "(?s)mesh.seq = 3: 8 query heads cannot be shared by 3 devices.*batch.rows_per_step = 7: is no whole number",
+        ),
         (["model.config=null", "model.source=no/such-folder/here"], "model.source = no/such-folder/here"),
     ],
 )
