@@ -127,9 +127,8 @@ def _check(given: argparse.Namespace) -> None:
     if given.measure is not None:
         for flag in ("device", "devices", "node_devices", "host_gib", "document_tokens", "plot"):
             if getattr(given, flag) is not None:
-                problems.append(
-                    f"--{flag.replace('_', '-')}: with --measure, the devices are those that are here. Leave one of them out."
-                )
+                why = "nothing is drawn" if flag == "plot" else "the devices are those that are here"
+                problems.append(f"--{flag.replace('_', '-')}: with --measure, {why}. Leave one of them out.")
     if given.longest and given.document_tokens is not None:
         problems.append("--document-tokens: the longest row is sought as one document. Leave it out.")
     for flag in ("json", "plot"):
@@ -181,6 +180,7 @@ def _meshes(
 ) -> None:
     """Plans every mesh."""
     count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads))
+    console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     with console.status(f"compiling {count} steps") as status:
         done = []
 

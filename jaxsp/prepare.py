@@ -166,7 +166,7 @@ def read(
             kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
     problems += levers.problems(settings, platform=devices[0].platform)
     if sizes is not None:
-        degree = kernel.kind.degree if kernel is not None else 1
+        degree = kernel.kind.degree if kernel is not None else None
         problems += meshes.divisions(settings, sizes, degree=degree, with_training=with_training)
     problems.check()
     assert model is not None

@@ -227,15 +227,15 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     heads, kv_heads = kinds.own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
     gets = f"a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
     if kind.degree > 1:
-        gets += f" of 2 of {2 * kind.degree} chunks of a row"
+        gets += f", and of each row 2 of {2 * kind.degree} chunks"
     sends = f"it sends {_size(choice.bytes)} for a layer in a turn where attention is kept"
     if choice.others:
-        sends += f" ({', '.join(f'{words} {_size(size)}' for words, size in choice.others)})"
+        sends += f" (others: {', '.join(f'{words}: {_size(size)}' for words, size in choice.others)})"
     return f"{kind.words}, {kernel}; {gets}; {sends}{why}"
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
 
 
 def make_attend(

@@ -150,6 +150,8 @@ def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | Non
     else:
         found = list(possible(seq=seq, outer=outer, kv_heads=None, **heads))
         found = [one for one in found if one.degree == 1] or found
+    lot = asked.kv_heads_per_gather or 1
+    found = [one for one in found if own_heads(one, **heads)[1] % lot == 0] or found
     best = min(found, key=lambda one: (sum(cost(one, layer).values()), -one.inner))
     return _with_lots(best, asked, layer)
 
@@ -164,7 +166,7 @@ def _hybrids(asked: config.Attention, layer: Layer, seq: int) -> list[Kind]:
     if asked.inner_degree is not None and asked.inner_degree not in legal:
         raise errors.UserError(
             f"attention.inner_degree = {asked.inner_degree}: has to divide mesh.seq = {seq} and {layer.num_heads} query heads, "
-            f"and to be neither 1 nor {seq}. Use {errors.choices(legal)}, or null."
+            f"and to be neither 1 (attention.kind=ring or gather) nor {seq} (ulysses). Use {errors.choices(legal)}, or null."
         )
     return [Kind(seq=seq, inner=n, outer=asked.outer) for n in legal if asked.inner_degree in (None, n)]
 
@@ -177,13 +179,13 @@ def _with_lots(kind: Kind, asked: config.Attention, layer: Layer) -> Kind:
     if kind.degree == 1 or kind.outer != "gather":
         raise errors.UserError(
             f"attention.kv_heads_per_gather = {lot}: is of gather attention, and this is {kind.words}. Use "
-            "attention.kv_heads_per_gather=null, or attention.kind=gather."
+            f"attention.kv_heads_per_gather=null, or {'attention.outer' if kind.name == 'hybrid' else 'attention.kind'}=gather."
         )
     own = own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)[1]
     if own % lot:
         legal = [n for n in range(1, own + 1) if own % n == 0]
         raise errors.UserError(
-            f"attention.kv_heads_per_gather = {lot}: {own} K/V heads on a device cannot be gathered {lot} at a time. Use "
+            f"attention.kv_heads_per_gather = {lot}: has to divide the K/V heads of a device, which are {own} here. Use "
             f"{errors.choices(legal)}."
         )
     return dataclasses.replace(kind, kv_heads=lot)

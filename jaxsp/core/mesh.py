@@ -79,17 +79,19 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 
 
-def divisions(settings: config.Config, sizes: dict[str, int], *, degree: int = 1, with_training: bool = True) -> list[str]:
+def divisions(
+    settings: config.Config, sizes: dict[str, int], *, degree: int | None = 1, with_training: bool = True
+) -> list[str]:
     """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is.
 
-    Args: degree: of the rows' layout, core/layout.py.
+    Args: degree: of the rows' layout, core/layout.py; None: not known, so that what is named has to serve all.
     """
     found = []
     seq = sizes[axes.SEQ]
     for row_tokens in settings.data.row_lengths:
-        parts, what = (seq, "shares (mesh.seq)") if degree == 1 else (2 * seq, "parts, two for each device (mesh.seq)")
+        parts, what = (2 * seq, "parts, two for each device (mesh.seq)") if (degree or 1) > 1 else (seq, "shares (mesh.seq)")
         if row_tokens % parts:
-            near = errors.choices(_multiples(row_tokens, parts))
+            near = errors.choices(_multiples(row_tokens, parts if degree else 2 * seq))
             found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}.")
     per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]

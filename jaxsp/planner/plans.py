@@ -109,7 +109,7 @@ def of(
     began = time.perf_counter()
     sizes = meshes.shape(settings.mesh, site.num_devices)
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    found, degree = levers.problems(settings, platform="gpu"), 1
+    found, degree = levers.problems(settings, platform="gpu"), None
     try:
         degree = attention.choose_kind(settings, window=model.sliding_window, **heads).degree
     except errors.UserError as problem:

@@ -20,8 +20,8 @@ def text(plan: plans.Plan, *, model: str) -> str:
     parts = f", heads in {plan.head_chunks} parts" if plan.head_chunks > 1 else ""
     shared = ""
     if plan.attention:
-        others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
-        others = f" ({others})" if others else ""
+        others = ", ".join(f"{words}: {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
+        others = f" (others: {others})" if others else ""
         shared = (
             f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn where attention is kept{others}; "
         )

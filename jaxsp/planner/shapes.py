@@ -23,8 +23,13 @@ class Shape:
 
 
 def name(kind: dict[str, Any]) -> str:
-    """A kind in a word or two, such as `hybrid 4`."""
-    return " ".join(str(value) for value in kind.values())
+    """A kind in a word or two, such as `hybrid 4`, or `hybrid 4 gather`."""
+    words = [
+        kind.get("kind"),
+        kind.get("inner_degree"),
+        "gather" * (kind.get("outer") == "gather" and kind["kind"] == "hybrid"),
+    ]
+    return " ".join(str(word) for word in words if word) or "none shared"
 
 
 def meshes(num_devices: int) -> Iterator[dict[str, int]]:
@@ -36,14 +41,25 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def kinds_of(settings: config.Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
-    """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are, the one that
-    we take first.
+    """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are.
+
+    Of what it says of `auto`, each has that which is of this kind.
     """
-    if settings.attention.kind != "auto" or seq == 1:
-        return [{"kind": settings.attention.kind}]
+    asked = settings.attention
+    if seq == 1:
+        return [{}]
+    if asked.kind != "auto":
+        return [{"kind": asked.kind}]
     inner = [n for n in range(seq - 1, 1, -1) if seq % n == 0 and num_heads % n == 0]
-    found: list[dict[str, Any]] = [{"kind": "ulysses"}] if num_heads % seq == 0 else []
-    return [*found, *({"kind": "hybrid", "inner_degree": n} for n in inner), {"kind": "ring"}, {"kind": "gather"}]
+    none = {"inner_degree": None, "outer": "ring", "kv_heads_per_gather": None}
+    gathered = {"outer": "gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
+    between = gathered if asked.outer == "gather" else {}
+    return [
+        *[{"kind": "ulysses"} | none] * (num_heads % seq == 0),
+        *({"kind": "hybrid"} | none | {"inner_degree": n} | between for n in inner),
+        {"kind": "ring"} | none,
+        {"kind": "gather"} | none | gathered,
+    ]
 
 
 def on(settings: config.Config, mesh: dict[str, int], kind: dict[str, Any]) -> config.Config:

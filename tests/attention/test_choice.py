@@ -302,9 +302,6 @@ def test_the_banner_names_the_window(kernel):
     assert ", a token sees the last 4,096 of its document, itself among them, all heads on each device" in said
 
 
-MIB = 2**20
-
-
 def test_the_banner_says_what_each_kind_sends():
     """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
     choice = choose(seq=8, heads=(28, 4, 128))
@@ -315,13 +312,12 @@ def test_the_banner_says_what_each_kind_sends():
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
     assert choice.bytes == in_neighbours + around
     said = attention.describe(choice, num_heads=28, num_kv_heads=4)
-    gets = "a device gets 7 of 28 query heads and 1 of 4 K/V heads of 2 of 4 chunks of a row"
+    gets = "a device gets 7 of 28 query heads and 1 of 4 K/V heads, and of each row 2 of 4 chunks"
     assert said.startswith(f"Ulysses of 4 x ring of 2, cuDNN kernel; {gets}; ")
-    assert (
-        f"it sends {choice.bytes / MIB:,.1f} MiB for a layer in a turn where attention is kept (Ulysses of 2 x ring of 4 "
-        in said
-    )
-    assert dict(choice.others).keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
+    others = dict(choice.others)
+    assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
+    listed = ", ".join(f"{words}: {size / 1e6:,.1f} MB" for words, size in others.items())
+    assert f"it sends {choice.bytes / 1e6:,.1f} MB for a layer in a turn where attention is kept (others: {listed})" in said
 
 
 def test_rows_are_cut_into_chunks_that_cudnn_takes():

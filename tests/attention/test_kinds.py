@@ -146,6 +146,12 @@ def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
     assert kind.inner == 6
 
 
+def test_neighbours_are_chosen_so_that_heads_can_be_gathered_as_asked():
+    assert chosen(8, 28, 4, kind="hybrid", outer="gather").inner == 4
+    assert chosen(8, 28, 4, kind="hybrid", outer="gather", kv_heads_per_gather=2).inner == 2
+    assert chosen(8, 28, 4, outer="gather", kv_heads_per_gather=4).inner == 1
+
+
 def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
     assert chosen(8, 28, 4, outer="gather").outer == "gather"
     kind = chosen(8, 28, 4, kind="hybrid", outer="gather", inner_degree=2, kv_heads_per_gather=2)
@@ -158,9 +164,10 @@ def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
     ("seq", "H", "G", "asked", "says"),
     [
         (8, 28, 4, {"kind": "ulysses"}, r"mesh.seq = 8: 28 query heads .* Use mesh.seq=1, 2, 4, 7, 14 or 28, or .*=auto"),
-        (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3}, r"kv_heads_per_gather = 3: 4 K/V heads .* Use 1, 2 or 4\."),
+        (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3}, r"kv_heads_per_gather = 3: .* are 4 here\. Use 1, 2 or 4\."),
         (8, 28, 4, {"kind": "ring", "kv_heads_per_gather": 2}, r"is of gather attention, and this is ring of 8\. Use .*=null"),
-        (4, 28, 4, {"kv_heads_per_gather": 2}, r"is of gather attention, and this is Ulysses of 4"),
+        (4, 28, 4, {"kv_heads_per_gather": 2}, r"is of gather attention, and this is Ulysses of 4\. .*attention.kind=gather"),
+        (8, 28, 4, {"kind": "hybrid", "kv_heads_per_gather": 1}, r"Ulysses of 4 x ring of 2\. .*outer=gather"),
         (6, 32, 8, {"kind": "ulysses", "window": 100}, r"32 query heads .* mesh.seq=1, 2, 4, 8, 16 or 32\.$"),
         (8, 28, 4, {"kind": "ring", "outer": "gather"}, r"outer = gather: is of hybrid attention, and attention.kind is ring"),
         (8, 28, 4, {"kind": "hybrid", "inner_degree": 8}, r"inner_degree = 8: has to divide .* Use 2 or 4, or null"),

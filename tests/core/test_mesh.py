@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core import config, errors, mesh
+from tests import batches
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,10 @@ def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeyp
 
 def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
     assert 2**30 < mesh.jobs.host_memory() < 2**46
+
+
+@pytest.mark.parametrize(("degree", "use"), [(1, "63 or 66"), (3, "60 or 66"), (None, "60 or 66")])
+def test_rows_get_values_that_their_layout_can_have_and_all_if_it_is_not_known(degree, use):
+    (problem,) = mesh.divisions(batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree)
+    assert problem.startswith("data.row_tokens = 64: cannot be cut into ")
+    assert problem.endswith(f"Use {use}.")

@@ -2,10 +2,13 @@
 
 import math
 
+from jaxsp import attention
 from jaxsp.core import errors
 from jaxsp.hf import families
 from jaxsp.planner import compiled, plans, shapes
 from tests.planner import made, programs
+
+MESH = {"replica": 1, "data": 1, "seq": 8}
 
 
 def test_every_mesh_is_there_once():
@@ -52,5 +55,24 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
 def test_a_kind_that_is_asked_for_is_the_only_one_and_heads_that_do_not_divide_leave_ulysses_out():
     asked = programs.settings("attention.kind=ring")
     assert shapes.kinds_of(asked, seq=8, num_heads=32) == [{"kind": "ring"}]
+    assert [shapes.name(kind) for kind in shapes.kinds_of(asked, seq=1, num_heads=32)] == ["none shared"]
     kinds = shapes.kinds_of(programs.settings(), seq=8, num_heads=28)
     assert [shapes.name(kind) for kind in kinds] == ["hybrid 4", "hybrid 2", "ring", "gather"]
+
+
+def test_of_what_is_asked_of_auto_each_kind_has_what_it_can():
+    """A mesh that training would take is not refused for a field of another kind."""
+    asked = programs.settings("attention.outer=gather", "attention.kv_heads_per_gather=2")
+    found = shapes.kinds_of(asked, seq=8, num_heads=32)
+    assert [shapes.name(kind) for kind in found] == ["ulysses", "hybrid 4 gather", "hybrid 2 gather", "ring", "gather"]
+    chosen = [
+        attention.choose_kind(shapes.on(asked, MESH, kind), window=None, num_heads=32, num_kv_heads=8, head_dim=64)
+        for kind in found
+    ]
+    assert [(one.inner, one.outer, one.kv_heads) for one in chosen] == [
+        (8, "ring", 1),
+        (4, "gather", 2),
+        (2, "gather", 2),
+        (1, "ring", 1),
+        (1, "gather", 2),
+    ]
