@@ -63,7 +63,7 @@ def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
         assert line["step"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     checkpoint(tmp_path / "hf", "llama3", dtype)
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.25}')

@@ -58,7 +58,7 @@ def small_step(slots, **memory):
     return compiled_step(settings).written.text
 
 
-@pytest.fixture(scope="module", params=[64, 1], ids=["packed", "one document a row"])
+@pytest.fixture(scope="module", params=[64, pytest.param(1, marks=pytest.mark.slow)], ids=["packed", "one document a row"])
 def small(request):
     """Slots of a row, and the compiled step."""
     return request.param, small_step(request.param)
@@ -118,7 +118,7 @@ RECIPES = {
 """The published config.json of each recipe's model, as far as it matters here."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen25" in name)) for name in RECIPES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES])
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
     settings = config.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])

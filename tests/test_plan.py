@@ -180,15 +180,22 @@ def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
 
 
 @pytest.mark.usefixtures("compiler")
-def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked):
-    said, found = asked("--meshes", "--devices", "2", "batch.rows_per_step=1", "mesh.seq=1")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gather", {"gather of 2 by 1"}),
+        pytest.param("auto", {"Ulysses of 2", "ring of 2", "gather of 2 by 1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, words):
+    said, found = asked("--meshes", "--devices", "2", "batch.rows_per_step=1", "mesh.seq=1", f"attention.kind={kind}")
     planned = [one for one in found["meshes"] if one["plan"]]
-    assert planned == found["meshes"][:3]
+    assert planned == found["meshes"][: len(words)]
     assert all(one["mesh"] == {"replica": 1, "data": 1, "seq": 2} for one in planned)
-    assert {one["plan"]["attention"] for one in planned} == {"Ulysses of 2", "ring of 2", "gather of 2 by 1"}
+    assert {one["plan"]["attention"] for one in planned} == words
     seconds = [one["plan"]["step_s_estimate"] for one in planned]
     assert seconds == sorted(seconds)
-    others = found["meshes"][3:]
+    others = found["meshes"][len(words) :]
     assert len(others) == 2
     assert all(one["why"].startswith("batch.rows_per_step = 1: ") for one in others)
     assert "estimates" in said

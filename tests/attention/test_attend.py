@@ -127,7 +127,11 @@ WINDOWS = pytest.mark.parametrize(("devices", "kernel"), WHOLE)
 
 EACH = pytest.mark.parametrize(
     ("devices", "kernel"),
-    [*WHOLE, *((kind, "blockwise") for kind in (RING, GATHER, HYBRID, HYBRID_GATHER))],
+    [
+        *WHOLE,
+        *((kind, "blockwise") for kind in (RING, GATHER, HYBRID_GATHER)),
+        pytest.param(HYBRID, "blockwise", marks=pytest.mark.slow),
+    ],
     ids=lambda one: f"{one.inner} x {one.degree} {one.outer}" if isinstance(one, kinds.Kind) else str(one),
 )
 """A new kind is a row here."""

@@ -63,7 +63,9 @@ KINDS = [
 @pytest.mark.parametrize(
     ("kind", "H", "G", "remat"),
     [
-        pytest.param(*one, remat, marks=[pytest.mark.slow] * (one[0].name == "hybrid" and remat != "none"))
+        pytest.param(
+            *one, remat, marks=[pytest.mark.slow] * (remat == "attention" or (remat == "full" and one[0].name == "hybrid"))
+        )
         for one in KINDS
         for remat in KEPT
     ],

@@ -114,6 +114,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
 
 
+@pytest.mark.slow
 def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
     monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (0.1, 0.1))
     write = metrics.Writer.write

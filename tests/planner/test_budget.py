@@ -26,6 +26,7 @@ def test_next_to_nothing_is_of_unknown_cause(wide):
     assert 0 <= found.device[budget.OTHER] < tolerances.UNKNOWN * sum(found.device.values())
 
 
+@pytest.mark.slow
 def test_heads_that_are_as_many_as_layers_are_no_residuals():
     """As Llama-3.1-8B has 32 of both: an array with a first dim of heads is not one of all layers."""
     step = programs.gpu_step(data=1, seq=2, num_heads=8, turns=1, num_layers=8)

@@ -45,7 +45,7 @@ def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
     check(programs.gpu_step(data=data, seq=seq, num_heads=num_heads, turns=turns), dtype="bf16")
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "full"])
+@pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "attention")), "full"])
 def test_a_cpu_program_sends_what_the_formulas_say(remat):
     # float32, because XLA's CPU programs send bfloat16 as float32; one turn, because they gather embedding and head before the
     # loop over turns

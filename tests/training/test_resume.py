@@ -164,6 +164,7 @@ def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
     assert not (tmp_path / "eval.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_directory(straight, stopped):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     train(settings(stopped, *words))

@@ -100,7 +100,8 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
         selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
 
 
-@pytest.mark.parametrize("outer", ["ring", pytest.param("gather", marks=pytest.mark.slow)])
+@pytest.mark.slow  # attention/test_cudnn.py has its parts
+@pytest.mark.parametrize("outer", ["ring", "gather"])
 def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
     cudnn_contract.on_cpu()
     assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.TOLERANCE / 2

@@ -155,7 +155,7 @@ def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
     small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
