@@ -60,7 +60,8 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, s
     all_of = shapes.all_of(settings, num_devices=_num_devices(settings), num_heads=num_heads)
     say(f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:")
     for mesh, kind in all_of:
-        words = [f"mesh.{axis}={size}" for axis, size in mesh.items()] + [f"attention.{key}={x}" for key, x in kind.items()]
+        words = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+        words += [f"attention.{key}={json.dumps(value)}" for key, value in kind.items()]
         words = [*changes, *words]
         measured, why = _apart(path, words, num_steps=num_steps)
         first = first or measured

@@ -98,6 +98,7 @@ def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(sma
     assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
 
 
+@pytest.mark.slow
 def test_full_calls_cudnn_forward_again_in_the_backward_pass():
     assert num_calls(small_step(1, remat="full")) == (2 * 4 * 3, 4 * 3)
 
