@@ -96,16 +96,20 @@ def cost(kind: Kind, layer: Layer) -> dict[str, int]:
     return found
 
 
+def inner_degrees(*, seq: int, num_heads: int) -> list[int]:
+    """How many neighbours can share the heads, from the whole group to each device by itself."""
+    return [n for n in range(seq, 0, -1) if seq % n == 0 and num_heads % n == 0]
+
+
 def possible(
     *, seq: int, num_heads: int, num_kv_heads: int, outer: Literal["ring", "gather"], kv_heads: int | None
 ) -> Iterator[Kind]:
     """Every way in which these heads can be shared, from Ulysses alone to none."""
-    for inner in range(seq, 0, -1):
-        if seq % inner == 0 and num_heads % inner == 0:
-            kind = Kind(seq=seq, inner=inner, outer=outer, kv_heads=kv_heads or 1)
-            own = own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)[1]
-            if outer == "ring" or kind.degree == 1 or own % kind.kv_heads == 0:
-                yield kind
+    for inner in inner_degrees(seq=seq, num_heads=num_heads):
+        kind = Kind(seq=seq, inner=inner, outer=outer, kv_heads=kv_heads or 1)
+        own = own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)[1]
+        if outer == "ring" or kind.degree == 1 or own % kind.kv_heads == 0:
+            yield kind
 
 
 def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | None) -> Kind:
@@ -157,7 +161,7 @@ def choose(asked: config.Attention, layer: Layer, *, seq: int, window: int | Non
 
 
 def _hybrids(asked: config.Attention, layer: Layer, seq: int) -> list[Kind]:
-    legal = [n for n in range(2, seq) if seq % n == 0 and layer.num_heads % n == 0]
+    legal = sorted(n for n in inner_degrees(seq=seq, num_heads=layer.num_heads) if 1 < n < seq)
     if not legal:
         raise errors.UserError(
             f"attention.kind = hybrid: no number between 1 and mesh.seq = {seq} divides both that and {layer.num_heads} query "

@@ -79,9 +79,7 @@ def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 
 
-def divisions(
-    settings: config.Config, sizes: dict[str, int], *, degree: int | None = 1, with_training: bool = True
-) -> list[str]:
+def divisions(settings: config.Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True) -> list[str]:
     """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is.
 
     Args: degree: of the rows' layout, core/layout.py; None: not known, so that what is named has to serve all.

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jaxsp.attention import kinds
 from jaxsp.core import axes, config, errors
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import compiled, plans
@@ -50,7 +51,7 @@ def kinds_of(settings: config.Config, *, seq: int, num_heads: int) -> list[dict[
         return [{}]
     if asked.kind != "auto":
         return [{"kind": asked.kind}]
-    inner = [n for n in range(seq - 1, 1, -1) if seq % n == 0 and num_heads % n == 0]
+    inner = [n for n in kinds.inner_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq]
     none = {"inner_degree": None, "outer": "ring", "kv_heads_per_gather": None}
     gathered = {"outer": "gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
     between = gathered if asked.outer == "gather" else {}

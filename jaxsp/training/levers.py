@@ -143,7 +143,8 @@ def _can_share(program: step.Program, seq: int) -> bool:
         kind = attention.choose_kind(settings, window=model.sliding_window, **heads)
     except errors.UserError:
         return False
-    return settings.data.longest_row % (seq if kind.degree == 1 else 2 * seq) == 0
+    sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
+    return not meshes.divisions(settings, sizes, degree=kind.degree, with_training=False)
 
 
 def changed(settings: config.Config, **memory: str) -> config.Config:
