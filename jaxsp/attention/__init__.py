@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import gather, kinds, ring, ulysses, zigzag
-from jaxsp.attention.kernels import blockwise, cudnn, limits, pieces, reference, residuals
+from jaxsp.attention.kernels import blockwise, cudnn, limits, packed, pieces, reference, residuals
 from jaxsp.core import config, errors
 
 SCOPE = "attend"
@@ -37,13 +37,25 @@ KERNELS: dict[str, Callable[..., Array]] = {
 class Attend:
     """See the module's docstring."""
 
-    function: Callable[[Array, Array, Array, Array, Array], Array]
+    function: Callable[..., Array]
     kind: kinds.Kind
+    make_tables: Callable[..., Any] | None = None
+    """Makes what the kernel needs to know about the segments of whole rows, from starts, lengths and `row_tokens`."""
 
     @property
     def layout(self) -> int:
         """The degree of the layout that rows have to have: core/layout.py."""
         return self.kind.degree
+
+    def tables(self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, share_tokens: int) -> Any:
+        """What all layers of a microbatch can share, to be passed to every call; None if there is nothing.
+
+        Args: share_tokens: tokens of a row that one device holds.
+        """
+        if self.make_tables is None:
+            return None
+        with jax.named_scope(SCOPE):
+            return self.make_tables(starts_BM, lengths_BM, row_tokens=share_tokens * self.kind.seq)
 
     def __call__(
         self,
@@ -52,13 +64,15 @@ class Attend:
         v_BlGK: Float[Array, "B l G K"],
         starts_BM: Int32[Array, "B M"],
         lengths_BM: Int32[Array, "B M"],
+        tables: Any = None,
     ) -> Float[Array, "B l H K"]:
         with jax.named_scope(SCOPE):
-            # As if the pieces came of q: of what hangs on them alone, jax.lax.scan over layers makes a loop of its own before
-            # the first layer, and a ring's masks and zeros for all turns would wait there (8 GiB for a million tokens on 32)
-            of_q = starts_BM, lengths_BM, jax.lax.stop_gradient(q_BlHK)
-            starts_BM, lengths_BM, _ = jax.lax.optimization_barrier(of_q)
-            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM)
+            # Make the segment arrays depend on q. Otherwise JAX hoists everything computed from them alone out of the layer
+            # scan, and masks as wide as q, of a ring for all its steps, stay live (8 GiB at 1M tokens on 32 devices)
+            of_q = starts_BM, lengths_BM, tables, jax.lax.stop_gradient(q_BlHK)
+            starts_BM, lengths_BM, tables, _ = jax.lax.optimization_barrier(of_q)
+            shared = {} if tables is None else {"tables": tables}
+            return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, **shared)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +89,8 @@ class Choice:
     """From KERNELS."""
     head_chunks: int
     """Parts that a device's heads are taken in, one after another."""
+    slot_room: int
+    """How many times the rows' tokens the slots of a packed call of cuDNN have room for."""
     why: str
     """What speaks against cuDNN, where `auto` had to take another kernel; empty otherwise."""
     uncounted_bytes: int
@@ -137,23 +153,24 @@ def choose(
                 f"attention.head_chunks = {chunks}: only the cudnn kernel takes heads in parts, and this is {kernel}{because}. "
                 "Use attention.head_chunks=null."
             )
-        return of(kernel=kernel, head_chunks=1, why=why, uncounted_bytes=0, statistic_bytes=0)
+        return of(kernel=kernel, head_chunks=1, slot_room=packed.ROOM, why=why, uncounted_bytes=0, statistic_bytes=0)
     legal = limits.parts(work)
     if chunks is not None and chunks not in legal:
         raise errors.UserError(
             f"attention.head_chunks = {chunks}: {work.num_heads} query and {work.num_kv_heads} K/V heads on a device, over "
             f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.choices(legal)}, or null."
         )
-    chunks = chunks or limits.fewest_parts(work)
+    split = limits.choose_split(work, head_chunks=chunks)
     size = device_bytes or limits.smallest_memory(devices)
-    if size is not None and (problem := limits.shortage(work, chunks, device_bytes=size)):
+    if size is not None and (problem := limits.shortage(work, split, device_bytes=size)):
         raise errors.UserError(problem)
     return of(
         kernel=kernel,
-        head_chunks=chunks,
+        head_chunks=split.head_chunks,
+        slot_room=split.slot_room,
         why="",
-        uncounted_bytes=limits.backward_bytes(work, chunks),
-        statistic_bytes=limits.statistic_bytes(work, chunks),
+        uncounted_bytes=limits.backward_bytes(work, split),
+        statistic_bytes=limits.statistic_bytes(work, split),
     )
 
 
@@ -245,34 +262,39 @@ def make_attend(
     seq: int = 1,
     kind: kinds.Kind | None = None,
     head_chunks: int = 1,
+    slot_room: int = packed.ROOM,
 ) -> Attend:
     """Attention for groups of devices, with a kernel from KERNELS by name, or one of the caller's own, used as it is.
 
     Args:
         window: of the model, as in Choice.
+        head_chunks, slot_room: of the cuDNN kernel, as in Choice.
         seq, kind: so many devices of a group, by Ulysses; or what the kind says, which asks for rows in its layout.
     Raises: UserError for a kernel that cannot compute parts of rows where the kind asks for them.
     """
     kind = kind or kinds.Kind(seq=seq, inner=seq)
+    make_tables = None
     if kind.degree == 1:
-        named = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
+        inner = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
+        inside = pieces.in_a_piece
         if kernel == "cudnn":
-            named = functools.partial(named, head_chunks=head_chunks)
-        inside, inner = pieces.in_a_piece, named
+            inner = functools.partial(inner, head_chunks=head_chunks, slot_room=slot_room)
+            make_tables = functools.partial(cudnn.make_tables, slot_room=slot_room)
     else:
         among = zigzag.Ring(degree=kind.degree, inner=kind.inner)
-        parts = _parts(kernel, head_chunks, kind)
+        parts = _parts(kernel, head_chunks, slot_room, kind)
         inside = functools.partial(zigzag.in_a_piece, ring=among)
         if kind.outer == "ring":
             inner = functools.partial(ring.attend, kernel=parts, ring=among)
         else:
             inner = functools.partial(gather.attend, kernel=parts, ring=among, kv_heads=kind.kv_heads)
-    inner = functools.partial(_isolated, kernel=inner, inside=inside)
+    if kernel != "cudnn":  # it keeps padding out itself, with fewer passes over its inputs
+        inner = functools.partial(_isolated, kernel=inner, inside=inside)
     if kind.inner > 1:
         neighbours = [list(range(first, first + kind.inner)) for first in range(0, kind.seq, kind.inner)]
         groups = neighbours if kind.degree > 1 else None
         inner = functools.partial(ulysses.attend, kernel=inner, seq=kind.inner, groups=groups)
-    return Attend(inner, kind)
+    return Attend(inner, kind, make_tables)
 
 
 def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Callable[..., Array]:
@@ -280,7 +302,7 @@ def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Call
 
     To try a kernel's parts with, without other devices. Args: outer: ring or gather.
     """
-    parts, alone = _parts(kernel, head_chunks, kinds.Kind(seq=1, inner=1)), zigzag.Ring(degree=1)
+    parts, alone = _parts(kernel, head_chunks, packed.ROOM, kinds.Kind(seq=1, inner=1)), zigzag.Ring(degree=1)
     if outer == "ring":
         return functools.partial(ring.attend, kernel=parts, ring=alone)
     return functools.partial(gather.attend, kernel=parts, ring=alone, kv_heads=1)
@@ -288,23 +310,29 @@ def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Call
 
 def attend_of(choice: Choice) -> Attend:
     """What was chosen."""
-    return make_attend(kernel=choice.kernel, window=choice.window, kind=choice.kind, head_chunks=choice.head_chunks)
+    return make_attend(
+        kernel=choice.kernel,
+        window=choice.window,
+        kind=choice.kind,
+        head_chunks=choice.head_chunks,
+        slot_room=choice.slot_room,
+    )
 
 
-def _parts(kernel: str | Callable[..., Array], head_chunks: int, kind: kinds.Kind) -> zigzag.Kernel:
+def _parts(kernel: str | Callable[..., Array], head_chunks: int, slot_room: int, kind: kinds.Kind) -> zigzag.Kernel:
     """A kernel's functions for parts of rows."""
-    modules: dict[str, tuple[Any, dict[str, int]]] = {
-        "blockwise": (blockwise, {}),
-        "cudnn": (cudnn, {"head_chunks": head_chunks}),
-    }
+    modules: dict[str, Any] = {"blockwise": blockwise, "cudnn": cudnn}
     if not isinstance(kernel, str) or kernel not in modules:
         raise errors.UserError(
             f"attention.kernel = {kernel}: computes whole rows alone, and {kind.name} attention needs parts of them. Use "
             f"{errors.choices(modules)}, or attention.kind=ulysses."
         )
-    module, words = modules[kernel]
-    names = [field.name for field in dataclasses.fields(zigzag.Kernel)]
-    return zigzag.Kernel(**{name: functools.partial(getattr(module, name), **words) for name in names})
+    functions = {field.name: getattr(modules[kernel], field.name) for field in dataclasses.fields(zigzag.Kernel)}
+    if kernel == "cudnn":
+        functions = {name: functools.partial(function, head_chunks=head_chunks) for name, function in functions.items()}
+        for name in ("forward", "backward"):
+            functions[name] = functools.partial(functions[name], slot_room=slot_room)
+    return zigzag.Kernel(**functions)
 
 
 def collectives(program: str) -> list[str]:

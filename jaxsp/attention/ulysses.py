@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +56,13 @@ def attend(
     kernel: Callable[..., Float[Array, "B L h K"]],
     seq: int,
     groups: list[list[int]] | None = None,
+    **shared: Any,
 ) -> Float[Array, "B l H K"]:
     """Attention over whole rows when each of `seq` devices holds a share of them.
 
+    Args:
+        kernel: computes attention over whole rows.
+        shared: keyword arguments of the kernel.
     Shapes: inside shard_map over `seq`; shares are contiguous and in the devices' order. G' is G repeated up to the
         least common multiple of G and seq, so that each device gets whole K/V heads, those of its own query heads.
     Moves:  2 all-to-alls forward (q, k and v travel in one), the same 2 transposed backward, and the first 2 again where the
@@ -76,5 +81,5 @@ def attend(
     mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
     mixed_BLxK = jax.lax.all_to_all(mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, axis_index_groups=groups, tiled=True)
     q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
-    out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
+    out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **shared)
     return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)

@@ -124,7 +124,6 @@ def own_backward(
     kernel: Kernel, mine: Own, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array, out_RCHK: Array, lse_RHC: Array, dout_RCHK: Array
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv of what chunks see of themselves, float32."""
-    lse_RHC = jnp.where(mine.inside_RC[:, None], lse_RHC, 0.0)  # cuDNN computes rows of one slot beyond their piece too
     inputs = q_RCHK, k_RCGK, v_RCGK, out_RCHK, lse_RHC, dout_RCHK
     found = kernel.backward(*inputs, mine.starts_RM, mine.lengths_RM)
     dq, dk, dv = (_inside(x, mine.inside_RC) for x in found)

@@ -56,6 +56,7 @@ def hidden_states(
     x_BlD = lookup(gather, params["embedding"], shards["embedding"], rows.tokens_BL, dtype)
     tiled = functools.partial(tiling.tiled, gather=gather, tile=tile)
     before, after = _skeleton(config)
+    tables = attend.tables(rows.starts_BM, rows.lengths_BM, share_tokens=rows.tokens_BL.shape[1])
 
     def layer(x_BlD: Array, shards: layers.Weights) -> tuple[Array, None]:
         x_BlD = remat.named_input(x_BlD)
@@ -65,7 +66,7 @@ def hidden_states(
             shards["before"],
             (x_BlD, rows.positions_BL),
         )
-        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, rows.starts_BM, rows.lengths_BM)
+        out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, rows.starts_BM, rows.lengths_BM, tables)
         x_BlD = tiled(
             lambda weights, *inputs: nnx.merge(after, weights)(*inputs),
             params["layers"]["after"],

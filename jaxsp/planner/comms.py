@@ -64,7 +64,7 @@ def sent(text: str) -> list[Sent]:
     """
     program = hlo.parsed(text)
     num_devices = _header(text, "num_partitions") * _header(text, "replica_count")
-    waited, once = _waited_for(program), dict[int, Sent]()
+    waited, once = hlo.async_pairs(program), dict[int, Sent]()
     for name, lines in program.computations.items():
         for number, one in _collectives(lines, num_devices):
             begin, end = waited.get(name, (one.begin, one.end))
@@ -160,26 +160,6 @@ def size_of(shape: str) -> float:
 def _header(text: str, field: str) -> int:
     found = re.search(rf"\b{field}=(\d+)", text.partition("\n")[0])
     return int(found[1]) if found else 1
-
-
-def _waited_for(program: hlo.Program) -> dict[str, tuple[int, int]]:
-    """Numbers of the lines that begin a computation and wait for it, where other lines run in between: jax 0.12's way with
-    collectives. Of several such pairs the nearest.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    for lines in program.computations.values():
-        begun: dict[str, hlo.Line] = {}
-        for line in lines:
-            before = begun.get(line.operands.split()[-1].lstrip("%")) if line.operands.split() else None
-            if line.opcode == "async-start":
-                begun[line.name] = line
-            elif line.opcode == "async-update" and before:
-                begun[line.name] = before
-            elif line.opcode == "async-done" and before:
-                (name,) = before.called
-                pair = before.number, line.number
-                found[name] = min(pair, found.get(name, pair), key=lambda lines: lines[1] - lines[0])
-    return found
 
 
 def _collectives(lines: list[hlo.Line], num_devices: int) -> Iterator[tuple[int, Sent]]:

@@ -104,7 +104,7 @@ def runs(program: Program, wanted: Callable[[Line], bool], *, may: bool = False)
                 continue
             if line.opcode not in known:
                 raise ValueError(f"{line.name} is a {line.opcode}: what is in it need not run")
-            rounds = _trips(line, program) if line.opcode == "while" else 1
+            rounds = trip_count(line, program) if line.opcode == "while" else 1
             for called in busy:
                 walk(called, often * rounds)
 
@@ -112,7 +112,28 @@ def runs(program: Program, wanted: Callable[[Line], bool], *, may: bool = False)
     return sorted(((line, count) for line, count in times.items() if count), key=lambda pair: pair[0].number)
 
 
-def _trips(loop: Line, program: Program) -> int:
+def async_pairs(program: Program) -> dict[str, tuple[int, int]]:
+    """Line numbers of the instructions that start a computation and wait for it, by the computation's name.
+
+    jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the closest pair counts.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for lines in program.computations.values():
+        begun: dict[str, Line] = {}
+        for line in lines:
+            before = begun.get(line.operands.split()[-1].lstrip("%")) if line.operands.split() else None
+            if line.opcode == "async-start":
+                begun[line.name] = line
+            elif line.opcode == "async-update" and before:
+                begun[line.name] = before
+            elif line.opcode == "async-done" and before:
+                (name,) = before.called
+                pair = before.number, line.number
+                found[name] = min(pair, found.get(name, pair), key=lambda lines: lines[1] - lines[0])
+    return found
+
+
+def trip_count(loop: Line, program: Program) -> int:
     """How often a loop runs: as XLA says, or from where its counter begins and ends; it goes up by one.
 
     Raises: ValueError where neither is to be seen.

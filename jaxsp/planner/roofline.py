@@ -1,22 +1,19 @@
-"""How long a compiled step would take at least, by what its devices do at most: an estimate, in no way a measurement.
+"""Estimates the time of a compiled step from what its devices do at most. Nothing is measured.
 
-Each kernel takes as long as its products at the rate of large products, or as what it reads and writes at the memory's rate,
-whichever is more; attention as long as its arithmetic at the rate of flash attention. A collective hides behind what the
-program runs between its begin and its end, and copies in the loops over layers behind these loops; what is left is waited for.
-Left out: launches, imbalance between groups, waiting for data.
+A kernel takes as long as its matrix products at the rate of large products, or as its reads and writes at the rate of the
+memory, whichever is longer; attention as long as its arithmetic at the rate of flash attention. Collectives and host copies
+overlap as XLA has scheduled them (`timeline`). Left out: launches, imbalance between groups, waiting for data, and that
+collectives slow down the kernels beside them.
 """
 
-import bisect
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.planner import comms, compiled, gpus, hlo, work
+from jaxsp.planner import comms, compiled, gpus, hlo, timeline, work
 from jaxsp.training import metrics
-from jaxsp.training import step as steps
 
 KERNELS, ATTENTION, WAITED, BESIDE, HOST_WAITED, HOST_BESIDE = (
     "kernels",
@@ -27,20 +24,45 @@ KERNELS, ATTENTION, WAITED, BESIDE, HOST_WAITED, HOST_BESIDE = (
     "to the host and back, beside kernels",
 )
 
+FROM_HOST, TO_HOST = "from host", "to host"
+"""Kinds of transfers beside those of `comms.KINDS`."""
+
+COLLECTIVES = "collectives"
+"""The stream of all collectives: they share the links."""
+
 _TERA, _GIGA = 1e12, 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A collective or a host copy of the program: how long it takes in a step, and how much of that is waited for."""
+
+    kind: str
+    """One of comms.KINDS, FROM_HOST or TO_HOST."""
+    op_name: str
+    """Name that JAX gave the operation."""
+    bytes: float
+    """Sum over all its runs."""
+    seconds: float
+    """Duration, sum over all its runs."""
+    waited_s: float
+    """Of these, those in which the device computes nothing."""
+    runs: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a step does on each device, and how long that would take."""
+    """Work and time of a step on each device."""
 
     flops_executed: float
-    """What the compiled program does: with what is computed again, and attention's backward pass as flash attention does it."""
+    """Arithmetic of the compiled program, with recomputation, and attention's backward pass as flash attention does it."""
     host_bytes: tuple[float, float]
-    """From and to the host's memory."""
+    """Bytes from and to host memory."""
     seconds: Mapping[str, float]
-    """By what takes them."""
+    """Time by cause."""
     step_s: float
+    transfers: Sequence[Transfer]
+    """In the order of the program's text."""
 
 
 def filled(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
@@ -52,75 +74,108 @@ def filled(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
 def estimate(
     step: compiled.Step, sent: list[comms.Sent], *, ceilings: gpus.Ceilings, node_devices: int, piece_lengths: np.ndarray
 ) -> Estimate | None:
-    """The estimate for a step that learns from pieces of these lengths, on nodes of so many devices.
+    """Estimates a step over segments of these lengths, on nodes of so many devices.
 
-    None where the ceilings are for something else: another dtype than bfloat16, another kernel than cuDNN's.
+    None if the ceilings are for something else: another dtype than bfloat16, another kernel than cuDNN's.
     """
     program, model = step.program, step.program.model
     if step.choice.kernel != "cudnn" or program.dtype != jnp.bfloat16:
         return None
-    kernels = work.kernels(step.written.text)
     forward = metrics.attention_flops(model, piece_lengths) / program.mesh.size
-    forwards = 2 if program.how.remat == "full" else 1
-    # five products where forward has two: the scores once more, and the gradients of both products' sides
+    # Five products where forward has two: the scores again, and the gradients of both sides of both products
     backward = 2.5 * forward
-    alone = {one.number: _alone_s(one, ceilings) for one in kernels}
-    beside = _beside(step.written.text, alone)
-    travels = [(one, travel_s(one, ceilings=ceilings, node_devices=node_devices)) for one in sent]
-    waited = sum((max(0.0, travel - one.times * beside(one)) for one, travel in travels), start=0.0)
-    turns = steps.shapes(program)[1].tokens_BL.shape[0]
-    in_loops = [one for one in kernels if one.times > turns and ("shard_map" in one.op_name or not one.op_name)]
-    rest = [one for one in kernels if one not in in_loops]
-    ways = {name: _host_bytes(some) for name, some in ((HOST_BESIDE, in_loops), (HOST_WAITED, rest))}
-    seconds = {
-        KERNELS: sum((one.times * alone[one.number] for one in kernels), start=0.0),
-        ATTENTION: forwards * forward / (ceilings.attention_forward_tflops * _TERA)
-        + backward / (ceilings.attention_backward_tflops * _TERA),
-        WAITED: waited,
-        BESIDE: sum((travel for _, travel in travels), start=0.0) - waited,
-        **{name: max(both) / (ceilings.host_gb_s * _GIGA) for name, both in ways.items()},
+    forward *= 2 if program.how.remat == "full" else 1
+    kernels, text = work.kernels(step.written.text), hlo.parsed(step.written.text)
+    on_host = {kernel.begin: kernel for kernel in kernels if kernel.from_host or kernel.to_host}
+    on_device = {kernel.number: kernel for kernel in kernels if kernel.begin not in on_host}
+    seconds = {number: _alone_s(kernel, ceilings) for number, kernel in on_device.items()}
+    of_attention = _attention_s(
+        text,
+        forward_s=forward / (ceilings.attention_forward_tflops * _TERA),
+        backward_s=backward / (ceilings.attention_backward_tflops * _TERA),
+    )
+    collectives = {
+        one.begin: timeline.Transfer(
+            stream=COLLECTIVES,
+            seconds=travel_s(one, ceilings=ceilings, node_devices=node_devices) / one.times,
+            begin=one.begin,
+            end=one.end,
+        )
+        for one in sent
     }
-    from_host, to_host = (sum(both[way] for both in ways.values()) for way in (0, 1))
+    copies = {begin: _host_copy(kernel, ceilings) for begin, kernel in on_host.items()}
+    simulated = timeline.simulate(text, seconds | of_attention, collectives | copies)
+    transfers = [
+        *(_transfer(one.kind, one.op_name, one.bytes, collectives[one.begin], simulated) for one in sent),
+        *(
+            _transfer(
+                copies[begin].stream,
+                kernel.op_name,
+                kernel.times * max(kernel.from_host, kernel.to_host),
+                copies[begin],
+                simulated,
+            )
+            for begin, kernel in on_host.items()
+        ),
+    ]
+    by_kind = {True: [one for one in transfers if one.kind in comms.KINDS]}
+    by_kind[False] = [one for one in transfers if one.kind not in comms.KINDS]
+    waited = {kind: sum((one.waited_s for one in some), start=0.0) for kind, some in by_kind.items()}
+    total = {kind: sum((one.seconds for one in some), start=0.0) for kind, some in by_kind.items()}
     return Estimate(
-        flops_executed=sum((one.times * one.flops for one in kernels), start=0.0) + forwards * forward + backward,
-        host_bytes=(from_host, to_host),
-        seconds=seconds,
-        step_s=max(seconds[KERNELS] + seconds[ATTENTION] + waited, seconds[HOST_BESIDE]) + seconds[HOST_WAITED],
+        flops_executed=sum((one.times * one.flops for one in kernels), start=0.0) + forward + backward,
+        host_bytes=(
+            sum((one.times * one.from_host for one in kernels), start=0.0),
+            sum((one.times * one.to_host for one in kernels), start=0.0),
+        ),
+        seconds={
+            KERNELS: sum((simulated.kernels.get(number, 0.0) for number in seconds), start=0.0),
+            ATTENTION: sum((simulated.kernels.get(number, 0.0) for number in of_attention), start=0.0),
+            WAITED: waited[True],
+            BESIDE: total[True] - waited[True],
+            HOST_WAITED: waited[False],
+            HOST_BESIDE: total[False] - waited[False],
+        },
+        step_s=simulated.seconds,
+        transfers=transfers,
+    )
+
+
+def _transfer(kind: str, op_name: str, size: float, one: timeline.Transfer, simulated: timeline.Timeline) -> Transfer:
+    waited = simulated.waited.get(one.begin, timeline.Waited(runs=0, seconds=0.0))
+    return Transfer(
+        kind=kind,
+        op_name=op_name,
+        bytes=size,
+        seconds=one.seconds * waited.runs,
+        waited_s=waited.seconds,
+        runs=waited.runs,
     )
 
 
 def _alone_s(kernel: work.Kernel, ceilings: gpus.Ceilings) -> float:
-    """Seconds of a kernel, each time."""
+    """Seconds of one run of a kernel."""
     return max(kernel.flops / (ceilings.products_tflops * _TERA), kernel.device_bytes / (ceilings.memory_gb_s * _GIGA))
 
 
-def _beside(text: str, alone: Mapping[int, float]) -> Callable[[comms.Sent], float]:
-    """Seconds of what a program runs between the begin and the end of a collective, each time; all, where that is a loop or
-    attention.
-    """
-    program = hlo.parsed(text)
-    long = {
-        line.number
-        for name in work.not_fused(program)
-        for line in program.computations[name]
-        if line.opcode in ("while", "conditional") or (line.opcode == "custom-call" and "fmha" in line.attributes)
-    }
-    numbers = sorted(alone)
-
-    def between(one: comms.Sent) -> float:
-        if any(one.begin < number < one.end for number in long):
-            return math.inf
-        first, last = bisect.bisect_right(numbers, one.begin), bisect.bisect_left(numbers, one.end)
-        return sum((alone[number] for number in numbers[first:last]), start=0.0)
-
-    return between
+def _attention_s(program: hlo.Program, *, forward_s: float, backward_s: float) -> dict[int, float]:
+    """Seconds of one run of each of cuDNN's calls, by line number, if all of a direction take equally long."""
+    found = {}
+    runs = hlo.runs(program, lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes, may=True)
+    for is_backward, total in ((False, forward_s), (True, backward_s)):
+        calls = [(line, times) for line, times in runs if ("Backward" in line.attributes) == is_backward]
+        num_runs = sum(times for _, times in calls)
+        found |= {line.number: total / num_runs for line, _ in calls}
+    return found
 
 
-def _host_bytes(kernels: Sequence[work.Kernel]) -> tuple[float, float]:
-    """That come from the host and go there."""
-    return (
-        sum((one.times * one.from_host for one in kernels), start=0.0),
-        sum((one.times * one.to_host for one in kernels), start=0.0),
+def _host_copy(kernel: work.Kernel, ceilings: gpus.Ceilings) -> timeline.Transfer:
+    size = max(kernel.from_host, kernel.to_host)
+    return timeline.Transfer(
+        stream=TO_HOST if kernel.to_host >= kernel.from_host else FROM_HOST,
+        seconds=size / (ceilings.host_gb_s * _GIGA),
+        begin=kernel.begin,
+        end=kernel.end,
     )
 
 

@@ -43,6 +43,10 @@ class Kernel:
     to_host: float
     """and that go there."""
     times: int
+    begin: int
+    """Number of the line where it starts;"""
+    end: int
+    """and where it is waited for: the same line unless it runs asynchronously."""
 
 
 def kernels(text: str) -> list[Kernel]:
@@ -89,6 +93,7 @@ class _Reader:
     def __init__(self, program: hlo.Program):
         self._program = program
         self._named = {name: {line.name: line for line in lines} for name, lines in program.computations.items()}
+        self._pairs = hlo.async_pairs(program)
 
     def kernel(self, computation: str, line: hlo.Line, *, times: int) -> Kernel:
         here, begun = self._named[computation], line
@@ -102,6 +107,7 @@ class _Reader:
             total[_ON_HOST in operand.shape] += size
         to_host = sum((size for is_host, size in written if is_host), start=0.0)
         op_name = re.search(r'op_name="([^"]*)"', begun.attributes)
+        begin, end = self._pairs.get(computation, (begun.number, line.number))
         return Kernel(
             number=line.number,
             name=line.name,
@@ -111,6 +117,8 @@ class _Reader:
             from_host=total[True],
             to_host=to_host,
             times=times,
+            begin=begin,
+            end=end,
         )
 
     def _operands(self, line: hlo.Line, here: dict[str, hlo.Line]) -> Iterator[tuple[int, hlo.Line]]:

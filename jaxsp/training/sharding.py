@@ -248,13 +248,11 @@ class Gather:
         there = self.gradients_on_host and row.num_layers is not None and host.worth_it(row)
         return host.on_host(gradient) if there else gradient
 
-    def add(self, table: layers.Weights, sums: layers.Weights, gradients: layers.Weights) -> layers.Weights:
-        """The sums of two turns' gradients, in the place of the first."""
-
-        def one(row: layers.Parameter, total: Array, gradient: Array) -> Array:
-            return host.each_layer(row, jnp.add, total, gradient) if host.holds(total) else total + gradient
-
-        return jax.tree.map(one, table, sums, gradients)
+    def add(self, rows: list[layers.Parameter], sums: list[Array], gradients: list[Array]) -> list[Array]:
+        """Sums of gradients in host memory, written over the first of them. Devices hold one layer at a time."""
+        return [
+            host.each_layer(row, jnp.add, total, gradient) for row, total, gradient in zip(rows, sums, gradients, strict=True)
+        ]
 
     def finish(self, table: layers.Weights, gradients: layers.Weights, divisor: Array) -> layers.Weights:
         """The gradients of the whole mesh, divided: each summed once over every axis that its weight is not sharded on."""

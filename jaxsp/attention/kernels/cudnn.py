@@ -1,17 +1,19 @@
-"""cuDNN's flash attention, forward and backward: whole rows of one or of many pieces, and rectangles of them.
+"""cuDNN's flash attention, forward and backward: rows of one or of many segments, and off-diagonal blocks (rectangles).
 
-Its calls are wrapped in a custom_vjp of ours, whose output and log-sum-exp a remat policy knows by name; heads go through in
-parts, and pieces of different lengths get calls of their own (packed.py).
+The library's calls are wrapped in our own custom_vjp, whose output and log-sum-exp a remat policy knows by name. Heads go
+through in chunks, one after another, and segments of different lengths get calls of their own (packed.py). What several calls
+compute is put together in place: a chunk's gradients replace its queries, keys and values in the arrays that they came in.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import cudnn_calls, packed, pieces, residuals
 
@@ -24,42 +26,70 @@ def attention(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
+    slot_room: int = packed.ROOM,
     window: int | None = None,
+    tables: packed.Tables | None = None,
 ) -> Float[Array, "B L h K"]:
-    """Causal softmax attention inside each piece; the output at padding means nothing, not even a number.
+    """Causal softmax attention inside each segment; output and gradients are 0 at padding.
 
-    Rows of one slot (M = 1) are computed as a whole: their piece begins with the row (NaN if not), and what follows it is
-    padding.
+    Padding in the inputs must be finite: cuDNN reads beyond a segment and multiplies by 0.
+
+    Rows of one slot (M = 1) are computed as a whole: their segment must begin with the row (NaN if not).
 
     Args:
-        head_chunks: the heads go through in so many parts, one after another, one of `limits.parts`.
+        head_chunks: number of chunks of the heads, computed one after another; one of `limits.parts`.
+        slot_room: one of packed.ROOMS.
         window: a token sees itself and the window - 1 tokens before it; None: all of them.
-    Raises: what `limits.obstacles` finds is the caller's to report; here cuDNN or JAX would refuse it.
+        tables: what `make_tables` returns for these segments; None: made here.
+    Raises: limits.obstacles lists what cuDNN cannot do; the caller must check it.
+    Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
     """
-    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, head_chunks, window)
+    if tables is None:
+        tables = make_tables(starts_BM, lengths_BM, row_tokens=q_BLhK.shape[1], slot_room=slot_room)
+    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, tables, _How(head_chunks, slot_room, window))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def make_tables(
+    starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int, slot_room: int = packed.ROOM
+) -> packed.Tables | None:
+    """Slot tables of packed rows, which all layers share; None for rows of one slot, which need none."""
+    num_rows, max_pieces = starts_BM.shape
+    if max_pieces == 1:
+        return None
+    made = packed.calls(num_rows=num_rows, row_tokens=row_tokens, max_pieces=max_pieces, room=slot_room)
+    return packed.tables(made, starts_BM, lengths_BM, row_tokens=row_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class _How:
+    """Arguments of `attention` that are no arrays."""
+
+    head_chunks: int
+    slot_room: int
+    window: int | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, tables: packed.Tables | None, how: _How
 ) -> Array:
-    return _attention_fwd(q, k, v, starts_BM, lengths_BM, head_chunks, window)[0]
+    return _attention_fwd(q, k, v, starts_BM, lengths_BM, tables, how)[0]
 
 
 def _attention_fwd(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, head_chunks: int, window: int | None
-) -> tuple[Array, tuple[Array, ...]]:
-    out, lse = forward(q, k, v, starts_BM, lengths_BM, head_chunks=head_chunks, window=window)
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, tables: packed.Tables | None, how: _How
+) -> tuple[Array, tuple[Any, ...]]:
+    calls, inside = _calls_of_rows(q, starts_BM, lengths_BM, tables, how)
+    out, lse = _forward(calls, inside, q, k, v, how.head_chunks)
     out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
-    return out, (q, k, v, starts_BM, lengths_BM, out, lse)
+    return out, (q, k, v, starts_BM, lengths_BM, tables, out, lse)
 
 
-def _attention_bwd(
-    head_chunks: int, window: int | None, saved: tuple[Array, ...], dout: Array
-) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, starts_BM, lengths_BM, out, lse = saved
-    found = backward(q, k, v, out, lse, dout, starts_BM, lengths_BM, head_chunks=head_chunks, window=window)
-    return *found, None, None
+def _attention_bwd(how: _How, saved: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
+    q, k, v, starts_BM, lengths_BM, tables, out, lse = saved
+    calls, inside = _calls_of_rows(q, starts_BM, lengths_BM, tables, how)
+    found = _backward(calls, inside, q, k, v, out, lse, dout, how.head_chunks)
+    return *found, None, None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -73,11 +103,14 @@ def forward(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
+    slot_room: int = packed.ROOM,
     window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
-    """Output and log-sum-exp, which mean nothing at padding."""
-    part = lambda q, k, v: _part_forward(q, k, v, starts_BM, lengths_BM, window)
-    return _forward(part, q, k, v, head_chunks)
+    """Output, 0 at padding, and log-sum-exp, undefined there."""
+    how = _How(head_chunks, slot_room, window)
+    tables = make_tables(starts_BM, lengths_BM, row_tokens=q.shape[1], slot_room=slot_room)
+    calls, inside = _calls_of_rows(q, starts_BM, lengths_BM, tables, how)
+    return _forward(calls, inside, q, k, v, head_chunks)
 
 
 def backward(
@@ -91,11 +124,14 @@ def backward(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
+    slot_room: int = packed.ROOM,
     window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
-    """dq, dk and dv, which mean nothing at padding; the output and its log-sum-exp may be of more keys than these."""
-    part = lambda q, k, v, out, dout, lse: _part_backward(q, k, v, out, dout, lse, starts_BM, lengths_BM, window)
-    return _backward(part, q, k, v, out, lse, dout, head_chunks)
+    """dq, dk and dv, 0 at padding. `out` and `lse` may include further keys."""
+    how = _How(head_chunks, slot_room, window)
+    tables = make_tables(starts_BM, lengths_BM, row_tokens=q.shape[1], slot_room=slot_room)
+    calls, inside = _calls_of_rows(q, starts_BM, lengths_BM, tables, how)
+    return _backward(calls, inside, q, k, v, out, lse, dout, head_chunks)
 
 
 def rectangle_forward(
@@ -106,9 +142,9 @@ def rectangle_forward(
     *,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float32[Array, "R h C"]]:
-    """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; for other queries they mean nothing."""
+    """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; undefined for other queries."""
     k, v = (_moved(x, where.first_B) for x in (k, v))
-    return _forward(lambda q, k, v: cudnn_calls.forward(where, q, k, v, window=None), q, k, v, head_chunks)
+    return _forward([_Rectangle(where)], None, q, k, v, head_chunks)
 
 
 def rectangle_backward(
@@ -122,31 +158,138 @@ def rectangle_backward(
     *,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float[Array, "R D g K"], Float[Array, "R D g K"]]:
-    """dq, dk and dv of the rectangle, which mean nothing elsewhere; the output and its log-sum-exp may be of more keys."""
+    """dq, dk and dv of the rectangle, undefined elsewhere. `out` and `lse` may include further keys."""
     k, v = (_moved(x, where.first_B) for x in (k, v))
-    part = lambda q, k, v, out, dout, lse: cudnn_calls.backward(where, lse, q, k, v, out, dout, window=None)
-    dq, *dkv = _backward(part, q, k, v, out, lse, dout, head_chunks)
+    dq, *dkv = _backward([_Rectangle(where)], None, q, k, v, out, lse, dout, head_chunks)
     dk, dv = (_moved(x, -where.first_B) for x in dkv)
     return dq, dk, dv
 
 
 def _moved(x_RDgK: Array, by_R: Array) -> Array:
-    """The tokens so many places further to the front: cuDNN counts keys from the first; without a mask any order will do."""
+    """Tokens moved so many places to the front. cuDNN counts keys from the first; without a mask any order will do."""
     return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x_RDgK, by_R)
 
 
-def _forward(part: Callable[..., tuple[Array, Array]], q: Array, k: Array, v: Array, head_chunks: int) -> tuple[Array, Array]:
-    """What `part` gives for each part of the heads, one after another."""
-    found: list[tuple[Array, Array]] = []
-    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
-        of_part = part(q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads])
-        (q, k, v), found = _after(((q, k, v), [*found, of_part]))
-    outs, lses = zip(*found, strict=True)
-    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+@runtime_checkable
+class _Call(Protocol):
+    """One call of the library for some of the heads."""
+
+    inside_BL: Bool[Array, "B L"] | None
+    """Tokens whose results are defined; None: unknown, all of them count."""
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rectangle:
+    """Queries of each row over keys before them."""
+
+    where: pieces.Rectangle
+    inside_BL: None = None
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return cudnn_calls.forward(self.where, q, k, v, window=None)
+
+    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+        return cudnn_calls.backward(self.where, lse_BhL, q, k, v, out, dout, window=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WholeRows:
+    """Rows of one segment, with padding only after it."""
+
+    inside_BL: Array
+    starts_at_0_B: Array
+    window: int | None
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse_BhL = cudnn_calls.forward(None, q, k, v, window=self.window)
+        starts_at_0_B111 = self.starts_at_0_B[:, None, None, None]
+        nan_B111 = jnp.where(starts_at_0_B111, 0.0, jnp.nan).astype(out.dtype)
+        return jnp.where(starts_at_0_B111, out, nan_B111), lse_BhL
+
+    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+        # Queries at padding see the segment before them, and must add nothing to its gradients
+        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, packed.NO_STATISTIC)
+        return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """The segments of one range of lengths."""
+
+    call: packed.Call
+    taken: packed.Slots
+    window: int | None
+    inside_BL: Array
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        B, L, h, _ = q.shape
+        out, statistic_ShT = cudnn_calls.forward(self.taken, *map(self._as_slot_rows, (q, k, v)), window=self.window)
+        lse_Nh = packed.compressed(statistic_ShT, self.taken)
+        return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
+
+    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+        lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
+        statistic_ShT = packed.expanded(lse_Nh, self.taken, tokens=self.call.tokens)
+        arrays = map(self._as_slot_rows, (q, k, v, out, dout))
+        dq, dk, dv = cudnn_calls.backward(self.taken, statistic_ShT, *arrays, window=self.window)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+    def _as_slot_rows(self, x_BLXK: Array) -> Array:
+        """The same memory as more and shorter rows, each as long as a slot."""
+        return x_BLXK.reshape(self.call.num_rows, self.call.tokens, *x_BLXK.shape[2:])
+
+
+def _calls_of_rows(
+    q_BLhK: Array, starts_BM: Array, lengths_BM: Array, tables: packed.Tables | None, how: _How
+) -> tuple[Sequence[_Call], Bool[Array, "B L"]]:
+    """The calls that compute rows of segments, and which tokens belong to a segment."""
+    B, L = q_BLhK.shape[:2]
+    if tables is None:
+        inside_BL = jnp.arange(L, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
+        return [_WholeRows(inside_BL, starts_BM[:, 0] == 0, how.window)], inside_BL
+    made = packed.calls(num_rows=B, row_tokens=L, max_pieces=starts_BM.shape[1], room=how.slot_room)
+    calls = []
+    for number, call in enumerate(made):
+        taken = tables.slots(number)
+        calls.append(_Packed(call, taken, how.window, (taken.slot_N >= 0).reshape(B, L)))
+    return calls, (tables.segment_N >= 0).reshape(B, L)
+
+
+def _forward(
+    calls: Sequence[_Call], inside_BL: Array | None, q: Array, k: Array, v: Array, head_chunks: int
+) -> tuple[Array, Array]:
+    """Output, 0 where not inside, and log-sum-exp of all calls together."""
+    heads = _Heads(q.shape[2], k.shape[2], head_chunks)
+
+    def chunk(number: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        inputs = heads.of_q(number).read(q), heads.of_kv(number).read(k), heads.of_kv(number).read(v)
+        out = lse = None
+        for call in calls:
+            part, part_lse = call.forward(*inputs)
+            out = part if out is None else _select(call.inside_BL, part, out)
+            lse = part_lse if lse is None else jnp.where(_of_lse(call.inside_BL), part_lse, lse)
+            if call is not calls[-1]:
+                inputs, out, lse = _in_order((inputs, out, lse))
+        assert out is not None, "there is at least one call"
+        of_lse = dataclasses.replace(heads.of_q(number), axis=1)
+        return heads.of_q(number).write(sums[0], _inside(inside_BL, out)), of_lse.write(sums[1], lse)
+
+    if head_chunks == 1:
+        return chunk(0, (q, q))  # whole arrays are not written into, but replaced
+    B, L, h, _ = q.shape
+    sums = _zeros(q.shape, q.dtype, after=q), _zeros((B, h, L), jnp.float32, after=q)
+    return jax.lax.fori_loop(0, head_chunks, chunk, sums)
 
 
 def _backward(
-    part: Callable[..., tuple[Array, Array, Array]],
+    calls: Sequence[_Call],
+    inside_BL: Array | None,
     q: Array,
     k: Array,
     v: Array,
@@ -155,88 +298,117 @@ def _backward(
     dout: Array,
     head_chunks: int,
 ) -> tuple[Array, Array, Array]:
-    found: list[tuple[Array, Array, Array]] = []
-    for heads, kv_heads in _parts(q.shape[2], k.shape[2], head_chunks):
-        inputs = q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads], dout[:, :, heads], lse[:, heads]
-        (q, k, v, out, dout, lse), found = _after(((q, k, v, out, dout, lse), [*found, part(*inputs)]))
-    dqs, dks, dvs = zip(*found, strict=True)
-    sharing = max(head_chunks // k.shape[2], 1)
-    return jnp.concatenate(dqs, axis=2), _joined(dks, sharing), _joined(dvs, sharing)
+    """dq, dk and dv of all calls together, 0 where not inside.
 
+    Memory: beside the inputs, one chunk's part of them and of the gradients. The gradients of later chunks have no memory yet:
+    they will be written over the inputs of their own chunk. Only where query heads of several chunks share a K/V head, sums of
+    dk and dv are float32 arrays of their own.
+    """
+    heads = _Heads(q.shape[2], k.shape[2], head_chunks)
+    B, L, g, K = k.shape
+    # One array: XLA adds into a part of an array in place, into a whole one not
+    sums = (q, _zeros((B, L, 2 * g, K), jnp.float32, after=q)) if heads.share_kv else (q, k, v)
 
-def _part_forward(q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, window: int | None) -> tuple[Array, Array]:
-    if starts_BM.shape[1] == 1:
-        out, lse_BhL = cudnn_calls.forward(None, q, k, v, window=window)
-        return jnp.where(starts_BM[:, :, None, None] == 0, out, jnp.nan), lse_BhL
-    B, L, h, _ = q.shape
-    out, lse_Nh = jnp.zeros_like(q), jnp.zeros((B * L, h), jnp.float32)
-    for call in _calls(q, starts_BM):
-        taken = packed.slots(call, starts_BM, lengths_BM)
-        inside_N1 = (taken.slot_N >= 0)[:, None]
-        found, statistic_ShT = cudnn_calls.forward(taken, *_cut(call, q, k, v), window=window)
-        out = jnp.where(inside_N1.reshape(B, L, 1, 1), found.reshape(q.shape), out)
-        lse_Nh = jnp.where(inside_N1, packed.compressed(statistic_ShT, taken), lse_Nh)
-        (q, k, v), out, lse_Nh = _after(((q, k, v), out, lse_Nh))
-    return out, lse_Nh.reshape(B, L, h).swapaxes(1, 2)
+    def chunk(number: Array | int, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        of_q, of_kv = heads.of_q(number), heads.of_kv(number)
+        keys, values = (k, v) if heads.share_kv else sums[1:]
+        lse_chunk = dataclasses.replace(of_q, axis=1).read(lse)
+        inputs = of_q.read(sums[0]), of_kv.read(keys), of_kv.read(values), of_q.read(out), of_q.read(dout), lse_chunk
+        for index, call in enumerate(calls):
+            is_last = index == len(calls) - 1
+            merge = functools.partial(_merge, call=call, is_first=index == 0, inside_BL=inside_BL if is_last else None)
+            dq, dk, dv = call.backward(*inputs)
+            if heads.share_kv:
+                of_k, of_v = (dataclasses.replace(of_kv, first=of_kv.first + first, whole=False) for first in (0, g))
+                dkv = _add(_add(sums[1], of_k, dk, call=call), of_v, dv, call=call)
+                sums = merge(sums[0], of_q, dq), dkv
+            else:
+                sums = merge(sums[0], of_q, dq), merge(sums[1], of_kv, dk), merge(sums[2], of_kv, dv)
+            if not is_last:
+                # lse too: else XLA expands it for all calls in one operation, and the statistics of all are there at once
+                inputs, sums = _in_order((inputs, sums))
+        return sums
 
-
-def _part_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    dout: Array,
-    lse_BhL: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    window: int | None,
-) -> tuple[Array, Array, Array]:
-    if starts_BM.shape[1] == 1:
-        return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=window)
-    B, L, h, _ = q.shape
-    lse_Nh = lse_BhL.swapaxes(1, 2).reshape(B * L, h)
-    dq, dk, dv = (jnp.zeros_like(x) for x in (q, k, v))
-    for call in _calls(q, starts_BM):
-        taken = packed.slots(call, starts_BM, lengths_BM)
-        inside_BL11 = (taken.slot_N >= 0).reshape(B, L, 1, 1)
-        statistic_ShT = packed.expanded(lse_Nh, taken, tokens=call.tokens)
-        found = cudnn_calls.backward(taken, statistic_ShT, *_cut(call, q, k, v, out, dout), window=window)
-        dq, dk, dv = (
-            jnp.where(inside_BL11, x.reshape(whole.shape), whole) for x, whole in zip(found, (dq, dk, dv), strict=True)
-        )
-        # lse_Nh too: else one operation expands it for all calls, and the statistics of all are there at once
-        (q, k, v, dout, lse_Nh), (dq, dk, dv) = _after(((q, k, v, dout, lse_Nh), (dq, dk, dv)))
+    sums = chunk(0, sums) if head_chunks == 1 else jax.lax.fori_loop(0, head_chunks, chunk, sums)
+    if heads.share_kv:
+        sums = sums[0], *(x.astype(k.dtype) for x in jnp.split(sums[1], 2, axis=2))
+    dq, dk, dv = sums
     return dq, dk, dv
 
 
-def _calls(q_BLhK: Array, starts_BM: Array) -> tuple[packed.Call, ...]:
-    B, L = q_BLhK.shape[:2]
-    return packed.calls(num_rows=B, row_tokens=L, max_pieces=starts_BM.shape[1])
+@dataclasses.dataclass(frozen=True)
+class _Slice:
+    """Some heads of an array, which is read and written in place."""
+
+    first: Array | int
+    size: int
+    whole: bool
+    """All heads: nothing needs to be cut out."""
+    axis: int = 2
+
+    def read(self, x: Array) -> Array:
+        return x if self.whole else jax.lax.dynamic_slice_in_dim(x, self.first, self.size, self.axis)
+
+    def write(self, x: Array, part: Array) -> Array:
+        return part if self.whole else jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.first, self.axis)
 
 
-def _cut(call: packed.Call, *arrays_BLXK: Array) -> Iterator[Array]:
-    """The rows' memory taken for more and shorter rows, as long as a slot."""
-    return (x.reshape(call.num_rows, call.tokens, *x.shape[2:]) for x in arrays_BLXK)
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """How heads are divided into chunks: whole K/V heads with their query heads, or query heads that share a K/V head."""
+
+    num_heads: int
+    num_kv_heads: int
+    chunks: int
+
+    @property
+    def share_kv(self) -> bool:
+        """Whether several chunks have the same K/V head."""
+        return self.chunks > self.num_kv_heads
+
+    def of_q(self, chunk: Array | int) -> _Slice:
+        size = self.num_heads // self.chunks
+        return _Slice(chunk * size, size, self.chunks == 1)
+
+    def of_kv(self, chunk: Array | int) -> _Slice:
+        size = max(self.num_kv_heads // self.chunks, 1)
+        return _Slice(chunk * self.num_kv_heads // self.chunks, size, size == self.num_kv_heads)
 
 
-def _parts(num_heads: int, num_kv_heads: int, head_chunks: int) -> Iterator[tuple[slice, slice]]:
-    """Query heads and K/V heads of each part."""
-    size, kv_size = num_heads // head_chunks, max(num_kv_heads // head_chunks, 1)
-    for part in range(head_chunks):
-        first = part * num_kv_heads // head_chunks
-        yield slice(part * size, (part + 1) * size), slice(first, first + kv_size)
+def _merge(total: Array, own: _Slice, gradient: Array, *, call: _Call, is_first: bool, inside_BL: Array | None) -> Array:
+    """`total` with a call's gradient in place of what is there, and 0 where not inside."""
+    gradient = gradient if is_first else _select(call.inside_BL, gradient, own.read(total))
+    return own.write(total, _inside(inside_BL, gradient))
 
 
-def _joined(gradients: tuple[Array, ...], sharing: int) -> Array:
-    """Gradients of K/V heads, where each head is in `sharing` parts one after another; these are added in float32."""
-    if sharing == 1:
-        return jnp.concatenate(gradients, axis=2)
-    dtype = gradients[0].dtype
-    of_heads = (gradients[first : first + sharing] for first in range(0, len(gradients), sharing))
-    sums = [functools.reduce(jnp.add, (x.astype(jnp.float32) for x in same)).astype(dtype) for same in of_heads]
-    return jnp.concatenate(sums, axis=2)
+def _add(total: Array, own: _Slice, gradient: Array, *, call: _Call) -> Array:
+    """`total` with a call's gradient added."""
+    return own.write(total, own.read(total) + _inside(call.inside_BL, gradient).astype(total.dtype))
 
 
-def _after(arrays: Any) -> Any:
-    """The same arrays, all of them there before any is used: else XLA may hold what several calls give at the same time."""
+def _select(inside_BL: Array | None, new: Array, old: Array) -> Array:
+    return new if inside_BL is None else jnp.where(inside_BL[..., None, None], new, old)
+
+
+def _inside(inside_BL: Array | None, x: Array) -> Array:
+    if inside_BL is None:
+        return x
+    inside_BL11 = inside_BL[..., None, None]
+    # A constant 0 would become an array as large as x that JAX hoists out of the layer scan (5 GiB at 5M tokens on 8)
+    return jnp.where(inside_BL11, x, (inside_BL11 & False).astype(x.dtype))
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, *, after: Array) -> Array:
+    """Zeros that exist only after another array does: JAX cannot hoist them out of the layer scan."""
+    zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), after))
+    return jnp.broadcast_to(zero, shape)
+
+
+def _of_lse(inside_BL: Array | None) -> Array:
+    assert inside_BL is not None, "calls of one row are of tokens that are known"
+    return inside_BL[:, None]
+
+
+def _in_order(arrays: Any) -> Any:
+    """The same arrays, after all of them have been computed. Otherwise XLA may keep the results of several calls at once."""
     return jax.lax.optimization_barrier(arrays)

@@ -75,13 +75,12 @@ class Work:
         """Whether the window keeps any token from seeing another."""
         return self.window is not None and self.window < self.row_tokens
 
-    @property
-    def slot_tokens(self) -> int:
-        """Tokens that the slots of one call have room for, where that is most: what cuDNN's memory grows with."""
+    def slot_tokens(self, slot_room: int) -> int:
+        """Tokens that the slots of the largest call have room for: what cuDNN's memory grows with."""
         if not self.packs:
             return self.num_tokens
-        calls = packed.calls(num_rows=self.rows_at_once, row_tokens=self.row_tokens, max_pieces=self.max_pieces)
-        return max(call.num_slots * call.tokens for call in calls)
+        rows = {"num_rows": self.rows_at_once, "row_tokens": self.row_tokens, "max_pieces": self.max_pieces}
+        return max(call.num_slots * call.tokens for call in packed.calls(**rows, room=slot_room))
 
     def elements(self, head_chunks: int) -> int:
         """Of q in one part of the heads."""
@@ -105,37 +104,53 @@ def parts(work: Work) -> list[int]:
     return [n for n in even if not work.packs or work.elements(n) <= MAX_ELEMENTS]
 
 
-def fewest_parts(work: Work) -> int:
-    """The fewest of `parts`, but more where that keeps the room of all slots below the limit too, and with it what a backward
-    call takes below 16 GiB or so.
+class Split(NamedTuple):
+    """How the work is divided into calls."""
+
+    head_chunks: int
+    """One of `parts`."""
+    slot_room: int
+    """One of packed.ROOMS."""
+
+
+WORKSPACE_BYTES = 6 * 2**30
+"""Most memory that cuDNN's workspace should take: more chunks of heads make it smaller, and cost copies of them."""
+
+
+def choose_split(work: Work, *, head_chunks: int | None = None) -> Split:
+    """The fewest calls with a workspace of at most WORKSPACE_BYTES, or else the smallest workspace.
+
+    Args: head_chunks: one of `parts`; None: as few as do.
     """
-    legal = parts(work)
-    room = work.slot_tokens * work.head_dim
-    return next((n for n in legal if room * (work.num_heads // n) <= MAX_ELEMENTS), legal[-1])
+    rooms = packed.ROOMS if work.packs else packed.ROOMS[:1]
+    splits = [Split(chunks, room) for chunks in parts(work) for room in rooms if head_chunks in (None, chunks)]
+    fits = [split for split in splits if backward_bytes(work, split) <= WORKSPACE_BYTES]
+    return fits[0] if fits else min(splits, key=lambda split: backward_bytes(work, split))
 
 
-def statistic_bytes(work: Work, head_chunks: int) -> int:
+def statistic_bytes(work: Work, split: Split) -> int:
     """Memory of the log-sum-exps of the largest call, as cuDNN has them: float32, for every token of every slot.
 
-    It is taken forward, until they are compressed, and backward, from when they are expanded; by one call and one part of the
+    It is taken forward, until they are compressed, and backward, from when they are expanded; by one call and one chunk of the
     heads at a time. A compiled program's memory analysis counts it.
     """
-    return 4 * max(work.slot_tokens, work.num_tokens) * (work.num_heads // head_chunks)
+    return 4 * max(work.slot_tokens(split.slot_room), work.num_tokens) * (work.num_heads // split.head_chunks)
 
 
-def backward_bytes(work: Work, head_chunks: int) -> int:
-    """Memory that cuDNN takes for the largest backward call, which no compiled program's memory analysis counts.
+def backward_bytes(work: Work, split: Split) -> int:
+    """Memory of cuDNN's workspace for the largest backward call; the memory analysis of a GPU that is absent lacks it.
 
     float32 sums of dq and of dout * out, and where query heads share K/V heads, dk and dv of each query head: for every token
     of every slot. An estimate: the first two are exact.
     Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in node/scaled_dot_product_flash_attention.h.
     """
-    heads = work.num_heads // head_chunks
-    shared = 2 * 2 * work.head_dim if work.num_kv_heads // head_chunks < heads > 1 else 0
+    heads = work.num_heads // split.head_chunks
+    shared = 2 * 2 * work.head_dim if work.num_kv_heads // split.head_chunks < heads > 1 else 0
     # chunks see as many rows of keys before them as there are chunks at a time, or one after another the same row
     rectangles = work.num_tokens * heads * (4 * work.head_dim + 4)
     rectangles += shared * heads * max(work.num_tokens, work.rows_at_once // 2 * work.keys_before)
-    return max(work.slot_tokens * heads * (4 * work.head_dim + 4 + shared), rectangles * (work.num_chunks > 1))
+    of_slots = work.slot_tokens(split.slot_room) * heads * (4 * work.head_dim + 4 + shared)
+    return max(of_slots, rectangles * (work.num_chunks > 1))
 
 
 def smallest_memory(devices: Sequence[Device]) -> int | None:
@@ -145,26 +160,27 @@ def smallest_memory(devices: Sequence[Device]) -> int | None:
     return min((size for size in known if size is not None), default=None)
 
 
-def shortage(work: Work, head_chunks: int, *, device_bytes: int) -> str | None:
-    """Why calls with heads in so many parts fit no device, whatever else is on it, and what would; None where they may fit."""
+def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
+    """Why calls that are split so fit no device, whatever else is on it, and what would; None where they may fit."""
 
-    def taken(work: Work, head_chunks: int) -> int:
-        return statistic_bytes(work, head_chunks) + backward_bytes(work, head_chunks)
+    def taken(work: Work, split: Split) -> int:
+        return statistic_bytes(work, split) + backward_bytes(work, split)
 
     def least(max_pieces: int) -> int:
         fewer = dataclasses.replace(work, max_pieces=max_pieces)
-        return taken(fewer, parts(fewer)[-1])
+        return taken(fewer, choose_split(fewer, head_chunks=parts(fewer)[-1]))
 
-    if taken(work, head_chunks) <= device_bytes:
+    if taken(work, split) <= device_bytes:
         return None
     num_rows, row_tokens = work.whole_rows
     problem = (
         f"cuDNN's statistics and sums of {num_rows} x {row_tokens:,} tokens in up to {work.max_pieces} pieces, "
-        f"heads in {head_chunks} parts, take {taken(work, head_chunks) / 2**30:.1f} GiB, and a device has "
+        f"heads in {split.head_chunks} parts, take {taken(work, split) / 2**30:.1f} GiB, and a device has "
         f"{device_bytes / 2**30:.1f}."
     )
-    if fitting := [n for n in parts(work) if taken(work, n) <= device_bytes]:
-        return f"attention.head_chunks = {head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
+    splits = {n: choose_split(work, head_chunks=n) for n in parts(work)}
+    if fitting := [n for n, other in splits.items() if taken(work, other) <= device_bytes]:
+        return f"attention.head_chunks = {split.head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
     if most := next((number for number in range(work.max_pieces - 1, 0, -1) if least(number) <= device_bytes), None):
         return f"data.max_documents_per_row = {work.max_pieces}: {problem} Use data.max_documents_per_row={most}."
     longest = row_tokens * device_bytes // least(1) // work.row_multiple * work.row_multiple

@@ -1,10 +1,10 @@
-"""The pieces of rows as cuDNN's packed calls take them: told apart by length, each in a slot of its call.
+"""Sorts the segments of packed rows by length into the slots of cuDNN's packed calls.
 
-A packed call has slots, for a piece of up to T tokens each, which may lie anywhere in memory. cuDNN dimensions the backward
-call's memory as if every slot were full: one call with 64 slots of a row of 131,072 tokens, 4 heads of size 128, would take
-64 * 131,072 * 4 * 128 * 4 bytes = 16 GiB for the sums of dq alone. But 64 pieces of one row cannot all be long. So long
-pieces go to one call, shorter ones to the next, with as many more slots as they are shorter, and each call has slots for
-SHARE times the row's tokens only. Up to 64 pieces in a row of L tokens:
+A packed call has slots, each for a segment of up to T tokens that may lie anywhere in memory. cuDNN sizes the memory of the
+backward call as if every slot were full: one call with 64 slots of a row of 131,072 tokens, 4 heads of size 128, would take
+64 * 131,072 * 4 * 128 * 4 bytes = 16 GiB for the float32 sums of dq. But 64 segments of one row cannot all be long. So long
+segments go to one call and shorter ones to the next, which has as many more slots as its segments are shorter. Each call has
+room for ROOM times the row's tokens. Up to 64 segments in a row of L tokens, room 4:
 
     call    lengths             a slot's tokens T    slots
     0       L/4 + 1 ... L       L                    4
@@ -21,32 +21,33 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsp.attention.kernels import pieces
 
-SHARE = 4
-"""How many times the rows' tokens a call has room for, and how much shorter the next call's pieces are. With 2, calls take
-half the memory and there are twice as many."""
+ROOMS = (4, 2)
+"""How many times the rows' tokens the slots of a call have room for. 2 takes half the memory and twice as many calls."""
+
+ROOM = ROOMS[0]
 
 ALIGN = 128
 """Slots have a multiple of so many tokens, as rows do."""
 
 NO_STATISTIC = 1e30
-"""Stands for the log-sum-exp of a slot's places beyond its piece: exp(score - this) is 0, without an infinity on the way."""
+"""Stands for the log-sum-exp of a slot's places beyond its segment: exp(score - this) is 0, without an infinity on the way."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call: which lengths it is for, and the shape of its slots."""
+    """One packed call: the lengths of its segments, and the shape of its slots."""
 
     above: int
-    """Pieces have more tokens than this,"""
+    """Segments have more tokens than this."""
     tokens: int
-    """and so many at most: the size of a slot."""
+    """Tokens of a slot: the longest segment."""
     num_slots: int
     num_tokens: int
-    """Of all rows together."""
+    """Tokens of all rows together."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of `tokens` tokens that the memory of all rows is taken for."""
+        """Number of rows of `tokens` tokens that the memory of all rows is reinterpreted as."""
         return self.num_tokens // self.tokens
 
     @property
@@ -55,46 +56,79 @@ class Call:
 
 
 class Slots(NamedTuple):
-    """The pieces of one call, in the order of their tokens; unused slots are (0, 0), at the end."""
+    """The segments of one call, in the order of their tokens; unused slots are (0, 0), at the end."""
 
     starts_S: Int32[Array, "S"]
     """First token, counted over all rows."""
     lengths_S: Int32[Array, "S"]
     slot_N: Int32[Array, "N"]
-    """The slot of each token of all rows, -1 where it is in none."""
-    place_N: Int32[Array, "N"]
-    """Its place in the slot; 0 where it is in none."""
+    """Slot of each token of all rows; -1 for tokens of no slot."""
+
+    @property
+    def place_N(self) -> Int32[Array, "N"]:
+        """Place of each token in its slot; 0 for tokens of no slot."""
+        tokens_N = jnp.arange(len(self.slot_N), dtype=jnp.int32)
+        return jnp.where(self.slot_N < 0, 0, tokens_N - self.starts_S[self.slot_N])
 
 
-def calls(*, num_rows: int, row_tokens: int, max_pieces: int) -> tuple[Call, ...]:
-    """The calls that together take every piece of rows with up to `max_pieces` pieces each, the longest pieces first."""
-    # A row has fewer than SHARE * row_tokens / T pieces of more than T / SHARE tokens
+class CallTable(NamedTuple):
+    """Small arrays that say which segments are in which slots of one call."""
+
+    starts_S: Int32[Array, "S"]
+    lengths_S: Int32[Array, "S"]
+    slot_BM: Int32[Array, "BM"]
+    """Slot of each segment of all rows; -1 for segments of other calls."""
+
+
+class Tables(NamedTuple):
+    """All that packed calls need to know about the segments. The same for every layer, so it is made once per microbatch."""
+
+    segment_N: Int32[Array, "N"]
+    """Segment of each token, counted over all rows; -1 for padding. 4 bytes per token."""
+    calls: tuple[CallTable, ...]
+
+    def slots(self, number: int) -> Slots:
+        """The slots of one of the calls."""
+        table = self.calls[number]
+        slot_N = jnp.where(self.segment_N < 0, -1, table.slot_BM[self.segment_N])
+        return Slots(table.starts_S, table.lengths_S, slot_N)
+
+
+def calls(*, num_rows: int, row_tokens: int, max_pieces: int, room: int = ROOM) -> tuple[Call, ...]:
+    """The calls that together take every segment of rows with up to `max_pieces` segments each, longest segments first."""
+    # A row has fewer than room * row_tokens / T segments of more than T / room tokens
     sizes, tokens, per_tokens = [row_tokens], row_tokens, max_pieces
-    while per_tokens > SHARE and tokens % (SHARE * ALIGN) == 0:
-        tokens, per_tokens = tokens // SHARE, -(-per_tokens // SHARE)
+    while per_tokens > room and tokens % (room * ALIGN) == 0:
+        tokens, per_tokens = tokens // room, -(-per_tokens // room)
         sizes.append(tokens)
     total = num_rows * row_tokens
-    found = [Call(above=b, tokens=a, num_slots=total // a * SHARE, num_tokens=total) for a, b in itertools.pairwise(sizes)]
-    # cuDNN knows packed rows of two slots and more
+    found = [Call(above=b, tokens=a, num_slots=total // a * room, num_tokens=total) for a, b in itertools.pairwise(sizes)]
+    # cuDNN's packed rows have two slots or more
     return (*found, Call(above=0, tokens=tokens, num_slots=total // tokens * max(per_tokens, 2), num_tokens=total))
 
 
-def slots(call: Call, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"]) -> Slots:
-    """Puts the pieces of a call's lengths into its slots."""
-    B = len(starts_BM)
-    firsts_B1 = jnp.arange(B, dtype=jnp.int32)[:, None] * (call.num_tokens // B)
-    starts, lengths = (starts_BM + firsts_B1).reshape(-1), lengths_BM.reshape(-1)
+def tables(
+    made: tuple[Call, ...], starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+) -> Tables:
+    """Puts the segments of rows into the slots of calls."""
+    B, M = starts_BM.shape
+    segment_BL = pieces.piece_of_token(starts_BM, lengths_BM, row_tokens)
+    first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + first_of_row_B1 * M)
+    starts, lengths = (starts_BM + first_of_row_B1 * row_tokens).reshape(-1), lengths_BM.reshape(-1)
+    return Tables(segment_BL.reshape(-1), tuple(_table(call, starts, lengths) for call in made))
+
+
+def _table(call: Call, starts: Array, lengths: Array) -> CallTable:
     chosen = (lengths > call.above) & (lengths <= call.tokens)
     slot = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, call.num_slots)
-    none_S = jnp.zeros(call.num_slots, jnp.int32)
-    starts_S, lengths_S = (none_S.at[slot].set(x, mode="drop") for x in (starts, lengths))
-    slot_N = pieces.piece_of_token(starts_S[None], lengths_S[None], call.num_tokens)[0]
-    place_N = jnp.where(slot_N < 0, 0, jnp.arange(call.num_tokens, dtype=jnp.int32) - starts_S[slot_N])
-    return Slots(starts_S, lengths_S, slot_N, place_N)
+    empty_S = jnp.zeros(call.num_slots, jnp.int32)
+    starts_S, lengths_S = (empty_S.at[slot].set(x, mode="drop") for x in (starts, lengths))
+    return CallTable(starts_S, lengths_S, jnp.where(chosen, slot, -1))
 
 
 def compressed(statistic_ShT: Float32[Array, "S h T"], taken: Slots) -> Float32[Array, "N h"]:
-    """The statistic of each token, from that of each slot's tokens; for tokens of no slot it means nothing."""
+    """The statistic of each token, from that of each slot's tokens; undefined for tokens of no slot."""
     return statistic_ShT[taken.slot_N, :, taken.place_N]
 
 

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -12,15 +11,13 @@ def piece_of_token(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M
 
     Example: starts [0, 3, 0], lengths [3, 4, 0] and 8 tokens give [0, 0, 0, 1, 1, 1, 1, -1].
     """
-    positions_L = jnp.arange(num_tokens, dtype=jnp.int32)
-    starts_BM = jnp.where(lengths_BM > 0, starts_BM, num_tokens)  # unused slots are (0, 0): move them past the row
-
-    def row(starts_M: Int32[Array, "M"], lengths_M: Int32[Array, "M"]) -> Int32[Array, "L"]:
-        piece_L = jnp.searchsorted(starts_M, positions_L, side="right").astype(jnp.int32) - 1
-        inside_L = (piece_L >= 0) & (positions_L < (starts_M + lengths_M)[piece_L])
-        return jnp.where(inside_L, piece_L, -1)
-
-    return jax.vmap(row)(starts_BM, lengths_BM)
+    positions_1L1 = jnp.arange(num_tokens, dtype=jnp.int32)[None, :, None]
+    # Unused slots are (0, 0). Every start is compared with every token: one fused kernel, where a binary search is a loop
+    begun_BL = ((starts_BM[:, None] <= positions_1L1) & (lengths_BM > 0)[:, None]).sum(-1, dtype=jnp.int32)
+    piece_BL = begun_BL - 1
+    ends_BM = starts_BM + lengths_BM
+    end_BL = jnp.take_along_axis(ends_BM, jnp.maximum(piece_BL, 0), axis=1)
+    return jnp.where((piece_BL >= 0) & (positions_1L1[..., 0] < end_BL), piece_BL, -1)
 
 
 def in_a_piece(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], num_tokens: int) -> Bool[Array, "B L"]:

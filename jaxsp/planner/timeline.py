@@ -1,0 +1,144 @@
+"""Simulates the schedule of a compiled program on one device: what overlaps, and what is waited for.
+
+XLA orders the instructions of each computation. Kernels run one after another on the compute stream, in that order. A
+collective, or a copy between host and device memory, starts at its `-start` instruction on a stream of its own, after earlier
+ones of that stream; the compute stream waits for it at its `-done`. One that has no such pair blocks the compute stream.
+
+    compute     | kernel | kernel | kernel |     wait     | kernel |
+    collective           |         all-gather             |
+
+Loops are simulated twice, and the second time stands for all later ones. Of a conditional, the slowest branch counts.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+
+from jaxsp.planner import hlo
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """One collective or host copy of a program."""
+
+    stream: str
+    """Transfers of one stream run one after another."""
+    seconds: float
+    """Duration of one run, alone."""
+    begin: int
+    """Line number of the instruction that starts it."""
+    end: int
+    """Line number of the instruction that waits for it; `begin` if it blocks the compute stream."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waited:
+    """How long the compute stream waits for one transfer in a step."""
+
+    runs: int
+    seconds: float
+    """Sum over all runs."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A simulated program."""
+
+    seconds: float
+    """From the first instruction until all streams are idle."""
+    kernels: Mapping[int, float]
+    """Seconds of all runs of each kernel, by line number."""
+    waited: Mapping[int, Waited]
+    """By the line number where a transfer begins."""
+
+
+def simulate(program: hlo.Program, kernels: Mapping[int, float], transfers: Mapping[int, Transfer]) -> Timeline:
+    """Runs a program through time.
+
+    Args:
+        kernels: seconds of one run of each kernel, by line number.
+        transfers: by the line number where they begin.
+    """
+    simulator = _Simulator(program, kernels, transfers)
+    simulator.run(program.entry, runs=1)
+    end = max([simulator.now, *simulator.free.values()])
+    waited = {line: Waited(runs=runs, seconds=simulator.waited[line]) for line, runs in simulator.runs.items()}
+    return Timeline(seconds=end, kernels=simulator.spent, waited=waited)
+
+
+class _Simulator:
+    """Clocks of all streams, in seconds from the beginning of the program."""
+
+    def __init__(self, program: hlo.Program, kernels: Mapping[int, float], transfers: Mapping[int, Transfer]):
+        self._program = program
+        self._kernels = kernels
+        self._transfers = transfers
+        self._ends: dict[int, list[Transfer]] = {}
+        for transfer in transfers.values():
+            self._ends.setdefault(transfer.end, []).append(transfer)
+        self.now = 0.0
+        """When the compute stream is free."""
+        self.free: dict[str, float] = {}
+        """When each other stream is free."""
+        self._done: dict[int, float] = {}
+        """When the last run of each transfer ends."""
+        self.waited: collections.defaultdict[int, float] = collections.defaultdict(float)
+        self.runs: collections.Counter[int] = collections.Counter()
+        self.spent: collections.defaultdict[int, float] = collections.defaultdict(float)
+
+    def run(self, computation: str, *, runs: int) -> None:
+        """Executes a computation once, on behalf of `runs` executions like it."""
+        for line in self._program.computations[computation]:
+            transfer = self._transfers.get(line.number)
+            if transfer is not None:
+                self._start(transfer, runs)
+            for ended in self._ends.get(line.number, ()):
+                self._wait(ended, runs)
+            if transfer is not None:
+                continue
+            if (seconds := self._kernels.get(line.number)) is not None:
+                self.now += seconds
+                self.spent[line.number] += seconds * runs
+            if line.opcode == "while":
+                self._loop(line, runs)
+            elif line.opcode == "conditional":
+                self._slowest(line.called, runs)
+            elif line.opcode in ("call", "async-start"):
+                for called in line.called:
+                    self.run(called, runs=runs)
+
+    def _start(self, transfer: Transfer, runs: int) -> None:
+        begin = max(self.now, self.free.get(transfer.stream, 0.0))
+        self.free[transfer.stream] = self._done[transfer.begin] = begin + transfer.seconds
+        self.runs[transfer.begin] += runs
+
+    def _wait(self, transfer: Transfer, runs: int) -> None:
+        wait = max(0.0, self._done.get(transfer.begin, 0.0) - self.now)
+        self.waited[transfer.begin] += wait * runs
+        self.now += wait
+
+    def _loop(self, loop: hlo.Line, runs: int) -> None:
+        body, trips = loop.attribute("body"), hlo.trip_count(loop, self._program)
+        if trips == 0:
+            return
+        self.run(body, runs=runs)
+        if trips == 1:
+            return
+        second = self.now
+        self.run(body, runs=runs * (trips - 1))
+        self._skip((trips - 2) * (self.now - second))
+
+    def _slowest(self, branches: list[str], runs: int) -> None:
+        self.run(max(branches, key=self._alone), runs=runs)
+
+    def _alone(self, computation: str) -> float:
+        """Seconds of a computation that starts with idle streams."""
+        alone = _Simulator(self._program, self._kernels, self._transfers)
+        alone.run(computation, runs=1)
+        return alone.now
+
+    def _skip(self, seconds: float) -> None:
+        """Moves all clocks forward."""
+        self.now += seconds
+        self.free = {stream: time + seconds for stream, time in self.free.items()}
+        self._done = {line: time + seconds for line, time in self._done.items()}
