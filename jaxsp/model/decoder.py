@@ -93,7 +93,10 @@ def lookup(
         return gather.join(row, shard)[tokens_Bl].astype(dtype)
 
     def backward(_: None, dx_BlD: Array) -> tuple[Any]:
-        gradient_VD = jnp.zeros(row.shape, jnp.float32).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
+        # The zeros must wait for dx. Otherwise XLA fills them before the layers' backward pass, where memory is fullest (2 GiB
+        # for a vocabulary of 128,256)
+        zero, dx_BlD = jax.lax.optimization_barrier((jnp.float32(0), dx_BlD))
+        gradient_VD = jnp.broadcast_to(zero, row.shape).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
         return (gather.split(row, gradient_VD),)
 
     embed.defvjp(lambda shard: (embed(shard), None), backward)

@@ -1,9 +1,10 @@
-"""What XLA is told when a program is compiled.
+"""XLA's compile options for the training step.
 
-Options are passed with the program, not in XLA_FLAGS: a name there that XLA does not know ends the process as soon as it looks
-for devices, and names come and go. What is asked for here is little, because XLA of the releases in TRIED does the rest of what
-is usually recommended by itself: with xla_gpu_enable_latency_hiding_scheduler or pipelined reduce-scatters asked for, the
-compiled step of Llama-3.1-8B is the same to the letter.
+Options are passed with the program, not in XLA_FLAGS: an unknown name there ends the process as soon as XLA looks for devices,
+and names come and go. There are few of them, because XLA of the releases in TRIED does by default most of what is usually
+recommended. Tried without gain on all of them: pipelined all-gathers, which cost more in copies of weights than the first
+gather of each layer waits (8B on 8 H100s: 0.2 to 1.1 % of a step), and with several microbatches keep a second stack of
+activations; the latency-hiding scheduler and pipelined reduce-scatters leave the compiled step the same to the letter.
 """
 
 import dataclasses
@@ -19,61 +20,47 @@ import jaxlib
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
-from jaxsp.core import axes, config, errors
+from jaxsp.core import config, errors
 
 Options = dict[str, bool | int | float | str]
 
 
+DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
+"""Sums in a fixed order, and no choice of kernels by timing. In the gradient of the embedding, tokens are sorted first (0.12),
+or added one after another (0.10)."""
+
+NO_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
+"""From 0.11 on, XLA would choose Triton's kernels and then, asked for determinism, find none that it may use."""
+
+NO_REMATERIALIZATION: Options = {"xla_disable_hlo_passes": "rematerialization"}
+"""XLA must not recompute on its own what does not fit: a step's memory is that of our memory options, which know the better
+places; and where activations are offloaded, XLA's pass counts them as the device's (half of the compile time at 1M tokens)."""
+
+OVERLAP_IN_LOOPS: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+"""Where a layer is computed in tiles, its arithmetic is in loops. XLA places one collective beside a loop by default; with this,
+all of a layer's gathers. 8B on 8 H100s, 32,768 tokens each, 4 tiles, seconds waited for collectives: 0.10 before, 0.03 with it
+(jax 0.12); 0.06 and 0.01 (0.10). Without tiles it makes the schedule worse (0.01 to 0.03)."""
+
+PREFETCH_FROM_HOST: Options = {"xla_gpu_enable_pipelined_host_offloading": True}
+"""The backward pass copies the activations of the next layer from the host while it computes this one. 8B on 8 H100s, 32,768
+tokens each, layer inputs and attention offloaded, seconds of a step waited for copies: 0.43 before, 0.01 with it (jax 0.12).
+Pipelining a loop is where jax 0.10.2 and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before training."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Releases:
-    """Releases of jaxlib, both ends among them, and how they are asked for pipelined all-gathers."""
+    """Releases of jaxlib on which the options were tried, first and last included."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
-    options: Options
-    most_tokens: int
-    """Of a device at a time: with more, pipelining takes a GiB and more, and there is little to gain."""
     deterministic: Options = dataclasses.field(default_factory=lambda: DETERMINISTIC | NO_TRITON)
 
 
-DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
-"""Sums in a fixed order, and kernels that are not chosen by timing them against each other. The gradient of the embedding, in
-which those of the same token meet, is sorted first (0.12), or added one after another (0.10)."""
-
-NO_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
-"""Said too, because XLA from 0.11 on would make kernels of Triton's and then, asked for determinism, find none that it may use:
-products go to cuBLAS from the start."""
-
-_NEWER: Options = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"}
-
 TRIED = (
-    Releases(
-        first=(0, 10, 1),
-        last=(0, 10, 1),
-        options={"xla_gpu_enable_pipelined_all_gather": True},
-        most_tokens=8192,
-        deterministic=DETERMINISTIC,
-    ),
-    Releases(first=(0, 11, 1), last=(0, 11, 2), options=_NEWER, most_tokens=8192),
-    Releases(first=(0, 12, 0), last=(0, 12, 0, 1), options=_NEWER, most_tokens=32768),
+    Releases(first=(0, 10, 1), last=(0, 10, 1), deterministic=DETERMINISTIC),
+    Releases(first=(0, 11, 1), last=(0, 11, 2)),
+    Releases(first=(0, 12, 0), last=(0, 12, 0, 1)),
 )
-"""Pipelined all-gathers: in the loops over layers, the weights of the next layer travel while one is computed.
-
-Otherwise a layer waits for its first weights, those of q, k and v: an estimated 2 % of the time of Llama-3.1-8B's forward pass
-at 8,192 tokens a device and 350 GB/s, half of that with twice the tokens. Device memory of its step, compiled for 8 x H100:
-
-    tokens of a device    8,192    16,384   32,768   65,536   131,072, all offloaded
-    0.10.1, GiB more       0.44     1.96     2.71     3.68     6.77
-    0.11.2                 0.45              2.24
-    0.12.0.1               0.63     0.16     0.25     0.61     1.70
-"""
-
-NO_REMATERIALIZATION: Options = {"xla_disable_hlo_passes": "rematerialization"}
-"""Where activations wait in host memory. XLA's own pass that computes again what does not fit counts them as the device's: it
-gains nothing, and takes half of the time to compile 1,048,576 tokens."""
-
-NAMES = {name for one in TRIED for name in one.options}
-"""What older and newer XLA call this: whoever sets one of them decides."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,38 +69,45 @@ class Told:
 
     options: Options
     words: str
-    """The same for people; empty where there is nothing to say."""
+    """Description for the banner; empty if there is nothing to report."""
     deterministic: bool = False
-    """Whether cuDNN is told too."""
+    """Whether cuDNN's backward passes must be deterministic too."""
 
 
 def options(
-    settings: config.Config, *, mesh: Mesh, environ: Mapping[str, str] = os.environ, version: str = jaxlib.__version__
+    settings: config.Config,
+    *,
+    mesh: Mesh,
+    is_tiled: bool,
+    environ: Mapping[str, str] = os.environ,
+    version: str = jaxlib.__version__,
 ) -> Told:
-    """Our options for a config's step, and those of run.xla_options, which win over XLA_FLAGS; that wins over ours.
+    """Our options for a config's step, and those of run.xla_options, which win over XLA_FLAGS; those win over ours.
 
     Args:
-        mesh: of devices here or absent. For CPUs there is nothing of ours.
+        mesh: of devices here or absent. For CPUs we set nothing.
+        is_tiled: whether a device's tokens go through a layer in tiles.
         version: of jaxlib.
-    Raises: UserError where run.xla_options and run.deterministic contradict each other.
+    Raises: UserError if run.xla_options and run.deterministic contradict each other.
     """
     asked, deterministic = settings.run.xla_options, settings.run.deterministic
     by_flags = [name for name in _names(environ.get("XLA_FLAGS", "")) if name not in asked]
-    tokens = settings.data.longest_row * settings.batch.rows_at_once // mesh.shape[axes.SEQ]
     ours: Options = {}
     parts = []
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     if on_gpu:
         known = next((one for one in TRIED if one.first <= numbers(version) <= one.last), None)
         if known is None:
-            parts.append(f"its defaults, because options were not tried with jaxlib {version}")
-        elif mesh.size > 1 and tokens <= known.most_tokens and not NAMES & {*by_flags, *asked}:
-            ours |= known.options
-            parts.append("the next layer's weights are gathered while one is computed")
-        offloads = settings.memory.offload_activations != "none"
-        if known and offloads and not NO_REMATERIALIZATION.keys() & {*by_flags, *asked}:
+            parts.append(f"defaults, because options were not tried with jaxlib {version}")
+        else:
             ours |= NO_REMATERIALIZATION
-            parts.append("it computes nothing again by itself, since it counts host memory as the device's")
+            if is_tiled and mesh.size > 1:
+                ours |= OVERLAP_IN_LOOPS
+                parts.append("several collectives at a time overlap a layer's tiles")
+            if settings.memory.offload_activations != "none":
+                ours |= PREFETCH_FROM_HOST
+                parts.append("the next layer's activations are copied from the host while one is computed")
+            ours = {name: value for name, value in ours.items() if name not in by_flags}
         if deterministic:
             fixed = known.deterministic if known else DETERMINISTIC
             for name in fixed.keys() & asked.keys():
@@ -128,7 +122,7 @@ def options(
                 "each of these can cost speed, and the last memory"
             )
     elif deterministic:
-        parts.append("run.deterministic changes nothing here: on CPUs numbers are the same each time in any case")
+        parts.append("run.deterministic changes nothing here: on CPUs numbers are always the same")
     if asked:
         parts.append(f"run.xla_options: {', '.join(f'{name}={_line(value)}' for name, value in asked.items())}")
     if by_flags:
