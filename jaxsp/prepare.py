@@ -163,7 +163,7 @@ def read(
             # one kernel for all lengths of rows: where cuDNN serves but some, none of them
             of_lengths = [settings.for_rows_of(length) for length in reversed(settings.data.row_lengths)]
             kernels = [attention.choose(one, devices=devices, window=model.sliding_window, **heads) for one in of_lengths]
-            kernel = next((one for one in kernels if one.kernel != kernels[0].kernel), kernels[0])
+            kernel = next((one for one in kernels if one.kernel != "cudnn"), kernels[0])
     problems += levers.problems(settings, platform=devices[0].platform)
     if sizes is not None:
         degree = kernel.kind.degree if kernel is not None else None

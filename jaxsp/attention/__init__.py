@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import gather, kinds, ring, ulysses, zigzag
-from jaxsp.attention.kernels import blockwise, cudnn, limits, packed, pieces, reference, residuals
+from jaxsp.attention.kernels import blockwise, cudnn, cudnn_calls, limits, packed, pieces, reference, residuals
 from jaxsp.core import config, errors
 
 SCOPE = "attend"
@@ -121,7 +121,8 @@ def choose(
     """
     asked, heads = settings.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     kind, of_layer = choose_kind(settings, window=window, **heads), _layer(settings, **heads)
-    work = _work(settings, kind, of_layer, window=window)
+    work = _work(settings, kind, of_layer, window=window, devices=devices)
+    size = device_bytes or limits.smallest_memory(devices)
     possible = kinds.possible(
         seq=kind.seq, num_heads=num_heads, num_kv_heads=num_kv_heads, outer=asked.outer, kv_heads=asked.kv_heads_per_gather
     )
@@ -135,7 +136,7 @@ def choose(
     )
     kernel, why = asked.kernel, ""
     if kernel in ("auto", "cudnn"):
-        obstacles = limits.obstacles(work, devices=devices)
+        obstacles = limits.obstacles(work, devices=devices, device_bytes=size)
         if kernel == "cudnn" and obstacles:
             raise errors.UserError(f"attention.kernel = cudnn: cuDNN {one.what}. {one.way_out}" for one in obstacles)
         kernel = "blockwise" if obstacles else "cudnn"
@@ -161,7 +162,6 @@ def choose(
             f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.choices(legal)}, or null."
         )
     split = limits.choose_split(work, head_chunks=chunks)
-    size = device_bytes or limits.smallest_memory(devices)
     if size is not None and (problem := limits.shortage(work, split, device_bytes=size)):
         raise errors.UserError(problem)
     return of(
@@ -202,7 +202,14 @@ def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_d
     )
 
 
-def _work(settings: config.Config, kind: kinds.Kind, layer: kinds.Layer, *, window: int | None) -> limits.Work:
+def _work(
+    settings: config.Config,
+    kind: kinds.Kind,
+    layer: kinds.Layer,
+    *,
+    window: int | None,
+    devices: Sequence[limits.Device],
+) -> limits.Work:
     """What the kernel gets at a time: whole rows; or chunks of them, and all the keys before a chunk."""
     heads, kv_heads = kinds.own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
     num_rows, row_tokens, num_chunks, keys = layer.rows, settings.data.longest_row, 1, 0
@@ -226,12 +233,14 @@ def _work(settings: config.Config, kind: kinds.Kind, layer: kinds.Layer, *, wind
         keys_before=keys,
         num_neighbours=kind.inner,
         whole_row_tokens=settings.data.longest_row,
+        is_deterministic=settings.run.deterministic,
+        has_score_workspace=limits.needs_score_workspace(deterministic=settings.run.deterministic, devices=devices),
     )
 
 
 def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     """What `make_attend` makes, for people."""
-    kernel = f"{'cuDNN' if choice.kernel == 'cudnn' else choice.kernel} kernel"
+    kernel = f"{cudnn_calls.describe_version() if choice.kernel == 'cudnn' else choice.kernel} kernel"
     if choice.head_chunks > 1:
         kernel += f", heads in {choice.head_chunks} parts"
     if choice.statistic_bytes >= 64 * 2**20:

@@ -160,7 +160,7 @@ def _alone_s(kernel: work.Kernel, ceilings: gpus.Ceilings) -> float:
 
 def _attention_s(program: hlo.Program, *, forward_s: float, backward_s: float) -> dict[int, float]:
     """Seconds of one run of each of cuDNN's calls, by line number, if all of a direction take equally long."""
-    found = {}
+    found: dict[int, float] = {}
     runs = hlo.runs(program, lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes, may=True)
     for is_backward, total in ((False, forward_s), (True, backward_s)):
         calls = [(line, times) for line, times in runs if ("Backward" in line.attributes) == is_backward]

@@ -30,6 +30,12 @@ OFFLOAD_TOLERANCE = 1e-4
 _NO_TUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """Trying out which way of multiplying is fastest would take longer than all the rest."""
 
+FILL_BYTES = 2 * 2**30
+"""Most memory that is filled with NaN before a kernel runs.
+
+Arrays and workspaces of the check take a few hundred MiB. The device's peak memory, a metric, counts the filled memory.
+"""
+
 _TOKENS = 1024
 _PIECES = (
     ((0, 300), (300, 1), (301, 211), (520, 129), (700, 260)),  # lengths for two calls of cuDNN, padding in between and behind
@@ -66,7 +72,10 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
         if choice.kind.degree > 1:
             alike |= {"head_chunks": choice.head_chunks, "halves": choice.kind.outer}
             refuse_attention(attention_differences(choice.kernel, window=None, **alike), device)
-        done.append(f"self-check: cuDNN attention agrees with the blockwise kernel on this device ({_since(began)})")
+        done.append(
+            f"self-check: {cudnn_calls.describe_version()} attention agrees with the blockwise kernel "
+            f"on this device ({_since(began)})"
+        )
     if memory.offload_activations != "none":
         began = time.perf_counter()
         refuse_offload(offload_difference(program.how, device=device), device)
@@ -124,6 +133,7 @@ def attention_differences(
             return [x.astype(jnp.float32) for x in (out, *pull(dout))]
 
         compiled = jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_TUNING)
+        fill_free_memory(device, num_bytes=bytes_to_fill(device.memory_stats()))
         return dict(zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True))
 
     found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
@@ -145,6 +155,31 @@ def attention_differences(
         return float(np.nan_to_num(np.max(shares), nan=np.inf))
 
     return {name: furthest(name) for name in right}
+
+
+def bytes_to_fill(stats: Mapping[str, int] | None) -> int:
+    """Half of the free memory of a device, at most FILL_BYTES; 0 without stats, as on CPUs.
+
+    Args: stats: the device's memory_stats().
+    """
+    if stats is None:
+        return 0
+    return min(max(stats["bytes_limit"] - stats["bytes_in_use"], 0) // 2, FILL_BYTES)
+
+
+def fill_free_memory(device: jax.Device, *, num_bytes: int) -> None:
+    """Fills free memory of a device with NaN and frees it again, for the next allocations to reuse.
+
+    The memory of a new process is mostly zero, and XLA does not clear workspaces. Without this, a kernel
+    that reads its workspace before it writes there could pass the check and give NaN in training
+    (TransformerEngine issue 2186). XLA's BFC allocator cuts an allocation from the lowest addresses of the
+    smallest free block that is large enough. Early in a process that is one block: the fill takes its
+    beginning, and so do the allocations after it.
+    """
+    if num_bytes == 0:
+        return
+    filled = jax.block_until_ready(jnp.full(num_bytes // 4, jnp.nan, jnp.float32, device=device))
+    filled.delete()
 
 
 def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> None:
@@ -211,9 +246,9 @@ def refuse_offload(difference: float, device: jax.Device) -> None:
 
 
 def _versions(device: jax.Device) -> str:
-    own = cudnn_calls.version()
-    named = "" if own is None else f", cuDNN {'.'.join(map(str, own))}"
-    return f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}{named} on {device.device_kind}"
+    return (
+        f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on {device.device_kind}"
+    )
 
 
 def _since(began: float) -> str:

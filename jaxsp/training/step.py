@@ -9,7 +9,7 @@ its gradients are `seq` times too large under ZeRO 0 to 2.)
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,8 +110,8 @@ class Program:
 
     @property
     def told(self) -> xla.Told:
-        """What XLA is told when the program is compiled."""
-        return xla.options(self.config, mesh=self.mesh)
+        """Compile options."""
+        return xla.options(self.config, mesh=self.mesh, is_tiled=self.tile < self.tokens)
 
     @property
     def offloads(self) -> bool:
@@ -203,6 +203,10 @@ def _places(state: State) -> State:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
+_BY_VALUE = jax.ad.GradValue  # type: ignore[attr-defined]
+"""Stands for a gradient that is returned, where others are added into a reference."""
+
+
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:
     """Gradients and counts of a step's rows; the one place where loss meets mesh. Call under jit."""
     gather, table = program.gather, program.table
@@ -215,7 +219,7 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
         # The backward pass adds a layer's gradient into these as soon as it has it. Added up after the backward pass, the
         # gradients of all layers would be on the device twice (8B on 8 GPUs: 3.5 GiB more). References to host memory do
         # not exist.
-        targets = jax.tree.map(lambda slot: jax.ad.GradValue() if host.holds(slot) else jax.new_ref(slot), slots)
+        targets = jax.tree.map(lambda slot: _BY_VALUE() if host.holds(slot) else jax.new_ref(slot), slots)
 
         def microbatch(rows: batch.Batch) -> tuple[tuple[Array, Array], list[Array]]:
             """Sums of the rows' losses and correct tokens, and those gradients that wait in host memory."""
@@ -224,7 +228,7 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
                 return _turn_loss(program, sharding.shards(values, slots), rows)
 
             loss_sum, backward, num_correct = jax.vjp(microbatch_loss, slots, has_aux=True)
-            (found,) = backward.with_refs(targets)(jnp.float32(1))
+            (found,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
             # Gradients that went into references are placeholders here
             return (loss_sum, num_correct), [leaf for leaf in jax.tree.leaves(found) if isinstance(leaf, Array)]
 

@@ -12,16 +12,18 @@ from jaxsp.core import config, errors
 
 
 @pytest.fixture(autouse=True)
-def cudnn_9_10_2(monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 10, 2))
+def cudnn_9_28_0(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
 
 
 def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
-    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    """A GPU that is not here, unless a test puts it among jax.local_devices()."""
+    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability, memory_stats=lambda: None)
 
 
 H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-SXM2-16GB", "7.0")
 B200, B300, MI300 = gpu("NVIDIA B200", "10.0"), gpu("NVIDIA B300", "10.3"), gpu("AMD Instinct MI300X", "gfx942")
+RTX6000 = gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0")
 
 
 def choose(
@@ -36,11 +38,12 @@ def choose(
     rows_at_once=1,
     dtype="bfloat16",
     remat="auto",
+    deterministic=False,
     **asked,
 ):
     settings = config.parse(
         {
-            "run": {"directory": "unused", "steps": 1},
+            "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
             "model": {"config": {}, "compute_dtype": dtype},
             "mesh": {"seq": seq},
             "attention": asked,
@@ -120,9 +123,19 @@ def test_every_obstacle_is_named_at_once():
 @pytest.mark.parametrize(
     ("installed", "device", "fields", "says"),
     [
-        ((9, 10, 0), H100, {}, "9.10.0 is installed, whose attention has known bugs. Install a newer"),
+        ((9, 10, 0), B200, {}, "9.10.0 is installed, whose attention has known bugs. Install a newer"),
         ((9, 10, 1), A100, {"pieces": 1}, "9.10.1 is installed, whose attention has known bugs."),
-        ((9, 5, 1), H100, {}, "9.5.1 is installed, and packed rows need 9.6.0 or later."),
+        ((9, 17, 1), H100, {}, "9.17.1 is installed, and packed rows on this GPU need 9.18.0 or later."),
+        ((9, 18, 0), H100, {}, None),
+        ((9, 17, 1), H100, {"pieces": 1}, None),
+        ((9, 17, 1), B200, {}, None),
+        ((9, 5, 1), B200, {}, "9.5.1 is installed, and packed rows need 9.6.0 or later."),
+        ((9, 14, 0), B200, {"window": 4096}, "9.14.0 is installed, whose sliding windows have a known bug. Install a newer"),
+        ((9, 14, 0), A100, {"pieces": 1, "window": 4096}, "9.14.0 is installed, whose sliding windows have a known bug."),
+        ((9, 14, 0), B200, {"window": 131072}, None),
+        ((9, 14, 1), B200, {"window": 4096}, None),
+        ((9, 18, 0), B200, {"deterministic": True}, "9.18.0 is installed, and run.deterministic on this GPU needs 9.18.1 or"),
+        ((9, 18, 1), B200, {"deterministic": True}, None),
         ((8, 9, 7), H100, {"pieces": 1}, "8.9.7 is installed, and flash attention needs 9.0.0 or later."),
         ((9, 10, 2), B300, {}, "9.10.2 is installed, and this GPU needs 9.11.0 or later."),
         (
@@ -140,10 +153,18 @@ def test_every_obstacle_is_named_at_once():
 )
 def test_cudnn_versions(installed, device, fields, says, monkeypatch):
     monkeypatch.setattr(cudnn_calls, "version", lambda: installed)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     if says is None:
         assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
     else:
         assert refused(device, **fields, kernel="cudnn")[0].startswith(f"attention.kernel = cudnn: cuDNN {says}")
+
+
+def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 10, 2))
+    assert choose(H100, kernel="cudnn").kernel == "cudnn"
+    monkeypatch.setattr(jax, "local_devices", lambda: [H100])
+    assert choose(H100).kernel == "blockwise"
 
 
 def test_an_unknown_jax_is_an_obstacle(monkeypatch):
@@ -280,12 +301,98 @@ def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
     assert choose(here, row_tokens=2**22, seq=8).kernel == "cudnn"
 
 
-def test_the_banner_says_how_heads_go_through_cudnn():
+PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
+A_HEAD = 4 * 32768 * (2 * 32768 + 4)
+"""Bytes for one head of PACKED_32K: 4 slots; for each query, bfloat16 for each key and a float32."""
+
+
+def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
+    choice = choose(**PACKED_32K)
+    assert (choice.kernel, choice.head_chunks, choice.uncounted_bytes) == ("cudnn", 32, A_HEAD)
+    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
+    assert choose(**PACKED_32K, head_chunks=4).uncounted_bytes == 8 * (A_HEAD + 4 * 32768 * shared)
+    assert choose(**PACKED_32K | {"device_bytes": None}) == choice
+    one_document = choose(**PACKED_32K, pieces=1)
+    assert (one_document.head_chunks, one_document.uncounted_bytes) == (8, 4 * (A_HEAD // 4 + 32768 * shared))
+
+
+def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
+    usual = choose(**PACKED_32K | {"deterministic": False})
+    assert usual.head_chunks == 1
+    assert usual.uncounted_bytes < 8 * GIB
+    assert choose(B200, **PACKED_32K) == usual
+    assert choose(A100, **PACKED_32K, pieces=1) == choose(**PACKED_32K, pieces=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "keys", "heads"),
+    [
+        ("ring", 2, 8192, 32),  # both chunks at once, each over a chunk of keys
+        ("gather", 1, 131072, 4),  # one chunk after another over the whole row; the query heads of one K/V head
+    ],
+)
+def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys, heads):
+    choice = choose(seq=8, kind=kind, pieces=1, deterministic=True, head_chunks=1)
+    chunk = 131072 // 16
+    scores = 2 * rows * chunk * keys * heads  # bfloat16
+    sums = 4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads  # float32 of each query; dk and dv
+    assert choice.uncounted_bytes == scores + sums
+
+
+def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
+    fields = PACKED_32K | {"row_tokens": 131072}
+    size = 4 * 131072 * (2 * 131072 + 4 + 4)  # of one head, with its statistics
+    problem = refused(**fields, kernel="cudnn")[0]
+    assert problem == (
+        f"attention.kernel = cudnn: cuDNN needs {size / GIB:.1f} GiB for the deterministic backward "
+        "pass (run.deterministic) of 1 x 131,072 tokens, with heads in 32 chunks, and a device has "
+        "72.8. Use attention.kernel=blockwise, run.deterministic=false or data.row_tokens=65536."
+    )
+    assert choose(**fields, kernel="blockwise").kernel == "blockwise"
+    assert choose(**fields | {"row_tokens": 65536}, kernel="cudnn").uncounted_bytes < 72.8 * GIB
+    assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel == "cudnn"
+    automatic = choose(**fields)
+    assert (automatic.kernel, automatic.uncounted_bytes) == ("blockwise", 0)
+    said = attention.describe(automatic, num_heads=32, num_kv_heads=8)
+    assert "(blockwise because cuDNN needs 128.0 GiB for the deterministic backward pass" in said
+    assert choose(B200, **fields).kernel == "cudnn"
+
+
+def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that_fit():
+    fields = {"seq": 8, "kind": "ring", "pieces": 1, "deterministic": True, "device_bytes": 2 * GIB, "kernel": "cudnn"}
+    problem = refused(**fields, row_tokens=2**20)[0]
+    assert "of 1 x 1,048,576 tokens, with heads in 32 chunks, and a device has 2.0." in problem
+    assert problem.endswith(f" or data.row_tokens={2**18}.")
+    assert refused(**fields, row_tokens=2**19)
+    assert choose(**fields, row_tokens=2**18, head_chunks=32).kernel == "cudnn"
+
+
+def test_too_few_head_chunks_for_a_deterministic_backward_pass_are_refused_with_enough_of_them():
+    problem = refused(**PACKED_32K, head_chunks=1)[0]
+    assert problem.startswith(
+        "attention.head_chunks = 1: cuDNN's statistics and deterministic gradients (run.deterministic) of"
+    )
+    assert problem.endswith("and a device has 72.8. Use attention.head_chunks=4.")
+    assert choose(**PACKED_32K, head_chunks=4).head_chunks == 4
+
+
+def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
+    fields = {"row_tokens": 8192, "deterministic": True}
+    problem = refused(RTX6000, **fields, kernel="cudnn")[0]
+    assert "has no deterministic backward pass on GPUs of compute capability 12.x" in problem
+    assert choose(RTX6000, **fields).kernel == "blockwise"
+    assert choose(RTX6000, row_tokens=8192).kernel == "cudnn"
+
+
+def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
     said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8)
     assert said.startswith(
-        "Ulysses of 8, cuDNN kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads; it sends "
+        "Ulysses of 8, cuDNN 9.28.0 kernel, heads in 2 parts; a device gets 4 of 32 query heads and 1 of 8 K/V heads; it sends "
     )
-    assert attention.describe(choose(row_tokens=8192), num_heads=32, num_kv_heads=8) == "cuDNN kernel, all heads on each device"
+    short = choose(row_tokens=8192)
+    assert attention.describe(short, num_heads=32, num_kv_heads=8) == "cuDNN 9.28.0 kernel, all heads on each device"
+    monkeypatch.setattr(cudnn_calls, "version", lambda: None)
+    assert attention.describe(short, num_heads=32, num_kv_heads=8) == "cuDNN kernel, all heads on each device"
 
 
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
@@ -313,7 +420,7 @@ def test_the_banner_says_what_each_kind_sends():
     assert choice.bytes == in_neighbours + around
     said = attention.describe(choice, num_heads=28, num_kv_heads=4)
     gets = "a device gets 7 of 28 query heads and 1 of 4 K/V heads, and of each row 2 of 4 chunks"
-    assert said.startswith(f"Ulysses of 4 x ring of 2, cuDNN kernel; {gets}; ")
+    assert said.startswith(f"Ulysses of 4 x ring of 2, cuDNN 9.28.0 kernel; {gets}; ")
     others = dict(choice.others)
     assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
     listed = ", ".join(f"{words}: {size / 1e6:,.1f} MB" for words, size in others.items())

@@ -152,7 +152,7 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activat
     began = time.perf_counter()
     said = selfcheck.before_training(of, choice)
     assert time.perf_counter() - began < 5
-    checked = ["self-check: cuDNN attention"] * (choice.kernel == "cudnn") + ["self-check: gradients"] * (activations != "none")
+    checked = ["self-check: cuDNN"] * (choice.kernel == "cudnn") + ["self-check: gradients"] * (activations != "none")
     assert [line[: len(word)] for line, word in zip(said, checked, strict=True)] == checked
 
 

@@ -1,5 +1,6 @@
 """Rows of several lengths: the same loss of each document, one step for each length, stopped and gone on with."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp import prepare
+from jaxsp import attention, prepare
 from jaxsp.core import batch, config
 from jaxsp.training import checkpoint, step, trainer
 from tests import batches, tolerances
@@ -79,6 +80,18 @@ def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
     assert len(one) == 8
     for document, loss in one.items():
         assert several[document] == pytest.approx(loss, rel=tolerances.MESH)
+
+
+def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(folder, monkeypatch):
+    choose = attention.choose
+
+    def choose_cudnn_for_short_rows(chosen, **arguments):
+        choice = choose(chosen, **arguments)
+        return dataclasses.replace(choice, kernel="cudnn") if chosen.data.longest_row < 128 else choice
+
+    monkeypatch.setattr(attention, "choose", choose_cudnn_for_short_rows)
+    _, material = prepare.training(settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4])
+    assert material.choice.kernel == "blockwise"
 
 
 def train(chosen):

@@ -100,6 +100,40 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
         selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
 
 
+def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
+    """Seen from inside the kernel: the memory was filled, and is free again."""
+    fills, seen = [], []
+    wait = jax.block_until_ready
+
+    def watch(array):
+        assert jnp.isnan(array).all()
+        fills.append(wait(array))
+        return array
+
+    def kernel(q, k, v, starts, lengths):
+        jax.debug.callback(lambda: seen.append([(fill.nbytes, fill.is_deleted()) for fill in fills]))
+        return blockwise.attention(q, k, v, starts, lengths)
+
+    monkeypatch.setattr(selfcheck, "bytes_to_fill", lambda stats: 2**20)
+    monkeypatch.setattr(jax, "block_until_ready", watch)
+    differences(kernel)
+    jax.effects_barrier()
+    assert seen[0] == [(2**20, True)]
+
+
+@pytest.mark.parametrize(
+    ("stats", "expected"),
+    [
+        (None, 0),
+        ({"bytes_limit": 3 * 2**30, "bytes_in_use": 2**30}, 2**30),
+        ({"bytes_limit": 80 * 2**30, "bytes_in_use": 2**30}, selfcheck.FILL_BYTES),
+        ({"bytes_limit": 2**30, "bytes_in_use": 2**31}, 0),
+    ],
+)
+def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
+    assert selfcheck.bytes_to_fill(stats) == expected
+
+
 @pytest.mark.slow  # attention/test_cudnn.py has its parts
 @pytest.mark.parametrize("outer", ["ring", "gather"])
 def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
@@ -147,6 +181,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
     tried = []
     monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
     monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: tried.append((how, device)) or 0.0)
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
     program, choice = test_levers.program(gpu, {"remat": "attention", "offload_activations": "residual"})
     said = selfcheck.before_training(program, choice)
     of = {
@@ -161,7 +196,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
     }
     assert tried == [("cudnn", of), (program.how, gpu)]
     assert [line.partition("(")[0] for line in said] == [
-        "self-check: cuDNN attention agrees with the blockwise kernel on this device ",
+        "self-check: cuDNN 9.28.0 attention agrees with the blockwise kernel on this device ",
         "self-check: gradients are the same with and without offloaded activations ",
     ]
     monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: float("nan"))

@@ -174,8 +174,9 @@ def _moved(x_RDgK: Array, by_R: Array) -> Array:
 class _Call(Protocol):
     """One call of the library for some of the heads."""
 
-    inside_BL: Bool[Array, "B L"] | None
-    """Tokens whose results are defined; None: unknown, all of them count."""
+    @property
+    def inside_BL(self) -> Bool[Array, "B L"] | None:
+        """Tokens whose results are defined; None: unknown, all of them count."""
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
 
@@ -254,7 +255,7 @@ def _calls_of_rows(
         inside_BL = jnp.arange(L, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
         return [_WholeRows(inside_BL, starts_BM[:, 0] == 0, how.window)], inside_BL
     made = packed.calls(num_rows=B, row_tokens=L, max_pieces=starts_BM.shape[1], room=how.slot_room)
-    calls = []
+    calls: list[_Call] = []
     for number, call in enumerate(made):
         taken = tables.slots(number)
         calls.append(_Packed(call, taken, how.window, (taken.slot_N >= 0).reshape(B, L)))
@@ -276,7 +277,8 @@ def _forward(
             lse = part_lse if lse is None else jnp.where(_of_lse(call.inside_BL), part_lse, lse)
             if call is not calls[-1]:
                 inputs, out, lse = _in_order((inputs, out, lse))
-        assert out is not None, "there is at least one call"
+        assert out is not None
+        assert lse is not None
         of_lse = dataclasses.replace(heads.of_q(number), axis=1)
         return heads.of_q(number).write(sums[0], _inside(inside_BL, out)), of_lse.write(sums[1], lse)
 
@@ -307,7 +309,7 @@ def _backward(
     heads = _Heads(q.shape[2], k.shape[2], head_chunks)
     B, L, g, K = k.shape
     # One array: XLA adds into a part of an array in place, into a whole one not
-    sums = (q, _zeros((B, L, 2 * g, K), jnp.float32, after=q)) if heads.share_kv else (q, k, v)
+    start: tuple[Array, ...] = (q, _zeros((B, L, 2 * g, K), jnp.float32, after=q)) if heads.share_kv else (q, k, v)
 
     def chunk(number: Array | int, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         of_q, of_kv = heads.of_q(number), heads.of_kv(number)
@@ -329,11 +331,9 @@ def _backward(
                 inputs, sums = _in_order((inputs, sums))
         return sums
 
-    sums = chunk(0, sums) if head_chunks == 1 else jax.lax.fori_loop(0, head_chunks, chunk, sums)
-    if heads.share_kv:
-        sums = sums[0], *(x.astype(k.dtype) for x in jnp.split(sums[1], 2, axis=2))
-    dq, dk, dv = sums
-    return dq, dk, dv
+    dq, *dkv = chunk(0, start) if head_chunks == 1 else jax.lax.fori_loop(0, head_chunks, chunk, start)
+    dk, dv = jnp.split(dkv[0], 2, axis=2) if heads.share_kv else dkv
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

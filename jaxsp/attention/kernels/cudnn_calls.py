@@ -55,6 +55,12 @@ def version() -> tuple[int, int, int] | None:
     return number // 10000, number // 100 % 100, number % 100
 
 
+def describe_version() -> str:
+    """Returns the name of the library, with its version if JAX finds one. Example: cuDNN 9.28.0."""
+    installed = version()
+    return "cuDNN" if installed is None else f"cuDNN {'.'.join(map(str, installed))}"
+
+
 def forward(taken: Taken, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
     """Output and log-sum-exp, f32[B, h, L], of rows as a whole and of rectangles; or of slots, f32[S, h, T], undefined beyond
     each piece.

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -19,6 +19,13 @@ ROW_MULTIPLE = 128
 
 AVOIDED = ((9, 10, 0), (9, 10, 1))
 """cuDNN versions with known bugs in attention, which TransformerEngine avoids too."""
+
+AVOIDED_WITH_WINDOW = (9, 14, 0)
+"""cuDNN version with a known bug in sliding windows.
+
+TransformerEngine refuses it for more than 1,024 keys and any mask except plain causal; packed rows use PADDING_CAUSAL.
+Source: nvte_get_fused_attn_backend in NVIDIA/TransformerEngine transformer_engine/common/fused_attn/fused_attn.cpp.
+"""
 
 
 @runtime_checkable
@@ -51,6 +58,10 @@ class Work:
     """Devices that hold the same chunks."""
     whole_row_tokens: int | None = None
     """Of the row that is in chunks."""
+    is_deterministic: bool = False
+    """True if gradients must be the same bit for bit in every run: run.deterministic."""
+    has_score_workspace: bool = False
+    """True if the backward pass writes the gradients of all scores to memory; see `needs_score_workspace`."""
 
     @property
     def whole_rows(self) -> tuple[int, int]:
@@ -75,12 +86,16 @@ class Work:
         """Whether the window keeps any token from seeing another."""
         return self.window is not None and self.window < self.row_tokens
 
+    def slots(self, slot_room: int) -> list[tuple[int, int]]:
+        """Number of slots of each call, and tokens of a slot; without packing, the rows of the only call."""
+        if not self.packs:
+            return [(self.rows_at_once, self.row_tokens)]
+        rows = {"num_rows": self.rows_at_once, "row_tokens": self.row_tokens, "max_pieces": self.max_pieces}
+        return [(call.num_slots, call.tokens) for call in packed.calls(**rows, room=slot_room)]
+
     def slot_tokens(self, slot_room: int) -> int:
         """Tokens that the slots of the largest call have room for: what cuDNN's memory grows with."""
-        if not self.packs:
-            return self.num_tokens
-        rows = {"num_rows": self.rows_at_once, "row_tokens": self.row_tokens, "max_pieces": self.max_pieces}
-        return max(call.num_slots * call.tokens for call in packed.calls(**rows, room=slot_room))
+        return max(num_slots * tokens for num_slots, tokens in self.slots(slot_room))
 
     def elements(self, head_chunks: int) -> int:
         """Of q in one part of the heads."""
@@ -141,45 +156,67 @@ def backward_bytes(work: Work, split: Split) -> int:
     """Memory of cuDNN's workspace for the largest backward call; the memory analysis of a GPU that is absent lacks it.
 
     float32 sums of dq and of dout * out, and where query heads share K/V heads, dk and dv of each query head: for every token
-    of every slot. An estimate: the first two are exact.
+    of every slot. An estimate: the first two are exact. With has_score_workspace, the gradients of the scores replace the sums
+    of dq: 2 bytes for every query and key of every slot.
     Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in node/scaled_dot_product_flash_attention.h.
     """
     heads = work.num_heads // split.head_chunks
     shared = 2 * 2 * work.head_dim if work.num_kv_heads // split.head_chunks < heads > 1 else 0
-    # chunks see as many rows of keys before them as there are chunks at a time, or one after another the same row
-    rectangles = work.num_tokens * heads * (4 * work.head_dim + 4)
-    rectangles += shared * heads * max(work.num_tokens, work.rows_at_once // 2 * work.keys_before)
-    of_slots = work.slot_tokens(split.slot_room) * heads * (4 * work.head_dim + 4 + shared)
-    return max(of_slots, rectangles * (work.num_chunks > 1))
+
+    def workspace_bytes(*, queries: int, keys: int, scores: int) -> int:
+        sums = 2 * scores if work.has_score_workspace else 4 * work.head_dim * queries
+        return heads * (sums + 4 * queries + shared * keys)
+
+    slots = work.slots(split.slot_room)
+    most = max(workspace_bytes(queries=n * tokens, keys=n * tokens, scores=n * tokens**2) for n, tokens in slots)
+    if work.num_chunks > 1:
+        # chunks see as many rows of keys before them as there are chunks at a time, or one after another the same row
+        keys = max(work.num_tokens, work.rows_at_once // 2 * work.keys_before)
+        most = max(most, workspace_bytes(queries=work.num_tokens, keys=keys, scores=keys * work.row_tokens))
+    return most
+
+
+def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> bool:
+    """True if cuDNN's backward pass writes the gradients of all scores to memory: quadratic in the row length.
+
+    A deterministic backward pass does so on every GPU except Blackwell (compute capability 10.x).
+    On Hopper, cuDNN 9.25 also has one with linear memory, but it must be requested by cudnn-frontend
+    (PR 398, July 2026, in 1.27), which is compiled into jaxlib. No jaxlib that jaxsp supports has it:
+    XLA upgraded to 1.26 in September 2026 (openxla/xla PR 48168), and the binaries of jaxlib 0.10.1,
+    0.11.2 and 0.12.0.1 for CUDA 12 never compare cuDNN's version with 9.25.
+    Source: use_dp_workspace in NVIDIA/cudnn-frontend, node/scaled_dot_product_flash_attention.h.
+    """
+    return deterministic and _lowest_capability(devices)[0] != 10
 
 
 def smallest_memory(devices: Sequence[Device]) -> int | None:
     """What JAX may take of the memory of the smallest of those devices that are this process's; None where none says."""
-    here = [device for device in jax.local_devices() if device in devices]
-    known = [(device.memory_stats() or {}).get("bytes_limit") for device in here]
+    known = [(device.memory_stats() or {}).get("bytes_limit") for device in _local_devices(devices)]
     return min((size for size in known if size is not None), default=None)
+
+
+def _local_devices(devices: Sequence[Device]) -> list[Any]:
+    """Returns the devices that this process has; none if the program is only compiled for them."""
+    return [device for device in jax.local_devices() if device in devices]
 
 
 def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
     """Why calls that are split so fit no device, whatever else is on it, and what would; None where they may fit."""
 
-    def taken(work: Work, split: Split) -> int:
-        return statistic_bytes(work, split) + backward_bytes(work, split)
-
     def least(max_pieces: int) -> int:
-        fewer = dataclasses.replace(work, max_pieces=max_pieces)
-        return taken(fewer, choose_split(fewer, head_chunks=parts(fewer)[-1]))
+        return _least_call_bytes(dataclasses.replace(work, max_pieces=max_pieces))
 
-    if taken(work, split) <= device_bytes:
+    if _call_bytes(work, split) <= device_bytes:
         return None
     num_rows, row_tokens = work.whole_rows
+    gradients = "deterministic gradients (run.deterministic)" if work.has_score_workspace else "sums"
     problem = (
-        f"cuDNN's statistics and sums of {num_rows} x {row_tokens:,} tokens in up to {work.max_pieces} pieces, "
-        f"heads in {split.head_chunks} parts, take {taken(work, split) / 2**30:.1f} GiB, and a device has "
-        f"{device_bytes / 2**30:.1f}."
+        f"cuDNN's statistics and {gradients} of {num_rows} x {row_tokens:,} tokens "
+        f"in up to {work.max_pieces} pieces, heads in {split.head_chunks} parts, take "
+        f"{_call_bytes(work, split) / 2**30:.1f} GiB, and a device has {device_bytes / 2**30:.1f}."
     )
     splits = {n: choose_split(work, head_chunks=n) for n in parts(work)}
-    if fitting := [n for n, other in splits.items() if taken(work, other) <= device_bytes]:
+    if fitting := [n for n, other in splits.items() if _call_bytes(work, other) <= device_bytes]:
         return f"attention.head_chunks = {split.head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
     if most := next((number for number in range(work.max_pieces - 1, 0, -1) if least(number) <= device_bytes), None):
         return f"data.max_documents_per_row = {work.max_pieces}: {problem} Use data.max_documents_per_row={most}."
@@ -187,15 +224,38 @@ def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
     return f"data.row_tokens = {row_tokens}: {problem} Use data.row_tokens={longest} with data.max_documents_per_row=1."
 
 
-def obstacles(work: Work, *, devices: Sequence[Device]) -> list[Obstacle]:
-    """What speaks against cuDNN for this work on these devices; empty if nothing does."""
+def _call_bytes(work: Work, split: Split) -> int:
+    """Memory that the largest call takes beside its arguments and results."""
+    return statistic_bytes(work, split) + backward_bytes(work, split)
+
+
+def _least_call_bytes(work: Work) -> int:
+    """The same if the work is split into as many calls as possible."""
+    return _call_bytes(work, choose_split(work, head_chunks=parts(work)[-1]))
+
+
+def obstacles(work: Work, *, devices: Sequence[Device], device_bytes: int | None = None) -> list[Obstacle]:
+    """What speaks against cuDNN for this work on these devices; empty if nothing does.
+
+    Args: device_bytes: memory of a device; None: unknown.
+    """
     other = "Use attention.kernel=auto or attention.kernel=blockwise."
     kinds = errors.choices(sorted({device.device_kind for device in devices}))
-    capabilities = [re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", "")) for device in devices]
-    least = min((int(found[1]), int(found[2])) if found else (0, 0) for found in capabilities)
+    least = _lowest_capability(devices)
     if least == (0, 0):
         return [Obstacle(f"needs NVIDIA GPUs, and there is {kinds}", other)]
-    return [*_of_gpu(work, least, kinds, other), *_of_work(work, least, other), *_of_versions(work, least)]
+    return [
+        *_of_gpu(work, least, kinds, other),
+        *_of_work(work, least, other),
+        *_of_versions(work, least, devices),
+        *_of_deterministic(work, least, device_bytes),
+    ]
+
+
+def _lowest_capability(devices: Sequence[Device]) -> tuple[int, int]:
+    """The lowest compute capability of the devices; (0, 0) if one of them has none."""
+    found = [re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", "")) for device in devices]
+    return min((int(match[1]), int(match[2])) if match else (0, 0) for match in found)
 
 
 def _of_gpu(work: Work, capability: tuple[int, int], kinds: str, other: str) -> Iterator[Obstacle]:
@@ -231,22 +291,34 @@ def _of_work(work: Work, capability: tuple[int, int], other: str) -> Iterator[Ob
         )
 
 
-def _of_versions(work: Work, capability: tuple[int, int]) -> Iterator[Obstacle]:
+def _of_versions(work: Work, capability: tuple[int, int], devices: Sequence[Device]) -> Iterator[Obstacle]:
     if (changed := cudnn_calls.unknown_jax()) is not None:
         yield Obstacle(changed, "Install one of these, or use attention.kernel=blockwise.")
         return
-    installed = cudnn_calls.version()
-    if installed is None:  # a machine that only compiles, for GPUs elsewhere
+    # A machine that only compiles for GPUs elsewhere may have a cuDNN, which says nothing about theirs
+    installed = cudnn_calls.version() if _local_devices(devices) else None
+    if installed is None:
         return
     name, way = (
         ".".join(map(str, installed)),
         "Install a newer nvidia-cudnn-cu12 (or -cu13), or use attention.kernel=blockwise.",
     )
+    is_hopper, is_blackwell = capability[0] == 9, capability[0] == 10
+    # Highest first. TE: nvte_get_fused_attn_backend in TransformerEngine's fused_attn.cpp
     floors = [
+        # TE; TransformerEngine PR 2584
+        ((9, 18, 1), "run.deterministic on this GPU needs", work.is_deterministic and is_blackwell),
+        # before, gradients were NaN: an uninitialized workspace (TransformerEngine issue 2186)
+        ((9, 18, 0), "packed rows on this GPU need", work.packs and is_hopper),
+        # jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention
         ((9, 11, 0), "this GPU needs", capability == (10, 3)),
+        # TE; cudnn-frontend refuses packed rows whose query heads share K/V heads before
         ((9, 6, 0), "packed rows need", work.packs),
+        # TE
         ((9, 5, 0), f"gradients of heads of {work.head_dim} need", work.head_dim > 128),
+        # TE
         ((9, 2, 0), "sliding windows need", work.has_window),
+        # TE: rows of any length
         ((9, 0, 0), "flash attention needs", True),
     ]
     needed, reason, _ = next(floor for floor in floors if floor[2])
@@ -254,3 +326,45 @@ def _of_versions(work: Work, capability: tuple[int, int]) -> Iterator[Obstacle]:
         yield Obstacle(f"{name} is installed, and {reason} {'.'.join(map(str, needed))} or later", way)
     elif installed in AVOIDED:
         yield Obstacle(f"{name} is installed, whose attention has known bugs", way)
+    elif installed == AVOIDED_WITH_WINDOW and work.has_window:
+        yield Obstacle(f"{name} is installed, whose sliding windows have a known bug", way)
+
+
+def _of_deterministic(work: Work, capability: tuple[int, int], device_bytes: int | None) -> Iterator[Obstacle]:
+    if not work.is_deterministic:
+        return
+    if capability[0] == 12:
+        # Source: as for AVOIDED_WITH_WINDOW
+        way = "Use attention.kernel=blockwise or run.deterministic=false."
+        yield Obstacle("has no deterministic backward pass on GPUs of compute capability 12.x", way)
+        return
+    legal = parts(work)
+    if not work.has_score_workspace or device_bytes is None or not legal:
+        return
+    size = _least_call_bytes(work)
+    if size <= device_bytes:
+        return
+    num_rows, row_tokens = work.whole_rows
+    ways = ["attention.kernel=blockwise", "run.deterministic=false"]
+    if shorter := _find_shorter_row(work, device_bytes=device_bytes):
+        ways.append(f"data.row_tokens={shorter}")
+    yield Obstacle(
+        f"needs {size / 2**30:.1f} GiB for the deterministic backward pass (run.deterministic) of "
+        f"{num_rows} x {row_tokens:,} tokens, with heads in {legal[-1]} chunks, and a device has "
+        f"{device_bytes / 2**30:.1f}",
+        f"Use {errors.choices(ways)}.",
+    )
+
+
+def _find_shorter_row(work: Work, *, device_bytes: int) -> int | None:
+    """Halves the row length until the largest call fits a device; None if no length does."""
+    _, row_tokens = work.whole_rows
+    multiple = math.lcm(work.row_multiple, work.num_neighbours)
+    while row_tokens % (2 * multiple) == 0:
+        row_tokens //= 2
+        work = dataclasses.replace(
+            work, row_tokens=work.row_tokens // 2, keys_before=work.keys_before // 2, whole_row_tokens=row_tokens
+        )
+        if _least_call_bytes(work) <= device_bytes:
+            return row_tokens
+    return None
