@@ -63,6 +63,7 @@ def test_a_case_has_its_numbers(benchmark):
     assert "256 tokens go through a layer at once" in case["memory_used"]
     assert case["workspace_gib"] is None, "no cuDNN here"
     assert case["compile_s"] < case["wall_s"]
+    assert case["from_cache"] is False
     assert case["why_not_cudnn"] in printed
     assert report.HEADER in printed
     assert report.row(case) in printed
@@ -150,6 +151,17 @@ def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
     assert "  full  " in lines[6]
     assert lines[1].split()[-2:] == ["1.50", "-"], "GiB of the host, and no loss"
     assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summary(found)
+
+
+@pytest.mark.slow  # two processes
+def test_a_step_from_the_compilation_cache_is_marked(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
+    first, second = (step.apart(case, seconds=300) for _ in range(2))
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert second.compile_s < first.compile_s
+    assert (second.loss, second.planned_gib) == (first.loss, first.planned_gib)
 
 
 def test_tiles_and_xla_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys):

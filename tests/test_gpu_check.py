@@ -224,6 +224,9 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
     assert code == 1
     assert (index["parts"][0]["status"], index["parts"][0]["exit_code"]) == (report.FAILED, 0)
     assert "tests: 2 passed, 3 failed, 1 skipped, 1 not finished in " in line
+    (log,) = out.glob("*-mine.txt")
+    starts = log.read_text().count("test session starts")
+    assert starts == 3, "running out of memory leaves the process usable"
 
 
 def test_a_run_that_is_out_of_time_names_its_test(monkeypatch, tmp_path, pytest_part):

@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from jaxsp.core import errors
 from jaxsp.planner import budget
 from scripts.bench import plan_error, report, step
 from tests.planner import made
@@ -78,6 +79,16 @@ def test_a_plan_that_is_far_off_or_missing_fails(run, capsys):
     assert run(measured(report.OUT_OF_MEMORY))[0] == 1, "nothing was compared"
     assert run(measured(peak_gib=29.0), words=["--seconds", "-1"])[0] == 1
     assert "not planned: out of time" in capsys.readouterr().out
+
+    def plan(case, kind):
+        if case.documents == "one":
+            raise errors.UserError("no such attention")
+        return planned()
+
+    other = measured(peak_gib=29.0) | {"documents": "one"}
+    code, found = run(measured(peak_gib=29.0), other, plan=plan)
+    assert (code, len(found["cases"])) == (1, 1)
+    assert "tiny 1,024 one: no plan: no such attention" in capsys.readouterr().out
 
 
 def test_a_device_that_plans_do_not_know_is_refused(run, capsys):
