@@ -1,10 +1,8 @@
-"""scripts/bench times the train command's step and data path, and writes down whatever comes of it; scripts/gpu_check.sh."""
+"""scripts/bench times the train command's step and data path, and writes down whatever comes of it."""
 
 import dataclasses
 import json
-import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -14,8 +12,9 @@ import numpy as np
 import pytest
 
 from jaxsp.core import jobs
+from jaxsp.hf import families
+from jaxsp.training import metrics
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
-from tests import noise
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -61,6 +60,10 @@ def test_a_case_has_its_numbers(benchmark):
     assert (case["kernel_used"], case["remat"], case["remat_used"]) == ("blockwise", "full", "full")
     assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == ("none", "none", 0)
     assert 0 < case["planned_gib"] < 1
+    assert "256 tokens go through a layer at once" in case["memory_used"]
+    assert case["workspace_gib"] is None, "no cuDNN here"
+    assert case["compile_s"] < case["wall_s"]
+    assert case["from_cache"] is False
     assert case["why_not_cudnn"] in printed
     assert report.HEADER in printed
     assert report.row(case) in printed
@@ -148,6 +151,82 @@ def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
     assert "  full  " in lines[6]
     assert lines[1].split()[-2:] == ["1.50", "-"], "GiB of the host, and no loss"
     assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summary(found)
+
+
+@pytest.mark.slow  # two processes
+def test_a_step_from_the_compilation_cache_is_marked(monkeypatch, tmp_path):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
+    first, second = (step.apart(case, seconds=300) for _ in range(2))
+    assert (first.from_cache, second.from_cache) == (False, True)
+    assert second.compile_s < first.compile_s
+    assert (second.loss, second.planned_gib) == (first.loss, first.planned_gib)
+
+
+def test_tiles_and_xla_options_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
+    words = ["--documents", "one", "--mlp-tile-tokens", "auto", "64", "--loss-tile-tokens", "32"]
+    words += ["--xla-option", "xla_a=true", "xla_a=4", "--xla-option", "xla_b=text"]
+    _, found = run(monkeypatch, tmp_path, [GOOD] * 4, *words)
+    asked = [(case["mlp_tile_tokens"], case["xla_options"]) for case in found["cases"]]
+    options = [{"xla_a": True, "xla_b": "text"}, {"xla_a": 4, "xla_b": "text"}]
+    assert asked == [(tile, values) for tile in ("auto", 64) for values in options]
+    assert "  loss_tile_tokens=32: xla_a=true: xla_b=text" in capsys.readouterr().out.splitlines()[1]
+    assert "mlp_tile_tokens=64, loss_tile_tokens=32, xla_a=4, xla_b=text 0.5" in report.summary(found)
+
+
+def test_a_case_s_config_has_its_tiles_and_xla_options(tmp_path):
+    case = step.Case(
+        shape="tiny",
+        row_tokens=256,
+        documents="one",
+        kernel="auto",
+        steps=1,
+        mlp_tile_tokens=64,
+        xla_options={"xla_a": True},
+    )
+    settings = step.settings_of(case, source=tmp_path, directory=tmp_path)
+    default = type(settings.memory)().loss_tile_tokens
+    assert (settings.memory.mlp_tile_tokens, settings.memory.loss_tile_tokens) == (64, default)
+    assert settings.run.xla_options == {"xla_a": True}
+
+
+def test_files_without_tiles_are_compared_with_new_ones(monkeypatch, tmp_path):
+    _, new = run(monkeypatch, tmp_path, [GOOD, GOOD])
+    for case in new["cases"]:
+        for name in (*report.TILES, "xla_options"):
+            del case[name]
+    _, tiled = run(monkeypatch, tmp_path, [GOOD, GOOD], "--mlp-tile-tokens", "64")
+    assert report.comparison(new, new).count("times as fast") == 2
+    assert report.comparison(new, tiled).endswith("no case has numbers in both")
+
+
+def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
+    words = ["--lengths", "256", "512"]
+    first = [dataclasses.replace(GOOD, step_s=0.25), step.Result(status=report.OUT_OF_MEMORY)]
+    first += [step.Result(status=report.TIMED_OUT), step.Result(status=report.NOT_RUN)]
+    run(monkeypatch, tmp_path, first, *words)
+    old = tmp_path / "old.json"
+    (tmp_path / "results.json").rename(old)
+    resumed = ["--resume", str(old), *words]
+    _, found = run(monkeypatch, tmp_path, [GOOD, GOOD], *resumed)
+    ends = [(case["status"], case["step_s"]) for case in found["cases"]]
+    assert ends == [(report.OK, 0.25), (report.OUT_OF_MEMORY, None), (report.OK, 0.5), (report.OK, 0.5)]
+    _, other = run(monkeypatch, tmp_path, [GOOD] * 4, *resumed, "--remat", "full")
+    assert [case["step_s"] for case in other["cases"]] == [0.5] * 4, "other cases are run"
+
+
+def test_four_layers_of_llama_8b_have_its_proportions():
+    """Arithmetic for each layer and for the head, as in the whole model."""
+
+    def flops(**fields):
+        model = families.model_config(step.SHAPES["llama8b-4layers"] | fields, field="model")
+        return metrics.step_flops(model, np.array([32768]))
+
+    whole = flops(num_hidden_layers=32, vocab_size=128256)
+    assert flops() == pytest.approx(whole / 8, rel=1e-3), "norms of layers are not counted"
+    headless = flops(vocab_size=1), flops(num_hidden_layers=32, vocab_size=1)
+    assert headless[0] / flops() == pytest.approx(headless[1] / whole, rel=1e-3)
 
 
 def test_rows_are_doubled_until_one_does_not_fit(monkeypatch, tmp_path):
@@ -296,63 +375,3 @@ def test_checkpoints_are_timed_and_removed(tmp_path, monkeypatch, capsys):
     assert cases[0]["num_bytes"] == pytest.approx(3 * cases[3]["num_bytes"], rel=1e-3), "weights, two averages and counts"
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
     assert capsys.readouterr().out.splitlines()[0] == checkpoints.HEADER
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """scripts/ in a place of its own, with a `python` that plays a machine with a GPU and writes down how it is called."""
-    shutil.copytree(REPO / "scripts", tmp_path / "scripts", ignore=shutil.ignore_patterns("__pycache__", "results"))
-    (tmp_path / "bin").mkdir()
-    return tmp_path
-
-
-def check(folder, *words, python=None):
-    """scripts/gpu_check.sh of a folder, with a python of the test's own."""
-    if python is not None:
-        (folder / "bin" / "python").write_text(f"#!/usr/bin/env bash\n{python}")
-        (folder / "bin" / "python").chmod(0o755)
-    interpreter = str(pathlib.Path(sys.executable).parent)
-    path = os.pathsep.join([str(folder / "bin"), interpreter, os.environ["PATH"]])
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(REPO)}
-    command = [folder / "scripts" / "gpu_check.sh", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.skipif(jobs.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
-def test_without_a_gpu_the_check_says_so_and_writes_nothing(copy):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    done = check(copy)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert noise.without(done.stderr) == ["There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."]
-    after = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if "__pycache__" not in path.parts}
-    assert set(after) == set(before)
-    assert {path for path in after if path.is_file() and after[path] != before[path]} == set()
-
-
-GPU_MACHINE = """
-case "$*" in
-    *scripts.bench.machine*) printf '%-12s %s\\n' device 'NVIDIA H100 80GB HBM3' driver 580.1 jax 0.11.2 commit abc ;;
-    *pytest*) echo "FAILED tests/gpu/test_a.py"; echo "TESTS"; exit CODE ;;
-    *scripts.bench.step*)
-        while [ "$1" != --out ]; do shift; done
-        mkdir -p "$(dirname "$2")"; echo '{}' > "$2" ;;
-    *scripts.bench.report*) echo "tiny 0.5 s" ;;
-esac
-"""
-
-
-@pytest.mark.parametrize(("tests", "code", "words"), [("3 passed in 1s", 0, []), ("1 failed in 1s", 1, ["--commit", "def"])])
-def test_the_check_runs_every_part_and_adds_one_line(copy, tests, code, words):
-    done = check(copy, *words, python=GPU_MACHINE.replace("TESTS", tests).replace("CODE", str(code)))
-    assert done.returncode == code, done.stderr
-    levers, timed = sorted((copy / "scripts" / "bench" / "results").glob("20*.json"))
-    *before, line = (copy / "scripts" / "bench" / "LOG.md").read_text().splitlines()
-    assert before == (REPO / "scripts" / "bench" / "LOG.md").read_text().splitlines()
-    commit = "def" if words else "abc"
-    when = timed.name.removesuffix("-h100-80gb-hbm3-step.json")
-    assert levers.name == f"{when}-h100-80gb-hbm3-levers.json"
-    assert line == (
-        f"- {when}, NVIDIA H100 80GB HBM3, {commit}, driver 580.1, jax 0.11.2: tests: {tests}; step: tiny 0.5 s "
-        f"([all cases](results/{timed.name})); levers: tiny 0.5 s ([all cases](results/{levers.name}))"
-    )

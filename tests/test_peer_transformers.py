@@ -13,6 +13,8 @@ import sys
 import numpy as np
 import pytest
 
+from jaxsp.hf import families
+from jaxsp.training import metrics
 from scripts.bench import peer_transformers as peer
 from scripts.bench import report, step
 
@@ -26,8 +28,9 @@ CPU = torch.device("cpu")
 
 CASE = step.Case(shape="tiny", row_tokens=64, documents="packed", kernel="auto", steps=1)
 
-OURS = step.Result(status=report.OK, tokens_per_s=300.0, peak_gib=1.0, loss=6.0, loss_finite=True, device="cpu")
-PEERS = peer.Result(status=report.OK, tokens_per_s=200.0, peak_gib=4.0, loss=6.0, loss_finite=True, attention="sdpa")
+NUMBERS = {"status": report.OK, "loss": 6.0, "loss_finite": True}
+OURS = step.Result(**NUMBERS, tokens_per_s=300.0, mfu=0.456, peak_gib=1.0, device="cpu", step_s=2.0, tflops_per_device=1.0)
+PEERS = peer.Result(**NUMBERS, tokens_per_s=200.0, mfu=0.304, peak_gib=4.0, attention="sdpa")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,8 @@ def test_both_sides_have_numbers_and_ratios(benchmark):
         assert (case["status"], theirs["status"]) == (report.OK, report.OK)
         assert theirs["attention"] == "sdpa"
         assert case["speed_ratio"] == pytest.approx(case["tokens_per_s"] / theirs["tokens_per_s"])
+        tflops = [side["tflops_per_device"] * side["step_s"] for side in (case, theirs)]
+        assert tflops[0] == pytest.approx(tflops[1]), "the same count of arithmetic"
         for side in (case, theirs):
             assert side["tokens_per_s"] == pytest.approx(64 / side["step_s"])
             assert 0 < side["step_s"] <= side["slowest_step_s"]
@@ -218,7 +223,8 @@ def test_ratios_are_of_ours_over_the_peers(monkeypatch, tmp_path, capsys):
     _, found = run(monkeypatch, tmp_path, lambda case, side: OURS if side == "jaxsp" else PEERS, "--documents", "one")
     assert [found["cases"][0][name] for name in ("speed_ratio", "memory_ratio")] == [1.5, 0.25]
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.split() == "tiny 64 one 300 1.00 6.0000 200 4.00 6.0000 1.50 0.25 sdpa".split()
+    assert line.split() == "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa".split()
+    assert report.summary(found).endswith(", 1.50 times as fast as transformers, 0.25 times the memory")
 
 
 @pytest.mark.parametrize("failing", report.SIDES)
@@ -245,6 +251,34 @@ def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
     assert peer.main(["--shapes", "tiny"]) == 2
     words = "Python has no torch, which transformers computes with. Install it: pip install torch.\n"
     assert capsys.readouterr() == ("", words)
+
+
+def test_a_resumed_comparison_runs_cases_that_a_side_did_not_end(monkeypatch, tmp_path):
+    late = peer.Result(status=report.TIMED_OUT)
+
+    def apart(case, side):
+        return OURS if side == "jaxsp" else late if case.documents == "packed" else PEERS
+
+    run(monkeypatch, tmp_path, apart)
+    (tmp_path / "results.json").rename(tmp_path / "old.json")
+    again = []
+
+    def run_again(case, side):
+        again.append((side, case.documents))
+        return OURS if side == "jaxsp" else PEERS
+
+    _, found = run(monkeypatch, tmp_path, run_again, "--resume", str(tmp_path / "old.json"))
+    assert again == [("jaxsp", "packed"), ("transformers", "packed")]
+    ends = [report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES]
+    assert ends == [report.OK] * 4
+
+
+def test_the_peer_s_arithmetic_is_counted_as_jaxsp_s(tmp_path):
+    found = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
+    flops = found.tflops_per_device * found.step_s * 1e12
+    lengths = np.array([len(document) for document in step.random_documents(CASE)])
+    model = families.model_config(step.SHAPES["tiny"], field="tiny")
+    assert flops == pytest.approx(metrics.step_flops(model, lengths))
 
 
 def test_a_side_that_finds_no_device_is_told_in_its_words(monkeypatch, capsys):

@@ -1,46 +1,103 @@
-"""scripts/bench/plan_error.py: a plan beside what a GPU measured, which here nobody did."""
+"""scripts/bench/plan_error.py compares plans with measurements, which these tests make up."""
 
+import json
+
+import jax
 import pytest
 
-from jaxsp.core import jobs
+from jaxsp.core import errors
 from jaxsp.planner import budget
 from scripts.bench import plan_error, report, step
 from tests.planner import made
 
-CASE = plan_error.CASES[0]
+CASE = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)
 
 
 def planned():
-    return made.plan(device_gib=30.0, memory={budget.WEIGHTS: 28.0, budget.WORKSPACE: 2.0, budget.RESERVED: 6.3})
+    memory = {budget.WEIGHTS: 28.0, budget.WORKSPACE: 2.0, budget.RESERVED: 6.3}
+    return made.plan(device_gib=30.0, memory=memory)
+
+
+def measured(status=report.OK, **numbers):
+    """The record of a case."""
+    return step.record(CASE, step.Result(status=status, **numbers))
 
 
 def test_the_allowance_that_would_have_been_right_is_what_the_peak_leaves_over():
-    error = plan_error.compared(CASE, planned(), step.Result(status=report.OK, peak_gib=29.0, step_s=4.0))
+    error = plan_error.compared(measured(peak_gib=29.0, step_s=4.0), planned())
     assert error.ratio == pytest.approx(30 / 29)
     assert (error.allowance_gib, error.implied_gib) == (2.0, 1.0)
     assert error.ratio_s == pytest.approx(5.0 / 4.0)
-    assert "30.00 GiB, measured  29.00: 1.034; cuDNN's allowance 2.00, implied 1.00" in plan_error.line(error)
-    assert plan_error.summary([error]) == "planned over measured peak 1.034 to 1.034: within 10 %"
+    line = plan_error.line(error)
+    assert "30.00 GiB, measured  29.00: 1.034; cuDNN's allowance 2.00, implied 1.00" in line
+    ratios = "planned over measured peak 1.034 to 1.034: within 10 %"
+    assert plan_error.summary([error]) == f"{ratios}; estimated over measured time 1.25 to 1.25"
 
 
-def test_a_plan_that_is_far_off_and_a_case_that_failed_are_said():
-    far = plan_error.compared(CASE, planned(), step.Result(status=report.OK, peak_gib=40.0))
-    failed = plan_error.compared(CASE, planned(), step.Result(status=report.OUT_OF_MEMORY, message="no room"))
-    assert "not measured: out of memory: no room" in plan_error.line(failed)
-    assert plan_error.summary([far]) == "planned over measured peak 0.750 to 0.750: NOT within 10 %"
-    assert plan_error.summary([far, failed]).endswith("NOT within 10 %; 1 of 2 cases failed")
-    assert plan_error.summary([failed]) == "nothing was measured"
+def test_a_summary_names_plans_that_are_far_off_and_cases_without_a_peak():
+    far = plan_error.compared(measured(peak_gib=40.0), planned())
+    full = plan_error.compared(measured(report.OUT_OF_MEMORY, message="no room"), planned())
+    assert "not measured: out of memory: no room" in plan_error.line(full)
+    ratios = "planned over measured peak 0.750 to 0.750: NOT within 10 %"
+    assert plan_error.summary([far]) == ratios
+    assert plan_error.summary([far, full]) == f"{ratios}; 1 of 2 cases not measured"
+    assert plan_error.summary([full]) == "no case has both a plan and a measured peak"
 
 
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 0)
-    assert plan_error.main([]) == 2
-    assert "There is no NVIDIA GPU here" in capsys.readouterr().err
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command on records of an H200; returns its exit code and file."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+
+    def run_command(*cases, device="NVIDIA H200", plan=lambda case, kind: planned(), words=()):
+        monkeypatch.setattr(plan_error, "planned", plan)
+        results, out = tmp_path / "measured.json", tmp_path / "errors.json"
+        results.write_text(json.dumps({"device": device, "cases": cases}))
+        code = plan_error.main([str(results), "--out", str(out), *words])
+        return code, json.loads(out.read_text()) if out.exists() else None
+
+    return run_command
+
+
+def test_each_measured_case_is_planned_for_the_gpu_of_the_file(run):
+    asked = []
+
+    def plan(case, kind):
+        asked.append((case, kind))
+        return planned()
+
+    full = measured(report.OUT_OF_MEMORY)
+    code, found = run(measured(peak_gib=29.0), full, measured(report.NOT_RUN), plan=plan)
+    assert asked == [(CASE, "h200-141gb")] * 2
+    assert code == 0
+    assert [case["peak_gib"] for case in found["cases"]] == [29.0, None]
+    assert found["summary"].startswith("planned over measured peak 1.034 to 1.034: within 10 %")
+
+
+def test_a_plan_that_is_far_off_or_missing_fails(run, capsys):
+    assert run(measured(peak_gib=40.0))[0] == 1
+    assert run(measured(report.OUT_OF_MEMORY))[0] == 1, "nothing was compared"
+    assert run(measured(peak_gib=29.0), words=["--seconds", "-1"])[0] == 1
+    assert "not planned: out of time" in capsys.readouterr().out
+
+    def plan(case, kind):
+        if case.documents == "one":
+            raise errors.UserError("no such attention")
+        return planned()
+
+    other = measured(peak_gib=29.0) | {"documents": "one"}
+    code, found = run(measured(peak_gib=29.0), other, plan=plan)
+    assert (code, len(found["cases"])) == (1, 1)
+    assert "tiny 1,024 one: no plan: no such attention" in capsys.readouterr().out
+
+
+def test_a_device_that_plans_do_not_know_is_refused(run, capsys):
+    assert run(measured(), device="cpu") == (2, None)
+    assert "is from cpu. Plans know " in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_case_is_planned_for_the_gpu_that_is_here():
+def test_a_case_is_planned():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    tiny = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)
-    plan = plan_error.planned(tiny, "h200-141gb")
+    plan = plan_error.planned(CASE, "h200-141gb")
     assert (plan.device, plan.num_devices, plan.document_tokens) == ("h200-141gb", 1, 64)

@@ -23,9 +23,19 @@ def main() -> int:
         return 2
     import jax
 
+    from jaxsp.attention.kernels import cudnn_calls
+
     device = jax.devices()[0]
-    runtime = " ".join(device.client.platform_version.split())
-    for name, value in {"device": device.device_kind, "runtime": runtime, **versions(), "commit": commit()}.items():
+    loaded = cudnn_calls.version()
+    facts = {
+        "device": device.device_kind,
+        "runtime": " ".join(device.client.platform_version.split()),
+        **versions(),
+        "cudnn_loaded": loaded and ".".join(map(str, loaded)),
+        **{name: _installed(name) for name in ("torch", "transformers", "pytest")},
+        "commit": commit(),
+    }
+    for name, value in facts.items():
         print(f"{name:<12} {value or 'unknown'}")
     return 0
 

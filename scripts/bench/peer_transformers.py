@@ -16,6 +16,7 @@ Both sides run one after the other, each case in processes of its own. Peaks are
 bytes allocated of PyTorch's), from the process's begin: what the GPU's context and libraries take beside them is in neither.
 """
 
+import argparse
 import collections
 import dataclasses
 import importlib.metadata
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,9 @@ class Result:
     """Median."""
     slowest_step_s: float | None = None
     tokens_per_s: float | None = None
+    tflops_per_device: float | None = None
+    """For the same count of arithmetic as jaxsp's: causal, document by document, recomputation not counted."""
+    mfu: float | None = None
     peak_gib: float | None = None
     reserved_gib: float | None = None
     """The most that PyTorch's allocator took of the device, with what it kept unused."""
@@ -70,6 +74,8 @@ class Result:
     torch: str | None = None
     """Its version, which names CUDA's."""
     torch_device: str | None = None
+    wall_s: float | None = None
+    """Time of the case's process, from its start to its end."""
 
 
 def main(arguments: list[str]) -> int:
@@ -85,30 +91,39 @@ def main(arguments: list[str]) -> int:
     installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
     versions = {name: installed.get(name) for name in ("transformers", *FLASH.values())}
     found = versions | {"torch": None, "torch_device": None} | step.opened(MODULE, arguments, given.commit)
+    earlier = step.resumed(given.resume, found)
     print(report.BOTH, flush=True)
     began = time.monotonic()
     cases = collections.deque((case, report.SIDES) for case in step.asked(given))
     while cases:
         case, sides = cases.popleft()
-        sides = sides if time.monotonic() - began < given.seconds else ()
-        ours, peers = step.Result(status=report.NOT_RUN), Result(status=report.NOT_RUN)
-        if "jaxsp" in sides:
-            ours = step.apart(case, seconds=given.case_seconds)
-        if "transformers" in sides:
-            same = dataclasses.replace(case, kernel=given.attention)
-            peers = step.apart(same, seconds=given.case_seconds, module=MODULE, kind=Result)
-        for name, result in (("device", ours), ("runtime", ours), ("torch", peers), ("torch_device", peers)):
-            found[name] = found[name] or getattr(result, name)
-        found["cases"].append(record(case, ours, peers))
+        came = step.finished(case, earlier)
+        if came is None:
+            in_time = time.monotonic() - began < given.seconds
+            came = compared(case, sides if in_time else (), found, given)
+        found["cases"].append(came)
         found["longest"] = [dataclasses.asdict(one) for one in report.longest(found["cases"])]
-        print(report.both(found["cases"][-1]), flush=True)
+        print(report.both(came), flush=True)
         step.write(given.out, found)
-        able = tuple(side for side in report.SIDES if report.of(found["cases"][-1], side)["status"] == report.OK)
+        able = tuple(side for side in report.SIDES if report.of(came, side)["status"] == report.OK)
         if given.until_it_fails and case.row_tokens >= max(given.lengths) and able:
             cases.append((dataclasses.replace(case, row_tokens=2 * case.row_tokens), able))
     print("\n".join(report.words(one) for one in report.longest(found["cases"])))
     ends = {report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES}
     return int(bool(ends & {report.FAILED, report.TIMED_OUT}))
+
+
+def compared(case: step.Case, sides: Sequence[str], found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """Runs a case on these sides and returns its record; `found` learns what they run on."""
+    ours, peers = step.Result(status=report.NOT_RUN), Result(status=report.NOT_RUN)
+    if "jaxsp" in sides:
+        ours = step.apart(case, seconds=given.case_seconds)
+    if "transformers" in sides:
+        same = dataclasses.replace(case, kernel=given.attention)
+        peers = step.apart(same, seconds=given.case_seconds, module=MODULE, kind=Result)
+    for name, result in (("device", ours), ("runtime", ours), ("torch", peers), ("torch_device", peers)):
+        found[name] = found[name] or getattr(result, name)
+    return record(case, ours, peers)
 
 
 def missing() -> str | None:
@@ -161,6 +176,8 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     """Times the peer's steps of a case, whose `kernel` is the attention that is asked for; `folder` is not needed."""
     import torch
 
+    from jaxsp.training import metrics
+
     gpu = torch.cuda.is_available()
     attention = best_attention() if case.kernel == "auto" else case.kernel
     name = torch.cuda.get_device_name() if gpu else "cpu"
@@ -178,12 +195,18 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
         if not any(words in str(error) for words in EXHAUSTED):
             raise
         return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
-    timed, last = seconds[step.WARM_UP_STEPS :], loss.item()
+    timed = seconds[step.WARM_UP_STEPS :]
+    last = loss.item()
+    step_s = statistics.median(timed)
+    tflops = step.flops(case) / step_s / 1e12
+    peak = metrics.peak_tflops(name)
     return dataclasses.replace(
         found,
-        step_s=statistics.median(timed),
+        step_s=step_s,
         slowest_step_s=max(timed),
-        tokens_per_s=case.row_tokens / statistics.median(timed),
+        tokens_per_s=case.row_tokens / step_s,
+        tflops_per_device=tflops,
+        mfu=None if peak is None else tflops / peak,
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if gpu else None,
         loss=last if np.isfinite(last) else None,

@@ -1,30 +1,31 @@
-"""How near plans come: memory and time of a step as `python -m jaxsp.plan` says, over what the GPU that is here measures.
+"""Compares plans with measurements: memory and time of a step, planned over measured.
 
-    python -m scripts.bench.plan_error --out scripts/bench/results/today-plan-error.json
+    python -m scripts.bench.step --shapes llama8b-4layers --lengths 32768 --out measured.json
+    python -m scripts.bench.plan_error measured.json
 
-Each case is a step of scripts.bench.step, planned without the GPU and then run on it, in a process of its own. What cuDNN takes
-beside the compiled program is an allowance in the plan; what it has to be for the peak to come out is said for each case.
+Reads the results of scripts.bench.step or scripts.bench.peer_transformers, and plans each case as
+`python -m jaxsp.plan` does, for the GPU that the file names. Planning needs no GPU, so this runs
+on any machine with the plan extra. A plan contains an allowance for cuDNN's workspace; each line
+also shows the allowance that would have been right.
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from jaxsp.core import jobs
+from jaxsp.core import errors
 from jaxsp.hf import families
 from jaxsp.planner import budget, compiled, gpus, plans
 from scripts.bench import report, step
 
-CASES = (
-    step.Case(shape="llama8b-2layers", row_tokens=32768, documents="packed", kernel="auto", steps=3),
-    step.Case(shape="llama8b-2layers", row_tokens=65536, documents="one", kernel="auto", steps=3),
-    step.Case(shape="qwen3-0.6b", row_tokens=32768, documents="packed", kernel="auto", steps=3),
-)
-"""Packed and not, K/V heads shared by four query heads and by two, a head larger than a layer and not."""
+MODULE = "scripts.bench.plan_error"
 
 WITHIN = 0.10
 """How far a plan may be from the measured peak, relative."""
@@ -38,12 +39,13 @@ class Error:
     row_tokens: int
     documents: str
     status: str
+    """Of the measurement."""
     message: str | None
     planned_gib: float
     allowance_gib: float
-    """Of that, what the plan allows for cuDNN;"""
+    """Part of planned_gib: the plan's allowance for cuDNN's workspace."""
     implied_gib: float | None
-    """and what would have been right."""
+    """The allowance with which the plan would equal the measured peak."""
     peak_gib: float | None
     ratio: float | None
     """Planned over measured."""
@@ -53,42 +55,69 @@ class Error:
 
 
 def main(arguments: list[str]) -> int:
-    """The command; 1 if a plan is further off than WITHIN, or a case failed; 2 without a GPU that can be planned for."""
+    """Runs the command.
+
+    Returns: 1 if a plan is missing or off by more than WITHIN, 2 for a GPU that plans do not know.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.plan_error", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--case-seconds", type=float, default=200, help="a case that takes longer is ended")
+    parser.add_argument("measured", type=pathlib.Path, metavar="MEASURED.json")
+    parser.add_argument("--seconds", type=float, default=3600, help="no plan starts later")
     parser.add_argument("--commit", help="for the file, where this is no git repository")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
-    if not jobs.num_gpus({}):
-        print("There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one.", file=sys.stderr)
+    measured = json.loads(given.measured.read_text(encoding="utf-8"))
+    kind = gpu_kind(measured["device"])
+    if kind is None:
+        known = ", ".join(gpu.name for gpu in gpus.KINDS.values())
+        device = measured["device"]
+        print(f"{given.measured} is from {device}. Plans know {known}.", file=sys.stderr)
         return 2
-    # planning needs no GPU, and must not hold the memory of the one that is here
+    # planning must not take the memory of a GPU that is here
     jax.config.update("jax_platforms", "cpu")
-    found, errors = step.opened("scripts.bench.plan_error", arguments, given.commit), list[Error]()
-    for case in CASES:
-        measured = step.apart(case, seconds=given.case_seconds)
-        if measured.device is None:  # it was ended, or failed before it had looked
-            found["cases"].append(dataclasses.asdict(case) | {"status": measured.status, "message": measured.message})
-            print(f"{case.shape} {case.row_tokens}: {measured.status}: {measured.message}", flush=True)
-            step.write(given.out, found)
+    # it reads files that XLA writes while it compiles: a program from the cache has none
+    jax.config.update("jax_enable_compilation_cache", False)
+    found = step.opened(MODULE, arguments, given.commit) | {"device": measured["device"]}
+    ended = [case for case in measured["cases"] if case["status"] in report.FINAL]
+    results: list[Error] = []
+    began = time.monotonic()
+    for came in ended:
+        is_late = time.monotonic() - began > given.seconds
+        result = "not planned: out of time" if is_late else plan_case(came, kind)
+        if isinstance(result, str):
+            print(f"{came['shape']} {came['row_tokens']:,} {came['documents']}: {result}")
             continue
-        gpu = gpus.of_kind(measured.device)
-        if gpu is None:
-            known = ", ".join(one.name for one in gpus.KINDS.values())
-            print(f"{measured.device}: is none of {known}.", file=sys.stderr)
-            return 2
-        kind = next(name for name, one in gpus.KINDS.items() if one is gpu)
-        found["device"] = measured.device
-        error = compared(case, planned(case, kind), measured)
-        found["cases"].append(dataclasses.asdict(error))
-        print(line(error), flush=True)
+        results.append(result)
+        found["cases"].append(dataclasses.asdict(result))
+        found["summary"] = summary(results)
+        print(line(result), flush=True)
         step.write(given.out, found)
-        errors.append(error)
-    print(summary(errors))
-    near = [error.ratio is not None and abs(error.ratio - 1) <= WITHIN for error in errors]
-    return int(len(near) < len(CASES) or not all(near))
+    print(summary(results))
+    near = [abs(error.ratio - 1) <= WITHIN for error in results if error.ratio is not None]
+    return int(len(results) < len(ended) or not near or not all(near))
+
+
+def plan_case(came: dict[str, Any], kind: str) -> Error | str:
+    """Plans a measured case. Returns: the error of the plan, or why there is no plan."""
+    try:
+        return compared(came, planned(case_of(came), kind))
+    except errors.UserError as error:
+        return f"no plan: {error}"
+
+
+def gpu_kind(device: str | None) -> str | None:
+    """The planner's name of a GPU by JAX's; None if it cannot be planned for."""
+    gpu = gpus.of_kind(device) if device else None
+    return next((name for name, other in gpus.KINDS.items() if other is gpu), None)
+
+
+def case_of(came: dict[str, Any]) -> step.Case:
+    """The case of a record."""
+    names = [field.name for field in dataclasses.fields(step.Case)]
+    return step.Case(**{name: came[name] for name in names if name in came})
 
 
 def planned(case: step.Case, kind: str) -> plans.Plan:
@@ -104,16 +133,16 @@ def planned(case: step.Case, kind: str) -> plans.Plan:
     )
 
 
-def compared(case: step.Case, plan: plans.Plan, measured: step.Result) -> Error:
-    """A plan beside what was measured."""
-    allowance, peak = plan.memory[budget.WORKSPACE], measured.peak_gib
-    estimate, seconds = plan.step_s_estimate, measured.step_s
+def compared(came: dict[str, Any], plan: plans.Plan) -> Error:
+    """Compares a plan with a measured case."""
+    allowance, peak = plan.memory[budget.WORKSPACE], came["peak_gib"]
+    estimate, seconds = plan.step_s_estimate, came["step_s"]
     return Error(
-        shape=case.shape,
-        row_tokens=case.row_tokens,
-        documents=case.documents,
-        status=measured.status,
-        message=measured.message,
+        shape=came["shape"],
+        row_tokens=came["row_tokens"],
+        documents=came["documents"],
+        status=came["status"],
+        message=came["message"],
         planned_gib=plan.device_gib,
         allowance_gib=allowance,
         implied_gib=None if peak is None else peak - (plan.device_gib - allowance),
@@ -127,28 +156,33 @@ def compared(case: step.Case, plan: plans.Plan, measured: step.Result) -> Error:
 
 def line(error: Error) -> str:
     """A case as a line of text."""
-    asked = f"{error.shape:<16} {error.row_tokens:>7,} {error.documents:<6}  planned {error.planned_gib:6.2f} GiB"
+    words = f"{error.shape:<16} {error.row_tokens:>7,} {error.documents:<6}"
+    words += f"  planned {error.planned_gib:6.2f} GiB"
     if error.ratio is None or error.peak_gib is None or error.implied_gib is None:
-        return f"{asked}, not measured: {error.status}: {error.message or 'the device does not say what it had in use'}"
-    words = (
-        f"{asked}, measured {error.peak_gib:6.2f}: {error.ratio:.3f}; cuDNN's allowance {error.allowance_gib:.2f}, "
-        f"implied {error.implied_gib:.2f}"
-    )
+        reason = error.message or "the device reports no peak"
+        return f"{words}, not measured: {error.status}: {reason}"
+    words += f", measured {error.peak_gib:6.2f}: {error.ratio:.3f}"
+    words += f"; cuDNN's allowance {error.allowance_gib:.2f}, implied {error.implied_gib:.2f}"
     if error.ratio_s is not None:
-        words += f"; {error.planned_s:.3g} s estimated, {error.step_s:.3g} measured: {error.ratio_s:.2f}"
+        words += f"; {error.planned_s:.3g} s estimated, {error.step_s:.3g} measured"
+        words += f": {error.ratio_s:.2f}"
     return words
 
 
-def summary(errors: Sequence[Error]) -> str:
-    """All cases in a line."""
-    ratios = [error.ratio for error in errors if error.ratio is not None]
+def summary(found: Sequence[Error]) -> str:
+    """Summarizes all cases in one line."""
+    ratios = [error.ratio for error in found if error.ratio is not None]
     if not ratios:
-        return "nothing was measured"
+        return "no case has both a plan and a measured peak"
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
-    verdict = "within" if abs(worst - 1) <= WITHIN and len(ratios) == len(errors) else "NOT within"
-    words = f"planned over measured peak {min(ratios):.3f} to {max(ratios):.3f}: {verdict} {100 * WITHIN:.0f} %"
-    failed = [error for error in errors if error.status != report.OK]
-    return f"{words}; {len(failed)} of {len(errors)} cases failed" if failed else words
+    verdict = "within" if abs(worst - 1) <= WITHIN else "NOT within"
+    words = f"planned over measured peak {min(ratios):.3f} to {max(ratios):.3f}"
+    words += f": {verdict} {100 * WITHIN:.0f} %"
+    seconds = [error.ratio_s for error in found if error.ratio_s is not None]
+    if seconds:
+        words += f"; estimated over measured time {min(seconds):.2f} to {max(seconds):.2f}"
+    missing = len(found) - len(ratios)
+    return f"{words}; {missing} of {len(found)} cases not measured" if missing else words
 
 
 if __name__ == "__main__":

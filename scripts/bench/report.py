@@ -13,6 +13,15 @@ from typing import Any
 OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "refused", "failed", "timed out", "not run"
 """What can come of a case. Refused: jaxsp says that it cannot be done."""
 
+FINAL = (OK, OUT_OF_MEMORY, REFUSED)
+"""Results that another run of the same case would not change."""
+
+AUTO = "auto"
+"""A tile size that is left to the config's default."""
+
+TILES = ("mlp_tile_tokens", "loss_tile_tokens")
+"""Fields of the config's group memory: how many tokens are computed together."""
+
 _COLUMNS = (
     *("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:<18}"),
     *("{:>9}", "{:>9}", "{:>10}", "{:>8}", "{:>7}", "{:>9}", "{:>9}", "{:>9}"),
@@ -27,10 +36,14 @@ HEADER = _LINE.format(
 SIDES = ("jaxsp", "transformers")
 """Of a case of peer_transformers.py."""
 
-_BOTH = "{:<16}  {:>9}  {:<9}  {:>14}  {:>9}  {:>8}  {:>14}  {:>9}  {:>8}  {:>7}  {:>8}  {}"
+_SIDE = "{:>14}  {:>5}  {:>8}  {:>8}"
+
+_BOTH = f"{{:<16}}  {{:>9}}  {{:<9}}  {_SIDE}  {_SIDE}  {{:>7}}  {{:>8}}  {{}}"
 
 BOTH = _BOTH.format(
-    *("shape", "row", "documents", "jaxsp tokens/s", "peak GiB", "loss", "HF tokens/s", "peak GiB", "loss"),
+    *("shape", "row", "documents"),
+    *("jaxsp tokens/s", "MFU %", "peak GiB", "loss"),
+    *("HF tokens/s", "MFU %", "peak GiB", "loss"),
     *("speed x", "memory x", "HF attention"),
 )
 """speed x, memory x: jaxsp's number over that of transformers."""
@@ -75,7 +88,7 @@ def row(case: dict[str, Any]) -> str:
     line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers)
     not_finite = "loss is not finite" * (case["loss_finite"] is False)
     status = case["status"] * (case["status"] != OK)
-    words = [word for word in (status, case["message"], not_finite, case["why_not_cudnn"]) if word]
+    words = [word for word in (*_settings(case), status, case["message"], not_finite, case["why_not_cudnn"]) if word]
     return f"{line}  {': '.join(words)}".rstrip()
 
 
@@ -94,7 +107,9 @@ def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The figures of each shape's longest rows, in one line."""
+    """The figures of each shape's longest rows, in one line; of all cases if both sides were run."""
+    if all("transformers" in case for case in results["cases"]):
+        return "; ".join(_figures(case) for case in results["cases"] if case["status"] != NOT_RUN)
     longest = {
         case["shape"]: max(c["row_tokens"] for c in results["cases"] if c["shape"] == case["shape"])
         for case in results["cases"]
@@ -104,8 +119,8 @@ def summary(results: dict[str, Any]) -> str:
 
 def both(case: dict[str, Any]) -> str:
     """A case of both sides as a line under BOTH, with what went wrong behind it."""
-    forms = {"tokens_per_s": "{:,.0f}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
-    numbers = [number(of(case, side)[name], form) for side in SIDES for name, form in forms.items()]
+    forms = {"tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
+    numbers = [number(of(case, side)[name], form).rstrip("%") for side in SIDES for name, form in forms.items()]
     ratios = [number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
     used = case["transformers"]["attention"] or "-"
     line = _BOTH.format(case["shape"], case["row_tokens"], case["documents"], *numbers, *ratios, used)
@@ -155,8 +170,16 @@ def _figures(case: dict[str, Any]) -> str:
         return f"{asked} {case['status']}"
     mfu = "" if case["mfu"] is None else f" (MFU {100 * case['mfu']:.1f} %)"
     peak = "" if case["peak_gib"] is None else f", {case['peak_gib']:.1f} GiB"
-    how = f"{case['kernel_used']} {_levers(case)}"
-    return f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+    how = f"{case['kernel_used']} {', '.join([_levers(case), *_settings(case)])}"
+    figures = f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+    return f"{figures}, {_against_peer(case)}" if "transformers" in case else figures
+
+
+def _against_peer(case: dict[str, Any]) -> str:
+    if case["transformers"]["status"] != OK:
+        return f"transformers {case['transformers']['status']}"
+    memory = f", {case['memory_ratio']:.2f} times the memory" if case["memory_ratio"] else ""
+    return f"{case['speed_ratio']:.2f} times as fast as transformers{memory}"
 
 
 def _levers(case: dict[str, Any]) -> str:
@@ -165,9 +188,16 @@ def _levers(case: dict[str, Any]) -> str:
     return ", ".join([case["remat_used"] or case["remat"], *filter(None, pulled)])
 
 
+def _settings(case: dict[str, Any]) -> list[str]:
+    """Tile sizes and XLA options that differ from the defaults, as field=value; files before 2026-11-23 have none."""
+    tiles = {name: case.get(name, AUTO) for name in TILES}
+    settings = {name: value for name, value in tiles.items() if value != AUTO} | case.get("xla_options", {})
+    return [f"{name}={str(value).lower()}" for name, value in settings.items()]
+
+
 def _key(case: dict[str, Any]) -> tuple[str, ...]:
     levers = (case[name] for name in ("remat", "offload_activations", "offload_optimizer"))
-    return (case["shape"], str(case["row_tokens"]), case["documents"], case["kernel"], *levers)
+    return (case["shape"], str(case["row_tokens"]), case["documents"], case["kernel"], *levers, *_settings(case))
 
 
 def number(value: float | None, form: str, *, times: int = 1) -> str:

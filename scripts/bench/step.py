@@ -3,10 +3,16 @@
     python -m scripts.bench.step --out scripts/bench/results/today.json
     python -m scripts.bench.step --shapes qwen3-0.6b --lengths 32768 --compare scripts/bench/results/yesterday.json
     python -m scripts.bench.step --documents one --lengths 8192 --until-it-fails --remat attention full
+    python -m scripts.bench.step --mlp-tile-tokens auto 8192 --xla-option xla_gpu_autotune_level=0 xla_gpu_autotune_level=4
 
-Each case (a model, a row length, a row of one document or of 16, and what memory is traded for) runs in a process of its own,
-so that its memory begins empty and its end, whatever it is, ends no other. A step is one row, forward, backward and AdamW, in
+Each case (a model, a row length, a row of one document or of 16, memory options and XLA options) runs in a process of its own,
+so that its memory starts empty and a crash does not stop the other cases. A step is one row, forward, backward and AdamW, in
 bfloat16 from random weights; its time is the median of steps that are each waited for.
+
+Shapes are published models, except llama8b-4layers: Llama-3.1-8B with 4 of its 32 layers and an eighth of its vocabulary
+(16,032 of 128,256). Embedding and head shrink with the layers, so layers, head and optimizer have the same proportions as in
+the whole model, and the MFU is comparable. With the whole vocabulary, the head would take 38 % of the arithmetic in matrix
+products instead of 7 %.
 """
 
 import argparse
@@ -23,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -34,7 +40,13 @@ from scripts.bench import machine, report
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama8b-2layers": {**LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2},
+    "llama8b-4layers": {
+        **LLAMA,
+        "vocab_size": 128256 * 4 // 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+    },
     "qwen3-0.6b": {
         "model_type": "qwen3",
         "vocab_size": 151936,
@@ -69,7 +81,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["too-big"] = {**SHAPES["tiny"], "intermediate_size": 2**40}
 """An MLP of 2**46 weights fits on no device: shows how running out of memory is recorded."""
 
-GPU_SHAPES = ("llama8b-2layers", "qwen3-0.6b", "llama3.2-1b")
+GPU_SHAPES = ("llama8b-4layers", "qwen3-0.6b", "llama3.2-1b")
 
 NUM_PIECES = {"one": 1, "packed": 16}
 """Documents in a row: one that fills it, or ragged ones that fill it together."""
@@ -87,6 +99,9 @@ WARM_UP_STEPS = 2
 
 EXHAUSTED = "RESOURCE_EXHAUSTED"
 """How XLA says that memory ran out."""
+
+CACHE_HIT = "/jax/compilation_cache/cache_hits"
+"""The event that JAX records if a program comes from its compilation cache."""
 
 MODULE = "scripts.bench.step"
 
@@ -109,6 +124,10 @@ class Case:
     """This and the following as in the config's group memory."""
     offload_activations: str = "none"
     offload_optimizer: str = "none"
+    mlp_tile_tokens: int | str = report.AUTO
+    loss_tile_tokens: int | str = report.AUTO
+    xla_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """run.xla_options of the config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,7 +142,11 @@ class Result:
     """What made `auto` take another kernel."""
     remat_used: str | None = None
     """What `auto` has become."""
+    memory_used: str | None = None
+    """The memory options of the compiled step, in words."""
     compile_s: float | None = None
+    from_cache: bool | None = None
+    """Whether the step came from JAX's compilation cache: then compile_s is the time to load it."""
     step_s: float | None = None
     """Median."""
     slowest_step_s: float | None = None
@@ -134,6 +157,8 @@ class Result:
     peak_gib: float | None = None
     planned_gib: float | None = None
     """What the compiled step says that it takes of the device, and what the attention kernel is estimated to take beside it."""
+    workspace_gib: float | None = None
+    """The largest workspace of cuDNN's attention in the compiled step."""
     host_gib: float | None = None
     """What the compiled step says that it takes of the host."""
     memory_limit_gib: float | None = None
@@ -144,6 +169,8 @@ class Result:
     """JAX's name of its kind."""
     runtime: str | None = None
     """JAX's words for what drives it: of a GPU, the version of CUDA."""
+    wall_s: float | None = None
+    """Time of the case's process, from its start to its end."""
 
 
 def main(arguments: list[str]) -> int:
@@ -154,16 +181,20 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
     given = parser.parse_args(arguments)
     cases, found = collections.deque(asked(given)), opened(MODULE, arguments, given.commit)
+    earlier = resumed(given.resume, found)
     print(report.HEADER, flush=True)
     began = time.monotonic()
     while cases:
         case = cases.popleft()
-        in_time = time.monotonic() - began < given.seconds
-        result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
-        found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
-        found["cases"].append(record(case, result))
-        print(report.row(found["cases"][-1]), flush=True)
-        if given.until_it_fails and case.row_tokens >= max(given.lengths) and result.status == report.OK:
+        came = finished(case, earlier)
+        if came is None:
+            in_time = time.monotonic() - began < given.seconds
+            result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
+            found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
+            came = record(case, result)
+        found["cases"].append(came)
+        print(report.row(came), flush=True)
+        if given.until_it_fails and case.row_tokens >= max(given.lengths) and came["status"] == report.OK:
             cases.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
         write(given.out, found)
     if given.compare:
@@ -185,21 +216,69 @@ def options(module: str, description: str | None) -> argparse.ArgumentParser:
         parser.add_argument(
             f"--{lever.replace('_', '-')}", nargs="+", choices=_values("memory", lever), default=None, help=f"memory.{lever}"
         )
+    for tile in report.TILES:
+        parser.add_argument(
+            f"--{tile.replace('_', '-')}",
+            nargs="+",
+            type=_tile,
+            default=[report.AUTO],
+            metavar="TOKENS",
+            help=f"memory.{tile}; {report.AUTO}: the config's default",
+        )
+    parser.add_argument(
+        "--xla-option",
+        nargs="+",
+        action="extend",
+        type=_xla_option,
+        default=[],
+        metavar="NAME=VALUE",
+        help="run.xla_options; several values of one name are separate cases",
+    )
     parser.add_argument("--steps", type=int, default=10, help="timed, after warm-up")
     parser.add_argument("--case-seconds", type=float, default=300, help="a case that takes longer is ended")
     parser.add_argument("--seconds", type=float, default=3600, help="cases that would begin later are not run")
     parser.add_argument("--commit", help="for the file, where this is no git repository")
+    parser.add_argument(
+        "--resume",
+        type=pathlib.Path,
+        metavar="OLD.json",
+        help="takes over the finished cases of an earlier file from the same machine",
+    )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     return parser
 
 
 def asked(given: argparse.Namespace) -> Iterator[Case]:
-    """The cases that `options` were given."""
+    """The cases that `options` were given: every combination, shape by shape, each in the order of the command line."""
     levers = {name: getattr(given, name) or [getattr(Case, name)] for name in LEVERS}
-    for length, shape, documents in itertools.product(given.lengths, given.shapes, given.documents):
-        for pulled in itertools.product(*([(name, value) for value in values] for name, values in levers.items())):
-            how = {"kernel": given.kernel, "steps": given.steps, **dict(pulled)}
+    memory = levers | {name: getattr(given, name) for name in report.TILES}
+    values_of: dict[str, list[Any]] = {}
+    for name, value in given.xla_option:
+        values_of.setdefault(name, []).append(value)
+    for shape, length, documents in itertools.product(given.shapes, given.lengths, given.documents):
+        for pulled, options in itertools.product(_combinations(memory), _combinations(values_of)):
+            how = {"kernel": given.kernel, "steps": given.steps, **pulled, "xla_options": options}
             yield Case(shape=shape, row_tokens=length, documents=documents, **how)
+
+
+def _combinations(values_of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every choice of one value for each name."""
+    return [dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values())]
+
+
+def _tile(text: str) -> int | str:
+    return text if text == report.AUTO else int(text)
+
+
+def _xla_option(text: str) -> tuple[str, Any]:
+    """Splits NAME=VALUE; the value is a JSON number, true or false, and text otherwise."""
+    name, separator, value = text.partition("=")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text}: must be NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
 
 
 def opened(module: str, arguments: list[str], commit: str | None) -> dict[str, Any]:
@@ -213,6 +292,25 @@ def opened(module: str, arguments: list[str], commit: str | None) -> dict[str, A
         **machine.versions(),
         "cases": [],
     }
+
+
+def resumed(old: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases of an earlier file; `found` takes over its device."""
+    if old is None:
+        return []
+    earlier = json.loads(old.read_text(encoding="utf-8"))
+    found.update({name: value for name, value in earlier.items() if name in found and found[name] is None})
+    return earlier["cases"]
+
+
+def finished(case: Case, earlier: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The record of a case among earlier ones; None if it is missing, or did not come to an end on every side."""
+    fields = dataclasses.asdict(case)
+    for came in earlier:
+        statuses = [report.of(came, side)["status"] for side in report.SIDES if side == "jaxsp" or side in came]
+        if set(statuses) <= set(report.FINAL) and fields == {name: came.get(name) for name in fields}:
+            return came
+    return None
 
 
 def write(out: pathlib.Path | None, found: dict[str, Any]) -> None:
@@ -243,6 +341,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     """Compiles a case's step and times it; `folder` is for its documents and caches."""
     import jax
 
+    from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.core import mesh as meshes
     from jaxsp.training import levers, metrics
@@ -256,16 +355,24 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         except errors.UserError as error:
             return dataclasses.replace(found, status=report.REFUSED, message=str(error).splitlines()[0])
         found = dataclasses.replace(found, why_not_cudnn=choice.why or None)
+        events: list[str] = []
+        jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         began = time.perf_counter()
         try:
             ready = levers.ready(program, uncounted=choice.uncounted_bytes)
         except errors.UserError as error:
             return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+        compile_s = time.perf_counter() - began
+        text = ready.run.as_text() or ""
+        workspace = cudnn_calls.workspace_bytes(text)
         found = dataclasses.replace(
             found,
-            compile_s=time.perf_counter() - began,
-            kernel_used=kernel_used(ready.run.as_text() or "", choice.kernel),
+            compile_s=compile_s,
+            kernel_used=kernel_used(text, choice.kernel),
+            workspace_gib=None if workspace is None else workspace / levers.GIB,
+            from_cache=CACHE_HIT in events,
             remat_used=ready.program.how.remat,
+            memory_used=levers.describe(ready.program),
             planned_gib=(ready.needs.device + ready.needs.uncounted) / levers.GIB,
             host_gib=ready.needs.host / levers.GIB,
         )
@@ -318,12 +425,14 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
 
 def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> config.Config:
     """The config of a case."""
+    tiles = {name: getattr(case, name) for name in report.TILES if getattr(case, name) != report.AUTO}
+    steps = WARM_UP_STEPS + case.steps
     return config.parse(
         {
-            "run": {"directory": str(directory), "steps": WARM_UP_STEPS + case.steps},
+            "run": {"directory": str(directory), "steps": steps, "xla_options": case.xla_options},
             "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
             "attention": {"kernel": case.kernel},
-            "memory": {name: getattr(case, name) for name in LEVERS},
+            "memory": {name: getattr(case, name) for name in LEVERS} | tiles,
             "data": {
                 "train": [{"source": str(source), "format": "tokens"}],
                 "row_tokens": case.row_tokens,
@@ -342,6 +451,15 @@ def random_documents(case: Case) -> list[np.ndarray]:
     return np.split(rng.integers(0, SHAPES[case.shape]["vocab_size"], case.row_tokens), cuts)
 
 
+def flops(case: Case) -> float:
+    """Floating-point operations that a case's step needs, as in metrics.jsonl."""
+    from jaxsp.hf import families
+    from jaxsp.training import metrics
+
+    lengths = np.array([len(document) for document in random_documents(case)])
+    return metrics.step_flops(families.model_config(SHAPES[case.shape], field=case.shape), lengths)
+
+
 def kernel_used(program: str, chosen: str) -> str:
     """The attention kernel in a compiled program, which has to be the one that was chosen: cuDNN's are calls by name."""
     calls_cudnn = "__cudnn$fmha" in program
@@ -356,6 +474,12 @@ def kernel_used(program: str, chosen: str) -> str:
 
 def apart(case: Case, *, seconds: float, module: str = MODULE, kind: type[Any] = Result) -> Any:
     """What a module's `measure` makes of a case, in a process of its own, ended after so many seconds. kind: its Result."""
+    began = time.monotonic()
+    result = _apart(case, seconds=seconds, module=module, kind=kind)
+    return dataclasses.replace(result, wall_s=time.monotonic() - began)
+
+
+def _apart(case: Case, *, seconds: float, module: str, kind: type[Any]) -> Any:
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as name:
         written = pathlib.Path(name) / RESULT
         command = [sys.executable, "-m", module, ALONE, json.dumps(dataclasses.asdict(case)), name]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.kernels import cudnn, limits, packed
+from jaxsp.attention.kernels import cudnn, cudnn_calls, limits, packed
 from jaxsp.planner import compiled
 
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
@@ -55,6 +55,7 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     assert limits.obstacles(work, devices=[h100]) == []
     text = program(h100, slots=slots, K=K, window=window)
     assert windows(text, "") == windows(text, "Backward") == told
+    assert cudnn_calls.workspace_bytes(text) is None, "no size is known without a GPU"
     calls = packed.calls(num_rows=1, row_tokens=L, max_pieces=slots) if slots > 1 else ()
     shapes = [(call.num_slots, H, call.tokens) for call in calls] or [(1, H, L)]
     results = [line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line]

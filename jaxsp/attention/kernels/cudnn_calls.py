@@ -7,6 +7,7 @@ the log-sum-exp for a remat policy, and it multiplies the packed places of K and
 
 import functools
 import inspect
+import re
 from typing import Any
 
 import jax
@@ -87,6 +88,29 @@ def backward(
         *_operands(q, k, v, taken), statistic, out, dout, **_fields(q, taken, window)
     )
     return dq, dk, dv
+
+
+def workspace_bytes(text: str) -> int | None:
+    """Size in bytes of the largest workspace of cuDNN's attention calls in a compiled program.
+
+    The workspace is the last result of each call, `u8[size]`. XLA knows the size only if it
+    compiles with a GPU present; otherwise the result stays `u8[0]`. Calls run one after another,
+    so XLA's buffer assignment reuses the memory, and only the largest one counts.
+
+    Args: text of the program, from `jax.stages.Compiled.as_text()`.
+    Returns: None if no call has a workspace, as in every program that was compiled without a GPU.
+    Source: AddWorkspace in openxla/xla xla/service/gpu/transforms/cudnn_custom_call_compiler.cc.
+    """
+    sizes = [
+        int(size)
+        for results in re.findall(_ATTENTION_CALL, text, re.MULTILINE)
+        for size in re.findall(r"\bu8\[(\d+)\]", results)
+    ]
+    return max(sizes, default=0) or None
+
+
+_ATTENTION_CALL = r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="__cudnn\$fmha'
+"""A line of a compiled program that calls cuDNN's attention; the group is the call's results."""
 
 
 def _operands(q: Array, k: Array, v: Array, taken: Taken) -> tuple[Array, ...]:

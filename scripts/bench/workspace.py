@@ -1,0 +1,202 @@
+"""Compares the workspace of cuDNN's attention on this GPU with the formula that jaxsp uses.
+
+    python -m scripts.bench.workspace --out scripts/bench/results/today-workspace.json
+
+The formula is `limits.backward_bytes`; plans and the memory check before training rely on it. Each
+case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled on a GPU,
+the program contains the workspace of each call. Deterministic cases are compiled as with
+run.deterministic. The formula does not cover them: cuDNN may need memory that grows with the
+square of the row.
+"""
+
+import argparse
+import dataclasses
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsp import attention
+from jaxsp.attention.kernels import cudnn_calls, limits
+from jaxsp.training import xla
+from scripts.bench import machine, report, step
+
+MODULE = "scripts.bench.workspace"
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of attention on one device."""
+
+    row_tokens: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int = 128
+    max_segments: int
+    """Slots for the documents of a row; 1 is a row of one document."""
+    deterministic: bool = False
+
+    @property
+    def work(self) -> limits.Work:
+        return limits.Work(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            row_tokens=self.row_tokens,
+            rows_at_once=1,
+            max_pieces=self.max_segments,
+            window=None,
+            dtype="bfloat16",
+        )
+
+
+LLAMA_8B, LLAMA_8B_ON_8, QWEN3_06B = (32, 8), (4, 1), (16, 8)
+"""Query and K/V heads of a device; the second with a row on 8 devices by Ulysses."""
+
+_HEADS = (
+    (32768, LLAMA_8B),
+    (131072, LLAMA_8B),
+    (32768, QWEN3_06B),
+    (131072, LLAMA_8B_ON_8),
+    (8192, LLAMA_8B),
+)
+
+CASES = (
+    *(
+        Case(row_tokens=tokens, num_heads=heads, num_kv_heads=kv_heads, max_segments=segments)
+        for tokens, (heads, kv_heads) in _HEADS
+        for segments in (1, 64)
+    ),
+    # without shared K/V heads, the formula is exact: it needs no dk and dv of each query head
+    Case(row_tokens=32768, num_heads=8, num_kv_heads=8, max_segments=64),
+    Case(row_tokens=32768, num_heads=8, num_kv_heads=2, head_dim=256, max_segments=64),
+    Case(row_tokens=8192, num_heads=8, num_kv_heads=2, max_segments=1, deterministic=True),
+    Case(row_tokens=16384, num_heads=8, num_kv_heads=2, max_segments=1, deterministic=True),
+)
+"""The most informative first. Two lengths of the deterministic pass show how fast it grows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """Sizes of a compiled case; None if it has none."""
+
+    status: str
+    message: str | None = None
+    head_chunks: int | None = None
+    """Equal parts in which the heads are processed, one after another."""
+    workspace_gib: float | None = None
+    """Of the largest call."""
+    formula_gib: float | None = None
+    ratio: float | None = None
+    """Workspace over formula."""
+    temp_gib: float | None = None
+    """Temporary memory of the compiled program, workspace included."""
+    compile_s: float | None = None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command. Returns: 1 if a case failed, 2 without a GPU."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--seconds", type=float, default=3600, help="no case starts later")
+    parser.add_argument("--commit", help="for the file, where this is no git repository")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    given = parser.parse_args(arguments)
+    problem = machine.missing()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 2
+    device = jax.devices()[0]
+    found = step.opened(MODULE, arguments, given.commit) | {"device": device.device_kind}
+    began = time.monotonic()
+    for case in CASES:
+        in_time = time.monotonic() - began < given.seconds
+        result = measure(case, device) if in_time else Result(status=report.NOT_RUN)
+        found["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
+        found["summary"] = summary(found["cases"])
+        print(line(case, result), flush=True)
+        step.write(given.out, found)
+    print(found["summary"])
+    return int(any(case["status"] == report.FAILED for case in found["cases"]))
+
+
+def measure(case: Case, device: Any) -> Result:
+    """Compiles a case for a device and reads the workspace; without a GPU there is none."""
+    work = case.work
+    if obstacles := limits.obstacles(work, devices=[device]):
+        return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].what}")
+    chunks = limits.fewest_parts(work)
+    began = time.monotonic()
+    try:
+        program = compiled(case, device, head_chunks=chunks)
+    except jax.errors.JaxRuntimeError as error:
+        return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=chunks)
+    workspace = cudnn_calls.workspace_bytes(program.as_text() or "")
+    formula = limits.backward_bytes(work, chunks)
+    return Result(
+        status=report.OK,
+        head_chunks=chunks,
+        workspace_gib=None if workspace is None else workspace / GIB,
+        formula_gib=formula / GIB,
+        ratio=None if workspace is None else workspace / formula,
+        temp_gib=program.memory_analysis().temp_size_in_bytes / GIB,
+        compile_s=time.monotonic() - began,
+    )
+
+
+def compiled(case: Case, device: Any, *, head_chunks: int) -> jax.stages.Compiled:
+    """Attention of a case, forward and backward, compiled for a device."""
+    attend = attention.make_attend(kernel="cudnn", window=None, head_chunks=head_chunks)
+
+    def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
+        return out, pull(dout)
+
+    here = jax.sharding.SingleDeviceSharding(device)
+    num_heads = (case.num_heads, case.num_kv_heads)
+    shapes = [(1, case.row_tokens, heads, case.head_dim) for heads in num_heads]
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in shapes)
+    segments = jax.ShapeDtypeStruct((1, case.max_segments), jnp.int32, sharding=here)
+    options = xla.DETERMINISTIC | xla.NO_TRITON if case.deterministic else {}
+    told = xla.Told(options=options, words="", deterministic=case.deterministic)
+    return xla.compiled(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
+
+
+def line(case: Case, result: Result) -> str:
+    """A case as a line of text."""
+    kind = f"up to {case.max_segments} documents" if case.max_segments > 1 else "one document"
+    kind += ", deterministic" if case.deterministic else ""
+    heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
+    asked = f"{case.row_tokens:>7,} tokens, {heads}, {kind}"
+    if result.status != report.OK:
+        return f"{asked}: {result.status}{f': {result.message}' if result.message else ''}"
+    chunks = f" in {result.head_chunks} head chunks" if result.head_chunks != 1 else ""
+    figures = (result.workspace_gib, result.formula_gib, result.ratio)
+    workspace, formula, ratio = (report.number(figure, "{:.3f}") for figure in figures)
+    return f"{asked}{chunks}: workspace {workspace} GiB, formula {formula} GiB, ratio {ratio}"
+
+
+def summary(cases: Sequence[dict[str, Any]]) -> str:
+    """Summarizes all cases in one line; deterministic ones are apart."""
+    words = []
+    for kind in (False, True):
+        of_kind = [case["ratio"] for case in cases if case["deterministic"] is kind]
+        ratios = [ratio for ratio in of_kind if ratio is not None]
+        if ratios:
+            name = "deterministic" if kind else "cuDNN's workspace over the formula"
+            words.append(f"{name} {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} cases")
+    without = sum(case["ratio"] is None for case in cases)
+    return ", ".join([*words, *([f"{without} without a size"] if without else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

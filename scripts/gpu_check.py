@@ -1,0 +1,384 @@
+"""Runs one stage of tests and measurements on an NVIDIA GPU, in at most 8 minutes.
+
+    scripts/gpu_check.sh kernels
+    scripts/gpu_check.sh memory --out results --commit 1a2b3c
+
+scripts/README.md explains what each stage answers.
+
+Every result is written as soon as it is there, so a stage that is cut off leaves what it has.
+Files are named DATE-GPU-STAGE in scripts/bench/results/: `.json` (versions, and each part's exit
+code, duration and summary), `.txt` (all output), and a `.json` or JUnit `.xml` per part. At its
+end, a stage adds a line to scripts/bench/LOG.md. With --out FOLDER, all of this is written to
+FOLDER instead. JAX's compilation cache, in build/jax_cache, is kept between stages.
+
+Exit code: 0 success, 1 if a part failed or ran out of time, 2 without a GPU or for an invalid
+command.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from scripts import junit_log
+from scripts.bench import machine, report
+
+SECONDS = 460
+"""Time of a stage. A part that is still running then is interrupted, and killed after GRACE_S."""
+
+GRACE_S = 15
+
+LEAST_S = 20
+"""A part does not start with less time than this."""
+
+BENCH_LOG = pathlib.Path("scripts/bench/LOG.md")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command of a stage. `{base}` in its arguments is the path of the stage's files."""
+
+    name: str
+    seconds: int
+    """At most; a stage's last part may take all that is left."""
+    case_seconds: int = 0
+    """A guess of the time that one case takes: with less than this left, no further case starts."""
+    module: str
+    arguments: tuple[str, ...]
+    is_tests: bool = False
+    is_resumable: bool = False
+    """Whether --resume of this command is for this part."""
+    needs: str | None = None
+    """Name of the part whose results it reads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """What one command runs."""
+
+    answers: str
+    parts: tuple[Part, ...]
+
+
+def _tests(*files: str) -> Part:
+    options = ["-p", "scripts.junit_log", "-vv", "-rs", "--durations=20"]
+    for verb in ("reading", "writing"):
+        # the cache warns about a program that it cannot keep, and warnings fail tests
+        options += ["-W", f"ignore:Error {verb} persistent compilation cache"]
+    return Part(
+        name="tests",
+        seconds=SECONDS,
+        module="pytest",
+        arguments=(*files, *options),
+        is_tests=True,
+    )
+
+
+_STEP = tuple("--shapes llama8b-4layers --lengths 32768 --steps 5 --case-seconds 120".split())
+
+_PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
+
+STAGES = {
+    "kernels": Stage(
+        answers="versions; is cuDNN attention right on this GPU, packed and not?",
+        parts=(_tests("tests/gpu/test_kernels.py"),),
+    ),
+    "memory": Stage(
+        answers="cuDNN's workspace against the formula; what tiles and offloading cost",
+        parts=(
+            Part(
+                name="workspace",
+                seconds=130,
+                case_seconds=15,
+                module="scripts.bench.workspace",
+                arguments=(),
+            ),
+            Part(
+                name="tiles",
+                seconds=250,
+                case_seconds=60,
+                module="scripts.bench.step",
+                arguments=(
+                    *(*_STEP, "--documents", "one"),
+                    *"--mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
+                ),
+            ),
+            Part(
+                name="offload",
+                seconds=SECONDS,
+                case_seconds=60,
+                module="scripts.bench.step",
+                arguments=(
+                    *(*_STEP, "--documents", "packed"),
+                    *("--offload-activations", "residual_and_attention"),
+                    *("--xla-option", f"{_PIPELINED}=false", f"{_PIPELINED}=true"),
+                ),
+            ),
+        ),
+    ),
+    "speed": Stage(
+        answers="tokens/s, MFU and memory beside Hugging Face Transformers; how far plans are off",
+        parts=(
+            Part(
+                name="table",
+                seconds=400,
+                case_seconds=100,
+                module="scripts.bench.peer_transformers",
+                arguments=(
+                    *"--shapes llama8b-4layers qwen3-0.6b --lengths 32768 131072 8192".split(),
+                    *"--steps 3 --case-seconds 180".split(),
+                ),
+                is_resumable=True,
+            ),
+            Part(
+                name="plans",
+                seconds=SECONDS,
+                case_seconds=20,
+                module="scripts.bench.plan_error",
+                arguments=("{base}-table.json",),
+                needs="table",
+            ),
+        ),
+    ),
+    "options": Stage(
+        answers="do memory options change only memory; does a GPU run learn as a CPU run does?",
+        parts=(_tests("tests/gpu/test_levers.py", "tests/gpu/test_training.py"),),
+    ),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command."""
+    began = time.monotonic()
+    stages = "\n".join(f"  {name:<8} {stage.answers}" for name, stage in STAGES.items())
+    parser = argparse.ArgumentParser(
+        prog="scripts/gpu_check.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("stage", nargs="?", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    for option, metavar, text in (
+        ("--out", "FOLDER", "for all results, the line of LOG.md too"),
+        ("--resume", "TABLE.json", "speed: an earlier table, to continue"),
+    ):
+        parser.add_argument(option, type=pathlib.Path, metavar=metavar, help=text)
+    parser.add_argument("--commit", metavar="NAME", help="the commit, if git cannot tell")
+    given = parser.parse_args(arguments)
+    if given.stage is None:
+        print(f"Name a stage: scripts/gpu_check.sh STAGE\n{stages}", file=sys.stderr)
+        return 2
+    if given.resume and not any(part.is_resumable for part in STAGES[given.stage].parts):
+        print(f"--resume: {given.stage} has no table. Use it with speed.", file=sys.stderr)
+        return 2
+    # Ended from outside, this process still ends what it started
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.environ.update(JAX_PLATFORMS="cuda", PYTHONUNBUFFERED="1")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(machine.REPO / "build" / "jax_cache"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    facts = machine_facts()
+    if facts is None:
+        return 2
+    if given.resume:
+        device = json.loads(given.resume.read_text(encoding="utf-8"))["device"]
+        if device not in (None, facts["device"]):
+            print(f"--resume: {given.resume} is from {device}, not this GPU.", file=sys.stderr)
+            return 2
+    return run_stage(given.stage, given, facts, until=began + SECONDS)
+
+
+def machine_facts() -> dict[str, str] | None:
+    """What scripts.bench.machine prints; None if there is no GPU, and then it has printed why."""
+    command = [sys.executable, "-m", "scripts.bench.machine"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=machine.REPO,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        print("JAX did not find its devices within 120 s.", file=sys.stderr)
+        return None
+    if done.returncode:
+        return None
+    print(done.stdout, end="", flush=True)
+    lines = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    return dict(lines)
+
+
+def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, until: float) -> int:
+    """Runs a stage's parts one after another, each within its time. Returns: the exit code."""
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M")
+    gpu = re.sub("[^a-z0-9]+", "-", facts["device"].removeprefix("NVIDIA ").lower()).strip("-")
+    folder = given.out or machine.REPO / "scripts" / "bench" / "results"
+    folder = folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    base = folder / f"{when}-{gpu}-{name}"
+    if given.commit:
+        facts = facts | {"commit": given.commit}
+    index: dict[str, Any] = {"date": when, "stage": name, **facts, "parts": []}
+    with open(f"{base}.txt", "w", encoding="utf-8") as log:
+        for part in STAGES[name].parts:
+            seconds = min(part.seconds, until - time.monotonic())
+            outcome = run_part(part, base, given, seconds=seconds, log=log)
+            index["parts"].append(dataclasses.asdict(outcome))
+            text = json.dumps(index, indent=1) + "\n"
+            pathlib.Path(f"{base}.json").write_text(text, encoding="utf-8")
+    parts = "; ".join(f"{part['name']}: {part['summary']}" for part in index["parts"])
+    versions = f"driver {facts['driver']}, jax {facts['jax']}, cuDNN {facts['cudnn_loaded']}"
+    link = f"[results](results/{base.name}.json)"
+    line = f"- {when}, {facts['device']}, {facts['commit']}, {versions}, {name}: {parts} ({link})"
+    print(line)
+    bench_log = folder / BENCH_LOG.name if given.out else machine.REPO / BENCH_LOG
+    with open(bench_log, "a", encoding="utf-8") as lines:
+        lines.write(f"{line}\n")
+    return int(any(part["status"] != report.OK for part in index["parts"]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a part."""
+
+    name: str
+    command: list[str]
+    status: str
+    """report.OK, FAILED, TIMED_OUT or NOT_RUN."""
+    exit_code: int | None
+    seconds: float
+    summary: str
+    """The results in one line."""
+
+
+def run_part(
+    part: Part,
+    base: pathlib.Path,
+    given: argparse.Namespace,
+    *,
+    seconds: float,
+    log: TextIO,
+) -> Outcome:
+    """Runs a part, for at most this many seconds."""
+    results = pathlib.Path(f"{base}-{part.name}.{'xml' if part.is_tests else 'json'}")
+    words = [word.format(base=base) for word in part.arguments]
+    if part.is_tests:
+        words += ["--junit-log", str(results)]
+    else:
+        words += ["--out", str(results), "--seconds", f"{max(seconds - part.case_seconds, 0):.0f}"]
+        if given.commit:
+            words += ["--commit", given.commit]
+        if given.resume and part.is_resumable:
+            words += ["--resume", str(given.resume.resolve())]
+    command = [sys.executable, "-m", part.module, *words]
+    has_input = part.needs is None or pathlib.Path(f"{base}-{part.needs}.json").exists()
+    began = time.monotonic()
+    code, status = None, report.NOT_RUN
+    if seconds >= LEAST_S and has_input:
+        _say(f"== {part.name}: python {' '.join(command[1:])}", log)
+        runner = run_tests if part.is_tests else run
+        code = runner(command, seconds, log)
+        status = {0: report.OK, None: report.TIMED_OUT}.get(code, report.FAILED)
+    taken = time.monotonic() - began
+    words = _summary(results) if results.exists() else "no results"
+    if part.is_tests and status == report.OK and not junit_log.has_passed(results):
+        status = report.FAILED  # a test of an earlier process, or all tests were skipped
+    return Outcome(
+        name=part.name,
+        command=command,
+        status=status,
+        exit_code=code,
+        seconds=taken,
+        summary=words if status == report.OK else f"{words} ({status})",
+    )
+
+
+def run_tests(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
+    """Runs pytest, and the remaining tests in a new process after a crash.
+
+    Args: command, which ends with the path of the JUnit file.
+    Returns: the exit code of the last process, None if it ran out of time.
+    """
+    results = pathlib.Path(command[-1])
+    until = time.monotonic() + seconds
+    while True:
+        num_before = junit_log.num_tests(results)
+        code = run(command, until - time.monotonic(), log)
+        has_crashed = code is not None and (code < 0 or code == junit_log.CUDA_ERROR)
+        if not has_crashed or junit_log.num_tests(results) == num_before:
+            return code
+        if until - time.monotonic() < LEAST_S:
+            return None
+        _say("== pytest ended early: the remaining tests, in a new process", log)
+
+
+def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
+    """Runs a command, and writes its output to the log too.
+
+    Returns: the exit code, None if it ran out of time.
+    """
+    is_late = threading.Event()
+    with subprocess.Popen(
+        command,
+        cwd=machine.REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+
+        def interrupt() -> None:
+            is_late.set()
+            _signal_group(process.pid, signal.SIGINT)
+
+        timers = [
+            threading.Timer(seconds, interrupt),
+            threading.Timer(seconds + GRACE_S, _signal_group, (process.pid, signal.SIGKILL)),
+        ]
+        for timer in timers:
+            timer.start()
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                _say(line.rstrip("\n"), log)
+            code = process.wait()
+        finally:
+            for timer in timers:
+                timer.cancel()
+            _signal_group(process.pid, signal.SIGKILL)
+    return None if is_late.is_set() else code
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _summary(results: pathlib.Path) -> str:
+    if results.suffix == ".xml":
+        return junit_log.summary(results)
+    found = json.loads(results.read_text(encoding="utf-8"))
+    return found.get("summary") or report.summary(found)
+
+
+def _say(line: str, log: TextIO) -> None:
+    print(line, flush=True)
+    log.write(f"{line}\n")
+    log.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

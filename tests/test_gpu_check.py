@@ -1,0 +1,252 @@
+"""scripts/gpu_check.sh runs its stages in their time and writes each result as soon as it has it."""
+
+import argparse
+import json
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from jaxsp.core import jobs
+from scripts import gpu_check, junit_log
+from scripts.bench import peer_transformers, plan_error, report, step, workspace
+from tests import noise
+
+REPO = pathlib.Path(__file__).parent.parent
+
+FACTS = {
+    "device": "NVIDIA H100 80GB HBM3",
+    "driver": "580.1",
+    "jax": "0.11.2",
+    "cudnn_loaded": "9.20.0",
+    "commit": "abc",
+}
+
+
+@pytest.mark.skipif(jobs.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.parametrize("stage", gpu_check.STAGES)
+def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
+    path = f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"
+    command = [REPO / "scripts" / "gpu_check.sh", stage, "--out", str(tmp_path / "results")]
+    done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = noise.without(done.stderr)
+    assert line.startswith("There is no NVIDIA GPU here")
+    assert not (tmp_path / "results").exists()
+
+
+def test_without_a_stage_it_lists_them(capsys):
+    assert gpu_check.main([]) == 2
+    listed = capsys.readouterr().err.splitlines()[1:]
+    assert [line.split()[0] for line in listed] == list(gpu_check.STAGES)
+
+
+def test_only_a_stage_with_a_table_can_be_resumed(capsys):
+    assert gpu_check.main(["kernels", "--resume", "old.json"]) == 2
+    assert "Use it with speed" in capsys.readouterr().err
+
+
+class Parsed(Exception):
+    """Ends a benchmark's command after its options were parsed."""
+
+
+def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
+    mains = {one.MODULE: one.main for one in (peer_transformers, plan_error, step, workspace)}
+    parse = argparse.ArgumentParser.parse_args
+    parsed = []
+
+    def parse_and_stop(parser, arguments):
+        parsed.append(parse(parser, arguments))
+        raise Parsed
+
+    def run(command, seconds, log):
+        module, words = command[2], command[3:]
+        with pytest.raises(Parsed):
+            mains[module](words)
+        pathlib.Path(words[words.index("--out") + 1]).write_text('{"summary": "fine"}')
+        return 0
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(gpu_check, "run", run)
+    given = argparse.Namespace(out=tmp_path, commit="def", resume=tmp_path / "old.json")
+    for stage in ("memory", "speed"):
+        until = time.monotonic() + gpu_check.SECONDS
+        assert gpu_check.run_stage(stage, given, FACTS, until=until) == 0
+    sizes, tiles, offload, table, plans = parsed
+    assert {one.commit for one in parsed} == {"def"}
+    assert sizes.seconds == 115, "130 s, of which a case takes 15"
+    tile_sizes = [(case.mlp_tile_tokens, case.loss_tile_tokens) for case in step.asked(tiles)]
+    assert tile_sizes == [(32768, 4096), (32768, 512), (8192, 4096), (8192, 512)]
+    pipelined = "xla_gpu_enable_pipelined_host_offloading"
+    options = [case.xla_options for case in step.asked(offload)]
+    assert options == [{pipelined: False}, {pipelined: True}]
+    cases = [(case.shape, case.row_tokens, case.documents) for case in step.asked(table)]
+    assert cases[:3] == [
+        ("llama8b-4layers", 32768, "one"),
+        ("llama8b-4layers", 32768, "packed"),
+        ("llama8b-4layers", 131072, "one"),
+    ]
+    assert len(cases) == 12
+    assert table.resume == tmp_path / "old.json"
+    assert plans.measured.name.endswith("-speed-table.json")
+
+
+def run_stage(monkeypatch, out, *parts, until=60):
+    """Exit code, index and log line of a stage of these parts."""
+    monkeypatch.setitem(gpu_check.STAGES, "mine", gpu_check.Stage(answers="", parts=parts))
+    given = argparse.Namespace(out=out, commit=None, resume=None)
+    code = gpu_check.run_stage("mine", given, FACTS, until=time.monotonic() + until)
+    (index,) = out.glob("*-h100-80gb-hbm3-mine.json")
+    return code, json.loads(index.read_text()), (out / "LOG.md").read_text().splitlines()[-1]
+
+
+@pytest.fixture
+def benchmark(tmp_path, monkeypatch):
+    """Makes a part whose module writes a result, prints a line, and ends as asked."""
+    monkeypatch.setattr(gpu_check.machine, "REPO", tmp_path)
+
+    def make(name, *, sleep=0, code=0, seconds=60, needs=None):
+        text = f"""
+import pathlib, sys, time
+out = sys.argv[sys.argv.index("--out") + 1]
+pathlib.Path(out).write_text('{{"summary": "result of {name}"}}')
+print("a line", flush=True)
+time.sleep({sleep})
+sys.exit({code})
+"""
+        (tmp_path / f"{name}.py").write_text(text)
+        return gpu_check.Part(name=name, seconds=seconds, module=name, arguments=(), needs=needs)
+
+    return make
+
+
+def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path, benchmark):
+    out = tmp_path / "out"
+    parts = benchmark("first", code=1), benchmark("second")
+    code, index, line = run_stage(monkeypatch, out, *parts)
+    assert code == 1
+    ends = [(part["status"], part["exit_code"]) for part in index["parts"]]
+    assert ends == [(report.FAILED, 1), (report.OK, 0)]
+    assert (index["stage"], index["commit"], index["jax"]) == ("mine", "abc", "0.11.2")
+    assert "first: result of first (failed); second: result of second" in line
+    (log,) = out.glob("*-mine.txt")
+    assert log.read_text().splitlines().count("a line") == 2
+
+
+def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(monkeypatch, tmp_path, benchmark):
+    monkeypatch.setattr(gpu_check, "LEAST_S", 2)
+    parts = benchmark("slow", sleep=60, seconds=2), benchmark("late")
+    began = time.monotonic()
+    code, index, line = run_stage(monkeypatch, tmp_path / "out", *parts, until=3)
+    assert time.monotonic() - began < 20
+    assert code == 1
+    assert [part["status"] for part in index["parts"]] == [report.TIMED_OUT, report.NOT_RUN]
+    assert "slow: result of slow (timed out); late: no results (not run)" in line
+
+
+def test_a_part_without_its_input_does_not_run(monkeypatch, tmp_path, benchmark):
+    _, index, _ = run_stage(monkeypatch, tmp_path / "out", benchmark("second", needs="first"))
+    assert index["parts"][0]["status"] == report.NOT_RUN
+
+
+@pytest.fixture
+def pytest_part(tmp_path, monkeypatch):
+    """Makes a part that runs tests of this text."""
+    monkeypatch.setattr(gpu_check.machine, "REPO", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(REPO / "scripts" / "junit_log.py", tmp_path / "scripts")
+
+    def make(text, *, seconds=60):
+        (tmp_path / "test_it.py").write_text(text)
+        arguments = ("test_it.py", "-p", "scripts.junit_log", "-vv", "-p", "no:cacheprovider")
+        return gpu_check.Part(name="tests", seconds=seconds, module="pytest", arguments=arguments, is_tests=True)
+
+    return make
+
+
+def results(out):
+    """Tests of the JUnit file, with the tags and messages of what is in them."""
+    (file,) = out.glob("*-mine-tests.xml")
+    cases = list(ElementTree.parse(file).getroot())
+    return {case.get("name"): [(child.tag, child.get("message")) for child in case] for case in cases}
+
+
+TESTS = """
+import os
+import pytest
+
+def test_passes(record_property):
+    record_property("difference", 0.25)
+
+def test_fails():
+    assert 1 == 2, "a control character: \\x1b"
+
+@pytest.mark.skip(reason="no window")
+def test_skips():
+    pass
+
+@pytest.fixture
+def broken():
+    raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+
+def test_has_a_broken_fixture(broken):
+    pass
+
+def test_crashes():
+    os.abort()
+
+def test_corrupts_the_gpu():
+    os.environ["CORRUPT"] = "1"
+    raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+
+def test_runs_in_a_new_process():
+    assert "CORRUPT" not in os.environ
+"""
+
+
+def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp_path, pytest_part):
+    out = tmp_path / "out"
+    code, index, line = run_stage(monkeypatch, out, pytest_part(TESTS))
+    assert results(out) == {
+        "test_passes": [("properties", None)],
+        "test_fails": [("failure", "AssertionError: a control character: ?")],
+        "test_skips": [("skipped", "Skipped: no window")],
+        "test_has_a_broken_fixture": [("error", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY")],
+        "test_crashes": [("error", junit_log.RUNNING)],
+        "test_corrupts_the_gpu": [("failure", "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")],
+        "test_runs_in_a_new_process": [],
+    }
+    assert code == 1
+    assert (index["parts"][0]["status"], index["parts"][0]["exit_code"]) == (report.FAILED, 0)
+    assert "tests: 2 passed, 3 failed, 1 skipped, 1 not finished in " in line
+    (log,) = out.glob("*-mine.txt")
+    starts = log.read_text().count("test session starts")
+    assert starts == 3, "running out of memory leaves the process usable"
+
+
+def test_a_run_that_is_out_of_time_names_its_test(monkeypatch, tmp_path, pytest_part):
+    text = "import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\ndef test_three(): pass\n"
+    out = tmp_path / "out"
+    monkeypatch.setattr(gpu_check, "LEAST_S", 2)
+    code, index, _ = run_stage(monkeypatch, out, pytest_part(text, seconds=4))
+    assert (code, index["parts"][0]["status"]) == (1, report.TIMED_OUT)
+    assert results(out) == {"test_one": [], "test_two": [("error", junit_log.RUNNING)]}
+
+
+def test_skipping_every_test_is_a_failure(monkeypatch, tmp_path, pytest_part):
+    text = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_one(): pass\n"
+    code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part(text))
+    assert (code, index["parts"][0]["exit_code"]) == (1, 0)
+    assert "tests: 1 skipped in 0 s (failed)" in line
+
+
+def test_a_test_that_crashes_again_and_again_ends_the_stage(monkeypatch, tmp_path, pytest_part):
+    """A crash before the first test, such as one on import, would repeat without end."""
+    code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part("import os\nos.abort()\n"))
+    assert (code, index["parts"][0]["status"]) == (1, report.FAILED)
+    assert "no results" in line

@@ -1,0 +1,96 @@
+"""scripts/bench/workspace.py compares cuDNN's workspace with the formula; without a GPU there is no size to compare."""
+
+import dataclasses
+import json
+import types
+
+import jax
+import pytest
+
+from jaxsp.attention.kernels import cudnn_calls, limits
+from jaxsp.core import jobs
+from jaxsp.planner import compiled
+from scripts.bench import machine, report, workspace
+
+CASE = workspace.Case(row_tokens=1024, num_heads=4, num_kv_heads=2, max_segments=8)
+
+
+@pytest.fixture(scope="module")
+def h100():
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    return compiled.devices("h100-80gb", 1)[0]
+
+
+def test_every_case_is_one_that_cudnn_can_do(h100):
+    assert [case for case in workspace.CASES if limits.obstacles(case.work, devices=[h100])] == []
+
+
+def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
+    formula = limits.backward_bytes(CASE.work, 1)
+    monkeypatch.setattr(cudnn_calls, "workspace_bytes", lambda text: formula // 2)
+    found = workspace.measure(CASE, h100)
+    assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
+    assert found.workspace_gib == found.formula_gib / 2 == formula / 2**31
+    sizes = f"workspace {found.workspace_gib:.3f} GiB, formula {found.formula_gib:.3f} GiB, ratio 0.500"
+    assert workspace.line(CASE, found).endswith(f"4/2 heads of 128, up to 8 documents: {sizes}")
+
+
+def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
+    found = workspace.measure(CASE, h100)
+    assert (found.status, found.workspace_gib, found.ratio) == (report.OK, None, None)
+    assert found.formula_gib > 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
+    case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
+    text = workspace.compiled(case, h100, head_chunks=1).as_text()
+    assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command on a GPU that is made up; returns its exit code and file."""
+
+    def run_command(measure, *words):
+        device = types.SimpleNamespace(device_kind="NVIDIA H200")
+        monkeypatch.setattr(machine, "missing", lambda: None)
+        monkeypatch.setattr(jax, "devices", lambda: [device])
+        monkeypatch.setattr(workspace, "measure", measure)
+        out = tmp_path / "workspace.json"
+        return workspace.main(["--out", str(out), *words]), json.loads(out.read_text())
+
+    return run_command
+
+
+def test_a_case_that_fails_fails_the_command_after_the_others(run):
+    def measure(case, device):
+        if case.num_heads == 16:
+            return workspace.Result(status=report.FAILED, message="no execution plan")
+        ratio = 40.0 if case.deterministic else case.row_tokens / 2**17
+        return workspace.Result(status=report.OK, ratio=ratio)
+
+    code, found = run(measure)
+    assert (code, found["device"], len(found["cases"])) == (1, "NVIDIA H200", len(workspace.CASES))
+    words = "cuDNN's workspace over the formula 0.062 to 1.000 in 10 cases, deterministic 40.000 to 40.000"
+    assert found["summary"] == f"{words} in 2 cases, 2 without a size"
+
+
+def test_an_error_of_the_compiler_is_the_case_s(h100, monkeypatch):
+    def fail(case, device, head_chunks):
+        raise jax.errors.JaxRuntimeError("no execution plan\nstack")
+
+    monkeypatch.setattr(workspace, "compiled", fail)
+    found = workspace.measure(CASE, h100)
+    assert (found.status, found.message) == (report.FAILED, "no execution plan")
+
+
+def test_cases_beyond_the_time_are_not_run(run):
+    code, found = run(None, "--seconds", "-1")
+    assert (code, {case["status"] for case in found["cases"]}) == (0, {report.NOT_RUN})
+
+
+@pytest.mark.skipif(jobs.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+def test_the_command_needs_a_gpu(capsys):
+    assert workspace.main([]) == 2
+    assert "There is no NVIDIA GPU here" in capsys.readouterr().err
