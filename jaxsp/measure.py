@@ -16,7 +16,7 @@ from jaxsp import cli, prepare
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.planner import comms, compiled, gpus, roofline
-from jaxsp.training import levers, metrics, step
+from jaxsp.training import levers, memory_fit, metrics, step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,8 @@ def of(settings: config.Config, *, num_steps: int) -> Measured:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
-        device_gib=(longest.needs.device + longest.needs.uncounted) / levers.GIB,
-        host_gib=longest.needs.host * program.mesh.size / levers.GIB,
+        device_gib=(longest.needs.total) / memory_fit.GIB,
+        host_gib=longest.needs.host * program.mesh.size / memory_fit.GIB,
         remat=longest.program.how.remat,
         kernel=material.choice.kernel,
         step_s_estimate=_estimate(longest, material.choice, lengths[-1]),
@@ -134,7 +134,7 @@ def of(settings: config.Config, *, num_steps: int) -> Measured:
     )
 
 
-def _estimate(ready: levers.Ready, choice: Any, piece_lengths: np.ndarray) -> float | None:
+def _estimate(ready: memory_fit.Fitted, choice: Any, piece_lengths: np.ndarray) -> float | None:
     """Seconds of a step, as a plan estimates them."""
     gpu = gpus.of_kind(jax.devices()[0].device_kind)
     if gpu is None:

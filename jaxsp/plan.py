@@ -16,6 +16,7 @@ import rich.console
 
 from jaxsp import cli, compare
 from jaxsp.core import config, errors
+from jaxsp.core import mesh as meshes
 from jaxsp.hf import families, folder
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import compiled, gpus, plans, plots, report, search, shapes
@@ -146,7 +147,7 @@ def _site(given: argparse.Namespace, settings: config.Config) -> compiled.Site:
     mesh = settings.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
-    count = inner * mesh.data if mesh.data != -1 else -(-compiled.NODE_DEVICES // inner) * inner
+    count = inner * mesh.data if mesh.data != -1 else -(-meshes.NODE_DEVICES // inner) * inner
     count = given.devices or count
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
         fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"

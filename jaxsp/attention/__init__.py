@@ -39,6 +39,8 @@ class Attend:
 
     function: Callable[..., Array]
     kind: kinds.Kind
+    head_chunks: int = 1
+    """Chunks of the heads that the kernel computes one after another."""
     make_tables: Callable[..., Any] | None = None
     """Makes what the kernel needs to know about the segments of whole rows, from starts, lengths and `row_tokens`."""
 
@@ -188,7 +190,8 @@ def cost(settings: config.Config, kind: kinds.Kind, *, remat: str | None = None,
         heads: num_heads, num_kv_heads and head_dim.
     """
     kept = remat or settings.memory.remat
-    return kinds.cost(kind, dataclasses.replace(_layer(settings, **heads), remat="attention" if kept == "auto" else kept))
+    kept = kept if kept in ulysses.TRIPS else "attention"  # auto, and what keeps more of a layer than its attention
+    return kinds.cost(kind, dataclasses.replace(_layer(settings, **heads), remat=kept))
 
 
 def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> kinds.Layer:
@@ -303,7 +306,7 @@ def make_attend(
         neighbours = [list(range(first, first + kind.inner)) for first in range(0, kind.seq, kind.inner)]
         groups = neighbours if kind.degree > 1 else None
         inner = functools.partial(ulysses.attend, kernel=inner, seq=kind.inner, groups=groups)
-    return Attend(inner, kind, make_tables)
+    return Attend(inner, kind, head_chunks, make_tables)
 
 
 def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Callable[..., Array]:

@@ -296,11 +296,11 @@ class Optimizer(Group):
 class Memory(Group):
     """What memory is traded for."""
 
-    remat: Literal["auto", "none", "attention", "full"] = "auto"
-    """What the backward pass computes again. none: elementwise operations, and tiles of tokens where there are several.
-    attention: a layer from its input, but not attention, whose output is kept. full: attention too, which costs about a quarter
-    more arithmetic where rows are long. auto: attention where it fits or waits in host memory, else full. Gathered weights are
-    never kept, they are gathered again."""
+    remat: Literal["auto", "none", "attention_and_mlp", "attention", "full"] = "auto"
+    """What the backward pass recomputes. none: elementwise operations only. attention_and_mlp: a layer from its input, except
+    attention and the wide products of its MLP, whose results are kept. attention: a layer from its input, except attention.
+    full: attention too, about a quarter more arithmetic where rows are long. auto: the first of attention_and_mlp (if nothing
+    is offloaded), attention and full that fits. Gathered weights are never kept; they are gathered again."""
     offload_activations: Annotated[Literal["none", "residual", "residual_and_attention"], _like("residual")] = "none"
     """What waits in host memory for the backward pass. residual: each layer's input. residual_and_attention: what attention
     gives too."""
@@ -308,11 +308,11 @@ class Memory(Group):
     """What lies in host memory between the steps. state: float32 weights and the optimizer's averages, of which a layer at a
     time visits its device; a copy in the compute dtype stays there. state_and_gradients: finished gradients too. Needs jax
     0.11.1 or later."""
-    mlp_tile_tokens: Annotated[Positive | None, _like(4096)] = None
-    """Tokens of a device that go through a layer's projections and MLP at a time, and are computed again in the backward pass;
-    null: as many as keep what is between under 2 GiB."""
-    loss_tile_tokens: Annotated[Positive | None, _like(1024)] = None
-    """Tokens of a device whose logits exist at a time; null: as many as keep them under 256 MiB."""
+    mlp_tile_tokens: Annotated[Literal["auto"] | Positive, _like(4096)] = "auto"
+    """Tokens of a device that go through a layer's projections and MLP at a time; tiles are computed again in the backward
+    pass. auto: all, or as many as fit."""
+    loss_tile_tokens: Annotated[Literal["auto"] | Positive, _like(1024)] = "auto"
+    """Tokens of a device whose logits exist at a time. auto: all, or as many as fit."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of sharded weights travel and are summed; those of small weights always sum in float32."""
 

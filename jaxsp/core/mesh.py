@@ -1,5 +1,6 @@
 """The device mesh: replica x data x seq."""
 
+import math
 import os
 from collections.abc import Mapping, MutableMapping
 
@@ -11,23 +12,31 @@ GPU_SHARE = 0.92
 """Of a GPU's memory, what JAX takes when it starts, unless XLA_CLIENT_MEM_FRACTION says otherwise; its own default is 0.75. The
 rest, 6 GiB of an H100's 79, is for CUDA and NCCL."""
 
-HOST_SHARE = 0.98
-"""Of a node's memory, what arrays may take there, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise. XLA's own default is
-64 GiB for a process, and offloading more ends in RESOURCE_EXHAUSTED on a node that is half empty."""
+NODE_DEVICES = 8
+"""GPUs of a node, if nothing else is known."""
+
+PROCESS_BYTES = 6 * 2**30
+"""Host memory of a process beside its arrays: Python, CUDA, NCCL, staging of copies and autotuning."""
+
+SYSTEM_BYTES = 8 * 2**30
+"""Host memory of a node for the operating system."""
 
 
 _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
-def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1, num_local: int = 1) -> None:
+def choose_platform(
+    *, virtual_cpu_devices: int | None, num_processes: int = 1, num_local: int = 1, pool_bytes: int | None = None
+) -> None:
     """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices.
 
     Args:
         virtual_cpu_devices: of all processes together, so that a config means the same mesh however it is launched.
         num_local: processes on this node.
+        pool_bytes: the most pinned host memory that each GPU's arrays will take; None: all that there is room for.
     Raises: UserError if the processes cannot share them.
     """
-    _raise_limits(os.environ, num_local=num_local)
+    _raise_limits(os.environ, num_local=num_local, pool_bytes=pool_bytes)
     no_gpu = jobs.num_gpus(os.environ) == 0
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
@@ -45,20 +54,42 @@ def choose_platform(*, virtual_cpu_devices: int | None, num_processes: int = 1, 
     jax.config.update("jax_num_cpu_devices", max(own, 1))
 
 
-def _raise_limits(environ: MutableMapping[str, str], *, num_local: int) -> None:
-    """Lets JAX use the memory that there is."""
+def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_bytes: int | None) -> None:
+    """Lets JAX use the memory that there is. Its default for pinned host memory is 64 GiB for each device."""
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
         environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
-    environ[_HOST_LIMIT] = str(int(host_room(environ, num_local=num_local) / 2**30))
-    # taken as it is needed
+    if _HOST_LIMIT not in environ:
+        room = host_room(environ, num_processes=num_local, num_devices=max(1, jobs.num_gpus(environ) // num_local))
+        limit = int(room / 2**30)
+        if pool_bytes is not None:
+            limit = min(limit, math.ceil(pool_bytes / 2**30))
+        environ[_HOST_LIMIT] = str(max(1, limit))
+    # Preallocated, JAX's staging buffers for copies would take as much again
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
-def host_room(environ: Mapping[str, str], *, num_local: int) -> float:
-    """Bytes of host memory that the arrays of one of `num_local` processes of a node may take."""
-    if _HOST_LIMIT in environ:
+def host_room(environ: Mapping[str, str], *, num_processes: int, num_devices: int) -> float:
+    """Bytes of host memory that the arrays of one device may take.
+
+    Args: num_processes: on the node, each with `num_devices` devices.
+    """
+    if _HOST_LIMIT in environ:  # XLA's limit is for each device
         return float(environ[_HOST_LIMIT]) * 2**30
-    return HOST_SHARE * jobs.host_memory() / num_local
+    return host_bytes(jobs.host_memory(), num_processes=num_processes) / (num_processes * num_devices)
+
+
+def host_bytes(node_bytes: float, *, num_processes: int) -> float:
+    """Bytes of a node's memory that are left for arrays."""
+    return max(0.0, node_bytes - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
+
+
+def pool_size(needed: float, limit: float) -> float:
+    """Bytes of XLA's pool of pinned host memory that holds so many bytes in one piece.
+
+    Its regions are powers of two and never joined, so the first request has to be for everything: `training.host.reserve`.
+    Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
+    """
+    return min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit)
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

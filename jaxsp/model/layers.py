@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.core import batch
@@ -130,6 +131,10 @@ class Before(nnx.Module):
         return rotate(q, turn), rotate(k, turn), v
 
 
+MLP_HIDDEN = ("mlp_gate", "mlp_up")
+"""Names of the MLP's wide activations, for a remat policy."""
+
+
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
@@ -141,7 +146,8 @@ class MLP(nnx.Module):
         self.down = linear(F, D, hf_name="mlp.down_proj")
 
     def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        gate, up = (checkpoint_name(y, name) for y, name in zip((self.gate(x), self.up(x)), MLP_HIDDEN, strict=True))
+        return self.down(jax.nn.silu(gate) * up)
 
 
 class After(nnx.Module):

@@ -1,12 +1,19 @@
-"""What the backward pass keeps of a layer, where it waits, and what is computed again.
+"""Activation rematerialization: what the backward pass keeps of a layer, where it is kept, and what is recomputed.
 
-    remat       kept of each layer, beside its input                         computed again
-    none        results of matrix products and of all-to-alls, attention's   elementwise operations, tiles
-    attention   attention's output and log-sum-exp                           all but attention
-    full        nothing                                                      all
+    remat               kept of each layer, beside its input              recomputed
+    none                results of matrix products, all-to-alls and       elementwise operations, tiles
+                        attention
+    attention_and_mlp   attention's output and log-sum-exp, the MLP's     the rest
+                        gate and up projections
+    attention           attention's output and log-sum-exp                all except attention
+    full                nothing                                           all
 
-Whole weights are under none of them: they are gathered again. (A policy by name could not refuse them: what a name is given to
-is as good as what has it.)
+Keeping gate and up, 4 x intermediate_size bytes per token and layer, saves two products of the MLP in the backward pass: 11 %
+of the estimated time of Llama-3.1-8B on 8 H100s at 8,192 tokens each (0.813 to 0.726 s), for 13.8 GiB. `none` saves 2 % more,
+for another 5 GiB, and at 16,384 tokens leaves too little arithmetic to overlap the collectives with.
+
+Whole weights are never kept; they are gathered again. (A policy by name could not exclude them: a function that gets a named
+value also gets what it was made from.)
 """
 
 import dataclasses
@@ -18,6 +25,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp import attention
+from jaxsp.model import layers
 
 LAYER_INPUT = "layer_input"
 
@@ -53,6 +61,7 @@ def layer(function: Callable[..., Any], how: Remat) -> Callable[..., Any]:
     """The function of a layer, (x, shards) -> (x, None), for jax.lax.scan."""
     assert how.keeps_attention or not how.offloads_attention, "refused by core.given"
     kept = set(attention.RESIDUALS if how.keeps_attention else ())
+    kept |= set(layers.MLP_HIDDEN if how.remat == "attention_and_mlp" else ())
     offloaded = set() if how.offload_activations == "none" else {LAYER_INPUT}
     if how.offloads_attention:
         offloaded, kept = offloaded | kept, set()

@@ -10,9 +10,8 @@ from jaxtyping import Array
 
 from jaxsp.model import layers
 
-MLP_BYTES = 2 * 2**30
-"""What a tile's values between a layer's input and its output may take unless `memory.mlp_tile_tokens` says otherwise."""
-
+MLP_BYTES = (2 * 2**30, 2**29)
+"""Sizes that the values of a tile between a layer's input and its output may have, where all tokens at once do not fit."""
 
 ALIGN = 128
 """Tokens that tiles are preferred to be a multiple of."""
@@ -23,13 +22,15 @@ def power_of_two(most: int) -> int:
     return 1 << (max(1, most).bit_length() - 1)
 
 
-def mlp_tile_tokens(*, num_tokens: int, intermediate_size: int, hidden_size: int, itemsize: int, asked: int | None) -> int:
-    """Tokens of a tile of a layer's MLP, where it is to work on so many.
+def mlp_tile_tokens(
+    *, num_tokens: int, intermediate_size: int, hidden_size: int, itemsize: int, max_bytes: int = MLP_BYTES[0]
+) -> int:
+    """Tokens of a tile of a layer's projections and MLP whose values take at most `max_bytes`.
 
     A token's backward pass holds some six numbers for each of the feed-forward dim in the compute dtype, and five for each of
     the model's in float32.
     """
-    return asked or dividing(num_tokens, power_of_two(MLP_BYTES // (6 * intermediate_size * itemsize + 20 * hidden_size)))
+    return dividing(num_tokens, power_of_two(max_bytes // (6 * intermediate_size * itemsize + 20 * hidden_size)))
 
 
 def dividing(num_tokens: int, most: int) -> int:

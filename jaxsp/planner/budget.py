@@ -10,11 +10,11 @@ from jaxsp import attention
 from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
 from jaxsp.planner import compiled, memory
-from jaxsp.training import levers, loss, sharding
+from jaxsp.training import memory_fit, sharding
 
 WEIGHTS, OPTIMIZER, GRADIENTS, RESIDUALS = "weights", "optimizer", "gradients", "residuals"
 ATTENTION, STATISTIC, WORKSPACE = "attention", "attention statistic", "cuDNN workspace"
-LAYER, LOSS, GATHERS, OTHER, RESERVED = "layer", "loss", "gathers", "other", "CUDA and NCCL"
+LAYER, LOSS, GATHERS, OTHER, RESERVED = "layer", "loss", "gathers", "other", "kept free"
 
 CAUSES: Mapping[str, str] = {
     WEIGHTS: "float32 master weights, and copies to compute with where the master waits on the host",
@@ -23,12 +23,12 @@ CAUSES: Mapping[str, str] = {
     RESIDUALS: "what a layer keeps for its backward pass: its input, what attention gave",
     ATTENTION: "queries, keys, values, outputs, their gradients, and what is being sent to other devices",
     STATISTIC: "attention's log-sum-exps in float32, for packed rows as cuDNN has them",
-    WORKSPACE: "an allowance for what cuDNN takes in its backward calls, which no compiled program counts",
+    WORKSPACE: "an estimate of cuDNN's memory in its backward calls, which a program compiled without a GPU lacks",
     LAYER: "the stream between layers, and the tiles of the MLP",
     LOSS: "tiles of logits",
     GATHERS: "whole weights of a layer or of the head while they are used, and their gradients before they are shared out",
     OTHER: "all else, and gaps between arrays",
-    RESERVED: "kept free for CUDA's context and NCCL's buffers",
+    RESERVED: "for CUDA's context, NCCL's buffers and fragmentation",
 }
 """What memory is told by, and what belongs to each."""
 
@@ -43,30 +43,45 @@ class Budget:
     """The same for the host, at its own fullest moment."""
 
 
+def needs_of(step: compiled.Step) -> memory_fit.Needs:
+    """Memory of a compiled step, cuDNN's workspace counted where it is beside other arrays: in its backward calls."""
+    counted = memory_fit.measured(step.executable, step.choice.uncounted_bytes)
+    if not counted.uncounted:
+        return counted
+    arrays = [array for array in memory.held(step.written) if not array.on_host]
+    calls = memory.cudnn_calls(step.written)
+    beside = max(memory.most([array for array in arrays if array.first <= call <= array.last]) for call in calls)
+    given = sum(size for (_, on_host), size in memory.of_arguments(step.written).items() if not on_host)
+    free = counted.device - given - beside
+    return counted._replace(uncounted=max(0, counted.uncounted - free))
+
+
 def of_step(step: compiled.Step) -> Budget:
     """What takes a compiled step's memory when it is fullest, on the device and on the host."""
-    needs = levers.measured(step.executable, step.choice.uncounted_bytes)
+    needs = needs_of(step)
     given, arrays = memory.of_arguments(step.written), memory.held(step.written)
-    totals = {False: needs.device, True: needs.host}
     told: dict[bool, dict[str, int]] = {}
-    for on_host, total in totals.items():
+    for on_host, total in {False: needs.total, True: needs.host}.items():
         parts = dict.fromkeys(CAUSES, 0)
         del parts[RESERVED]
         for argument, cause in (("state.master", WEIGHTS), ("state.opt", OPTIMIZER)):
             parts[cause] = given.get((argument, on_host), 0)
-        for cause, size in _at_the_fullest(step, [array for array in arrays if array.on_host == on_host]):
+        workspaces = {}
+        if needs.uncounted and not on_host:
+            workspaces = dict.fromkeys(memory.cudnn_calls(step.written), step.choice.uncounted_bytes)
+            parts[WORKSPACE] = step.choice.uncounted_bytes
+        for cause, size in _at_the_fullest(step, [array for array in arrays if array.on_host == on_host], workspaces):
             parts[cause] += size
         parts[OTHER] += total - sum(parts.values())
         told[on_host] = parts
-    told[False][WORKSPACE] = needs.uncounted
     return Budget(device=told[False], host=told[True])
 
 
-def _at_the_fullest(step: compiled.Step, arrays: list[memory.Held]) -> Iterator[tuple[str, int]]:
+def _at_the_fullest(step: compiled.Step, arrays: list[memory.Held], workspaces: Mapping[int, int]) -> Iterator[tuple[str, int]]:
     """Cause and bytes of each array that is there when all take most; a byte that two arrays share is the first one's."""
     tell = _Teller(step)
     covered = 0
-    for array in sorted(memory.at_the_most(arrays), key=lambda array: (array.begin, array.end)):
+    for array in sorted(memory.at_the_most(arrays, workspaces), key=lambda array: (array.begin, array.end)):
         yield tell(array), max(0, array.end - max(array.begin, covered))
         covered = max(covered, array.end)
 
@@ -84,9 +99,7 @@ class _Teller:
         self._row_tokens = settings.data.longest_row
         self._own = program.tokens
         self._tile = min(program.tile, program.tokens)
-        self._loss_tile = loss.tile_tokens(
-            num_tokens=self._own, vocab_size=model.vocab_size, asked=settings.memory.loss_tile_tokens
-        )
+        self._loss_tile = min(program.loss_tile, self._own)
         # of a layer: its input, what attention gave, and its log-sum-exps. Heads that happen to be as many as layers are others
         of_heads = model.num_heads * model.head_dim
         self._kept = {self._own * size for size in (model.hidden_size, of_heads, model.num_heads)}
@@ -107,7 +120,8 @@ class _Teller:
         if stacked and array.size // self._num_layers in self._kept:
             return RESIDUALS
         if f"/{attention.SCOPE}/" in array.op_name or self._is_of_heads(array, dims):
-            return STATISTIC if self._cudnn and array.dtype == "f32" else ATTENTION
+            is_statistic = self._cudnn and array.dtype == "f32" and self._head_dim not in dims
+            return STATISTIC if is_statistic else ATTENTION
         if array.size in self._whole:
             return GATHERS
         if f"/{sharding.SCOPE}/" in array.op_name:

@@ -18,14 +18,11 @@ from jaxsp.core import config, errors, mesh
 from jaxsp.model import layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import gpus
-from jaxsp.training import host, levers, optimizer, xla
+from jaxsp.training import host, memory_fit, optimizer, xla
 from jaxsp.training import step as steps
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs, one of which is needed."""
-
-NODE_DEVICES = 8
-"""GPUs of a node, where nobody says otherwise."""
 
 NODE_HOST_GIB = 250.0
 """Host memory of a node for each of its GPUs, where nobody says otherwise: 2,000 GiB for eight."""
@@ -70,10 +67,10 @@ class Site:
         return gpus.KINDS[self.kind]
 
     @property
-    def room(self) -> levers.Room:
-        """What a run may take: of each device, and for it of its node's memory."""
-        host = mesh.HOST_SHARE * self.node_host_gib * levers.GIB / self.node_devices
-        return levers.Room(mesh.GPU_SHARE * self.gpu.memory_bytes, host)
+    def limits(self) -> memory_fit.Room:
+        """What JAX can have of each device, and of its node's memory for it, with a process for each device."""
+        host_bytes = mesh.host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
+        return memory_fit.Room(mesh.GPU_SHARE * self.gpu.memory_bytes, host_bytes / self.node_devices)
 
 
 def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_host_gib: float | None = None) -> Site:
@@ -85,7 +82,7 @@ def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_h
         raise errors.UserError(
             f"--device = {kind}: is not known. Use {errors.choices(gpus.KINDS)}.{errors.nearest(kind, list(gpus.KINDS))}"
         )
-    of_node = node_devices or math.gcd(num_devices, NODE_DEVICES)
+    of_node = node_devices or math.gcd(num_devices, mesh.NODE_DEVICES)
     if num_devices % of_node:
         fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
         raise errors.UserError(
@@ -136,12 +133,18 @@ def program(
 
 
 def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None) -> Step:
-    """The training step of a config on these devices, compiled as training compiles it, but for what _QUICKLY leaves out;
-    memory.remat=auto is attention.
+    """The training step of a config on these devices, compiled; `auto` in its group `memory` means what always works.
 
-    Raises: what `program` and `training.step.compile` raise.
+    Raises: what `program` and `compile_step` raise.
     """
-    made, choice = program(settings, model=model, devices=devices, device_bytes=device_bytes)
+    return compile_step(*program(settings, model=model, devices=devices, device_bytes=device_bytes))
+
+
+def compile_step(made: steps.Program, choice: attention.Choice) -> Step:
+    """A training step compiled as training compiles it, except for what _QUICKLY leaves out.
+
+    Raises: what `training.step.compile` raises.
+    """
     lowered = steps.make(made).lower(*steps.shapes(made))
     if made.offloads:
         _name_host_arguments(lowered, made)

@@ -8,7 +8,8 @@ step takes.
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax
 from jaxsp.core import axes
 from jaxsp.core import mesh as meshes
 from jaxsp.planner import compiled
-from jaxsp.training import loss, sharding
+from jaxsp.training import sharding
 
 HOST = 5
 """XLA's number for host memory that a GPU reaches by itself."""
@@ -85,11 +86,26 @@ def most(arrays: Sequence[Held]) -> int:
     return _taken(at_the_most(arrays))
 
 
-def at_the_most(arrays: Sequence[Held]) -> list[Held]:
-    """Those of the arrays that are there at the time when they take most."""
-    times = sorted({array.first for array in arrays})
-    there = ([array for array in arrays if array.first <= time <= array.last] for time in times)
-    return max(there, key=_taken, default=[])
+def at_the_most(arrays: Sequence[Held], beside: Mapping[int, int] = types.MappingProxyType({})) -> list[Held]:
+    """Those of the arrays that are there at the time when they, and what is beside them, take most.
+
+    Args: beside: bytes that something else takes, by the program's operations, by number.
+    """
+    best: list[Held] = []
+    most_bytes = -1
+    for time in sorted({array.first for array in arrays} | beside.keys()):
+        there = [array for array in arrays if array.first <= time <= array.last]
+        taken = _taken(there) + beside.get(time, 0)
+        if taken > most_bytes:
+            best, most_bytes = there, taken
+    return best
+
+
+def cudnn_calls(program: compiled.Written) -> list[int]:
+    """The program's operations, by number, that are cuDNN's backward passes of attention."""
+    names = re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward', program.text, re.MULTILINE)
+    numbers = {name: int(number) for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.lives, re.MULTILINE)}
+    return [numbers[name] for name in names if name in numbers]
 
 
 def _taken(arrays: Iterable[Held]) -> int:
@@ -185,7 +201,7 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
     known = kind.degree == 1
     q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
     tile = min(own, program.tile)
-    logits = V * loss.tile_tokens(num_tokens=own, vocab_size=V, asked=settings.memory.loss_tile_tokens)
+    logits = V * min(own, program.loss_tile)
     of_layer = [
         row for row in jax.tree.leaves(program.table) if row.num_layers and sharding.place(row, num_shards).dim is not None
     ]

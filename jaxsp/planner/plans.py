@@ -12,7 +12,7 @@ from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import budget, comms, compiled, memory, roofline
-from jaxsp.training import levers, metrics
+from jaxsp.training import levers, memory_fit, metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,9 @@ class Plan:
     head_chunks: int
     remat: str
     """As decided, where the config says auto."""
+    mlp_tile_tokens: int
+    """The same; all of a device's tokens if there are no tiles."""
+    loss_tile_tokens: int
     levers: str
     """All of them in words."""
     offload_activations: str
@@ -96,13 +99,11 @@ def of(
     model: ModelConfig,
     site: compiled.Site,
     document_tokens: int | None = None,
-    remats: Sequence[str] | None = None,
 ) -> Plan:
     """The plan of a config's step for its longest rows.
 
     Args:
         document_tokens: of the documents that fill the rows; None: each row is one document.
-        remats: what to try for memory.remat; None: as training does.
     Raises: UserError for what training would refuse before it compiles, and for rows of several lengths; RuntimeError where XLA
         offloads nothing that it should.
     """
@@ -129,45 +130,39 @@ def of(
     if found:
         raise errors.UserError(found)
     devices = compiled.devices(site.kind, site.num_devices)
-    room = site.room
-    tried = remats
-    while True:
-        first = tried[0] if tried else settings.memory.remat
-        asked = settings if first == "auto" else levers.changed(settings, remat=first)
-        step = compiled.step(asked, model=model, devices=devices, device_bytes=int(room.device))
-        tried = tried or levers.remats(dataclasses.replace(step.program, config=settings))
-        needs = levers.measured(step.executable, step.choice.uncounted_bytes)
-        levers.check_offloads(step.program, needs)
-        short = levers.shortage(needs, room)
-        if not short or len(tried) == 1:
-            break
-        tried = tried[1:]
-    return _plan(step, needs, short, settings=settings, site=site, document_tokens=document_tokens, began=began)
+    device_bytes = int(site.limits.device)
+    program, choice = compiled.program(settings, model=model, devices=devices, device_bytes=device_bytes)
+    fitted = memory_fit.fit(
+        program,
+        room=memory_fit.room_of(program, site.limits),
+        uncounted=choice.uncounted_bytes,
+        compile=lambda candidate: compiled.compile_step(candidate, choice),
+        measure=budget.needs_of,
+    )
+    levers.check_offloads(fitted.program, fitted.needs)
+    return _plan(fitted, settings=settings, site=site, document_tokens=document_tokens, began=began)
 
 
 def _plan(
-    step: compiled.Step,
-    needs: levers.Needs,
-    short: str,
+    fitted: memory_fit.Fitted,
     *,
     settings: config.Config,
     site: compiled.Site,
     document_tokens: int | None,
     began: float,
 ) -> Plan:
-    program, room, gib = step.program, site.room, levers.GIB
-    device, host = needs.device + needs.uncounted, needs.host
+    step, program, needs, room, gib = fitted.run, fitted.program, fitted.needs, fitted.room, memory_fit.GIB
     found = budget.of_step(step)
     sent = comms.sent(step.written.text)
     formula = comms.formula(program)
     length = min(document_tokens or settings.data.longest_row, settings.data.longest_row)
     pieces = roofline.filled(rows=settings.batch.rows_per_step, row_tokens=settings.data.longest_row, document_tokens=length)
     expected = roofline.estimate(step, sent, ceilings=site.gpu.ceilings, node_devices=site.node_devices, piece_lengths=pieces)
-    decided = dataclasses.replace(program, config=levers.changed(program.config, remat=program.how.remat))
     needed = metrics.step_flops(program.model, pieces) / program.mesh.size
     step_s = expected.step_s if expected else None
     tokens = settings.batch.rows_per_step * settings.data.longest_row
-    reserved = (1 - meshes.GPU_SHARE) * site.gpu.memory_bytes
+    reserved = site.gpu.memory_bytes - room.device
+    device_is_short = needs.total > room.device
     return Plan(
         device=site.kind,
         num_devices=site.num_devices,
@@ -185,18 +180,22 @@ def _plan(
         why_not_cudnn=step.choice.why,
         head_chunks=step.choice.head_chunks,
         remat=program.how.remat,
-        levers=levers.describe(decided),
+        mlp_tile_tokens=min(program.tile, program.tokens),
+        loss_tile_tokens=min(program.loss_tile, program.tokens),
+        levers=levers.describe(program),
         offload_activations=settings.memory.offload_activations,
         offload_optimizer=settings.memory.offload_optimizer,
-        fits=not short,
-        binds="device" if device > room.device or (host <= room.host and device / room.device >= host / room.host) else "host",
-        short=short,
-        ways_out=levers.ways_out(dataclasses.replace(program, config=settings), device_is_short=device > room.device)
-        if short
+        fits=not fitted.shortage,
+        binds="device"
+        if device_is_short or (needs.host <= room.host and needs.total / room.device >= needs.host / room.host)
+        else "host",
+        short=fitted.shortage,
+        ways_out=levers.ways_out(dataclasses.replace(program, config=settings), device_is_short=device_is_short)
+        if fitted.shortage
         else [],
-        device_gib=device / gib,
+        device_gib=needs.total / gib,
         room_gib=room.device / gib,
-        host_gib=host * site.node_devices / gib,
+        host_gib=needs.host * site.node_devices / gib,
         host_room_gib=room.host * site.node_devices / gib,
         memory={name: size / gib for name, size in found.device.items()} | {budget.RESERVED: reserved / gib},
         host_memory={name: size * site.node_devices / gib for name, size in found.host.items() if size},

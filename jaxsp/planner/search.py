@@ -64,21 +64,16 @@ def longest(
     Raises: UserError where nothing can be planned for another reason than the length.
     """
     unit = UNIT * settings.mesh.seq
-    remats: dict[int, Sequence[str]] = {}
     tried: dict[int, Tried] = {}
 
     def attempt(row_tokens: int) -> Tried:
         rows = with_rows_of(settings, row_tokens)
-        # longer than one where attention had to be computed again: it will have to be again
-        known = [which for length, which in remats.items() if length <= row_tokens]
         try:
-            plan = plans.of(rows, model=model, site=site, remats=known[-1] if known else None)
+            plan = plans.of(rows, model=model, site=site)
         except errors.UserError as error:
             if not str(error).startswith(_OF_LENGTH):
                 raise
             return Tried(row_tokens=row_tokens, plan=None, why=str(error).splitlines()[0])
-        if settings.memory.remat == "auto" and plan.remat == "full":
-            remats[row_tokens] = ["full"]
         first = next((one.plan for one in tried.values() if one.plan), None)
         if first is not None and first.kernel == "cudnn" != plan.kernel:
             return Tried(row_tokens=row_tokens, plan=plan, why=plan.why_not_cudnn)

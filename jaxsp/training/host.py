@@ -3,10 +3,11 @@
 Where an array is, is part of its type: jax.typeof(x).memory_space.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxsp.model import layers
@@ -18,6 +19,22 @@ KIND = "pinned_host"
 """The memory kind of a sharding whose arrays are here."""
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def reserve(devices: Sequence[jax.Device], num_bytes: int) -> None:
+    """Makes XLA's pool of pinned host memory one region of at least so many bytes for each device.
+
+    The pool grows by regions that double and are never joined. A step's temporaries in host memory are one piece, for which
+    no region would be left once weights and moments are scattered over several (8B on one H100 with 250 GiB: fails).
+    """
+    mebibytes = -(-num_bytes // 2**20)
+
+    def empty() -> Array:
+        return on_host(jax.lax.empty((mebibytes, 2**20), jnp.uint8))
+
+    for device in devices:
+        place = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
+        jax.block_until_ready(jax.jit(empty, out_shardings=place)()).delete()
 
 
 def worth_it(row: layers.Parameter) -> bool:

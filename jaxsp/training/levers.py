@@ -1,51 +1,19 @@
-"""What a run's memory levers are, whether they can be pulled here, and what the compiled step takes with them."""
+"""A run's memory options: whether they work here, what to suggest if a step does not fit, and their description."""
 
-import dataclasses
-import functools
 import math
-import os
-from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxsp import attention
-from jaxsp.core import axes, config, errors, jobs, processes
+from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.model import layers
-from jaxsp.training import host, loss, optimizer, step, xla
+from jaxsp.training import memory_fit, step, xla
 
 WRONG_GRADIENTS = ("0.10.2", "0.11.0")
 """Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
 
 HOST_STATE_FROM = (0, 11, 1)
 """The first release of jax whose arrays in host memory go through shard_map and loops."""
-
-GIB = 2**30
-
-
-class Needs(NamedTuple):
-    """What a compiled step takes for each device, in bytes."""
-
-    device: int
-    host: int
-    uncounted: int
-    """An estimate of what the attention kernel takes on the device beside that."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ready:
-    """A step that is compiled."""
-
-    run: jax.stages.Compiled
-    program: step.Program
-    """With memory.remat decided."""
-    needs: Needs
-    room: "Room"
-    """What there is."""
-    why_full: str = ""
-    """What made `auto` compute attention again; empty otherwise."""
 
 
 def problems(settings: config.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
@@ -74,64 +42,94 @@ def problems(settings: config.Config, *, platform: str, version: str = jax.__ver
             f"memory.offload_optimizer = {memory.offload_optimizer}: jax {version} cannot keep arrays in host memory inside "
             "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none."
         )
+    tokens = settings.data.longest_row * settings.batch.rows_at_once // settings.mesh.seq
+    tile = memory.mlp_tile_tokens
+    if memory.remat == "attention_and_mlp" and tile != "auto" and tile < tokens:
+        found.append(
+            f"memory.mlp_tile_tokens = {tile}: is less than a device's {tokens} tokens, and nothing is kept of a tile, as "
+            "memory.remat = attention_and_mlp requests. Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
+        )
     return found
 
 
-def ready(program: step.Program, *, uncounted: int) -> Ready:
-    """The compiled step; where memory.remat is auto, the first of attention and full that fits.
+def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
+    """The compiled step, its memory options decided.
 
-    Raises: UserError where the devices cannot hold it; RuntimeError where nothing was offloaded that should have been.
+    Args:   uncounted: estimate of the attention kernel's workspace, in bytes.
+    Raises: UserError if the devices cannot hold it; RuntimeError if XLA did not offload what it should have.
     """
-    room, why = _room(program), ""
-    for remat in remats(program):
-        decided = dataclasses.replace(program, config=changed(program.config, remat=remat))
-        run = step.compile(decided)
-        needs = _most(measured(run, uncounted))
-        check_offloads(decided, needs)
-        last = Ready(run=run, program=decided, needs=needs, room=room, why_full=why)
-        short = shortage(needs, room)
-        if not short:
-            return last
-        why = f"to keep what it gave takes {short}"
-    if needs.device <= room.device and needs.host <= room.host:
-        return last  # but for the estimate
-    ways = ways_out(program, device_is_short=needs.device + needs.uncounted > room.device)
-    raise errors.UserError(f"the step takes {short}. Try {', '.join(ways[:-1])}{', or ' * (len(ways) > 1)}{ways[-1]}.")
 
+    def measure(run: jax.stages.Compiled) -> memory_fit.Needs:
+        return memory_fit.largest(memory_fit.measured(run, uncounted))
 
-def remats(program: step.Program) -> list[str]:
-    """What memory.remat may become, in the order of trying: the first that fits is taken."""
-    also_full = program.config.memory.remat == "auto" and not program.how.offloads_attention
-    return [program.how.remat, *(["full"] if also_full else [])]
+    limits = memory_fit.limits(program)
+    room = memory_fit.room_of(program, limits)
+    found = memory_fit.fit(program, room=room, uncounted=uncounted, compile=step.compile, measure=measure)
+    check_offloads(found.program, found.needs)
+    # margins and estimates alone refuse nothing
+    if found.needs.device > limits.device or found.needs.host > limits.host:
+        ways = ways_out(program, device_is_short=found.needs.total > room.device)
+        raise errors.UserError(f"the step takes {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+    return found
 
 
 def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
-    """Changes that make a step smaller where it is too large, and that work with this release of JAX and this model."""
+    """Changes that make a step smaller, and that work with this release of JAX and this model."""
     settings = program.config
-    memory, platform = settings.memory, "gpu"  # only a GPU says how much it holds
-    changes: list[dict[str, str]] = []
-    state = ("none", "state", "state_and_gradients")
-    if device_is_short:
-        if memory.remat in ("none", "attention") and memory.offload_activations != "residual_and_attention":
-            changes.append({"remat": "auto"})
-        if memory.offload_activations == "none":
-            changes.append({"offload_activations": "residual"})
-        if memory.offload_optimizer != state[-1]:
-            changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) + 1]})
-    else:
-        if memory.offload_activations != "none":
-            below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
-            changes.append({"offload_activations": below})
-        if memory.offload_optimizer != "none":
-            changes.append({"offload_optimizer": state[state.index(memory.offload_optimizer) - 1]})
-    works = [change for change in changes if not problems(changed(settings, **change), platform=platform)]
+    changes = _less_on_device(program) if device_is_short else _less_on_host(settings.memory)
+    platform = "gpu"  # only GPUs have a known size
+    works = [change for change in changes if not problems(_with_memory(settings, change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
-    tile, seq = min(program.tile, program.tokens), program.mesh.shape[axes.SEQ]
-    if device_is_short and tile > 1024:
-        ways.append(f"memory.mlp_tile_tokens={tile // 4}")
+    if device_is_short:
+        ways += _smaller_batch(program)
+    seq = program.mesh.shape[axes.SEQ]
     if _can_share(program, 2 * seq):
         ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
+
+
+def _less_on_device(program: step.Program) -> list[dict[str, str]]:
+    """Memory options that move a step's memory off the device, each one step further."""
+    memory = program.config.memory
+    states = ("none", "state", "state_and_gradients")
+    changes = []
+    if memory.remat not in ("auto", "full") and memory.offload_activations != "residual_and_attention":
+        changes.append({"remat": "auto"})
+    if memory.offload_activations == "none":
+        changes.append({"offload_activations": "residual"})
+    if memory.offload_optimizer != states[-1]:
+        changes.append({"offload_optimizer": states[states.index(memory.offload_optimizer) + 1]})
+    tiles = {"mlp_tile_tokens": program.mlp_tiles, "loss_tile_tokens": program.loss_tiles}
+    changes += [{name: "auto"} for name, sizes in tiles.items() if getattr(memory, name) != "auto" and sizes[0] > 1024]
+    return changes
+
+
+def _less_on_host(memory: config.Memory) -> list[dict[str, str]]:
+    """Memory options that move a step's memory off the host, each one step further."""
+    changes = []
+    if memory.offload_activations != "none":
+        below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
+        changes.append({"offload_activations": below})
+    if memory.offload_optimizer != "none":
+        changes.append({"offload_optimizer": "state" if memory.offload_optimizer == "state_and_gradients" else "none"})
+    return changes
+
+
+def _smaller_batch(program: step.Program) -> list[str]:
+    """Changes of rows and documents that need less memory of a device."""
+    settings, ways = program.config, []
+    groups = meshes.num_groups(program.mesh)
+    if settings.batch.rows_at_once > 1:
+        ways.append("batch.rows_at_once=1")
+    if settings.batch.rows_per_step > groups:  # with one microbatch, gradients exist only in the backward pass
+        ways.append(f"batch.rows_per_step={groups}")
+    if settings.data.max_documents_per_row > 1:
+        ways.append(f"data.max_documents_per_row={1 if settings.data.max_documents_per_row <= 8 else 8}")
+    return ways
+
+
+def _with_memory(settings: config.Config, change: dict[str, str]) -> config.Config:
+    return settings.model_copy(update={"memory": settings.memory.model_copy(update=change)})
 
 
 def _can_share(program: step.Program, seq: int) -> bool:
@@ -147,26 +145,24 @@ def _can_share(program: step.Program, seq: int) -> bool:
     return not meshes.divisions(settings, sizes, degree=kind.degree, with_training=False)
 
 
-def changed(settings: config.Config, **memory: str) -> config.Config:
-    """The config with other fields of its group memory."""
-    return settings.model_copy(update={"memory": settings.memory.model_copy(update=memory)})
-
-
 def describe(program: step.Program) -> str:
-    """The levers of a run in words."""
-    memory, tokens, parts = program.config.memory, program.tokens, []
-    by, to = (_at_a_time(tile, tokens) for tile in (program.tile, _logit_tile(program)))
-    parts.append(f"a device's {tokens:,} tokens go through a layer {by}, and to logits {to}")
-    again = {
-        "none": "these tiles are computed again in the backward pass, attention is not"
-        if program.tile < tokens
-        else "no matrix product and no attention is computed again in the backward pass",
-        "attention": "layers are computed again in the backward pass, attention is not",
-        "full": "layers are computed again in the backward pass, attention too",
-        "auto": "layers are computed again in the backward pass, attention only if it does not fit otherwise",
+    """The memory options of a run for people; those that are `auto` are not decided yet."""
+    memory, parts = program.config.memory, []
+    tiles = {"a layer": (memory.mlp_tile_tokens, program.tile), "the loss": (memory.loss_tile_tokens, program.loss_tile)}
+    if "auto" in (memory.mlp_tile_tokens, memory.loss_tile_tokens):
+        parts.append(f"a device has {program.tokens:,} tokens, in tiles only if they do not fit otherwise")
+    else:
+        by = " and ".join(f"{what} {_at_a_time(tile, program.tokens)}" for what, (_, tile) in tiles.items())
+        parts.append(f"a device's {program.tokens:,} tokens go through {by}")
+    recomputed = {
+        "none": "elementwise operations are recomputed in the backward pass",
+        "attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
+        "attention": "layers are recomputed in the backward pass, except attention",
+        "full": "layers are recomputed in the backward pass, attention too",
+        "auto": "layers are recomputed in the backward pass, as much of them as does not fit otherwise",
     }
-    parts.append(again["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
-    waits = {"residual": "each layer's input", "residual_and_attention": "each layer's input and what attention gave"}
+    parts.append(recomputed["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
+    waits = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
     if memory.offload_activations != "none":
         parts.append(f"{waits[memory.offload_activations]} in host memory meanwhile")
     if program.offloads:
@@ -175,140 +171,61 @@ def describe(program: step.Program) -> str:
     return "; ".join(parts)
 
 
-def _logit_tile(program: step.Program) -> int:
-    """Tokens whose logits exist at a time."""
-    asked = program.config.memory.loss_tile_tokens
-    return loss.tile_tokens(num_tokens=program.tokens, vocab_size=program.model.vocab_size, asked=asked)
-
-
-def takes(ready: Ready) -> str:
-    """What a compiled step takes, in words."""
-    needs, room = ready.needs, ready.room
-    parts = [f"{_size(needs.device)} on each device"]
+def takes(fitted: memory_fit.Fitted) -> str:
+    """What a compiled step takes, and how the memory options were decided, for people."""
+    size, needs, room, program = memory_fit.size, fitted.needs, fitted.room, fitted.program
+    parts = [f"{size(needs.device)} on each device"]
     if needs.uncounted:
-        parts[0] += f" and about {_size(needs.uncounted)} for cuDNN"
+        parts[0] += f" and about {size(needs.uncounted)} for cuDNN"
+    if needs.workspace:
+        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace)"
     if math.isfinite(room.device):
-        parts[0] += f", of {_size(room.device)}"
+        parts[0] += f", of {size(room.device)}"
     if needs.host:
-        parts.append(f"{_size(needs.host)} of host memory for each")
-    program = ready.program
+        parts.append(f"{size(needs.host)} of host memory for each")
     if program.mesh.devices.flat[0].platform == "cpu" and (program.offloads or program.how.offload_activations != "none"):
-        parts[0] += " (with what is offloaded: a CPU has one memory)"
-    again = f"; attention is computed again in the backward pass, because {ready.why_full}" if ready.why_full else ""
-    return f"it takes {', '.join(parts)}{again}"
+        parts[0] += " (including what is offloaded: a CPU has one memory)"
+    decided = f"remat {program.how.remat}"
+    if fitted.why_full:
+        decided += f", because {fitted.why_full}"
+    for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
+        decided += f"; {name} {_at_a_time(tile, program.tokens)}"
+    tight = "; less than is left for fragmentation and NCCL is free: it may run out of memory" if fitted.shortage else ""
+    return f"it takes {', '.join(parts)}; {decided}{tight}"
 
 
 def _at_a_time(tile: int, tokens: int) -> str:
-    return "at once" if tile >= tokens else f"{tile:,} at a time"
-
-
-def _size(of_bytes: int | float) -> str:
-    return f"{of_bytes / GIB:.1f} GiB" if of_bytes >= GIB / 10 else f"{of_bytes / 2**20:.1f} MiB"
+    return "all tokens at once" if tile >= tokens else f"{tile:,} tokens at a time"
 
 
 def _traffic(program: step.Program) -> str:
-    """What offloading the optimizer sends between host and device in a step."""
-    weights, averages = _offloaded_state(program)
-    state = weights + averages
-    turns = step.shapes(program)[1].tokens_BL.shape[0]
+    """Transfers between host and device in a step because of the offloaded optimizer, for people."""
+    found = memory_fit.offloaded_by(program)
+    weights, state = found.weights, found.weights + found.moments
+    size = memory_fit.size
+    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
     if program.config.memory.offload_optimizer == "state":
-        there, what = weights + state, "float32 weights and optimizer" if averages else "float32 weights"
+        there, what = weights + state, "float32 weights and optimizer" if found.moments else "float32 weights"
         back = state
     else:
         # weights forward and backward, gradients summed, finished, measured, used
-        there = 2 * turns * weights + (turns - 1) * 2 * weights + 3 * weights + state
-        back = turns * weights + (turns - 1) * weights + weights + state
+        there = 2 * num_microbatches * weights + (num_microbatches - 1) * 2 * weights + 3 * weights + state
+        back = num_microbatches * weights + (num_microbatches - 1) * weights + weights + state
         what = "float32 weights, optimizer and gradients"
-    return f"{what} in host memory, {_size(there)} to each device and {_size(back)} back in a step"
+    return f"{what} in host memory, {size(there)} to each device and {size(back)} back in a step"
 
 
-def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
-    """What a compiled step takes, by XLA's account, and beside it an estimate of what that leaves out."""
-    found = run.memory_analysis()
-    device, of_host = (
-        getattr(found, f"{where}argument_size_in_bytes")
-        + getattr(found, f"{where}output_size_in_bytes")
-        - getattr(found, f"{where}alias_size_in_bytes")
-        + getattr(found, f"{where}temp_size_in_bytes")
-        for where in ("", "host_")
-    )
-    return Needs(device, of_host, uncounted)
-
-
-class Room(NamedTuple):
-    """Bytes for each device of this process; infinite where it is not known."""
-
-    device: float
-    host: float
-
-
-@functools.cache
-def _room_of(devices: tuple[Any, ...]) -> Room:
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
-    known = [limit for limit in limits if limit]
-    if not known:
-        return Room(math.inf, math.inf)
-    return Room(min(known), meshes.host_room(os.environ, num_local=jobs.num_local(processes.here(), os.environ)) / len(devices))
-
-
-def _most(needs: Needs) -> Needs:
-    """The needs of the process that needs most: each compiles on its own devices, and all have to decide alike."""
-    if jax.process_count() == 1:
-        return needs
-    return Needs(*map(int, multihost_utils.process_allgather(np.array(needs, np.float32)).max(0)))
-
-
-def _room(program: step.Program) -> Room:
-    local = tuple(program.mesh.local_devices)
-    own = _room_of(local)
-    if jax.process_count() == 1:
-        return own
-    # all processes have to decide alike
-    of_all = multihost_utils.process_allgather(np.array(own, np.float32))
-    return Room(*map(float, of_all.min(0)))
-
-
-def shortage(needs: Needs, room: Room) -> str:
-    """What does not fit, in words; empty if all does."""
-    if needs.device + needs.uncounted > room.device:
-        cudnn = f", about {_size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
-        return f"{_size(needs.device + needs.uncounted)} on each device{cudnn}, and there is room for {_size(room.device)}"
-    if needs.host > room.host:
-        return f"{_size(needs.host)} of host memory for each device, and there is room for {_size(room.host)}"
-    return ""
-
-
-def check_offloads(program: step.Program, needs: Needs) -> None:
+def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
     """Raises: RuntimeError where nothing was offloaded that should have been."""
-    least = offloaded_bytes(program)
+    found = memory_fit.offloaded_by(program)
+    least = found.total - found.gradients
     if _is_gpu(program) and needs.host < least:
         raise RuntimeError(
-            f"memory.offload_activations and offload_optimizer put {_size(least)} of each device in host memory, and the "
-            f"compiled step has {_size(needs.host)} there: XLA has ignored some of it. This is a bug; "
+            f"memory.offload_activations and offload_optimizer put {memory_fit.size(least)} of each device in host memory, and "
+            f"the compiled step has {memory_fit.size(needs.host)} there: XLA has ignored some of it. This is a bug; "
             "memory.offload_activations=none memory.offload_optimizer=none is right meanwhile."
         )
 
 
 def _is_gpu(program: step.Program) -> bool:
     return program.mesh.devices.flat[0].platform == "gpu"
-
-
-def offloaded_bytes(program: step.Program) -> int:
-    """What of a device's arrays waits in host memory, at least: layers' inputs, what attention gave, weights and averages."""
-    model, how = program.model, program.how
-    per_token = 0 if how.offload_activations == "none" else model.hidden_size * program.dtype.itemsize
-    if how.offloads_attention:
-        per_token += model.num_heads * (model.head_dim * program.dtype.itemsize + 4)
-    return model.num_layers * program.tokens * per_token + (sum(_offloaded_state(program)) if program.offloads else 0)
-
-
-def _offloaded_state(program: step.Program) -> tuple[int, int]:
-    """Bytes of a device's float32 weights and of the optimizer's averages that are worth to be offloaded."""
-    state = step.shapes(program)[0]
-
-    def of_weight(row: layers.Parameter, weight: Any, opt: Any) -> tuple[int, int]:
-        own = 4 * math.prod(weight.sharding.shard_shape(weight.shape)) if host.worth_it(row) else 0
-        return own, own * sum(x.shape == weight.shape for x in jax.tree.leaves(opt))
-
-    weights, averages = optimizer.apart(program.table, of_weight, state.master, state.opt)
-    return sum(jax.tree.leaves(weights)), sum(jax.tree.leaves(averages))

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Float32, Int32
 from jaxsp.core import batch
 from jaxsp.model import layers, tiling
 
-LOGIT_BYTES = 256 * 2**20
-"""What a tile's float32 logits may take unless `memory.loss_tile_tokens` says otherwise."""
+LOGIT_BYTES = (2**30, 2**28)
+"""Sizes that a tile's float32 logits may have, where those of all tokens at once do not fit."""
 
 
 class Sums(NamedTuple):
@@ -21,9 +21,9 @@ class Sums(NamedTuple):
     """Labels that were the likeliest token."""
 
 
-def tile_tokens(*, num_tokens: int, vocab_size: int, asked: int | None) -> int:
-    """Tokens of a tile."""
-    return min(num_tokens, asked or tiling.dividing(num_tokens, tiling.power_of_two(LOGIT_BYTES // (4 * vocab_size))))
+def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = LOGIT_BYTES[-1]) -> int:
+    """Tokens of a tile whose logits take at most `max_bytes`."""
+    return min(num_tokens, tiling.dividing(num_tokens, tiling.power_of_two(max_bytes // (4 * vocab_size))))
 
 
 def token_losses(

@@ -57,6 +57,12 @@ def place(row: layers.Parameter, num_shards: int) -> Placement:
     return Placement(dim=dim, stored=(*row.shape[:dim], padded, *row.shape[dim + 1 :]))
 
 
+def shard_size(row: layers.Parameter, num_shards: int) -> int:
+    """Elements of a weight that a device holds, all layers together."""
+    placed = place(row, num_shards)
+    return (row.num_layers or 1) * math.prod(placed.stored) // (1 if placed.dim is None else num_shards)
+
+
 def spec(row: layers.Parameter, num_shards: int) -> PartitionSpec:
     """How the stacked array of a weight, its gradient and its optimizer state are split over the mesh."""
     dim = place(row, num_shards).dim

@@ -124,15 +124,35 @@ class Program:
         return self.config.data.longest_row * self.config.batch.rows_at_once // self.mesh.shape[axes.SEQ]
 
     @property
+    def mlp_tiles(self) -> list[int]:
+        """Tokens of a device that may go through a layer's projections and MLP at a time, from all to few."""
+        asked = self.config.memory.mlp_tile_tokens
+        if asked != "auto":
+            return [min(asked, self.tokens)]
+        sizes = {"intermediate_size": self.model.intermediate_size, "hidden_size": self.model.hidden_size}
+        sizes |= {"num_tokens": self.tokens, "itemsize": self.dtype.itemsize}
+        tiles = (tiling.mlp_tile_tokens(**sizes, max_bytes=most) for most in tiling.MLP_BYTES)
+        return [self.tokens, *(tile for tile in tiles if tile < self.tokens)]
+
+    @property
+    def loss_tiles(self) -> list[int]:
+        """Tokens of a device whose logits may exist at a time, from all to few."""
+        asked = self.config.memory.loss_tile_tokens
+        if asked != "auto":
+            return [min(asked, self.tokens)]
+        sizes = {"num_tokens": self.tokens, "vocab_size": self.model.vocab_size}
+        tiles = (loss.tile_tokens(**sizes, max_bytes=most) for most in loss.LOGIT_BYTES)
+        return [self.tokens, *(tile for tile in tiles if tile < self.tokens)]
+
+    @property
     def tile(self) -> int:
-        """Tokens of a device that go through a layer's projections and MLP at a time."""
-        return tiling.mlp_tile_tokens(
-            num_tokens=self.tokens,
-            intermediate_size=self.model.intermediate_size,
-            hidden_size=self.model.hidden_size,
-            itemsize=self.dtype.itemsize,
-            asked=self.config.memory.mlp_tile_tokens,
-        )
+        """Tokens of a device that go through a layer's projections and MLP at a time; `auto` means a safe size here."""
+        return self.mlp_tiles[:2][-1]
+
+    @property
+    def loss_tile(self) -> int:
+        """Tokens of a device whose logits exist at a time; `auto` means a safe size here."""
+        return self.loss_tiles[-1]
 
     @property
     def how(self) -> remat.Remat:
@@ -276,9 +296,6 @@ def totals(program: Program, master: layers.Weights, rows: batch.Batch) -> Total
 def _turn_loss(program: Program, shards: layers.Weights, rows: batch.Batch) -> tuple[Array, Array]:
     """Sum of the token losses of this device's part of a turn, and how many labels were the likeliest token."""
     head = decoder.head(program.table)
-    tile = loss.tile_tokens(
-        num_tokens=rows.tokens_BL.size, vocab_size=head.shape[0], asked=program.config.memory.loss_tile_tokens
-    )
     hidden_BlD = decoder.hidden_states(
         shards,
         rows,
@@ -290,6 +307,7 @@ def _turn_loss(program: Program, shards: layers.Weights, rows: batch.Batch) -> t
         tile=program.tile,
     )
     shard = decoder.head(shards)
+    tile = min(program.loss_tile, rows.tokens_BL.size)
     sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=program.gather, row=head, shard=shard, tile=tile)
     return sums.loss, sums.num_correct
 

@@ -393,9 +393,9 @@ def _select(inside_BL: Array | None, new: Array, old: Array) -> Array:
 def _inside(inside_BL: Array | None, x: Array) -> Array:
     if inside_BL is None:
         return x
-    inside_BL11 = inside_BL[..., None, None]
-    # A constant 0 would become an array as large as x that JAX hoists out of the layer scan (5 GiB at 5M tokens on 8)
-    return jnp.where(inside_BL11, x, (inside_BL11 & False).astype(x.dtype))
+    # A 0 that depends on x: JAX would hoist an array of constants out of the loops around (5 GiB at 5M tokens on 8)
+    first = x[0, 0, 0, 0]
+    return jnp.where(inside_BL[..., None, None], x, (first < first).astype(x.dtype))
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, *, after: Array) -> Array:

@@ -1,0 +1,402 @@
+"""Decides the memory options that the config leaves open, so that the step fits its devices.
+
+Less recomputation and larger tiles are faster. Candidates are tried from the fastest on: a formula skips those that cannot
+fit, since compiling with autotuning takes minutes on a GPU, and the compiled program decides about the first that may.
+"""
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.attention import kinds, ulysses
+from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.core import axes, config, jobs, processes
+from jaxsp.core import mesh as meshes
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.training import host, sharding, step
+
+GIB = 2**30
+
+SKIPPED_ABOVE = 1.05
+"""A candidate is not compiled if the formula gives more than this times the device's room. The formula is 0.85 to 1.05 of
+what jax 0.12 compiles (tests/training/test_memory_fit.py)."""
+
+FRAGMENTATION = 0.022
+"""Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries are one piece of memory, and
+loading weights leaves holes."""
+
+CUDA_BYTES = GIB
+"""Memory of a device for CUDA's context, kernels, cuBLAS and cuDNN, outside of JAX's part."""
+
+COMMUNICATOR_BYTES = 1.2 * GIB
+"""NCCL's buffers for each group of devices that communicates. Source: NVIDIA/nccl issue 864: 1.6 GB for one, 6 GB for three or
+more; issue 1685: 1.06 GB on 8 H100s."""
+
+ALL_TO_ALL_BYTES = 3.3 * GIB
+"""More of them for all-to-alls among the 8 GPUs of a node, by 7 peers each. Source: NVIDIA/nccl issue 1685: 4.34 GB after the
+first all-to-all, 1.06 before."""
+
+REMOTE_PEER_BYTES = 0.07 * GIB
+"""The same for each peer on another node: an assumption."""
+
+
+class Needs(NamedTuple):
+    """Memory of a compiled step for each device, in bytes."""
+
+    device: int
+    host: int
+    uncounted: int = 0
+    """Estimate of cuDNN's workspace, where the compiled program does not count it: for GPUs that are absent."""
+    workspace: int = 0
+    """cuDNN's workspace, where the compiled program counts it."""
+
+    @property
+    def total(self) -> int:
+        """Memory of the device, counted or not."""
+        return self.device + self.uncounted
+
+
+class Room(NamedTuple):
+    """Memory that a step may take for each device, in bytes; infinite if it is unknown."""
+
+    device: float
+    host: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A step whose memory options are decided."""
+
+    program: step.Program
+    run: Any
+    """What the `compile` of `fit` returned."""
+    needs: Needs
+    room: Room
+    shortage: str = ""
+    """What does not fit; empty if everything fits."""
+    why_full: str = ""
+    """Why `auto` recomputes attention; empty if it does not."""
+
+
+def fit(
+    program: step.Program,
+    *,
+    room: Room,
+    uncounted: int,
+    compile: Callable[[step.Program], Any],
+    measure: Callable[[Any], Needs],
+) -> Fitted:
+    """The first candidate that fits, or else the last one.
+
+    Args:
+        uncounted: estimate of the attention kernel's workspace, in bytes.
+        compile: compiles a program whose memory options are decided.
+        measure: memory of what `compile` returned; the same in all processes, which have to decide alike.
+    """
+    tried = list(candidates(program, is_known=math.isfinite(room.device)))
+    scale, why_full = 1.0, ""
+    for candidate in tried:
+        formula = scale * predict(candidate, uncounted=uncounted)
+        is_last = candidate is tried[-1]
+        keeps = candidate.how.keeps_attention
+        if not is_last and formula > SKIPPED_ABOVE * room.device:
+            if keeps:
+                why_full = f"to keep its output takes about {size(formula)} on each device"
+            continue
+        run = compile(candidate)
+        needs = measure(run)
+        short = shortage(needs, room)
+        # offloaded arrays are the same for all candidates
+        if not short or is_last or needs.host > room.host:
+            because = "" if keeps or program.config.memory.remat == "full" else why_full
+            return Fitted(program=candidate, run=run, needs=needs, room=room, shortage=short, why_full=because)
+        if keeps:
+            why_full = f"to keep its output takes {short}"
+        scale *= max(1.0, needs.total / formula)
+    raise AssertionError("there is at least one candidate, and the last one is compiled")
+
+
+def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Program]:
+    """Programs whose memory options are decided, the fastest first.
+
+    Args: is_known: whether it is known how much memory the devices have; if not, `auto` means tiles of a safe size.
+    """
+    tokens, memory = program.tokens, program.config.memory
+    seen = set()
+    for remat in _remats(program, is_known=is_known):
+        for mlp_tile in program.mlp_tiles if is_known else [program.tile]:
+            if remat == "attention_and_mlp" and mlp_tile < tokens and memory.mlp_tile_tokens == "auto":
+                continue  # nothing is kept of a tile
+            for loss_tile in program.loss_tiles if is_known else [program.loss_tile]:
+                decided = {"remat": remat, "mlp_tile_tokens": mlp_tile, "loss_tile_tokens": loss_tile}
+                if tuple(decided.values()) not in seen:
+                    seen.add(tuple(decided.values()))
+                    yield changed(program, **decided)
+
+
+def _remats(program: step.Program, *, is_known: bool) -> list[str]:
+    """Values of memory.remat in the order in which they are tried."""
+    memory = program.config.memory
+    if memory.remat != "auto":
+        return [memory.remat]
+    if program.how.offloads_attention:
+        return ["attention"]
+    frees_memory = memory.offload_activations != "none" or memory.offload_optimizer != "none"
+    first = [] if frees_memory or not is_known else ["attention_and_mlp"]
+    return [*first, "attention", "full"]
+
+
+def changed(program: step.Program, **memory: Any) -> step.Program:
+    """The program with other values in the config's group `memory`."""
+    settings = program.config
+    update = {"memory": settings.memory.model_copy(update=memory)}
+    return dataclasses.replace(program, config=settings.model_copy(update=update))
+
+
+def predict(program: step.Program, *, uncounted: int = 0) -> float:
+    """Formula for the memory that a step takes of each device, in bytes.
+
+    Arguments, gradients and what layers keep are there all the time; beside them the largest of four phases: the backward pass
+    of a layer's MLP, that of its attention, the loss, and the gradient of the embedding.
+
+    Args: uncounted: estimate of the attention kernel's workspace.
+    """
+    model, memory, how = program.model, program.config.memory, program.how
+    itemsize, tokens = program.dtype.itemsize, program.tokens
+    D, F, V, N = model.hidden_size, model.intermediate_size, model.vocab_size, model.num_layers
+    state, gradients = _state_bytes(program)
+    stream = tokens * D * itemsize
+    results = tokens * model.num_heads * (model.head_dim * itemsize + 4)
+    heads = model.num_heads + 2 * model.num_kv_heads
+
+    # what the backward pass keeps
+    of_layer = (0 if memory.offload_activations != "none" else stream) + (
+        results if how.keeps_attention and not how.offloads_attention else 0
+    )
+    if how.remat in ("attention_and_mlp", "none"):
+        of_layer += 2 * tokens * F * itemsize
+    if how.remat == "none":
+        of_layer += tokens * (heads * model.head_dim + D) * itemsize
+    kept = N * of_layer
+    prefetched = 0
+    if memory.offload_activations != "none":
+        prefetched = 2 * (stream + (results if how.offloads_attention else 0))
+
+    # the backward pass of one layer
+    tile = min(program.tile, tokens)
+    after = 3 * D * F + D * model.num_heads * model.head_dim
+    if tile < tokens:
+        mlp = 4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize + (itemsize + 4) * after
+    else:
+        mlp = 4 * tile * F * itemsize + 6 * stream + itemsize * after + 5 * D * F
+    weights = sum(row.size for row in jax.tree.leaves(program.table["layers"]))
+    attention = _attention_bytes(program) + 2 * stream + itemsize * weights + uncounted
+
+    # the loss, before which there are no gradients of this step's first microbatch
+    tile = min(program.loss_tile, tokens)
+    head, logits = itemsize * V * D, 6 * tile * V
+    if tile < tokens:
+        at_loss = head + logits + 4 * V * D + 2 * stream
+    else:
+        at_loss = head + max(logits, 2 * tile * V + 4 * V * D) + 2 * stream
+    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
+    phases = (
+        kept + gradients + prefetched + mlp,
+        kept + gradients + prefetched + attention,
+        kept + (gradients if num_microbatches > 1 else 0) + at_loss,
+        gradients + 4 * V * D + 2 * stream,
+    )
+    return state + max(phases)
+
+
+def _state_bytes(program: step.Program) -> tuple[int, int]:
+    """Bytes of a device's weights, optimizer state and copies to compute with; and of its gradients."""
+    memory, per_weight = program.config.memory, _bytes_per_weight(program)
+    state = gradients = 0
+    for row in jax.tree.leaves(program.table):
+        shard, away = _shard_size(row, program), program.offloads and host.worth_it(row)
+        state += 0 if away else per_weight * shard
+        if away and row.num_layers and memory.offload_optimizer == "state":
+            state += program.dtype.itemsize * shard
+        on_host = away and row.num_layers and memory.offload_optimizer == "state_and_gradients"
+        gradients += 0 if on_host else 4 * shard
+    return state, gradients
+
+
+def _bytes_per_weight(program: step.Program) -> int:
+    """Float32 weight and, with AdamW, two moments."""
+    return 12 if program.config.optimizer.name == "adamw" else 4
+
+
+def _shard_size(row: layers.Parameter, program: step.Program) -> int:
+    """Elements of a weight that a device holds, all layers together."""
+    return sharding.shard_size(row, meshes.num_shards(program.mesh))
+
+
+def _attention_bytes(program: step.Program) -> float:
+    """Queries, keys, values, output and their gradients in the backward pass, as the strategy holds them."""
+    model, kind = program.model, program.attend.kind
+    head = program.tokens * model.head_dim * program.dtype.itemsize
+    repeats = ulysses.kv_repeats(num_kv_heads=model.num_kv_heads, seq=kind.inner)
+    q, kv = model.num_heads * head, 2 * model.num_kv_heads * repeats * head
+    inputs = 3 * q + kv  # with the output and its gradient
+    if kind.degree > 1:
+        return inputs + 4 * (q + kv)  # sums in float32, and what travels
+    chunks = program.attend.head_chunks
+    if chunks == 1:
+        return inputs + q + kv + q
+    shares_kv = chunks > model.num_kv_heads * repeats // kind.inner
+    return inputs + (3 * q + 2 * kv) / chunks + (2 * kv if shares_kv else 0)
+
+
+# What there is
+
+
+def limits(program: step.Program) -> Room:
+    """What JAX can have of this run's devices, and of the host's memory; the least of all processes, which decide alike."""
+    own = _limits(tuple(program.mesh.local_devices))
+    if jax.process_count() == 1:
+        return own
+    of_all = multihost_utils.process_allgather(np.array(own, np.float32))
+    return Room(*map(float, of_all.min(0)))
+
+
+@functools.cache
+def _limits(devices: tuple[Any, ...]) -> Room:
+    known = [limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
+    if not known:
+        return Room(math.inf, math.inf)
+    num_local = jobs.num_local(processes.here(), os.environ)
+    return Room(min(known), meshes.host_room(os.environ, num_processes=num_local, num_devices=len(devices)))
+
+
+def room_of(program: step.Program, limits: Room) -> Room:
+    """What a step may take within these limits, so that fragmentation, NCCL and checkpoints have enough.
+
+    Args: limits: bytes of a device that are JAX's, meshes.GPU_SHARE of it; and bytes of its node's memory for a device.
+    """
+    if math.isinf(limits.device):
+        return limits
+    # what GPU_SHARE leaves is for CUDA and NCCL
+    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.GPU_SHARE - 1))
+    return Room(limits.device * (1 - FRAGMENTATION) - missing, limits.host - checkpoint_bytes(program))
+
+
+def nccl_bytes(program: step.Program) -> float:
+    """Estimate of NCCL's buffers on each device, in nodes of meshes.NODE_DEVICES devices."""
+    kind = program.attend.kind
+    peers = min(kind.inner, meshes.NODE_DEVICES) - 1
+    remote_peers = max(0, kind.inner - meshes.NODE_DEVICES)
+    buffers = len(communicators(program.mesh.shape, kind)) * COMMUNICATOR_BYTES
+    return buffers + ALL_TO_ALL_BYTES * peers / (meshes.NODE_DEVICES - 1) + REMOTE_PEER_BYTES * remote_peers
+
+
+def communicators(sizes: Mapping[str, int], kind: kinds.Kind) -> set[frozenset[int]]:
+    """The groups in which the first device communicates: numbers of devices in the order of the mesh."""
+    devices = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
+
+    def along(names: tuple[str, ...]) -> np.ndarray:
+        return devices[tuple(slice(None) if axis in names else 0 for axis in axes.ALL)]
+
+    row = along((axes.SEQ,))
+    groups = [*map(along, (axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,)))]
+    # Ulysses among neighbors, a ring or an all-gather between them
+    groups += [row[: kind.inner], row[:: kind.inner]]
+    found = {frozenset(group.ravel().tolist()) for group in groups}
+    return {group for group in found if len(group) > 1}
+
+
+def checkpoint_bytes(program: step.Program) -> int:
+    """Bytes of host memory, for each device, that an asynchronous checkpoint takes for its copy of the state on the device."""
+    per_weight = _bytes_per_weight(program)
+    rows = jax.tree.leaves(program.table)
+    return sum(per_weight * _shard_size(row, program) for row in rows if not (program.offloads and host.worth_it(row)))
+
+
+class Offloaded(NamedTuple):
+    """Bytes of each device's arrays in host memory, by formula."""
+
+    activations: int
+    weights: int
+    moments: int
+    """Of the optimizer."""
+    gradients: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, seq: int) -> Offloaded:
+    """What the config keeps in host memory, on meshes that split weights over `num_shards` and rows over `seq` devices."""
+    memory, itemsize = settings.memory, np.dtype(settings.model.compute_dtype).itemsize
+    per_token = 0 if memory.offload_activations == "none" else model.hidden_size * itemsize
+    if memory.offload_activations == "residual_and_attention":
+        per_token += model.num_heads * (model.head_dim * itemsize + 4)
+    tokens = settings.data.longest_row * settings.batch.rows_at_once // seq
+    away = [row for row in jax.tree.leaves(decoder.table(model)) if host.worth_it(row)]
+    away = [] if memory.offload_optimizer == "none" else away
+    weights = sum(4 * sharding.shard_size(row, num_shards) for row in away)
+    gradients = sum(4 * sharding.shard_size(row, num_shards) for row in away if row.num_layers)
+    return Offloaded(
+        activations=model.num_layers * tokens * per_token,
+        weights=weights,
+        moments=2 * weights if settings.optimizer.name == "adamw" else 0,
+        gradients=gradients if memory.offload_optimizer == "state_and_gradients" else 0,
+    )
+
+
+def offloaded_by(program: step.Program) -> Offloaded:
+    """What a program keeps in host memory."""
+    shape = program.mesh.shape
+    return offloaded(program.model, program.config, num_shards=meshes.num_shards(program.mesh), seq=shape[axes.SEQ])
+
+
+# What a step takes
+
+
+def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
+    """Memory of a compiled step by XLA's account, and cuDNN's workspace: the estimate, unless XLA has counted it.
+
+    With a GPU, XLA writes a call's workspace into its last result, which is then part of the temporaries.
+    """
+    found = run.memory_analysis()
+    device, of_host = (
+        getattr(found, f"{where}argument_size_in_bytes")
+        + getattr(found, f"{where}output_size_in_bytes")
+        - getattr(found, f"{where}alias_size_in_bytes")
+        + getattr(found, f"{where}temp_size_in_bytes")
+        for where in ("", "host_")
+    )
+    workspace = cudnn_calls.workspace_bytes(run.as_text() or "") if uncounted else None
+    return Needs(device, of_host, uncounted if workspace is None else 0, workspace or 0)
+
+
+def largest(needs: Needs) -> Needs:
+    """The needs of the process that needs most: each compiles for its own devices, and all have to decide alike."""
+    if jax.process_count() == 1:
+        return needs
+    return Needs(*map(int, multihost_utils.process_allgather(np.array(needs, np.float32)).max(0)))
+
+
+def shortage(needs: Needs, room: Room) -> str:
+    """What does not fit, for people; empty if everything fits."""
+    if needs.total > room.device:
+        cudnn = f", about {size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
+        return f"{size(needs.total)} on each device{cudnn}, and there is room for {size(room.device)}"
+    if needs.host > room.host:
+        return f"{size(needs.host)} of host memory for each device, and there is room for {size(room.host)}"
+    return ""
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
