@@ -17,7 +17,7 @@ import rich.console
 from jaxsp import cli, compare
 from jaxsp.core import config, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.hf import families, folder
+from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import compiled, gpus, plans, plots, report, search, shapes
 
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     settings = config.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     if given.measure is not None:
-        num_heads = _model(settings).num_heads
+        num_heads = families.read_model_config(settings.model).num_heads
         ran = compare.here(given.config, given.changes, num_steps=given.measure, num_heads=num_heads, say=console.print)
         console.print(compare.table(ran))
         _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
     site = _site(given, settings)
-    model = _model(settings)
+    model = families.read_model_config(settings.model)
     name = settings.model.source or "the config's model"
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.assumed(site)}")
@@ -153,15 +153,6 @@ def _site(given: argparse.Namespace, settings: config.Config) -> compiled.Site:
         fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
         raise errors.UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
     return compiled.site(given.device or "h100-80gb", count, node_devices=given.node_devices, node_host_gib=given.host_gib)
-
-
-def _model(settings: config.Config) -> ModelConfig:
-    """The model's shapes, from its config.json alone."""
-    if settings.model.source is not None:
-        found = folder.find(settings.model.source, names=("config.json",))
-        return families.model_config(found.fields, field=str(found.path / "config.json"))
-    assert settings.model.config is not None, "core.config asks for one of them"
-    return families.model_config(settings.model.config, field="model.config")
 
 
 def _longest(settings: config.Config, model: ModelConfig, site: compiled.Site, console: rich.console.Console) -> search.Longest:

@@ -7,9 +7,10 @@ import jax
 import rich.console
 
 from jaxsp import cli, example, prepare, resume
-from jaxsp.core import config, jobs, processes
+from jaxsp.core import config, errors, jobs, processes
 from jaxsp.core import mesh as meshes
-from jaxsp.training import checkpoint, directory, pace, stopping, trainer, watchdog
+from jaxsp.hf import families
+from jaxsp.training import checkpoint, directory, memory_fit, pace, stopping, trainer, watchdog
 
 
 def main(arguments: list[str]) -> None:
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> None:
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
         num_local=jobs.num_local(process, os.environ),
+        pool_bytes=_pool_bytes(settings, process),
     )
     now, folder = pace.Pace(), pathlib.Path(settings.run.directory)
     with stopping.Stopping(settings.run, now) as stop:
@@ -50,6 +52,25 @@ def main(arguments: list[str]) -> None:
                     processes.say(words)
         stop.over()
         processes.end()  # while a signal still means that all is well
+
+
+def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
+    """Size for XLA's pool of pinned host memory on each GPU; None if nothing is offloaded, or the model cannot be read yet.
+
+    The pool's size is fixed before JAX sees its devices, so this is a formula with some room above it.
+    """
+    memory, num_gpus = settings.memory, jobs.num_gpus(os.environ)
+    if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
+        return None
+    try:
+        model = families.read_model_config(settings.model)
+    except errors.UserError:
+        return None  # a run that goes on has the model's config in its checkpoint; else this is reported with all problems
+    num_local = jobs.num_local(process, os.environ)
+    num_devices = process.num_processes * max(1, num_gpus // num_local)
+    num_shards = num_devices // settings.mesh.replica
+    found = memory_fit.offloaded(model, settings, num_shards=num_shards, seq=settings.mesh.seq)
+    return memory_fit.pool_bytes(found)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ everything else is refused by name: a feature that is silently left out gives pl
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.core import errors
-from jaxsp.hf import rotation, values
+from jaxsp.core import config, errors
+from jaxsp.hf import folder, rotation, values
 from jaxsp.model.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -103,6 +103,18 @@ _WITHOUT_EFFECT = frozenset(
 
 _KINDS = ("full_attention", "sliding_attention")
 """Of layers, without and with a window."""
+
+
+def read_model_config(model: config.Model) -> ModelConfig:
+    """The shapes of a config's model: of its folder or hub name, config.json is read and nothing else.
+
+    Raises: UserError if it cannot be read, or is of a kind that is not implemented.
+    """
+    if model.source is not None:
+        found = folder.find(model.source, names=("config.json",))
+        return model_config(found.fields, field=str(found.path / "config.json"))
+    assert model.config is not None, "core.config asks for one of them"
+    return model_config(model.config, field="model.config")
 
 
 def model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:

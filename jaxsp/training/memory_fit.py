@@ -354,6 +354,11 @@ def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, s
     )
 
 
+def pool_bytes(found: Offloaded) -> int:
+    """Size for the pool of pinned host memory: the formula, and room for what XLA keeps beside it."""
+    return int(1.1 * found.total) + 2 * GIB
+
+
 def offloaded_by(program: step.Program) -> Offloaded:
     """What a program keeps in host memory."""
     shape = program.mesh.shape

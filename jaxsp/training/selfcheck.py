@@ -4,7 +4,9 @@ jax 0.10.2 and 0.11.0 took keys from the wrong places in packed rows where query
 offloaded activations back in the wrong order (openxla/xla PR 46231); neither raised anything.
 """
 
+import math
 import time
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.core import errors
 from jaxsp.model import remat
+from jaxsp.training import xla
 from jaxsp.training.step import Program
 
 TOLERANCE = 1e-2
@@ -78,7 +81,7 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
         )
     if memory.offload_activations != "none":
         began = time.perf_counter()
-        refuse_offload(offload_difference(program.how, device=device), device)
+        _check_offload(program, device)
         done.append(f"self-check: gradients are the same with and without offloaded activations ({_since(began)})")
     return done
 
@@ -193,10 +196,21 @@ def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> No
         )
 
 
+def _check_offload(program: Program, device: jax.Device) -> None:
+    """Raises: UserError if gradients are wrong, with a suggestion that was tried."""
+    prefetch = {name: value for name, value in program.told.options.items() if name in xla.PREFETCH_FROM_HOST}
+    difference = offload_difference(program.how, device=device, options=prefetch)
+    without = difference
+    if not difference <= OFFLOAD_TOLERANCE and any(prefetch.values()):
+        without = offload_difference(program.how, device=device, options=dict.fromkeys(prefetch, False))
+    refuse_offload(difference, device, without_prefetch=without)
+
+
 def offload_difference(
     how: remat.Remat,
     *,
     device: jax.Device,
+    options: Mapping[str, Any] = types.MappingProxyType({}),
     tokens: int = 4096,
     width: int = 1024,
     layer: Callable[[Callable[..., Any], remat.Remat], Callable[..., Any]] = remat.layer,
@@ -205,6 +219,7 @@ def offload_difference(
 
     Args:
         how: what is offloaded.
+        options: XLA's, as the training step has them.
         tokens, width: of a layer's input, 16 MiB: smaller copies XLA may treat differently.
         layer: what makes a layer do so.
     """
@@ -227,7 +242,7 @@ def offload_difference(
 
         with jax.default_matmul_precision("float32"):
             lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x_LD, weights_NDD)
-        compiled = lowered.compile(compiler_options=_NO_TUNING)
+        compiled = lowered.compile(compiler_options={**_NO_TUNING, **options})
         return [np.asarray(x) for x in compiled(x_LD, weights_NDD)]
 
     found, right = gradients(how), gradients(remat.Remat(remat=how.remat))
@@ -235,14 +250,21 @@ def offload_difference(
     return float(np.nan_to_num(np.max(shares), nan=np.inf))
 
 
-def refuse_offload(difference: float, device: jax.Device) -> None:
-    """Raises: UserError where gradients differ."""
-    if not difference <= OFFLOAD_TOLERANCE:
-        raise errors.UserError(
-            f"memory.offload_activations: a small stack of layers has other gradients with it on this device, by "
-            f"{difference:.3g} of what is right. Nothing was trained. {_versions(device)}. "
-            "Use memory.offload_activations=none, or another release of jax."
-        )
+def refuse_offload(difference: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:
+    """Raises: UserError if gradients differ.
+
+    Args: without_prefetch: the difference if activations are not copied ahead of time.
+    """
+    if difference <= OFFLOAD_TOLERANCE:
+        return
+    (prefetch,) = xla.PREFETCH_FROM_HOST
+    way = "memory.offload_activations=none, or another release of jax"
+    if without_prefetch <= OFFLOAD_TOLERANCE:
+        way = f"run.xla_options='{{{prefetch}: false}}', with which they are right, or another release of jax"
+    raise errors.UserError(
+        f"memory.offload_activations: a small stack of layers has other gradients with it on this device, by "
+        f"{difference:.3g} of what is right. Nothing was trained. {_versions(device)}. Use {way}."
+    )
 
 
 def _versions(device: jax.Device) -> str:

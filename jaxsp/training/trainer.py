@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.core import errors, processes
 from jaxsp.data import account
-from jaxsp.training import banner, checkpoint, directory, evaluator, levers, metrics, selfcheck, step
+from jaxsp.training import banner, checkpoint, directory, evaluator, host, levers, metrics, selfcheck, step
 from jaxsp.training.log import Log, Running
 from jaxsp.training.material import Material
 from jaxsp.training.pace import Pace
@@ -55,7 +55,8 @@ def train(
     for words in selfcheck.before_training(program, material.choice):
         console.print(words, soft_wrap=True, highlight=False)
 
-    # Weights, rows and program
+    # Program, weights and rows
+    run_step = _compile(program, material, console)
     if start.checkpoint is None:
         state = step.with_weights(program, material.weights())
     else:
@@ -65,7 +66,6 @@ def train(
     if verbose:
         console.print("\n".join([f"step {start.step + 1}:", *account.hands(feed.deal(0))]), highlight=False, soft_wrap=True)
     steps = feed.batches()
-    run_step = _compile(program, material, console)
     evaluate = evaluator.Evaluator(program, material.evals)
 
     # From here on there is a run
@@ -162,8 +162,8 @@ def train(
 
 
 def _compile(program: Program, material: Material, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
-    """The step for rows of each length."""
-    compiled = {}
+    """The step for rows of each length; memory for what it offloads is reserved."""
+    compiled, host_bytes = {}, 0
     lengths = [stream.row_tokens for stream in material.train.streams]
     for number, row_tokens in enumerate(lengths, 1):
         which = f" for rows of {row_tokens:,} tokens" if len(lengths) > 1 else ""
@@ -175,6 +175,10 @@ def _compile(program: Program, material: Material, console: rich.console.Console
             f"the step{which} was compiled in {seconds:.1f} s; {levers.takes(ready)}", soft_wrap=True, highlight=False
         )
         compiled[row_tokens] = ready.run
+        host_bytes = max(host_bytes, ready.needs.host)
+    devices = program.mesh.local_devices
+    if host_bytes and devices[0].platform == "gpu":
+        host.reserve(devices, host_bytes)
     return compiled
 
 
