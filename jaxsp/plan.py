@@ -29,55 +29,104 @@ _BELOW = (0.125, 0.25, 0.5, 0.75)
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Raises: UserError with what training would refuse, and for questions that contradict each other."""
+    """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
     given = asked(arguments)
     settings = config.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
+    model = families.read_model_config(settings.model)
     if given.measure is not None:
-        num_heads = families.read_model_config(settings.model).num_heads
-        ran = compare.here(given.config, given.changes, num_steps=given.measure, num_heads=num_heads, say=console.print)
+        ran = compare.here(given.config, given.changes, num_steps=given.measure, num_heads=model.num_heads, say=console.print)
         console.print(compare.table(ran))
         _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
         compare.check(ran)
         return
-    # the GPUs that are here, if any, are not needed; and XLA would say in its own words what does not fit
+    # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
-    site = _site(given, settings)
-    model = families.read_model_config(settings.model)
-    name = settings.model.source or "the config's model"
+    sites = [_site(kind, given, settings) for kind in given.device or ["h100-80gb"]]
+    asked_for = Asked(given=given, settings=settings, model=model, site=sites[0], console=console)
     if given.host_gib is None or given.node_devices is None:
-        console.print(f"assumed: {report.assumed(site)}")
+        console.print(f"assumed: {report.assumed(sites[0])}")
     if given.meshes:
-        _meshes(given, settings, model, site, console)
-        return
-    if given.longest:
-        found = _longest(settings, model, site, console)
-        result: dict[str, Any] = {
-            "longest_row_tokens": found.plan and found.plan.row_tokens,
-            "tried": [{"row_tokens": one.row_tokens, "fits": not one.why, "why": one.why} for one in found.tried],
-        }
-        shown = found.plan or found.beyond.plan
-        around = [one.plan for one in found.tried if one.plan is not None]
-        factors: Sequence[float] = _BELOW
+        _meshes(asked_for)
+    elif given.longest:
+        _longest(asked_for)
+    elif len(sites) > 1 or len(settings.data.row_lengths) > 1:
+        _several(asked_for, sites)
     else:
-        shown = plans.of(settings, model=model, site=site, document_tokens=given.document_tokens)
-        result, around, factors = {}, [shown], _AROUND
-    if shown is not None:
-        console.print(report.text(shown, model=name))
-        result = dataclasses.asdict(shown) | result
-    _write(given.json, result, console)
-    if given.plot and shown is not None:
-        for factor in factors:
-            row_tokens = round(factor * shown.row_tokens / (128 * settings.mesh.seq)) * 128 * settings.mesh.seq
-            if row_tokens and all(row_tokens != plan.row_tokens for plan in around):
-                of_length = search.with_rows_of(settings, row_tokens)
-                with contextlib.suppress(errors.UserError):  # where cuDNN cannot have it, there is nothing to draw
-                    around.append(plans.of(of_length, model=model, site=site))
-        title = f"{name} on {site.num_devices} x {site.kind}, {report.mesh(shown.mesh)}: planned, not measured"
-        plots.lengths(around, given.plot, title=title)
-        console.print(f"drawn: {given.plot}")
+        _one(asked_for)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the command was asked for."""
+
+    given: argparse.Namespace
+    settings: config.Config
+    model: ModelConfig
+    site: compiled.Site
+    console: rich.console.Console
+
+    @property
+    def name(self) -> str:
+        """The model's name for people."""
+        return self.settings.model.source or "the config's model"
+
+    @property
+    def tokens(self) -> float | None:
+        """Tokens to train on; None if they are unknown."""
+        run, step_tokens = self.settings.run, self.settings.batch.rows_per_step * self.settings.data.longest_row
+        if self.given.tokens is not None:
+            return self.given.tokens
+        return None if run.steps is None else float(run.steps * step_tokens)
+
+
+def _one(asked: Asked) -> None:
+    """Plans the config's step."""
+    shown = plans.of(asked.settings, model=asked.model, site=asked.site, document_tokens=asked.given.document_tokens)
+    asked.console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
+    _write(asked.given.json, dataclasses.asdict(shown), asked.console)
+    _plot(asked, shown, [shown], _AROUND)
+
+
+def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
+    """Plans the config's steps for rows of each length, on each kind of GPU."""
+    found, refused = [], []
+    for site in sites:
+        for row_tokens in asked.settings.data.row_lengths:
+            settings = asked.settings.for_rows_of(row_tokens)
+            words = f"{site.num_devices} x {site.kind}, rows of {row_tokens:,} tokens"
+            try:
+                plan = plans.of(settings, model=asked.model, site=site, document_tokens=asked.given.document_tokens)
+            except errors.UserError as error:
+                refused.append(f"{words}: {str(error).splitlines()[0]}")
+                continue
+            asked.console.print(f"{words}: compiled in {plan.plan_s:.0f} s")
+            found.append(plan)
+    if not found:
+        raise errors.UserError(refused)
+    asked.console.print(report.several(found, tokens=asked.tokens))
+    for words in refused:
+        asked.console.print(f"refused: {words}")
+    _write(asked.given.json, {"plans": [dataclasses.asdict(plan) for plan in found]}, asked.console)
+
+
+def _plot(asked: Asked, shown: plans.Plan, around: list[plans.Plan], factors: Sequence[float]) -> None:
+    """Draws memory over the row's length around a plan, if asked for."""
+    if not asked.given.plot:
+        return
+    unit = 128 * asked.settings.mesh.seq
+    for factor in factors:
+        row_tokens = round(factor * shown.row_tokens / unit) * unit
+        if row_tokens and all(row_tokens != plan.row_tokens for plan in around):
+            of_length = search.with_rows_of(asked.settings, row_tokens)
+            with contextlib.suppress(errors.UserError):  # lengths that cuDNN cannot compute are left out
+                around.append(plans.of(of_length, model=asked.model, site=asked.site))
+    site = asked.site
+    title = f"{asked.name} on {site.num_devices} x {site.kind}, {report.mesh(shown.mesh)}: planned, not measured"
+    plots.lengths(around, asked.given.plot, title=title)
+    asked.console.print(f"drawn: {asked.given.plot}")
 
 
 def asked(arguments: list[str]) -> argparse.Namespace:
@@ -89,7 +138,12 @@ def asked(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
-    parser.add_argument("--device", metavar="KIND", help=f"{errors.choices(gpus.KINDS)}; default: h100-80gb")
+    parser.add_argument(
+        "--device",
+        metavar="KIND",
+        action="append",
+        help=f"one or more of {', '.join(gpus.KINDS)}; default: h100-80gb. Several are compared in a table",
+    )
     parser.add_argument(
         "--devices",
         metavar="N",
@@ -101,6 +155,9 @@ def asked(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--document-tokens", metavar="N", type=int, help="of the documents that fill a row, for the time; default: one document"
     )
+    parser.add_argument(
+        "--tokens", metavar="N", type=float, help="to train on, such as 10e9, for GPU-hours and days; default: the run's steps"
+    )
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
     question.add_argument("--meshes", action="store_true", help="plans every mesh of these devices, and ranks them")
@@ -109,15 +166,29 @@ def asked(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draws memory over the row's length, or the meshes")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too")
-    given = parser.parse_intermixed_args(arguments)
+    given = parser.parse_intermixed_args(_one_device_each(arguments))
     _check(given)
     return given
+
+
+def _one_device_each(arguments: Sequence[str]) -> list[str]:
+    """`--device a b` as `--device a --device b`; words that follow and are no GPU are not its values."""
+    words: list[str] = []
+    is_device = False
+    for word in arguments:
+        if is_device and word in gpus.KINDS and words[-1] != "--device":
+            words.append("--device")
+        elif words and words[-1] != "--device":
+            is_device = False
+        is_device = is_device or word == "--device"
+        words.append(word)
+    return words
 
 
 def _check(given: argparse.Namespace) -> None:
     """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
     problems = cli.Problems()
-    for flag in ("devices", "node_devices", "host_gib", "document_tokens", "measure"):
+    for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens", "measure"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:
             problems.append(f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more.")
@@ -126,10 +197,14 @@ def _check(given: argparse.Namespace) -> None:
             "--measure: runs the meshes that --meshes lists. Give both, or use python -m jaxsp.measure for one mesh."
         )
     if given.measure is not None:
-        for flag in ("device", "devices", "node_devices", "host_gib", "document_tokens", "plot"):
+        for flag in ("device", "devices", "node_devices", "host_gib", "document_tokens", "tokens", "plot"):
             if getattr(given, flag) is not None:
                 why = "nothing is drawn" if flag == "plot" else "the devices are those that are here"
                 problems.append(f"--{flag.replace('_', '-')}: with --measure, {why}. Leave one of them out.")
+    if len(given.device or ()) > 1:
+        for flag in ("longest", "meshes", "plot"):
+            if getattr(given, flag):
+                problems.append(f"--{flag}: is for one kind of GPU. Give one --device, or leave it out.")
     if given.longest and given.document_tokens is not None:
         problems.append("--document-tokens: the longest row is sought as one document. Leave it out.")
     for flag in ("json", "plot"):
@@ -142,8 +217,8 @@ def _check(given: argparse.Namespace) -> None:
     problems.check()
 
 
-def _site(given: argparse.Namespace, settings: config.Config) -> compiled.Site:
-    """What is planned for. Raises: UserError for devices that the mesh does not fit."""
+def _site(kind: str, given: argparse.Namespace, settings: config.Config) -> compiled.Site:
+    """Nodes of a kind of GPU. Raises: UserError for devices that the mesh does not fit."""
     mesh = settings.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
@@ -152,26 +227,33 @@ def _site(given: argparse.Namespace, settings: config.Config) -> compiled.Site:
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
         fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
         raise errors.UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
-    return compiled.site(given.device or "h100-80gb", count, node_devices=given.node_devices, node_host_gib=given.host_gib)
+    return compiled.site(kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib)
 
 
-def _longest(settings: config.Config, model: ModelConfig, site: compiled.Site, console: rich.console.Console) -> search.Longest:
+def _longest(asked: Asked) -> None:
+    """Finds the longest row that fits."""
+    console, site = asked.console, asked.site
     began = time.perf_counter()
     console.print(f"the longest row on {site.num_devices} x {site.kind}:")
-    found = search.longest(settings, model=model, site=site, say=lambda one: console.print(report.tried(one)))
+    found = search.longest(asked.settings, model=asked.model, site=site, say=lambda one: console.print(report.tried(one)))
     console.print(report.longest(found, seconds=time.perf_counter() - began))
-    return found
+    shown = found.plan or found.beyond.plan
+    result = {
+        "longest_row_tokens": found.plan and found.plan.row_tokens,
+        "tried": [{"row_tokens": one.row_tokens, "fits": not one.why, "why": one.why} for one in found.tried],
+    }
+    if shown is not None:
+        console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
+        result = dataclasses.asdict(shown) | result
+    _write(asked.given.json, result, console)
+    if shown is not None:
+        _plot(asked, shown, [one.plan for one in found.tried if one.plan is not None], _BELOW)
 
 
-def _meshes(
-    given: argparse.Namespace,
-    settings: config.Config,
-    model: ModelConfig,
-    site: compiled.Site,
-    console: rich.console.Console,
-) -> None:
+def _meshes(asked: Asked) -> None:
     """Plans every mesh."""
-    count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads))
+    given, settings, site, console = asked.given, asked.settings, asked.site, asked.console
+    count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     with console.status(f"compiling {count} steps") as status:
         done = []
@@ -180,17 +262,13 @@ def _meshes(
             done.append(shape)
             status.update(f"compiling {count} steps: {len(done)} done")
 
-        found = shapes.planned(settings, model=model, site=site, document_tokens=given.document_tokens, say=say)
+        found = shapes.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=say)
     rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"
     console.print(f"{rows} a step on {site.num_devices} x {site.kind}")
     console.print(report.ranked(found))
     if given.plot:
-        name = settings.model.source or "the config's model"
-        plots.meshes(
-            found,
-            given.plot,
-            title=f"{name}, {rows} a step on {site.num_devices} x {site.kind}: planned, not measured",
-        )
+        where = f"{asked.name}, {rows} a step on {site.num_devices} x {site.kind}"
+        plots.meshes(found, given.plot, title=f"{where}: planned, not measured")
         console.print(f"drawn: {given.plot}")
     _write(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, console)
 

@@ -78,12 +78,12 @@ def host_room(environ: Mapping[str, str], *, num_processes: int, num_devices: in
     return host_bytes(jobs.host_memory(), num_processes=num_processes) / (num_processes * num_devices)
 
 
-def host_bytes(node_bytes: float, *, num_processes: int) -> float:
+def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
     """Bytes of a node's memory that are left for arrays."""
     return max(0.0, node_bytes - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
 
 
-def pool_size(needed: float, limit: float) -> float:
+def pool_size(needed: int | float, limit: float) -> float:
     """Bytes of XLA's pool of pinned host memory that holds so many bytes in one piece.
 
     Its regions are powers of two and never joined, so the first request has to be for everything: `training.host.reserve`.

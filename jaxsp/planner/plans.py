@@ -64,6 +64,8 @@ class Plan:
     """What arrays take of a node's memory, all its devices together;"""
     host_room_gib: float
     """and what they may."""
+    host_pool_gib: float
+    """What XLA's pool for them takes, of all devices of a node; it grows in powers of two up to its limit."""
     memory: Mapping[str, float]
     """By cause, on a device, when it is fullest. All but `CUDA and NCCL`, which JAX leaves alone, add up to device_gib."""
     host_memory: Mapping[str, float]
@@ -75,7 +77,8 @@ class Plan:
     bytes_formula: float
     """and by the formulas."""
     moved: Sequence[Mapping[str, Any]]
-    """The same for each kind of collective: kind, axes, bytes, formula."""
+    """The same for each kind of collective: kind, axes, bytes, formula; and by estimate the seconds that they take, and how many
+    of them are waited for."""
     flops_needed: float
     """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
     flops_executed: float | None
@@ -83,11 +86,18 @@ class Plan:
     host_bytes: tuple[float, float] | None
     """From the host to a device in a step, and back."""
     step_s_estimate: float | None
-    """From a roofline of other people's figures, which are for bfloat16 and cuDNN; None for others."""
+    """From a roofline of published rates, which are for bfloat16 and cuDNN; None for others. A measured step is likely to
+    take roofline.LIKELY times as long."""
     tokens_per_s_estimate: float | None
     """Of all devices, if the rows are full."""
     mfu_estimate: float | None
     seconds_estimate: Mapping[str, float]
+    """By cause."""
+    limited_by: str | None
+    """The cause that takes most of the time."""
+    transfers: Sequence[Mapping[str, Any]]
+    """Each collective and host copy of the program: kind, op_name, bytes and seconds in a step, the seconds of them that are
+    waited for, and runs."""
     jax: str
     plan_s: float
     """What it took to compile and read it."""
@@ -197,6 +207,7 @@ def _plan(
         room_gib=room.device / gib,
         host_gib=needs.host * site.node_devices / gib,
         host_room_gib=room.host * site.node_devices / gib,
+        host_pool_gib=_pool(fitted, room) * site.node_devices / gib,
         memory={name: size / gib for name, size in found.device.items()} | {budget.RESERVED: reserved / gib},
         host_memory={name: size * site.node_devices / gib for name, size in found.host.items() if size},
         causes=[
@@ -210,7 +221,7 @@ def _plan(
         ],
         bytes_moved=comms.total(sent),
         bytes_formula=sum(formula.values()),
-        moved=_moved(sent, formula, program.mesh.shape),
+        moved=_moved(sent, formula, program.mesh.shape, expected),
         flops_needed=needed,
         flops_executed=expected.flops_executed if expected else None,
         host_bytes=expected.host_bytes if expected else None,
@@ -218,12 +229,27 @@ def _plan(
         tokens_per_s_estimate=tokens / step_s if step_s else None,
         mfu_estimate=needed / step_s / site.gpu.ceilings.peak_tflops / 1e12 if step_s else None,
         seconds_estimate=expected.seconds if expected else {},
+        limited_by=roofline.limiting(expected.seconds) if expected else None,
+        transfers=[dataclasses.asdict(one) for one in expected.transfers] if expected else [],
         jax=jax.__version__,
         plan_s=time.perf_counter() - began,
     )
 
 
-def _moved(sent: Sequence[comms.Sent], formula: Mapping[str, float], sizes: Mapping[str, int]) -> list[dict[str, Any]]:
+def _pool(fitted: memory_fit.Fitted, room: memory_fit.Room) -> float:
+    """Bytes of pinned host memory for each device."""
+    if not fitted.needs.host:
+        return 0.0
+    limit = min(room.host, memory_fit.pool_bytes(memory_fit.offloaded_by(fitted.program)))
+    return max(float(fitted.needs.host), meshes.pool_size(fitted.needs.host, limit))
+
+
+def _moved(
+    sent: Sequence[comms.Sent],
+    formula: Mapping[str, float],
+    sizes: Mapping[str, int],
+    expected: roofline.Estimate | None,
+) -> list[dict[str, Any]]:
     """What is sent, by kind, beside the formula of the kind. All-reduces of gradients go along one axis and along all."""
     found: dict[str, dict[str, Any]] = {}
     for one in comms.along(sent, sizes):
@@ -232,4 +258,8 @@ def _moved(sent: Sequence[comms.Sent], formula: Mapping[str, float], sizes: Mapp
         )
         of_kind["axes"].append(" x ".join(one.axes))
         of_kind["bytes"] += one.bytes
+    for of_kind in found.values():
+        own = [one for one in expected.transfers if one.kind == of_kind["kind"]] if expected else []
+        of_kind["seconds"] = sum(one.seconds for one in own) if expected else None
+        of_kind["waited_s"] = sum(one.waited_s for one in own) if expected else None
     return list(found.values())

@@ -1,30 +1,22 @@
-"""Plans in words and tables, for people."""
+"""Plans as text and tables."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxsp.core import axes
-from jaxsp.planner import budget, compiled, gpus, plans, search, shapes
+from jaxsp.planner import budget, compiled, gpus, plans, roofline, search, shapes
 
 _LABEL = 12
 """Width of the first column."""
 
 
-def text(plan: plans.Plan, *, model: str) -> str:
-    """All of a plan."""
+def text(plan: plans.Plan, *, model: str, tokens: float | None = None) -> str:
+    """All of a plan.
+
+    Args: tokens: to train on, for the GPU-hours; None: left out.
+    """
     nodes = plan.num_devices // plan.node_devices
     where = f"{plan.num_devices} x {plan.device}" + (f" in {nodes} nodes" if nodes > 1 else "")
-    why = f" (because {plan.why_not_cudnn})" if plan.why_not_cudnn else ""
-    kernel = "cuDNN" if plan.kernel == "cudnn" else f"{plan.kernel}{why}"
-    parts = f", heads in {plan.head_chunks} parts" if plan.head_chunks > 1 else ""
-    shared = ""
-    if plan.attention:
-        others = ", ".join(f"{words}: {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
-        others = f" (others: {others})" if others else ""
-        shared = (
-            f"{plan.attention}: {plan.attention_bytes / 1e6:,.1f} MB for a layer in a turn where attention is kept{others}; "
-        )
     rows = f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)} of {plan.row_tokens:,} tokens"
     lines = [
         ("plan", f"{model} on {where}, compiled in {plan.plan_s:.1f} s by jax {plan.jax}; nothing was run or measured"),
@@ -33,59 +25,158 @@ def text(plan: plans.Plan, *, model: str) -> str:
             f"{mesh(plan.mesh)}; {rows} a step, {plan.rows_at_once} at a time, up to {plan.max_documents_per_row} documents in "
             "each",
         ),
-        ("attention", f"{shared}{kernel}{parts}"),
-        (
-            "levers",
-            f"remat {plan.remat}, offload_activations {plan.offload_activations}, offload_optimizer {plan.offload_optimizer}: "
-            f"{plan.levers}",
-        ),
+        ("attention", _attention(plan)),
+        ("options", f"remat {plan.remat}: {plan.levers}"),
         ("fits", fits(plan)),
+        *_memory(plan),
+        *_sent(plan),
+        *_time(plan, tokens),
     ]
-    parts_of = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
-    shown = [(name, size) for name, size in parts_of if size >= 0.005]
-    lines.append(("memory", "GiB of each device at the fullest moment, by cause"))
-    lines += [("", f"{size:8.2f}  {name}: {budget.CAUSES[name]}") for name, size in shown]
-    total = sum(plan.memory.values())
-    lines.append(("", f"{total:8.2f}  of {gpus.KINDS[plan.device].memory_bytes / 2**30:.2f}"))
+    return "\n".join(_wrapped(label, words) for label, words in lines)
+
+
+def _attention(plan: plans.Plan) -> str:
+    why = f" (because {plan.why_not_cudnn})" if plan.why_not_cudnn else ""
+    kernel = "cuDNN" if plan.kernel == "cudnn" else f"{plan.kernel}{why}"
+    parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
+    if not plan.attention:
+        return f"{kernel}{parts}"
+    others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
+    others = f" ({others})" if others else ""
+    sends = f"a device sends {plan.attention_bytes / 1e6:,.1f} MB per layer and microbatch, attention kept{others}"
+    return f"{plan.attention}, {kernel}{parts}; {sends}"
+
+
+def _memory(plan: plans.Plan) -> list[tuple[str, str]]:
+    """Memory by cause, largest first."""
+    causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
+    lines = [("memory", "GiB of each device at the fullest moment, by cause")]
+    lines += [("", f"{size:8.2f}  {name}: {budget.CAUSES[name]}") for name, size in causes if size >= 0.005]
+    lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {gpus.KINDS[plan.device].memory_bytes / 2**30:.2f}"))
     if plan.host_gib >= 0.005:
-        host = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
-        lines.append(("host", "GiB of each node's memory, by cause"))
-        lines += [("", f"{size:8.2f}  {name}") for name, size in host if size >= 0.005]
+        causes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
+        pool = f"; XLA's pool for them takes {plan.host_pool_gib:,.0f}"
+        lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
+        lines += [("", f"{size:8.2f}  {name}") for name, size in causes if size >= 0.005]
+    return lines
+
+
+def _sent(plan: plans.Plan) -> list[tuple[str, str]]:
+    """Bytes that travel, and how much of their time is waited for."""
+    lines = []
+    if plan.moved:
+        lines.append(("sent", "GB by each device in a step: program, formula, ratio; estimated seconds, and waited for"))
+        for one in plan.moved:
+            ratio = f"{one['bytes'] / one['formula']:.2f}" if one["formula"] else "    "
+            sizes = f"{one['bytes'] / 1e9:10.3f} {one['formula'] / 1e9:10.3f}  {ratio}"
+            times = f"{number(one['seconds'], '{:.3f}'):>8} {number(one['waited_s'], '{:.3f}'):>7}"
+            lines.append(("", f"{sizes} {times}  {one['kind']} along {' and '.join(one['axes'])}"))
     if plan.host_bytes is not None and max(plan.host_bytes) > 0:
         from_host, to_host = plan.host_bytes
-        lines.append(("", f"each device gets {from_host / 1e9:,.1f} GB from there in a step, and sends {to_host / 1e9:,.1f}"))
-    if plan.moved:
-        lines.append(("sent", "GB by each device in a step: by the program, by the formula, their ratio"))
-        lines += [("", _sent(one)) for one in plan.moved]
+        lines.append(("", f"each device gets {from_host / 1e9:,.1f} GB from host memory and sends {to_host / 1e9:,.1f} GB"))
+    return lines
+
+
+def _time(plan: plans.Plan, tokens: float | None) -> list[tuple[str, str]]:
+    """Arithmetic, and the estimate by cause."""
     executed = ""
     if plan.flops_executed is not None:
         executed = f", {plan.flops_executed / 1e12:,.0f} executed ({plan.flops_executed / plan.flops_needed:.2f} times)"
     words = f"{plan.flops_needed / 1e12:,.0f} TFLOP needed of each device in a step{executed}"
-    lines.append(("arithmetic", f"{words}, if rows are filled with documents of {plan.document_tokens:,} tokens"))
+    lines = [("arithmetic", f"{words}, if rows are filled with documents of {plan.document_tokens:,} tokens")]
     lines.append(("time", speed(plan)))
-    if plan.step_s_estimate is not None:
-        lines += [("", f"{size:8.3f}  {name}") for name, size in plan.seconds_estimate.items() if size >= 0.0005]
-    return "\n".join(_wrapped(label, words) for label, words in lines)
+    lines += [("", f"{size:8.3f}  {name}") for name, size in plan.seconds_estimate.items() if size >= 0.0005]
+    if tokens is not None and plan.tokens_per_s_estimate is not None:
+        lines.append(("cost", cost(plan, tokens)))
+    return lines
 
 
 def fits(plan: plans.Plan) -> str:
-    """Whether a plan fits, what binds it, and what else there is to do."""
+    """Whether a plan fits, what is fullest, and what to change if it does not fit."""
     device = f"{plan.device_gib:.1f} of {plan.room_gib:.1f} GiB on each device"
     host = f", {plan.host_gib:,.0f} of {plan.host_room_gib:,.0f} GiB of each node's memory" if plan.host_gib >= 0.05 else ""
     if plan.fits:
-        return f"yes: {device}{host}; the {plan.binds} is what binds"
+        return f"yes: {device}{host}; the {plan.binds} is fuller"
     ways = f"{', '.join(plan.ways_out[:-1])}{' or ' * (len(plan.ways_out) > 1)}{plan.ways_out[-1]}"
-    return f"NO: {device}{host}; the {plan.binds} is what binds. Not turned yet: {ways}"
+    return f"NO: {device}{host}; the {plan.binds} is full. Try {ways}"
 
 
 def speed(plan: plans.Plan) -> str:
-    """How fast a step is expected to be."""
+    """The estimated time of a step, its range, and what limits it."""
     if plan.step_s_estimate is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
-        return "no estimate: the ceilings are for bfloat16 and cuDNN's attention"
+        return "no estimate: the rates are for bfloat16 and cuDNN's attention"
+    low, high = (duration(factor * plan.step_s_estimate) for factor in roofline.LIKELY)
     return (
-        f"about {plan.step_s_estimate:.3g} s a step, {plan.tokens_per_s_estimate:,.0f} tokens/s, MFU "
-        f"{100 * plan.mfu_estimate:.0f} %: an ESTIMATE, from ceilings that others measured (planner/gpus.py)"
+        f"about {duration(plan.step_s_estimate)} a step (likely {low} to {high}), {plan.tokens_per_s_estimate:,.0f} tokens/s, "
+        f"MFU {100 * plan.mfu_estimate:.0f} %, limited by {plan.limited_by}: an ESTIMATE from published rates "
+        "(planner/gpus.py); scripts/bench/anchors.py compares such estimates with published runs"
     )
+
+
+def cost(plan: plans.Plan, tokens: float) -> str:
+    """GPU-hours and days for so many tokens."""
+    assert plan.tokens_per_s_estimate is not None, "the caller looked"
+    low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY)
+    hours = [f"{seconds * plan.num_devices / 3600:,.0f}" for seconds in (low, high)]
+    days = [f"{seconds / 86400:.1f}" for seconds in (low, high)]
+    return f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: `0.726 s`, `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,} h {minutes} min"
+
+
+def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
+    """Plans of the same config for several GPUs and row lengths, as a table."""
+    head = (
+        "device",
+        "row tokens",
+        "fits",
+        "device GiB",
+        "host GiB",
+        "remat",
+        "tile",
+        "step*",
+        "tokens/s*",
+        "MFU* %",
+        "limited by*",
+    )
+    head += ("GPU-hours*",) if tokens is not None else ()
+    rows = []
+    for plan in found:
+        tile = (
+            "-"
+            if plan.mlp_tile_tokens * plan.mesh[axes.SEQ] >= plan.row_tokens * plan.rows_at_once
+            else f"{plan.mlp_tile_tokens:,}"
+        )
+        row = (
+            plan.device,
+            f"{plan.row_tokens:,}",
+            "yes" if plan.fits else f"no: {plan.binds}",
+            f"{plan.device_gib:.1f} of {plan.room_gib:.1f}",
+            f"{plan.host_gib:,.0f}",
+            plan.remat,
+            tile,
+            "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
+            number(plan.tokens_per_s_estimate, "{:,.0f}"),
+            number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
+            (plan.limited_by or "-").partition(",")[0],
+        )
+        if tokens is not None:
+            hours = (
+                None if plan.tokens_per_s_estimate is None else tokens / plan.tokens_per_s_estimate * plan.num_devices / 3600
+            )
+            row += (number(hours, "{:,.0f}"),)
+        rows.append(row)
+    low, high = roofline.LIKELY
+    return f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was run"
 
 
 def tried(one: search.Tried) -> str:
@@ -102,10 +193,10 @@ def tried(one: search.Tried) -> str:
 
 
 def longest(found: search.Longest, *, seconds: float) -> str:
-    """What a search came to."""
+    """The result of a search."""
     plan, beyond = found.plan, found.beyond
     if plan is None:
-        ways = f" Not turned yet: {', '.join(beyond.plan.ways_out)}." if beyond.plan else ""
+        ways = f" Try {', '.join(beyond.plan.ways_out)}." if beyond.plan else ""
         return f"no row fits, not even of {beyond.row_tokens:,} tokens: {beyond.why}.{ways}"
     binds = beyond.plan.binds if beyond.plan and beyond.plan.short else None
     why = f"the {binds} is full" if binds else beyond.why
@@ -116,8 +207,9 @@ def longest(found: search.Longest, *, seconds: float) -> str:
 
 
 def ranked(found: Sequence[shapes.Shape]) -> str:
-    """Meshes that were planned, as a table; the first fits and is fastest by estimate."""
-    of_mesh, of_time = ("replica", "data", "seq", "attention"), ("step s*", "tokens/s*", "MFU* %")
+    """Planned meshes as a table, in the order of `shapes.ranked`."""
+    ranks = shapes.ranks(found)
+    of_mesh, of_time = ("replica", "data", "seq", "attention"), ("step*", "tokens/s*", "MFU* %", "rank")
     head = (*of_mesh, "fits", "device GiB", "host GiB", "remat", "kernel", *of_time)
     rows = []
     for shape in found:
@@ -135,12 +227,18 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
                 f"{plan.host_gib:,.0f}",
                 plan.remat,
                 plan.kernel,
-                number(plan.step_s_estimate, "{:.3g}"),
+                "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
                 number(plan.tokens_per_s_estimate, "{:,.0f}"),
                 number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
+                number(ranks.get(id(shape)), "{}"),
             )
         )
-    return f"{table(head, rows)}\n* estimates from a roofline; nothing was measured"
+    same = f"within {100 * (shapes.SAME_TIME - 1):.0f} % have the same rank, the smallest seq first"
+    low, high = roofline.LIKELY
+    return (
+        f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Meshes {same}. "
+        "Nothing was run"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -167,13 +265,8 @@ def number(value: float | None, form: str) -> str:
 
 
 def assumed(site: compiled.Site) -> str:
-    """What nobody has said of the nodes that are planned for."""
+    """Assumptions about the nodes."""
     return f"nodes of {site.node_devices} GPUs with {site.node_host_gib:,.0f} GiB of memory (--node-devices, --host-gib)"
-
-
-def _sent(one: Mapping[str, Any]) -> str:
-    ratio = f"{one['bytes'] / one['formula']:.2f}" if one["formula"] else "    "
-    return f"{one['bytes'] / 1e9:10.3f} {one['formula'] / 1e9:10.3f}  {ratio}  {one['kind']} along {' and '.join(one['axes'])}"
 
 
 def _wrapped(label: str, words: str) -> str:

@@ -7,7 +7,7 @@ collectives slow down the kernels beside them.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,14 +15,20 @@ import numpy as np
 from jaxsp.planner import comms, compiled, gpus, hlo, timeline, work
 from jaxsp.training import metrics
 
-KERNELS, ATTENTION, WAITED, BESIDE, HOST_WAITED, HOST_BESIDE = (
-    "kernels",
+PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
+    "matrix products",
+    "other kernels, limited by memory bandwidth",
     "attention",
-    "collectives, waited for",
-    "collectives, beside kernels",
-    "to the host and back, waited for",
-    "to the host and back, beside kernels",
+    "waiting for collectives",
+    "waiting for copies from and to the host",
 )
+"""Causes of a step's time, which add up to it."""
+
+OVERLAPPED, HOST_OVERLAPPED = "collectives that overlap kernels", "host copies that overlap kernels"
+
+LIKELY = (1.0, 1.3)
+"""Range of a measured step's time over its estimate. Runs with the same kernels took 1.03 to 1.12 times as long, one 0.95, and on
+GPUs with less power 1.28 times (scripts/bench/anchors.py)."""
 
 FROM_HOST, TO_HOST = "from host", "to host"
 """Kinds of transfers beside those of `comms.KINDS`."""
@@ -59,7 +65,7 @@ class Estimate:
     host_bytes: tuple[float, float]
     """Bytes from and to host memory."""
     seconds: Mapping[str, float]
-    """Time by cause."""
+    """Time by cause: PRODUCTS to HOST_WAITED, and beside them OVERLAPPED and HOST_OVERLAPPED."""
     step_s: float
     transfers: Sequence[Transfer]
     """In the order of the program's text."""
@@ -129,16 +135,27 @@ def estimate(
             sum((one.times * one.to_host for one in kernels), start=0.0),
         ),
         seconds={
-            KERNELS: sum((simulated.kernels.get(number, 0.0) for number in seconds), start=0.0),
-            ATTENTION: sum((simulated.kernels.get(number, 0.0) for number in of_attention), start=0.0),
+            PRODUCTS: _sum(simulated, (number for number, kernel in on_device.items() if kernel.flops)),
+            MEMORY: _sum(simulated, (number for number, kernel in on_device.items() if not kernel.flops)),
+            ATTENTION: _sum(simulated, of_attention),
             WAITED: waited[True],
-            BESIDE: total[True] - waited[True],
             HOST_WAITED: waited[False],
-            HOST_BESIDE: total[False] - waited[False],
+            OVERLAPPED: total[True] - waited[True],
+            HOST_OVERLAPPED: total[False] - waited[False],
         },
         step_s=simulated.seconds,
         transfers=transfers,
     )
+
+
+def _sum(simulated: timeline.Timeline, lines: Iterable[int]) -> float:
+    """Seconds of all runs of some kernels."""
+    return sum((simulated.kernels.get(number, 0.0) for number in lines), start=0.0)
+
+
+def limiting(seconds: Mapping[str, float]) -> str:
+    """The cause that takes most of a step's time."""
+    return max((PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED), key=lambda cause: seconds.get(cause, 0.0))
 
 
 def _transfer(kind: str, op_name: str, size: float, one: timeline.Transfer, simulated: timeline.Timeline) -> Transfer:

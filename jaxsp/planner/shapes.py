@@ -1,7 +1,8 @@
 """All meshes that so many devices can make, and what a config's step takes on each."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxsp.attention import kinds
@@ -84,9 +85,9 @@ def planned(
 ) -> list[Shape]:
     """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there.
 
-    Those that fit first, the fastest by estimate first.
+    Those that fit first, the fastest by estimate first; of those that are as fast, the one with the smallest `seq`.
 
-    Args:   say: is told of each as it is planned.
+    Args:   say: called with each as it is planned.
     """
     found = []
     for mesh, kind in all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads):
@@ -97,7 +98,7 @@ def planned(
             shape = Shape(mesh=mesh, kind=kind, plan=None, why=str(error).splitlines()[0])
         found.append(shape)
         say(shape)
-    return sorted(found, key=_rank)
+    return ranked(found)
 
 
 def all_of(settings: config.Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
@@ -107,8 +108,29 @@ def all_of(settings: config.Config, *, num_devices: int, num_heads: int) -> list
     ]
 
 
-def _rank(shape: Shape) -> tuple[bool, bool, float]:
-    plan = shape.plan
-    if plan is None:
-        return True, True, 0.0
-    return False, not plan.fits, plan.step_s_estimate or plan.device_gib
+SAME_TIME = 1.05
+"""Steps whose estimates differ by less than this factor count as equally fast; the estimate is not that good."""
+
+
+def ranked(found: Sequence[Shape]) -> list[Shape]:
+    """Shapes in the order of their times: by `ranks`, then the smallest `seq`, then the estimate. Refused ones are last."""
+    number = ranks(found)
+
+    def key(shape: Shape) -> tuple[float, int, float]:
+        plan = shape.plan
+        time = 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
+        return number.get(id(shape), math.inf), shape.mesh[axes.SEQ], time
+
+    return sorted(found, key=lambda shape: (shape.plan is None, not (shape.plan and shape.plan.fits), key(shape)))
+
+
+def ranks(found: Sequence[Shape]) -> dict[int, int]:
+    """Rank of each shape that fits, from 1, by its id; those within SAME_TIME of the fastest of a rank share it."""
+    there = [(plan.step_s_estimate or plan.device_gib, shape) for shape in found if (plan := shape.plan) and plan.fits]
+    numbers: dict[int, int] = {}
+    rank, fastest = 0, 0.0
+    for time, shape in sorted(there, key=lambda pair: pair[0]):
+        if not rank or time > SAME_TIME * fastest:
+            rank, fastest = rank + 1, time
+        numbers[id(shape)] = rank
+    return numbers

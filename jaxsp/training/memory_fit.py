@@ -161,7 +161,7 @@ def changed(program: step.Program, **memory: Any) -> step.Program:
     return dataclasses.replace(program, config=settings.model_copy(update=update))
 
 
-def predict(program: step.Program, *, uncounted: int = 0) -> float:
+def predict(program: step.Program, *, uncounted: int = 0) -> int:
     """Formula for the memory that a step takes of each device, in bytes.
 
     Arguments, gradients and what layers keep are there all the time; beside them the largest of four phases: the backward pass
@@ -214,7 +214,7 @@ def predict(program: step.Program, *, uncounted: int = 0) -> float:
         kept + (gradients if num_microbatches > 1 else 0) + at_loss,
         gradients + 4 * V * D + 2 * stream,
     )
-    return state + max(phases)
+    return int(state + max(phases))
 
 
 def _state_bytes(program: step.Program) -> tuple[int, int]:
@@ -241,7 +241,7 @@ def _shard_size(row: layers.Parameter, program: step.Program) -> int:
     return sharding.shard_size(row, meshes.num_shards(program.mesh))
 
 
-def _attention_bytes(program: step.Program) -> float:
+def _attention_bytes(program: step.Program) -> int:
     """Queries, keys, values, output and their gradients in the backward pass, as the strategy holds them."""
     model, kind = program.model, program.attend.kind
     head = program.tokens * model.head_dim * program.dtype.itemsize
@@ -254,7 +254,7 @@ def _attention_bytes(program: step.Program) -> float:
     if chunks == 1:
         return inputs + q + kv + q
     shares_kv = chunks > model.num_kv_heads * repeats // kind.inner
-    return inputs + (3 * q + 2 * kv) / chunks + (2 * kv if shares_kv else 0)
+    return inputs + (3 * q + 2 * kv) // chunks + (2 * kv if shares_kv else 0)
 
 
 # What there is
@@ -402,6 +402,6 @@ def shortage(needs: Needs, room: Room) -> str:
     return ""
 
 
-def size(num_bytes: float) -> str:
+def size(num_bytes: int | float) -> str:
     """Bytes for people."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
