@@ -77,8 +77,8 @@ class Plan:
     bytes_formula: float
     """and by the formulas."""
     moved: Sequence[Mapping[str, Any]]
-    """The same for each kind of collective: kind, axes, bytes, formula; and by estimate the seconds that they take, and how many
-    of them are waited for."""
+    """The same for each kind of collective: kind, axes, bytes, formula, and by estimate their seconds and those of them that are
+    waited for."""
     flops_needed: float
     """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
     flops_executed: float | None

@@ -135,46 +135,28 @@ def duration(seconds: float) -> str:
 
 def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
     """Plans of the same config for several GPUs and row lengths, as a table."""
-    head = (
-        "device",
-        "row tokens",
-        "fits",
-        "device GiB",
-        "host GiB",
-        "remat",
-        "tile",
-        "step*",
-        "tokens/s*",
-        "MFU* %",
-        "limited by*",
-    )
-    head += ("GPU-hours*",) if tokens is not None else ()
+    head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
+    head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + ([] if tokens is None else ["GPU-hours*"])
     rows = []
     for plan in found:
-        tile = (
-            "-"
-            if plan.mlp_tile_tokens * plan.mesh[axes.SEQ] >= plan.row_tokens * plan.rows_at_once
-            else f"{plan.mlp_tile_tokens:,}"
-        )
-        row = (
+        is_tiled = plan.mlp_tile_tokens * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
+        hours = None
+        if tokens is not None and plan.tokens_per_s_estimate is not None:
+            hours = tokens / plan.tokens_per_s_estimate * plan.num_devices / 3600
+        row = [
             plan.device,
             f"{plan.row_tokens:,}",
             "yes" if plan.fits else f"no: {plan.binds}",
             f"{plan.device_gib:.1f} of {plan.room_gib:.1f}",
             f"{plan.host_gib:,.0f}",
             plan.remat,
-            tile,
+            f"{plan.mlp_tile_tokens:,}" if is_tiled else "-",
             "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
             number(plan.tokens_per_s_estimate, "{:,.0f}"),
             number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
             (plan.limited_by or "-").partition(",")[0],
-        )
-        if tokens is not None:
-            hours = (
-                None if plan.tokens_per_s_estimate is None else tokens / plan.tokens_per_s_estimate * plan.num_devices / 3600
-            )
-            row += (number(hours, "{:,.0f}"),)
-        rows.append(row)
+        ]
+        rows.append(row + ([] if tokens is None else [number(hours, "{:,.0f}")]))
     low, high = roofline.LIKELY
     return f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was run"
 

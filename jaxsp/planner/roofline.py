@@ -27,8 +27,8 @@ PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
 OVERLAPPED, HOST_OVERLAPPED = "collectives that overlap kernels", "host copies that overlap kernels"
 
 LIKELY = (1.0, 1.3)
-"""Range of a measured step's time over its estimate. Runs with the same kernels took 1.03 to 1.12 times as long, one 0.95, and on
-GPUs with less power 1.28 times (scripts/bench/anchors.py)."""
+"""Range of a measured step's time over its estimate. Published runs with the same kernels took 0.95 to 1.12 times as long, and
+on GPUs with less power 1.28 times (scripts/bench/anchors.py)."""
 
 FROM_HOST, TO_HOST = "from host", "to host"
 """Kinds of transfers beside those of `comms.KINDS`."""
