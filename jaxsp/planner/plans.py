@@ -77,7 +77,7 @@ class Plan:
     bytes_formula: float
     """and by the formulas."""
     moved: Sequence[Mapping[str, Any]]
-    """The same for each kind of collective: kind, axes, bytes, formula, and by estimate their seconds and those of them that are
+    """The same for each kind of collective: kind, axes, bytes, formula, and by estimate their seconds and those that are
     waited for."""
     flops_needed: float
     """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
