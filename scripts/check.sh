@@ -3,7 +3,7 @@
 # `--all` runs the slow ones too, which CI does not: an hour and more on 2 cores.
 #
 # `--releases` instead checks each supported release of JAX in a fresh environment (scripts/check_release.py).
-# It needs Python 3.11 and 3.12, a package index, and about 3 GB in the temporary folder.
+# It needs Python 3.11 and 3.12, a package index, and about 4 GB in the temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
