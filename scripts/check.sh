@@ -1,12 +1,50 @@
 #!/usr/bin/env bash
 # Format, lint, types, tests; stops at the first that fails. `--fix` formats and repairs first; `--no-tests` leaves the tests out,
 # `--all` runs the slow ones too, which CI does not: an hour and more on 2 cores.
+#
+# `--releases` instead checks each supported release of JAX in a fresh environment (scripts/check_release.py).
+# It needs Python 3.11 and 3.12, a package index, and about 4 GB in the temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 run() {
     echo "+ $*"
     "$@"
+}
+
+# Checks release $2 of JAX on Python $1, in a fresh environment. All other versions are those of CI.
+check_release() {
+    local python constraints="scripts/constraints/python$1.txt"
+    if ! python=$(find_python "$1"); then
+        echo "jax $2: skipped, because Python $1 is not here"
+        return
+    fi
+    checked=$((checked + 1))
+    rm -rf "$folder/environment"
+    sed -E "s/^(jax|jaxlib|jax-cuda12-(pjrt|plugin))==.*/\1==$2/" "$constraints" > "$folder/constraints.txt"
+    if ! "$python" -m venv "$folder/environment" ||
+        ! "$folder/environment/bin/pip" install --quiet -e '.[plan]' -c "$folder/constraints.txt"; then
+        echo "jax $2: FAILED: it could not be installed on Python $1"
+        return 1
+    fi
+    TF_CPP_MIN_LOG_LEVEL=3 "$folder/environment/bin/python" -m scripts.check_release "$2"
+}
+
+check_releases() {
+    local version failed=0 checked=0
+    source scripts/find_python.sh
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    # its XLA is neither like the one before nor like the one after
+    check_release 3.12 0.11.2 || failed=1
+    for version in 3.11 3.12; do
+        check_release $version "$(sed -n 's/^jax==//p' scripts/constraints/python$version.txt)" || failed=1
+    done
+    if [ $checked = 0 ]; then
+        echo "neither Python 3.11 nor 3.12 is here: install one" >&2
+        return 1
+    fi
+    return $failed
 }
 
 tests=(-m "not slow")
@@ -17,9 +55,13 @@ for word in "$@"; do
             run python -m ruff format .
             ;;
         --no-tests) tests=() ;;
+        --releases)
+            check_releases
+            exit
+            ;;
         --all) tests=(-m "slow or not slow") ;;
         *)
-            echo "$word: unknown. Use --fix, --no-tests or --all." >&2
+            echo "$word: unknown. Use --fix, --no-tests, --all or --releases." >&2
             exit 2
             ;;
     esac

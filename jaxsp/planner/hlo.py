@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = ")
@@ -18,7 +18,7 @@ class Line:
     """An instruction."""
 
     number: int
-    """Of its line in the text."""
+    """Of its line in the text; -1 for one that XLA abbreviates: see `_elements`."""
     name: str
     shape: str
     opcode: str
@@ -54,28 +54,69 @@ def parsed(text: str) -> Program:
     """The program of a text. Raises: ValueError where there is none."""
     computations: dict[str, list[Line]] = {}
     entry, lines = "", []
+    shapes: dict[str, str] = {}
     for number, line in enumerate(text.splitlines()):
         if (begins := _COMPUTATION.match(line)) is not None:
             lines = computations[begins[2]] = []
+            shapes = {}
             entry = begins[2] if begins[1] else entry
         elif (named := _INSTRUCTION.match(line)) is not None:
             shape_end = _end(line, named.end())
             opcode, _, _ = line[shape_end:].strip().partition("(")
             operands_begin = line.index("(", shape_end)
             operands_end = _closing(line, operands_begin)
+            operands = line[operands_begin + 1 : operands_end]
+            for element in _elements(operands, shapes):
+                lines.append(element)
+                shapes[element.name] = element.shape
+            shape = shapes[named[1]] = line[named.end() : shape_end]
+            attributes = line[operands_end + 1 :]
             lines.append(
                 Line(
                     number=number,
                     name=named[1],
-                    shape=line[named.end() : shape_end],
+                    shape=shape,
                     opcode=opcode,
-                    operands=line[operands_begin + 1 : operands_end],
-                    attributes=line[operands_end + 1 :],
+                    operands=operands,
+                    attributes=attributes,
                 )
             )
     if not entry:
         raise ValueError("this is no program's text: no computation in it is its ENTRY")
     return Program(computations=computations, entry=entry)
+
+
+def _elements(operands: str, shapes: Mapping[str, str]) -> Iterator[Line]:
+    """Yields the get-tuple-elements that operands abbreviate as `%tuple#index`, as of jax 0.11.
+
+    Args:   shapes: shapes of the earlier instructions and abbreviations of the computation, by name.
+    """
+    for name, index in sorted(set(re.findall(r"%([^\s,()#]+)#(\d+)", operands))):
+        if f"{name}#{index}" not in shapes:
+            yield Line(
+                number=-1,
+                name=f"{name}#{index}",
+                shape=_element_shapes(shapes[name])[int(index)],
+                opcode="get-tuple-element",
+                operands=f"%{name}",
+                attributes=f", index={index}",
+            )
+
+
+def _element_shapes(shape: str) -> list[str]:
+    """Shapes of a tuple's elements.
+
+    Example: `(s32[], (f32[8]{0}, u32[]))` has `s32[]` and `(f32[8]{0}, u32[])`.
+    """
+    found = [""]
+    depth = 0
+    for letter in re.sub(r"/\*.*?\*/", "", shape[1:-1]):
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [element.strip() for element in found]
 
 
 def runs(program: Program, wanted: Callable[[Line], bool], *, may: bool = False) -> list[tuple[Line, int]]:

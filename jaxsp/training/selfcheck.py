@@ -111,36 +111,21 @@ def attention_differences(
     Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
         whichever is larger; of the piece where this is most. Infinite where something is not a number.
     """
-    pieces = _PIECES if max_pieces > 1 else (((0, _TOKENS - 100),), ((0, _TOKENS),))
-    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_pieces, _SLOTS)), np.int32) for _ in range(2))
-    for row, of_row in enumerate(pieces):
-        for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
-            starts_BM[row, slot], lengths_BM[row, slot] = start, length
-    both = sharing * num_kv_heads, num_kv_heads
-    parts = max(n for n in range(1, min(head_chunks, both[0]) + 1) if not both[0] % n and (not both[1] % n or not n % both[1]))
-    rng = np.random.default_rng(0)
-    heads = (sharing * num_kv_heads, num_kv_heads, num_kv_heads, sharing * num_kv_heads)
-    drawn = (rng.standard_normal((len(pieces), _TOKENS, x, head_dim), np.float32) for x in heads)
-    inputs = jax.device_put([np.asarray(x, dtype) for x in drawn], device)
-    slots = jax.device_put([starts_BM, lengths_BM], device)
+    arguments = attention_arguments(
+        sharing=sharing, num_kv_heads=num_kv_heads, head_dim=head_dim, max_pieces=max_pieces, dtype=dtype
+    )
+    starts_BM, lengths_BM = arguments[1]
+    inputs, slots = jax.device_put(arguments, device)
 
     def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
-        chunks = parts if kernel == "cudnn" else 1
-        if halves and kernel == "cudnn":
-            kernel = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
-        attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
-
-        def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
-            *qkv, dout = (x.astype(computes_in) for x in inputs)
-            out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
-            return [x.astype(jnp.float32) for x in (out, *pull(dout))]
-
-        compiled = jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_TUNING)
+        compiled = compile_attention(
+            kernel, inputs, slots, dtype=computes_in, window=window, head_chunks=head_chunks, halves=halves
+        )
         fill_free_memory(device, num_bytes=bytes_to_fill(device.memory_stats()))
         return dict(zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True))
 
     found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
-    piece_BL = np.full((len(pieces), _TOKENS), -1)
+    piece_BL = np.full((len(starts_BM), _TOKENS), -1)
     for number, slot in np.argwhere(lengths_BM > 0):
         start, length = starts_BM[number, slot], lengths_BM[number, slot]
         piece_BL[number, start : start + length] = slot
@@ -185,6 +170,57 @@ def fill_free_memory(device: jax.Device, *, num_bytes: int) -> None:
     filled.delete()
 
 
+def attention_arguments(
+    *, sharing: int, num_kv_heads: int, head_dim: int, max_pieces: int, dtype: jnp.dtype
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Returns q, k, v and the output's gradient, and starts and lengths, of small packed rows."""
+    pieces = _PIECES if max_pieces > 1 else (((0, _TOKENS - 100),), ((0, _TOKENS),))
+    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_pieces, _SLOTS)), np.int32) for _ in range(2))
+    for row, of_row in enumerate(pieces):
+        for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
+            starts_BM[row, slot], lengths_BM[row, slot] = start, length
+    rng = np.random.default_rng(0)
+    heads = (sharing * num_kv_heads, num_kv_heads, num_kv_heads, sharing * num_kv_heads)
+    drawn = (rng.standard_normal((len(pieces), _TOKENS, x, head_dim), np.float32) for x in heads)
+    return [np.asarray(x, dtype) for x in drawn], [starts_BM, lengths_BM]
+
+
+def compile_attention(
+    kernel: str | Callable[..., Array],
+    inputs: list[Any],
+    slots: list[Any],
+    *,
+    dtype: jnp.dtype,
+    window: int | None,
+    head_chunks: int = 1,
+    halves: str | None = None,
+) -> jax.stages.Compiled:
+    """Compiles a kernel's output and gradients, in float32, as functions of `attention_arguments`.
+
+    Args:
+        inputs, slots: arrays, or their shapes on an absent device.
+        dtype: the kernel computes in it.
+    """
+    num_heads, num_kv_heads = inputs[0].shape[2], inputs[1].shape[2]
+    chunks = 1
+    if kernel == "cudnn":
+        chunks = max(
+            n
+            for n in range(1, min(head_chunks, num_heads) + 1)
+            if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)
+        )
+        if halves:
+            kernel = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
+    attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
+
+    def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
+        *qkv, dout = (x.astype(dtype) for x in inputs)
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
+        return [x.astype(jnp.float32) for x in (out, *pull(dout))]
+
+    return jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_TUNING)
+
+
 def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> None:
     """Raises: UserError where a difference is larger than rounding explains."""
     wrong = {name: value for name, value in differences.items() if not value <= TOLERANCE}
@@ -223,31 +259,53 @@ def offload_difference(
         tokens, width: of a layer's input, 16 MiB: smaller copies XLA may treat differently.
         layer: what makes a layer do so.
     """
-    num_layers = 6  # XLA writes shorter loops out
-    rng = np.random.default_rng(0)
-    x_LD = rng.standard_normal((tokens, width), np.float32)
-    weights_NDD = rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
-    x_LD, weights_NDD = jax.device_put((x_LD, weights_NDD), device)
+    arguments = jax.device_put(offload_arguments(tokens=tokens, width=width), device)
 
     def gradients(how: remat.Remat) -> list[np.ndarray]:
-        def one(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
-            x_LD = remat.named_input(x_LD)
-            out_LD = jnp.tanh(x_LD @ weight_DD)
-            for name in attention.RESIDUALS:
-                out_LD = checkpoint_name(out_LD, name)
-            return x_LD + jnp.sin(out_LD), None
-
-        def total(x_LD: Array, weights_NDD: Array) -> Array:
-            return jnp.sum(jax.lax.scan(layer(one, how), x_LD, weights_NDD)[0] ** 2)
-
-        with jax.default_matmul_precision("float32"):
-            lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x_LD, weights_NDD)
-        compiled = lowered.compile(compiler_options={**_NO_TUNING, **options})
-        return [np.asarray(x) for x in compiled(x_LD, weights_NDD)]
+        compiled = compile_gradients(how, *arguments, options=options, layer=layer)
+        return [np.asarray(x) for x in compiled(*arguments)]
 
     found, right = gradients(how), gradients(remat.Remat(remat=how.remat))
     shares = [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, right, strict=True)]
     return float(np.nan_to_num(np.max(shares), nan=np.inf))
+
+
+def offload_arguments(*, tokens: int = 4096, width: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the input and the weights of the small stack of layers; see `offload_difference`."""
+    num_layers = 6  # XLA writes shorter loops out
+    rng = np.random.default_rng(0)
+    x_LD = rng.standard_normal((tokens, width), np.float32)
+    return x_LD, rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
+
+
+def compile_gradients(
+    how: remat.Remat,
+    x_LD: Any,
+    weights_NDD: Any,
+    *,
+    options: Mapping[str, Any] = types.MappingProxyType({}),
+    layer: Callable[[Callable[..., Any], remat.Remat], Callable[..., Any]] = remat.layer,
+) -> jax.stages.Compiled:
+    """Compiles the gradients of the small stack of layers as a function of `offload_arguments`.
+
+    Args:
+        x_LD, weights_NDD: arrays, or their shapes on an absent device.
+        options: XLA's, as the training step has them.
+    """
+
+    def one(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
+        x_LD = remat.named_input(x_LD)
+        out_LD = jnp.tanh(x_LD @ weight_DD)
+        for name in attention.RESIDUALS:
+            out_LD = checkpoint_name(out_LD, name)
+        return x_LD + jnp.sin(out_LD), None
+
+    def total(x_LD: Array, weights_NDD: Array) -> Array:
+        return jnp.sum(jax.lax.scan(layer(one, how), x_LD, weights_NDD)[0] ** 2)
+
+    with jax.default_matmul_precision("float32"):
+        lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x_LD, weights_NDD)
+    return lowered.compile(compiler_options={**_NO_TUNING, **options})
 
 
 def refuse_offload(difference: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:

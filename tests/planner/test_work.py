@@ -41,6 +41,17 @@ def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
     assert [one.flops for one in found] == [2 * 512 * 1024 * 2048] * 2
 
 
+def test_elements_of_tuples_are_read_as_xla_of_jax_0_11_abbreviates_them():
+    pair = "%p = (s32[], bf16[1024,2048]{1,0}, /*index=2*/(bf16[512,1024]{1,0}, u32[])) parameter(0)"
+    rename = "%q = (bf16[512,1024]{1,0}, u32[]) bitcast(%p#2)"
+    fusion = "ROOT %f = bf16[512,2048]{1,0} fusion(%q#0, %p#1, /*index=2*/%p#1), kind=kCustom, calls=%inner"
+    dot = "ROOT %d = bf16[512,2048]{1,0} dot(%q#0, %p#1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    for lines in ((pair, rename, dot), (pair, rename, fusion)):
+        (one,) = kernels(*lines, more=computation("inner", A, B, DOT))
+        assert one.flops == 2 * 512 * 1024 * 2048
+        assert one.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+
+
 def test_a_loop_counts_as_often_as_it_runs():
     body = computation("body", A, B, DOT)
     condition = computation("condition", "ROOT %p = pred[] constant(true)")

@@ -1,0 +1,144 @@
+"""Checks the installed release of JAX without a GPU: a plan, and the programs of the self-check.
+
+    python -m scripts.check_release 0.11.2
+
+Plans a packed step of Llama-3.1-8B on 8 H100s with `python -m jaxsp.plan`, and compiles, for an
+H100, the programs that training runs before its first step. Prints one line with the release,
+the time and memory of the plan, and a verdict. `scripts/check.sh --releases` calls this for each
+supported release.
+
+Exit code: 0 if everything is right, 1 if not.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxsp.model import remat
+from jaxsp.planner import compiled
+from jaxsp.training import selfcheck, xla
+from scripts.bench import machine, memory
+
+RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
+
+BYTES_WITHIN = 1e-3
+"""Relative; the formulas leave out the sums of counts and norms, a few bytes."""
+
+HEADS = {"sharing": 4, "num_kv_heads": 2, "head_dim": 128}
+
+ATTENTION: dict[str, dict[str, Any]] = {
+    "packed": {"max_pieces": 64, "head_chunks": 2},
+    "packed, window": {"max_pieces": 64, "window": 4096},
+    "packed, window, blockwise": {"max_pieces": 64, "window": 4096, "kernel": "blockwise"},
+    "packed, ring": {"max_pieces": 64, "head_chunks": 2, "halves": "ring"},
+    "packed, all-gather": {"max_pieces": 64, "halves": "gather"},
+    "one document": {"max_pieces": 1, "head_chunks": 2},
+    "one document, blockwise": {"max_pieces": 1, "kernel": "blockwise"},
+    "one document, window": {"max_pieces": 1, "window": 4096},
+    "one document, ring": {"max_pieces": 1, "halves": "ring"},
+    "one document, all-gather": {"max_pieces": 1, "halves": "gather"},
+}
+"""Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
+
+OFFLOAD = {
+    "layers, inputs offloaded": remat.Remat(remat="full", offload_activations="residual"),
+    "layers, inputs and attention offloaded": remat.Remat(offload_activations="residual_and_attention"),
+    "layers": remat.Remat(),
+}
+"""Memory options of its programs for offload."""
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.check_release",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", help="of JAX, which has to be the one installed")
+    release = parser.parse_args(arguments).release
+    jax.config.update("jax_platforms", "cpu")
+    began = time.perf_counter()
+    try:
+        plan = plan_recipe()
+    except subprocess.CalledProcessError as error:
+        print(error.stderr, file=sys.stderr)
+        print(f"jax {jax.__version__}: FAILED: jaxsp.plan ended with exit code {error.returncode}")
+        return 1
+    plan_s = time.perf_counter() - began
+    problems = find_problems(plan, release=release)
+    began = time.perf_counter()
+    for name in (*ATTENTION, *OFFLOAD):
+        try:
+            compile_selfcheck(name)
+        except jax.errors.JaxRuntimeError as error:
+            problems.append(f"self-check, {name}: {str(error).splitlines()[0][:300]}")
+    compile_s = time.perf_counter() - began
+    verdict = f"FAILED: {'; '.join(problems)}" if problems else "ok"
+    print(
+        f"jax {jax.__version__}: plan {plan_s:.0f} s, {plan['device_gib']:.2f} of {plan['room_gib']:.1f} GiB; "
+        f"self-check {compile_s:.0f} s, {len(ATTENTION) + len(OFFLOAD)} programs: {verdict}"
+    )
+    return 1 if problems else 0
+
+
+def plan_recipe() -> dict[str, Any]:
+    """Returns what `python -m jaxsp.plan` writes for RECIPE. Raises: CalledProcessError if it fails."""
+    model = ["model.source=null", "model.tokenizer=bytes", f"model.config={json.dumps(memory.MODEL)}"]
+    with tempfile.TemporaryDirectory(prefix="jaxsp-release-") as folder:
+        file = pathlib.Path(folder) / "plan.json"
+        command = [sys.executable, "-m", "jaxsp.plan", RECIPE, *model, "--json", str(file)]
+        subprocess.run(command, cwd=machine.REPO, capture_output=True, text=True, check=True)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def find_problems(plan: Mapping[str, Any], *, release: str) -> list[str]:
+    """Returns what is wrong with a plan that should fit, by this release of JAX."""
+    problems = []
+    if plan["jax"] != release:
+        problems.append(f"this is not {release}")
+    if not plan["fits"]:
+        problems.append(f"does not fit: {plan['short']}")
+    ratio = plan["bytes_moved"] / plan["bytes_formula"]
+    if abs(ratio - 1) > BYTES_WITHIN:
+        problems.append(f"bytes sent are {ratio:.4f} of the formula")
+    if plan["step_s_estimate"] is None:
+        problems.append("no estimate of the time of a step")
+    return problems
+
+
+def compile_selfcheck(name: str) -> jax.stages.Compiled:
+    """Compiles a program of ATTENTION or OFFLOAD for an absent GPU.
+
+    Raises: JaxRuntimeError if XLA cannot.
+    """
+    (gpu,) = compiled.devices(memory.DEVICE, 1)
+    here = jax.sharding.SingleDeviceSharding(gpu)
+
+    def absent(arguments: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
+
+    if name in OFFLOAD:
+        how = OFFLOAD[name]
+        options = xla.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
+        return selfcheck.compile_gradients(how, *absent(selfcheck.offload_arguments()), options=options)
+    options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
+    kernel = options.pop("kernel")
+    bfloat16 = jnp.dtype("bfloat16")
+    segments = options.pop("max_pieces")
+    rows = selfcheck.attention_arguments(**HEADS, max_pieces=segments, dtype=bfloat16)
+    computes_in = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
+    return selfcheck.compile_attention(kernel, *absent(rows), dtype=computes_in, **options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+# shellcheck shell=bash
+# To be sourced. `find_python 3.12` prints the path of that Python, and fails if there is none. It
+# looks in PATH and among pyenv's, whose shim for a version that is not selected only fails.
+find_python() {
+    local candidate found=() check="import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')"
+    if command -v pyenv > /dev/null; then
+        mapfile -t found < <(pyenv versions --bare | grep -E "^${1/./\\.}(\.[0-9]+)?$" | sort -rV)
+        found=("${found[@]/#/$(pyenv root)/versions/}")
+        found=("${found[@]/%//bin/python}")
+    fi
+    for candidate in "python$1" python3 "${found[@]}"; do
+        if "$candidate" -c "$check" 2> /dev/null; then
+            "$candidate" -c 'import sys; print(sys.executable)'
+            return
+        fi
+    done
+    return 1
+}

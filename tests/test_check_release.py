@@ -1,0 +1,51 @@
+"""scripts/check_release.py: it finds problems of a plan, and compiles the self-check's programs."""
+
+import dataclasses
+
+import pytest
+
+from scripts import check_release
+from tests.planner import made
+
+
+def problems(**changes):
+    """What is found in a plan with these changes."""
+    plan = dataclasses.asdict(made.plan(jax="0.11.2"))
+    return check_release.find_problems(plan | changes, release="0.11.2")
+
+
+def test_a_plan_that_fits_and_sends_what_it_should_has_no_problem():
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"jax": "0.12.0.1"}, "this is not 0.11.2"),
+        ({"fits": False, "short": "74 of 72.8 GiB"}, "74 of 72.8 GiB"),
+        ({"bytes_moved": 2.01e9}, "1.0050 of the formula"),
+        ({"step_s_estimate": None}, "no estimate"),
+    ],
+    ids=["release", "memory", "bytes", "time"],
+)
+def test_a_problem_of_a_plan_is_found(changes, named):
+    (problem,) = problems(**changes)
+    assert named in problem
+
+
+QUICK = ("one document, window", "one document, ring", "layers, inputs and attention offloaded")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in (*check_release.ATTENTION, *check_release.OFFLOAD)
+    ],
+)
+def test_the_self_checks_programs_compile_for_a_gpu(name):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    text = check_release.compile_selfcheck(name).as_text()
+    has_cudnn = name in check_release.ATTENTION and not name.endswith("blockwise")
+    assert ("__cudnn$fmha" in text) == has_cudnn
+    assert ("S(5)" in text) == name.endswith("offloaded"), "XLA's number for host memory"
