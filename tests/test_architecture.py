@@ -23,10 +23,10 @@ PLACES = {
     "data": "tables files formats hub sources tokenizers wording turns chat encoding text "
     "packing mixing rows pipeline dataset account",
     "model": "config layers remat tiling decoder",
-    "hf": "values rotation families names folder tensors weights",
+    "hf": "values rotation folder families names tensors weights",
     "training": "host sharding loss optimizer xla pace step digests checkpoint store records board metrics bad_steps material "
-    "levers evaluator selfcheck banner directory watchdog stopping saving log trainer",
-    "planner": "gpus compiled memory budget hlo comms work roofline plans search shapes report plots",
+    "memory_fit levers evaluator selfcheck banner directory watchdog stopping saving log trainer",
+    "planner": "gpus compiled memory budget hlo comms work timeline roofline plans search shapes report plots",
     "commands": "cli resume prepare example train measure compare plan export eval launch",
 }
 """The modules of a room in the order they build on each other: each imports only those before it, so there are no cycles."""

@@ -182,17 +182,17 @@ def test_heads_that_cannot_be_shared_are_refused():
     assert "32 query heads cannot be shared by 6 devices" in refused(seq=6, kind="ulysses")[0]
 
 
-# 32 query and 8 K/V heads; of one part's q, tokens * heads * 128 < 2**31, four times that if it can be had
+# 32 query and 8 K/V heads; as few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads * 128 of a chunk below 2**31
 @pytest.mark.parametrize(
     ("fields", "head_chunks"),
     [
         ({"seq": 8}, 1),
         ({"row_tokens": 2**18 - 128}, 32),  # no call has shorter slots where 512 does not divide the rows
         ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
-        ({"row_tokens": 2**18, "pieces": 2}, 2),  # room for twice the elements
+        ({"row_tokens": 2**18, "pieces": 2}, 4),  # 8 heads, 2 slots: 4 GiB
         ({"row_tokens": 2**18}, 4),
-        ({"row_tokens": 5 * 2**20, "seq": 8}, 4),  # room for 4 times a head's elements is more than 2**31
-        ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 2),
+        ({"row_tokens": 5 * 2**20, "seq": 8}, 4),
+        ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 4),  # no more memory than 64 segments
         ({"row_tokens": 2**17, "rows_at_once": 2, "seq": 1}, 4),
     ],
 )
@@ -271,13 +271,13 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
 
 
 def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
-    fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 8 * GIB}
+    fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 3 * GIB}
     problem = refused(**fields, head_chunks=1)[0]
     assert problem.startswith(
         "attention.head_chunks = 1: cuDNN's statistics and sums of 1 x 524,288 tokens in up to 64 pieces, "
     )
-    assert problem.endswith("take 8.1 GiB, and a device has 8.0. Use attention.head_chunks=2.")
-    assert choose(**fields, head_chunks=2).head_chunks == 2
+    assert problem.endswith("take 4.0 GiB, and a device has 3.0. Use attention.head_chunks=4.")
+    assert choose(**fields, head_chunks=4).head_chunks == 4
 
 
 def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
@@ -302,18 +302,18 @@ def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
 
 
 PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
-A_HEAD = 4 * 32768 * (2 * 32768 + 4)
-"""Bytes for one head of PACKED_32K: 4 slots; for each query, bfloat16 for each key and a float32."""
+A_HEAD = 2 * 32768 * (2 * 32768 + 4)
+"""Bytes for one head of PACKED_32K: 2 slots; for each query, bfloat16 for each key and a float32."""
 
 
 def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
     choice = choose(**PACKED_32K)
     assert (choice.kernel, choice.head_chunks, choice.uncounted_bytes) == ("cudnn", 32, A_HEAD)
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(**PACKED_32K, head_chunks=4).uncounted_bytes == 8 * (A_HEAD + 4 * 32768 * shared)
+    assert choose(**PACKED_32K, head_chunks=4).uncounted_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
     assert choose(**PACKED_32K | {"device_bytes": None}) == choice
     one_document = choose(**PACKED_32K, pieces=1)
-    assert (one_document.head_chunks, one_document.uncounted_bytes) == (8, 4 * (A_HEAD // 4 + 32768 * shared))
+    assert (one_document.head_chunks, one_document.uncounted_bytes) == (16, 2 * (A_HEAD // 2 + 32768 * shared))
 
 
 def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
@@ -340,21 +340,21 @@ def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys
 
 
 def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
-    fields = PACKED_32K | {"row_tokens": 131072}
-    size = 4 * 131072 * (2 * 131072 + 4 + 4)  # of one head, with its statistics
+    fields = PACKED_32K | {"row_tokens": 262144}
+    size = 2 * 262144 * (2 * 262144 + 4 + 4)  # of one head, with its statistics
     problem = refused(**fields, kernel="cudnn")[0]
     assert problem == (
         f"attention.kernel = cudnn: cuDNN needs {size / GIB:.1f} GiB for the deterministic backward "
-        "pass (run.deterministic) of 1 x 131,072 tokens, with heads in 32 chunks, and a device has "
-        "72.8. Use attention.kernel=blockwise, run.deterministic=false or data.row_tokens=65536."
+        "pass (run.deterministic) of 1 x 262,144 tokens, with heads in 32 chunks, and a device has "
+        "72.8. Use attention.kernel=blockwise, run.deterministic=false or data.row_tokens=131072."
     )
     assert choose(**fields, kernel="blockwise").kernel == "blockwise"
-    assert choose(**fields | {"row_tokens": 65536}, kernel="cudnn").uncounted_bytes < 72.8 * GIB
+    assert choose(**fields | {"row_tokens": 131072}, kernel="cudnn").uncounted_bytes < 72.8 * GIB
     assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel == "cudnn"
     automatic = choose(**fields)
     assert (automatic.kernel, automatic.uncounted_bytes) == ("blockwise", 0)
     said = attention.describe(automatic, num_heads=32, num_kv_heads=8)
-    assert "(blockwise because cuDNN needs 128.0 GiB for the deterministic backward pass" in said
+    assert "(blockwise because cuDNN needs 256.0 GiB for the deterministic backward pass" in said
     assert choose(B200, **fields).kernel == "cudnn"
 
 
@@ -372,8 +372,8 @@ def test_too_few_head_chunks_for_a_deterministic_backward_pass_are_refused_with_
     assert problem.startswith(
         "attention.head_chunks = 1: cuDNN's statistics and deterministic gradients (run.deterministic) of"
     )
-    assert problem.endswith("and a device has 72.8. Use attention.head_chunks=4.")
-    assert choose(**PACKED_32K, head_chunks=4).head_chunks == 4
+    assert problem.endswith("and a device has 72.8. Use attention.head_chunks=2.")
+    assert choose(**PACKED_32K, head_chunks=2).head_chunks == 2
 
 
 def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
@@ -396,8 +396,8 @@ def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
 
 
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
-    """4 slots of 1,048,576 tokens, 4 heads, float32."""
-    said = attention.describe(choose(seq=8, row_tokens=2**20, head_chunks=1), num_heads=32, num_kv_heads=8)
+    """2 slots of 2,097,152 tokens, 4 heads, float32."""
+    said = attention.describe(choose(seq=8, row_tokens=2**21, head_chunks=1), num_heads=32, num_kv_heads=8)
     assert "whose log-sum-exps take 64 MiB;" in said
 
 

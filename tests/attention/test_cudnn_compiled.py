@@ -63,4 +63,4 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)
-    assert max(4 * int(np.prod(shape)) for shape in shapes) == limits.statistic_bytes(work, 1)
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == limits.statistic_bytes(work, limits.Split(1, packed.ROOM))
