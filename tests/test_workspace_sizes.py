@@ -7,7 +7,7 @@ import types
 import jax
 import pytest
 
-from jaxsp.attention.kernels import cudnn_calls, limits
+from jaxsp.attention.kernels import cudnn_calls, limits, packed
 from jaxsp.core import jobs
 from jaxsp.planner import compiled
 from scripts.bench import machine, report, workspace
@@ -26,7 +26,7 @@ def test_every_case_is_one_that_cudnn_can_do(h100):
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
-    formula = limits.backward_bytes(CASE.work, 1)
+    formula = limits.backward_bytes(CASE.work, limits.Split(1, packed.ROOM))
     monkeypatch.setattr(cudnn_calls, "workspace_bytes", lambda text: formula // 2)
     found = workspace.measure(CASE, h100)
     assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
@@ -44,7 +44,7 @@ def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
     case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
-    text = workspace.compiled(case, h100, head_chunks=1).as_text()
+    text = workspace.compiled(case, h100, split=limits.Split(1, packed.ROOM)).as_text()
     assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
 
 
@@ -77,7 +77,7 @@ def test_a_case_that_fails_fails_the_command_after_the_others(run):
 
 
 def test_an_error_of_the_compiler_is_the_case_s(h100, monkeypatch):
-    def fail(case, device, head_chunks):
+    def fail(case, device, split):
         raise jax.errors.JaxRuntimeError("no execution plan\nstack")
 
     monkeypatch.setattr(workspace, "compiled", fail)

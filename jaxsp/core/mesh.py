@@ -80,7 +80,7 @@ def host_room(environ: Mapping[str, str], *, num_processes: int, num_devices: in
 
 def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
     """Bytes of a node's memory that are left for arrays."""
-    return max(0.0, node_bytes - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
+    return max(0.0, float(node_bytes) - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
 
 
 def pool_size(needed: int | float, limit: float) -> float:

@@ -4,9 +4,9 @@
     python -m scripts.bench.memory --tokens 131072 --levers nothing "tiled loss"
 
 A full fine-tune with AdamW and float32 master weights, each device with a row of its own or 8 sharing one, of documents that
-fill it. Each line pulls one lever more. What is said is XLA's account of a compiled step and, on the device, an estimate of
-what cuDNN takes beside it. Nothing of it was measured on a GPU. Each cell compiles in a process of its own, with the plan
-extra; offloading the optimizer needs jax 0.11.1 or later.
+fill it. Each line turns on one memory option more. The figures are XLA's for the compiled step and, on the device, an estimate
+of cuDNN's workspace. Nothing was measured on a GPU. Each cell compiles in a process of its own, with the plan extra; offloading
+the optimizer needs jax 0.11.1 or later.
 """
 
 import argparse
@@ -17,10 +17,8 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
-from jaxsp.core import mesh as meshes
 from jaxsp.planner import gpus
 from scripts.bench import machine, report
 
@@ -30,9 +28,6 @@ DEVICE = "h100-80gb"
 
 DEVICE_GIB = gpus.KINDS[DEVICE].memory_bytes / GIB
 """Of each."""
-
-ROOM_GIB = meshes.GPU_SHARE * DEVICE_GIB
-"""What a run takes of it; the rest is for CUDA and NCCL."""
 
 HOST_GIB = {8: 2000, 1: 250}
 """Of host memory, with so many devices in a node."""
@@ -51,17 +46,17 @@ MODEL: dict[str, Any] = {
 
 LEVERS: dict[str, dict[str, Any]] = {
     "nothing": {"seq": 1, "loss_tile_tokens": "all", "mlp_tile_tokens": "all", "remat": "none"},
-    "tiled loss": {"loss_tile_tokens": None},
+    "tiled loss": {"loss_tile_tokens": "auto"},
     "Ulysses": {"seq": 8},
     "remat attention": {"remat": "attention"},
-    "tiled MLP": {"mlp_tile_tokens": None},
+    "tiled MLP": {"mlp_tile_tokens": "auto"},
     "offload": {"offload_activations": "residual_and_attention"},
     "all": {"offload_optimizer": "state"},
     "attention again": {"offload_activations": "residual", "remat": "full"},
     "gradients too": {"offload_optimizer": "state_and_gradients"},
 }
-"""What each line changes of the line before: mesh.seq, and fields of memory. Gathers are in bfloat16 throughout. The last
-two make longer rows fit, for more arithmetic or traffic."""
+"""What each line changes of the line before: mesh.seq, and fields of memory. Tiles that are `auto` are made only where
+the step does not fit without them. The last two make longer rows fit, for more arithmetic or traffic."""
 
 TOKENS = {8: (131072, 1048576, 3670016, 5242880), 1: (524288, 655360)}
 """Of a row, by the number of devices."""
@@ -87,12 +82,18 @@ class Found:
     status: str
     message: str | None = None
     device_gib: float | None = None
-    """Of each device, cuDNN's included."""
+    """Of each device, cuDNN's included;"""
+    room_gib: float | None = None
+    """and what a step may take."""
     cudnn_gib: float | None = None
     """Of these, the estimate of what cuDNN takes beside the compiled program."""
     host_gib: float | None = None
     """Of all the node's devices together."""
     fits: bool | None = None
+    remat: str | None = None
+    mlp_tile_tokens: int | None = None
+    loss_tile_tokens: int | None = None
+    """As decided; the number of a device's tokens if there are no tiles."""
     head_chunks: int | None = None
     compile_s: float | None = None
     causes: dict[str, float] | None = None
@@ -127,7 +128,7 @@ def main(arguments: list[str]) -> int:
         print(line(cell, found), flush=True)
         if given.out:  # after each cell: whoever ends this process has the cells before
             packages = ["jax", "jaxlib", "jax-cuda12-plugin"]
-            about = {"device": DEVICE, "device_gib": DEVICE_GIB, "room_gib": ROOM_GIB, "host_gib": HOST_GIB}
+            about = {"device": DEVICE, "device_gib": DEVICE_GIB, "host_gib": HOST_GIB}
             machine.write(
                 given.out, "scripts.bench.memory", arguments, packages, **about, model=MODEL, levers=LEVERS, cells=results
             )
@@ -155,7 +156,7 @@ def fields(cell: Cell) -> dict[str, Any]:
             break
     seq = min(pulled.pop("seq"), cell.num_devices)
     share = cell.row_tokens // seq
-    memory = {name: share if value == "all" else value for name, value in pulled.items() if value is not None}
+    memory = {name: share if value == "all" else value for name, value in pulled.items()}
     return {
         "run": {"directory": "unused", "steps": 1},
         "model": {"config": MODEL},
@@ -180,35 +181,32 @@ def planned(cell: Cell) -> Found:
 
     from jaxsp.core import config, errors
     from jaxsp.hf import families
-    from jaxsp.planner import compiled, memory
-    from jaxsp.training import levers
+    from jaxsp.planner import budget, compiled, plans
 
-    began = time.perf_counter()
+    site = compiled.site(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:
-        settings = config.parse(fields(cell))
         model = families.model_config(MODEL, field="model.config")
-        devices = compiled.devices(DEVICE, cell.num_devices)
-        if problems := levers.problems(settings, platform="gpu"):
-            raise errors.UserError(problems)
-        step = compiled.step(settings, model=model, devices=devices)
+        plan = plans.of(config.parse(fields(cell)), model=model, site=site)
     except errors.UserError as error:
         return Found(status="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
         return Found(status="refused", message=f"XLA: {str(error).splitlines()[0]}")
-    needs = levers.measured(step.executable, step.choice.uncounted_bytes)
-    device, host = (needs.device + needs.uncounted) / GIB, needs.host * cell.num_devices / GIB
     causes = {}
-    for cause in memory.causes(step):
-        causes |= {cause.name: cause.device / GIB} if cause.device else {}
-        causes |= {f"{cause.name} on the host": cause.host / GIB} if cause.host else {}
+    for cause in plan.causes:
+        causes |= {cause["name"]: cause["device_gib"]} if cause["device_gib"] else {}
+        causes |= {f"{cause['name']} on the host": cause["host_gib"]} if cause["host_gib"] else {}
     return Found(
         status=report.OK,
-        device_gib=device,
-        cudnn_gib=needs.uncounted / GIB,
-        host_gib=host,
-        fits=device <= ROOM_GIB and host <= meshes.HOST_SHARE * HOST_GIB[cell.num_devices],
-        head_chunks=step.choice.head_chunks,
-        compile_s=time.perf_counter() - began,
+        device_gib=plan.device_gib,
+        room_gib=plan.room_gib,
+        cudnn_gib=plan.memory[budget.WORKSPACE],
+        host_gib=plan.host_gib,
+        fits=plan.fits,
+        remat=plan.remat,
+        mlp_tile_tokens=plan.mlp_tile_tokens,
+        loss_tile_tokens=plan.loss_tile_tokens,
+        head_chunks=plan.head_chunks,
+        compile_s=plan.plan_s,
         causes=causes,
     )
 

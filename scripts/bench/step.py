@@ -78,8 +78,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Fields of Hugging Face's config.json. Llama 3's stretched rotation is left out: it is a table, and costs no time."""
 
-SHAPES["too-big"] = {**SHAPES["tiny"], "intermediate_size": 2**40}
-"""An MLP of 2**46 weights fits on no device: shows how running out of memory is recorded."""
+SHAPES["too-big"] = {**SHAPES["tiny"], "intermediate_size": 10**9 + 7}
+"""MLPs of 3.8e11 weights fit on no device: shows how running out of memory is recorded."""
 
 GPU_SHAPES = ("llama8b-4layers", "qwen3-0.6b", "llama3.2-1b")
 
@@ -223,7 +223,7 @@ def options(module: str, description: str | None) -> argparse.ArgumentParser:
             type=_tile,
             default=[report.AUTO],
             metavar="TOKENS",
-            help=f"memory.{tile}; {report.AUTO}: the config's default",
+            help=f"memory.{tile}",
         )
     parser.add_argument(
         "--xla-option",
@@ -344,16 +344,17 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.core import mesh as meshes
-    from jaxsp.training import levers, metrics
+    from jaxsp.training import host, levers, memory_fit, metrics, step
 
     meshes.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
     found = Result(status=report.OK, device=device.device_kind, runtime=" ".join(device.client.platform_version.split()))
     try:
         try:
-            program, choice, state, (rows, counts) = prepared(case, folder, device)
+            program, material, (rows, counts) = prepared(case, folder, device)
         except errors.UserError as error:
             return dataclasses.replace(found, status=report.REFUSED, message=str(error).splitlines()[0])
+        choice = material.choice
         found = dataclasses.replace(found, why_not_cudnn=choice.why or None)
         events: list[str] = []
         jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
@@ -369,13 +370,15 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             found,
             compile_s=compile_s,
             kernel_used=kernel_used(text, choice.kernel),
-            workspace_gib=None if workspace is None else workspace / levers.GIB,
+            workspace_gib=None if workspace is None else workspace / memory_fit.GIB,
             from_cache=CACHE_HIT in events,
             remat_used=ready.program.how.remat,
             memory_used=levers.describe(ready.program),
-            planned_gib=(ready.needs.device + ready.needs.uncounted) / levers.GIB,
-            host_gib=ready.needs.host / levers.GIB,
+            planned_gib=ready.needs.total / memory_fit.GIB,
+            host_gib=ready.needs.host / memory_fit.GIB,
         )
+        host.reserve([device], ready.needs.host)
+        state = step.with_weights(program, material.weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -403,12 +406,11 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     )
 
 
-def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any, Any]:
-    """The program, how it attends and the first weights that the train command makes of a case, and its first step's rows with
+def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any]:
+    """The program of a case, its training.material.Material as the train command makes it, and the first step's rows with
     their counts.
     """
     from jaxsp import prepare
-    from jaxsp.training import step
 
     documents = folder / "documents.jsonl"
     lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
@@ -420,19 +422,18 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     ).batches()
     full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
-    return program, material.choice, step.with_weights(program, material.weights()), (rows, counts)
+    return program, material, (rows, counts)
 
 
 def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> config.Config:
     """The config of a case."""
-    tiles = {name: getattr(case, name) for name in report.TILES if getattr(case, name) != report.AUTO}
     steps = WARM_UP_STEPS + case.steps
     return config.parse(
         {
             "run": {"directory": str(directory), "steps": steps, "xla_options": case.xla_options},
             "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
             "attention": {"kernel": case.kernel},
-            "memory": {name: getattr(case, name) for name in LEVERS} | tiles,
+            "memory": {name: getattr(case, name) for name in (*LEVERS, *report.TILES)},
             "data": {
                 "train": [{"source": str(source), "format": "tokens"}],
                 "row_tokens": case.row_tokens,

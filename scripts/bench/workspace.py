@@ -134,17 +134,17 @@ def measure(case: Case, device: Any) -> Result:
     work = case.work
     if obstacles := limits.obstacles(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].what}")
-    chunks = limits.fewest_parts(work)
+    split = limits.choose_split(work)
     began = time.monotonic()
     try:
-        program = compiled(case, device, head_chunks=chunks)
+        program = compiled(case, device, split=split)
     except jax.errors.JaxRuntimeError as error:
-        return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=chunks)
+        return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks)
     workspace = cudnn_calls.workspace_bytes(program.as_text() or "")
-    formula = limits.backward_bytes(work, chunks)
+    formula = limits.backward_bytes(work, split)
     return Result(
         status=report.OK,
-        head_chunks=chunks,
+        head_chunks=split.head_chunks,
         workspace_gib=None if workspace is None else workspace / GIB,
         formula_gib=formula / GIB,
         ratio=None if workspace is None else workspace / formula,
@@ -153,9 +153,9 @@ def measure(case: Case, device: Any) -> Result:
     )
 
 
-def compiled(case: Case, device: Any, *, head_chunks: int) -> jax.stages.Compiled:
+def compiled(case: Case, device: Any, *, split: limits.Split) -> jax.stages.Compiled:
     """Attention of a case, forward and backward, compiled for a device."""
-    attend = attention.make_attend(kernel="cudnn", window=None, head_chunks=head_chunks)
+    attend = attention.make_attend(kernel="cudnn", window=None, **split._asdict())
 
     def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)

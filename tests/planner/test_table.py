@@ -20,8 +20,8 @@ def test_every_cell_is_a_config_whose_devices_are_as_many_as_it_says(levers, num
 def test_each_line_pulls_the_levers_of_those_before_it():
     found = {name: config.parse(memory.fields(cell(name))) for name in memory.LEVERS}
     assert [one.mesh.seq for one in found.values()] == [1, 1, *[8] * 7]
-    assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *[None] * 8]
-    assert [one.memory.mlp_tile_tokens for one in found.values()] == [131072, 131072, 16384, 16384, *[None] * 5]
+    assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *["auto"] * 8]
+    assert [one.memory.mlp_tile_tokens for one in found.values()] == [131072, 131072, 16384, 16384, *["auto"] * 5]
     assert [one.memory.remat for one in found.values()] == ["none"] * 3 + ["attention"] * 4 + ["full"] * 2
     offloaded = ["none"] * 5 + ["residual_and_attention"] * 2 + ["residual"] * 2
     assert [one.memory.offload_activations for one in found.values()] == offloaded
