@@ -81,7 +81,7 @@ class Run(Group):
     """The same numbers bit for bit each time on GPUs too, with the same devices, mesh and versions: cuDNN's attention and XLA
     choose only kernels that add in a fixed order, some of them slower. On CPUs it is so in any case. Not covered: the order in
     which NCCL adds over devices, which is NCCL's choice for a number of devices and its version.
-    On Hopper, cuDNN needs memory for it that is quadratic in the row length: 8 GiB per head for rows of 32,768 tokens with
+    On Hopper, cuDNN needs memory for it that is quadratic in the row length: 4 GiB per head for rows of 32,768 tokens with
     several documents. Where that does not fit, attention.kernel=auto means blockwise, which is much slower."""
 
     xla_options: Annotated[dict[str, bool | int | float | str], _like("{xla_gpu_memory_limit_slop_factor: 90}")] = {}
