@@ -27,8 +27,11 @@ PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
 OVERLAPPED, HOST_OVERLAPPED = "collectives that overlap kernels", "host copies that overlap kernels"
 
 LIKELY = (1.0, 1.3)
-"""Range of a measured step's time over its estimate. Published runs with the same kernels took 0.95 to 1.12 times as long, and
-on GPUs with less power 1.28 times (scripts/bench/anchors.py)."""
+"""Likely range of a measured step's time over its estimate.
+
+Published runs of other systems with cuDNN's attention took 0.98 to 1.13 times the estimate. One on
+H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/anchors.py).
+"""
 
 FROM_HOST, TO_HOST = "from host", "to host"
 """Kinds of transfers beside those of `comms.KINDS`."""

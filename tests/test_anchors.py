@@ -1,0 +1,99 @@
+"""scripts/bench/anchors.py compares plans, here invented, with published runs."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+
+from jaxsp.planner import gpus
+from scripts.bench import anchors, machine
+from tests.planner import made
+
+RUN = dataclasses.replace(
+    anchors.RUNS[0],
+    name="a run",
+    row_tokens=1000,
+    rows_per_step=16,
+    num_devices=8,
+    measured=(4.0, 10.0),
+    unit=anchors.SECONDS,
+    kernel=anchors.CUDNN,
+)
+
+PLAN = made.plan(num_devices=8, step_s_estimate=5.0, tokens_per_s_estimate=16000 / 5.0)
+
+
+@pytest.mark.parametrize("run", anchors.RUNS, ids=lambda run: run.name)
+def test_a_run_names_its_source_and_fills_its_mesh(run):
+    assert re.fullmatch(r"https://(github\.com/[^/]+/[^/]+/\S+|arxiv\.org/abs/\S+)", run.source)
+    assert run.checked in (anchors.READ, anchors.SECOND_HAND)
+    assert run.unit in (anchors.SECONDS, anchors.TOKENS_PER_S)
+    assert run.kernel in (anchors.CUDNN, anchors.FLASH2)
+    assert run.note
+    assert run.device in gpus.KINDS
+    assert run.data * run.seq == run.num_devices
+    assert run.rows_per_step % (run.data * run.rows_per_microbatch) == 0
+
+
+def test_names_are_unique():
+    assert len({run.name for run in anchors.RUNS}) == len(anchors.RUNS)
+
+
+def test_a_ratio_is_estimated_over_measured_time():
+    anchor = anchors.compare(RUN, PLAN)
+    assert anchor.estimate == anchor.estimate_s == 5.0
+    assert anchor.measured_s == (4.0, 10.0)
+    assert anchor.ratios == (0.5, 1.25)
+
+
+def test_a_rate_becomes_a_time():
+    """16,000 tokens a step on 8 GPUs are 2,000 per GPU: 4 s at 500 tokens/s, 10 s at 200."""
+    run = dataclasses.replace(RUN, measured=(200.0, 500.0), unit=anchors.TOKENS_PER_S)
+    anchor = anchors.compare(run, PLAN)
+    assert anchor.measured_s == (4.0, 10.0)
+    assert anchor.ratios == (0.5, 1.25)
+    assert anchor.estimate == pytest.approx(2000 / 5.0)
+
+
+def test_the_summary_keeps_kernels_apart():
+    other = dataclasses.replace(RUN, kernel=anchors.FLASH2, measured=(20.0,))
+    both = [anchors.compare(RUN, PLAN), anchors.compare(other, PLAN)]
+    words = "measured over estimated time: same kernel 0.800 to 2.00"
+    assert anchors.summary(both[:1]) == words
+    assert anchors.summary(both) == f"{words}; other kernels 4.00"
+
+
+def test_the_table_marks_other_kernels_and_plans_that_do_not_fit():
+    other = dataclasses.replace(RUN, kernel=anchors.FLASH2)
+    does_not_fit = dataclasses.replace(PLAN, fits=False)
+    both = [anchors.compare(RUN, PLAN), anchors.compare(other, does_not_fit)]
+    lines = anchors.table(both).splitlines()
+    assert lines[1].split()[-5:] == ["same", "read", "at", "the", "source"]
+    assert "4.00 to 10.0" in lines[1]
+    assert "0.500 to 1.25" in lines[1]
+    assert "other: FlashAttention-2" in lines[2]
+    assert "does not fit" not in lines[-2]
+    assert lines[-1].endswith("The plan does not fit its GPUs")
+
+
+FIGURES = [(6455, "6,455"), (364.4, "364"), (15.57, "15.6"), (0.5529, "0.553")]
+
+
+@pytest.mark.parametrize(("value", "text"), FIGURES)
+def test_figures_have_three_digits_or_are_whole(value, text):
+    assert anchors.figure(value) == text
+
+
+def test_the_command_writes_every_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(anchors, "plan", lambda run: PLAN)
+    # the plan extra is not needed to write a file
+    monkeypatch.setattr(machine.importlib.metadata, "version", lambda package: "1.0")
+    assert anchors.main(["--out", str(tmp_path / "anchors.json")]) == 0
+    found = json.loads((tmp_path / "anchors.json").read_text())
+    names = [run.name for run in anchors.RUNS]
+    assert [run["name"] for run in found["runs"]] == names
+    assert [anchor["name"] for anchor in found["anchors"]] == names
+    assert found["summary"] in capsys.readouterr().out
