@@ -124,9 +124,9 @@ class _Simulator:
         self.run(body, runs=runs)
         if trips == 1:
             return
-        second = self.now
+        before = self.now, dict(self.free), dict(self._done)
         self.run(body, runs=runs * (trips - 1))
-        self._skip((trips - 2) * (self.now - second))
+        self._repeat(*before, times=trips - 2)
 
     def _slowest(self, branches: list[str], runs: int) -> None:
         self.run(max(branches, key=self._alone), runs=runs)
@@ -137,8 +137,12 @@ class _Simulator:
         alone.run(computation, runs=1)
         return alone.now
 
-    def _skip(self, seconds: float) -> None:
-        """Moves all clocks forward."""
+    def _repeat(self, now: float, free: Mapping[str, float], done: Mapping[int, float], *, times: int) -> None:
+        """Moves the clocks on as often again as they moved since then.
+
+        Transfers that began before the loop and end after it go on meanwhile, and keep their times.
+        """
+        seconds = times * (self.now - now)
         self.now += seconds
-        self.free = {stream: time + seconds for stream, time in self.free.items()}
-        self._done = {line: time + seconds for line, time in self._done.items()}
+        self.free |= {stream: time + seconds for stream, time in self.free.items() if time != free.get(stream)}
+        self._done |= {line: time + seconds for line, time in self._done.items() if time != done.get(line)}

@@ -2,11 +2,11 @@
 
 import dataclasses
 
-from jaxsp.planner import budget, plans
+from jaxsp.planner import budget, plans, roofline
 
 
 def plan(**changes):
-    """A plan of 8 H100s that fits, but for `changes`."""
+    """A plan of 8 H100s that fits, with `changes`."""
     fields = {
         "device": "h100-80gb",
         "num_devices": 8,
@@ -24,7 +24,9 @@ def plan(**changes):
         "why_not_cudnn": "",
         "head_chunks": 1,
         "remat": "attention",
-        "levers": "what is turned",
+        "mlp_tile_tokens": 16384,
+        "loss_tile_tokens": 2048,
+        "levers": "memory options in words",
         "offload_activations": "none",
         "offload_optimizer": "none",
         "fits": True,
@@ -35,19 +37,24 @@ def plan(**changes):
         "room_gib": 72.8,
         "host_gib": 0.0,
         "host_room_gib": 1960.0,
+        "host_pool_gib": 0.0,
         "memory": {budget.WEIGHTS: 10.0, budget.ATTENTION: 20.0, budget.RESERVED: 6.3},
         "host_memory": {},
         "causes": [],
         "bytes_moved": 2.0e9,
         "bytes_formula": 2.0e9,
-        "moved": [{"kind": "all-to-all", "axes": ["seq"], "bytes": 2.0e9, "formula": 2.0e9}],
+        "moved": [
+            {"kind": "all-to-all", "axes": ["seq"], "bytes": 2e9, "formula": 2e9, "seconds": 0.25, "waited_s": 0.125}
+        ],
         "flops_needed": 2e15,
         "flops_executed": 2.5e15,
         "host_bytes": (0.0, 0.0),
         "step_s_estimate": 5.0,
         "tokens_per_s_estimate": 209715.2,
         "mfu_estimate": 0.4,
-        "seconds_estimate": {"kernels": 3.0, "attention": 2.0},
+        "seconds_estimate": {roofline.PRODUCTS: 2.75, roofline.ATTENTION: 2.125, roofline.WAITED: 0.125},
+        "limited_by": roofline.PRODUCTS,
+        "transfers": [],
         "jax": "0.12.0",
         "plan_s": 8.0,
     }
