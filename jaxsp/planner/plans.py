@@ -67,7 +67,7 @@ class Plan:
     host_pool_gib: float
     """What XLA's pool for them takes, of all devices of a node; it grows in powers of two up to its limit."""
     memory: Mapping[str, float]
-    """By cause, on a device, when it is fullest. All but `CUDA and NCCL`, which JAX leaves alone, add up to device_gib."""
+    """By cause, on a device, when it is fullest. All except `kept free` add up to device_gib."""
     host_memory: Mapping[str, float]
     """By cause, in a node, when it is fullest; adds up to host_gib."""
     causes: Sequence[Mapping[str, Any]]
