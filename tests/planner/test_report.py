@@ -133,9 +133,7 @@ def test_the_longest_row_says_what_was_full_beyond_it():
         "longest row: 1,000 tokens, remat attention; 1,010 do not fit: the host is full. 2 lengths compiled in 12 s"
     )
     none = search.Longest(tried=[search.Tried(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), why="it is full")])
-    assert report.longest(none, seconds=1.0) == (
-        "no row fits, not even of 1,024 tokens: it is full. Try memory.a=b."
-    )
+    assert report.longest(none, seconds=1.0) == ("no row fits, not even of 1,024 tokens: it is full. Try memory.a=b.")
 
 
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():

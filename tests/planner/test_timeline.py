@@ -70,15 +70,23 @@ def test_a_collective_that_nothing_hides_is_waited_for(lines):
     assert found.seconds == 6.0
 
 
-@pytest.mark.parametrize(("other", "waited"), [(LINKS, 2.0), ("from host", 0.0)], ids=["one stream", "two streams"])
-def test_transfers_of_one_stream_queue_and_those_of_two_overlap(other, waited):
+def test_transfers_of_one_stream_queue_and_each_is_waited_for_while_it_runs():
+    """x runs until 5 and y until 6. At 3 the kernel is done, and y is waited for: 2 s while x runs, 1 s while y does."""
+    found, waits = simulate(
+        begin("x"), begin("y"), kernel("product"), end("y"), end("x"),
+        kernels={"product": 3.0}, transfers={"x": (LINKS, 5.0), "y": (LINKS, 1.0)},
+    )  # fmt: skip
+    assert found.seconds == 6.0
+    assert [waits["x"].seconds, waits["y"].seconds] == [2.0, 1.0]
+
+
+def test_transfers_of_two_streams_overlap():
     found, waits = simulate(
         begin("x"), begin("y"), kernel("product"), end("x"), end("y"),
-        kernels={"product": 3.0}, transfers={"x": (LINKS, 2.0), "y": (other, 3.0)},
+        kernels={"product": 3.0}, transfers={"x": (LINKS, 2.0), "y": ("from host", 3.0)},
     )  # fmt: skip
-    assert waits["x"].seconds == 0.0
-    assert waits["y"].seconds == waited
-    assert found.seconds == 3.0 + waited
+    assert found.seconds == 3.0
+    assert [waits["x"].seconds, waits["y"].seconds] == [0.0, 0.0]
 
 
 def test_copies_in_both_directions_and_collectives_run_at_once():
@@ -118,14 +126,13 @@ def test_a_collective_beside_a_loop_has_all_its_trips_to_be_done(seconds, waited
 
 
 def test_collectives_in_a_loop_queue_after_one_beside_it():
-    """x takes the links until 4; then each trip's y takes them for as long as the trip's kernel runs."""
+    """x has the links until 4 and y until 5, while the first trip's kernel takes 1 s. Later, y takes as long as the kernel."""
     found, waits = simulate(
         begin("x"), loop("body", 3), end("x"), more=computation("body", begin("y"), kernel("tile"), end("y")),
         kernels={"tile": 1.0}, transfers={"x": (LINKS, 4.0), "y": (LINKS, 1.0)},
     )  # fmt: skip
-    assert waits["x"].seconds == 0.0
-    assert waits["y"].seconds == 4.0, "of the first trip"
-    assert found.seconds == 4.0 + 3.0
+    assert [waits["x"].seconds, waits["y"].seconds] == [3.0, 1.0]
+    assert found.seconds == 5.0 + 2.0
 
 
 def test_of_a_conditional_the_slowest_branch_counts():
