@@ -129,8 +129,8 @@ def of(
     lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
     if len(lengths) > 1:
         found.append(
-            f"data.row_tokens = {list(lengths)}: a plan is of rows of one length. Plan one after another, from "
-            f"data.row_tokens={settings.data.longest_row} on."
+            f"data.row_tokens = {list(lengths)}: a plan is for rows of one length. Use "
+            f"data.row_tokens={settings.data.longest_row}."
         )
     if document_tokens is not None and -(-settings.data.longest_row // document_tokens) > most:
         found.append(
