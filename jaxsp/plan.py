@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> None:
         _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
         compare.check(ran)
         return
+    _check_lengths(given, settings)
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -172,17 +174,20 @@ def asked(arguments: list[str]) -> argparse.Namespace:
 
 
 def _one_device_each(arguments: Sequence[str]) -> list[str]:
-    """`--device a b` as `--device a --device b`; words that follow and are no GPU are not its values."""
+    """`--device a100 h100` as `--device a100 --device h100`. The config and changes may follow them."""
     words: list[str] = []
     is_device = False
     for word in arguments:
-        if is_device and word in gpus.KINDS and words[-1] != "--device":
-            words.append("--device")
-        elif words and words[-1] != "--device":
-            is_device = False
+        if is_device and words[-1] != "--device":
+            is_device = _LIKE_A_KIND.fullmatch(word) is not None
+            words += ["--device"] * is_device
         is_device = is_device or word == "--device"
         words.append(word)
     return words
+
+
+_LIKE_A_KIND = re.compile(r"[a-z]+\d[\w-]*")
+"""Names of GPUs, known or not, and no file.yaml or key.path=value."""
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -215,6 +220,16 @@ def _check(given: argparse.Namespace) -> None:
         with problems.collect():
             plots.check(given.plot)
     problems.check()
+
+
+def _check_lengths(given: argparse.Namespace, settings: config.Config) -> None:
+    """Raises: UserError for questions about rows of one length, if the config has several."""
+    lengths = settings.data.row_lengths
+    wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
+    if len(lengths) > 1 and wrong and not given.longest:
+        raise errors.UserError(
+            f"data.row_tokens = {list(lengths)}: --{wrong[0]} is for rows of one length. Use data.row_tokens={lengths[-1]}."
+        )
 
 
 def _site(kind: str, given: argparse.Namespace, settings: config.Config) -> compiled.Site:

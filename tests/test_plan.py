@@ -12,7 +12,7 @@ import yaml
 from jaxsp import cli, plan
 from jaxsp.core import errors
 from jaxsp.planner import gpus, search
-from jaxsp.training import levers
+from jaxsp.training import levers, memory_fit
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -75,7 +75,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert set(KEYS) <= found.keys()
     assert found["fits"] is True
     assert found["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
-    assert sum(size for name, size in found["memory"].items() if name != "CUDA and NCCL") == pytest.approx(found["device_gib"])
+    assert sum(size for name, size in found["memory"].items() if name != "kept free") == pytest.approx(found["device_gib"])
     assert found["bytes_moved"] / found["bytes_formula"] == pytest.approx(1, abs=1e-4)
     assert {(one["kind"], *one["axes"]) for one in found["moved"]} >= {("all-to-all", "seq"), ("all-gather", "data x seq")}
     assert all(one["bytes"] / one["formula"] == pytest.approx(1, abs=0.01) for one in found["moved"])
@@ -84,7 +84,18 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert "8 x h100-80gb" in said
     assert "ESTIMATE" in said
     assert "assumed: nodes of 8 GPUs with 2,000 GiB" in said
-    assert "attention is not; gradients" in " ".join(said.split()), "memory.remat = auto has become attention"
+    words = " ".join(said.split())
+    assert "options remat attention_and_mlp: a device's 8,192 tokens go through a layer all tokens at once" in words
+    assert found["mlp_tile_tokens"] == 8192
+    assert found["limited_by"] in words
+    tokens = 8 * 32768
+    assert f"{tokens:,} tokens take 0 to 0 GPU-hours" in words, "of the config's one step"
+    causes = ("matrix products", "attention", "memory bandwidth", "waiting for collectives")
+    assert sum(found["seconds_estimate"][cause] for cause in causes) == pytest.approx(found["step_s_estimate"])
+    for one in found["moved"]:
+        of_kind = [transfer for transfer in found["transfers"] if transfer["kind"] == one["kind"]]
+        assert one["seconds"] == pytest.approx(sum(transfer["seconds"] for transfer in of_kind))
+        assert 0 <= one["waited_s"] <= one["seconds"]
 
 
 @pytest.mark.slow
@@ -95,7 +106,7 @@ def test_every_device_is_compiled_for(asked, device):
     assert found["fits"] is True
     assert found["device"] == device
     assert found["kernel"] == "cudnn"
-    assert found["room_gib"] + found["memory"]["CUDA and NCCL"] == pytest.approx(gpus.KINDS[device].memory_bytes / 2**30)
+    assert found["room_gib"] + found["memory"]["kept free"] == pytest.approx(gpus.KINDS[device].memory_bytes / 2**30)
     assert f"2 x {device}" in said
 
 
@@ -135,13 +146,14 @@ def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked
 
 
 @pytest.mark.usefixtures("compiler")
-def test_what_cannot_fit_says_what_binds_and_what_is_not_turned(asked):
-    said, found = asked("data.row_tokens=16777216", "memory.remat=attention", "batch.rows_per_step=2")
+def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
+    said, found = asked("data.row_tokens=16777216", "memory.remat=attention")
     assert found["fits"] is False
     assert found["binds"] == "device"
     assert "NO: " in said
     assert "memory.remat=auto" in found["ways_out"]
     assert "memory.offload_activations=residual" in " ".join(said.split())
+    assert "batch.rows_per_step=2" in found["ways_out"], "a microbatch of the 2 groups"
 
 
 @pytest.mark.usefixtures("compiler")
@@ -152,14 +164,14 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
     assert found["host_gib"] == pytest.approx(8 * of_device / 2**30, rel=0.01)
     assert found["binds"] == "host"
     assert found["fits"] is False
-    assert found["host_bytes"] == pytest.approx([4 * of_device] * 2, rel=0.01), "each of 4 turns, there and back"
-    assert "the host is what binds" in said
+    assert found["host_bytes"] == pytest.approx([4 * of_device] * 2, rel=0.01), "each of 4 microbatches, there and back"
+    assert "the host is full" in said
 
 
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
-    real = levers.measured
-    monkeypatch.setattr(levers, "measured", lambda *given: real(*given)._replace(host=0))
+    real = memory_fit.measured
+    monkeypatch.setattr(memory_fit, "measured", lambda *given: real(*given)._replace(host=0))
     with pytest.raises(RuntimeError, match="XLA has ignored"):
         asked("memory.offload_activations=residual")
 
@@ -213,7 +225,15 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
         (["--devices", "6"], "--devices = 6: .* are for others. Use --devices 4, or a multiple of it"),
         (["--devices", "8", "mesh.data=1"], "--devices = 8: .* Use --devices 4, or mesh.data=-1"),
         (["--host-gib", "inf"], "--host-gib = inf: has to be a number"),
-        (["data.row_tokens=[8192, 16384]"], "a plan is of rows of one length. .* from data.row_tokens=16384 on"),
+        (
+            ["--meshes", "data.row_tokens=[8192, 16384]"],
+            r"data.row_tokens = \[8192, 16384\]: --meshes is for rows of one length. Use data.row_tokens=16384",
+        ),
+        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], "--plot is for rows of one length"),
+        (["--device", "h100-80gb", "a100"], r"--device = a100: is not known\..* Did you mean a100-80gb\?"),
+        (["--device", "h100-80gb", "h200-141gb", "--longest"], "--longest: is for one kind of GPU. Give one --device"),
+        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], "--plot: is for one kind of GPU"),
+        (["--tokens", "0"], "--tokens = 0.0: has to be a number"),
         (["--document-tokens", "100"], "rows of 32,768 tokens hold 1 documents at most .* Use 32768 or more"),
         (["--measure", "3"], "--measure: runs the meshes that --meshes lists"),
         (
@@ -235,6 +255,49 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
 def test_what_cannot_be_asked_is_a_line_that_says_what_can(asked, words, problem):
     with pytest.raises(errors.UserError, match=problem):
         asked(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds", "changes"),
+    [
+        ([], None, []),
+        (["--device", "b200-180gb"], ["b200-180gb"], []),
+        (["--device", "h100-80gb", "h200-141gb", "mesh.seq=2"], ["h100-80gb", "h200-141gb"], ["mesh.seq=2"]),
+        (["--device", "h100-80gb", "mesh.seq=2", "--device", "a100-80gb"], ["h100-80gb", "a100-80gb"], ["mesh.seq=2"]),
+        (["--device=h100-80gb", "mesh.seq=2"], ["h100-80gb"], ["mesh.seq=2"]),
+        (["mesh.seq=2", "--device", "typo", "a100"], ["typo", "a100"], ["mesh.seq=2"]),
+    ],
+)
+def test_several_kinds_of_gpus_may_be_named(words, kinds, changes):
+    for arguments in (["config.yaml", *words], [*words, "config.yaml"]):
+        given = plan.asked(arguments)
+        assert given.device == kinds
+        assert sorted([given.config, *given.changes]) == sorted(["config.yaml", *changes])
+
+
+@pytest.mark.usefixtures("compiler")
+def test_gpus_and_row_lengths_are_planned_in_one_call(asked):
+    """On the A100, cuDNN takes no packed rows, so that its plans have no estimate."""
+    words = ["--device", "h100-80gb", "a100-80gb", "--devices", "2", "mesh.seq=2", "data.max_documents_per_row=2"]
+    said, found = asked(*words, "data.row_tokens=[4096, 8192]", "batch.rows_per_step=1", "--tokens", "1e9")
+    plans = found["plans"]
+    assert [(one["device"], one["row_tokens"], one["rows_per_step"]) for one in plans] == [
+        ("h100-80gb", 4096, 2),
+        ("h100-80gb", 8192, 1),
+        ("a100-80gb", 4096, 2),
+        ("a100-80gb", 8192, 1),
+    ]
+    assert [one["kernel"] for one in plans] == ["cudnn"] * 2 + ["blockwise"] * 2
+    lines = [line.split() for line in said.splitlines() if line.split() and line.split()[0] in gpus.KINDS]
+    assert [(one[0], one[1]) for one in lines] == [
+        ("h100-80gb", "4,096"),
+        ("h100-80gb", "8,192"),
+        ("a100-80gb", "4,096"),
+        ("a100-80gb", "8,192"),
+    ]
+    hours = 1e9 / plans[0]["tokens_per_s_estimate"] * 2 / 3600
+    assert lines[0][-1] == f"{hours:,.0f}"
+    assert lines[2][-1] == "-"
 
 
 def test_no_device_is_asked_for_and_no_data_read(tmp_path):

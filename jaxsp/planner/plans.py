@@ -67,7 +67,7 @@ class Plan:
     host_pool_gib: float
     """What XLA's pool for them takes, of all devices of a node; it grows in powers of two up to its limit."""
     memory: Mapping[str, float]
-    """By cause, on a device, when it is fullest. All but `CUDA and NCCL`, which JAX leaves alone, add up to device_gib."""
+    """By cause, on a device, when it is fullest. All except `kept free` add up to device_gib."""
     host_memory: Mapping[str, float]
     """By cause, in a node, when it is fullest; adds up to host_gib."""
     causes: Sequence[Mapping[str, Any]]
@@ -129,8 +129,8 @@ def of(
     lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
     if len(lengths) > 1:
         found.append(
-            f"data.row_tokens = {list(lengths)}: a plan is of rows of one length. Plan one after another, from "
-            f"data.row_tokens={settings.data.longest_row} on."
+            f"data.row_tokens = {list(lengths)}: a plan is for rows of one length. Use "
+            f"data.row_tokens={settings.data.longest_row}."
         )
     if document_tokens is not None and -(-settings.data.longest_row // document_tokens) > most:
         found.append(

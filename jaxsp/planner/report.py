@@ -154,7 +154,7 @@ def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
             "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
             number(plan.tokens_per_s_estimate, "{:,.0f}"),
             number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
-            (plan.limited_by or "-").partition(",")[0],
+            plan.limited_by or "-",
         ]
         rows.append(row + ([] if tokens is None else [number(hours, "{:,.0f}")]))
     low, high = roofline.LIKELY
@@ -212,7 +212,7 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
                 "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
                 number(plan.tokens_per_s_estimate, "{:,.0f}"),
                 number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
-                number(ranks.get(id(shape)), "{}"),
+                str(ranks.get(id(shape), "-")),
             )
         )
     same = f"within {100 * (shapes.SAME_TIME - 1):.0f} % have the same rank, the smallest seq first"

@@ -17,7 +17,7 @@ from jaxsp.training import metrics
 
 PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
     "matrix products",
-    "other kernels, limited by memory bandwidth",
+    "memory bandwidth",
     "attention",
     "waiting for collectives",
     "waiting for copies from and to the host",

@@ -86,7 +86,7 @@ def longest(
         below = max((length for length, one in tried.items() if not one.why), default=0)
         above = min((length for length, one in tried.items() if one.why and length > below), default=None)
         if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):
-            further = _more_parts(settings, model, site, beyond=above, unit=unit)
+            further = _next_split(settings, model, site, beyond=above, unit=unit)
             if further is None or further in tried:
                 return Longest(tried=[tried[length] for length in sorted(tried)])
             row_tokens = further
@@ -101,26 +101,27 @@ def longest(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _more_parts(settings: config.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
-    """The shortest of the rows up to twice as long for which cuDNN's heads have to be taken in more parts; None if none is.
+def _next_split(settings: config.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
+    """The shortest row, up to twice as long, for which cuDNN's work is split into more calls; None if there is none.
 
-    That takes less of the device, so that it may fit where a shorter row does not.
+    That takes less of the device, so that it may fit although a shorter row does not.
     """
     devices = compiled.devices(site.kind, site.num_devices)
 
-    def parts(row_tokens: int) -> int:
+    def split(row_tokens: int) -> tuple[int, int]:
         try:
             choice = compiled.program(with_rows_of(settings, row_tokens), model=model, devices=devices)[1]
         except errors.UserError:
-            return 0
-        return choice.head_chunks if choice.kernel == "cudnn" else 0
+            return 0, 0
+        # more chunks, or slots with less room
+        return (choice.head_chunks, -choice.slot_room) if choice.kernel == "cudnn" else (0, 0)
 
-    now, low, high = parts(beyond), beyond // unit, 2 * beyond // unit
-    if not 0 < now < parts(high * unit):
+    now, low, high = split(beyond), beyond // unit, 2 * beyond // unit
+    if not (0, 0) < now < split(high * unit):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if parts(middle * unit) <= now else (low, middle)
+        low, high = (middle, high) if split(middle * unit) <= now else (low, middle)
     return high * unit
 
 

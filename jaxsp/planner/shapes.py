@@ -116,7 +116,7 @@ def ranked(found: Sequence[Shape]) -> list[Shape]:
     """Shapes in the order of their times: by `ranks`, then the smallest `seq`, then the estimate. Refused ones are last."""
     number = ranks(found)
 
-    def key(shape: Shape) -> tuple[float, int, float]:
+    def key(shape: Shape) -> tuple[float | int, int, float]:
         plan = shape.plan
         time = 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
         return number.get(id(shape), math.inf), shape.mesh[axes.SEQ], time

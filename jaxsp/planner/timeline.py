@@ -13,6 +13,7 @@ Loops are simulated twice, and the second time stands for all later ones. Of a c
 import collections
 import dataclasses
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from jaxsp.planner import hlo
 
@@ -33,11 +34,11 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waited:
-    """How long the compute stream waits for one transfer in a step."""
+    """How long the compute stream waits while one transfer runs, in a step."""
 
     runs: int
     seconds: float
-    """Sum over all runs."""
+    """Sum over all runs; at most the transfer's own seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,9 +62,18 @@ def simulate(program: hlo.Program, kernels: Mapping[int, float], transfers: Mapp
     """
     simulator = _Simulator(program, kernels, transfers)
     simulator.run(program.entry, runs=1)
-    end = max([simulator.now, *simulator.free.values()])
     waited = {line: Waited(runs=runs, seconds=simulator.waited[line]) for line, runs in simulator.runs.items()}
-    return Timeline(seconds=end, kernels=simulator.spent, waited=waited)
+    return Timeline(seconds=simulator.end, kernels=simulator.spent, waited=waited)
+
+
+class _Run(NamedTuple):
+    """One run of a transfer."""
+
+    line: int
+    """Line number where the transfer begins."""
+    begin: float
+    """Seconds from the beginning of the program."""
+    end: float
 
 
 class _Simulator:
@@ -78,13 +88,16 @@ class _Simulator:
             self._ends.setdefault(transfer.end, []).append(transfer)
         self.now = 0.0
         """When the compute stream is free."""
-        self.free: dict[str, float] = {}
-        """When each other stream is free."""
-        self._done: dict[int, float] = {}
-        """When the last run of each transfer ends."""
+        self._queues: dict[str, list[_Run]] = {}
+        """Runs of each other stream, one after another; those that were waited for are taken out."""
         self.waited: collections.defaultdict[int, float] = collections.defaultdict(float)
         self.runs: collections.Counter[int] = collections.Counter()
         self.spent: collections.defaultdict[int, float] = collections.defaultdict(float)
+
+    @property
+    def end(self) -> float:
+        """When all streams are idle."""
+        return max([self.now, *(run.end for queue in self._queues.values() for run in queue)])
 
     def run(self, computation: str, *, runs: int) -> None:
         """Executes a computation once, on behalf of `runs` executions like it."""
@@ -108,14 +121,19 @@ class _Simulator:
                     self.run(called, runs=runs)
 
     def _start(self, transfer: Transfer, runs: int) -> None:
-        begin = max(self.now, self.free.get(transfer.stream, 0.0))
-        self.free[transfer.stream] = self._done[transfer.begin] = begin + transfer.seconds
+        queue = self._queues.setdefault(transfer.stream, [])
+        begin = max([self.now, *(run.end for run in queue)])
+        queue.append(_Run(transfer.begin, begin, begin + transfer.seconds))
         self.runs[transfer.begin] += runs
 
     def _wait(self, transfer: Transfer, runs: int) -> None:
-        wait = max(0.0, self._done.get(transfer.begin, 0.0) - self.now)
-        self.waited[transfer.begin] += wait * runs
-        self.now += wait
+        """Waits for a transfer. Those before it in its queue have their part of the time."""
+        queue = self._queues.get(transfer.stream, [])
+        until = max([self.now, *(run.end for run in queue if run.line == transfer.begin)])
+        for run in queue:
+            self.waited[run.line] += max(0.0, min(run.end, until) - max(run.begin, self.now)) * runs
+        self.now = until
+        self._queues[transfer.stream] = [run for run in queue if run.end > until]
 
     def _loop(self, loop: hlo.Line, runs: int) -> None:
         body, trips = loop.attribute("body"), hlo.trip_count(loop, self._program)
@@ -124,9 +142,22 @@ class _Simulator:
         self.run(body, runs=runs)
         if trips == 1:
             return
-        second = self.now
+        now, queues = self.now, {stream: list(queue) for stream, queue in self._queues.items()}
         self.run(body, runs=runs * (trips - 1))
-        self._skip((trips - 2) * (self.now - second))
+        self._repeat(now, queues, times=trips - 2)
+
+    def _repeat(self, now: float, queues: Mapping[str, list[_Run]], *, times: int) -> None:
+        """Moves all clocks on as often again as they moved since then.
+
+        Transfers that began before the loop and end after it go on meanwhile, and keep their times.
+        """
+        seconds = times * (self.now - now)
+        self.now += seconds
+        for stream, queue in self._queues.items():
+            old = queues.get(stream, [])
+            self._queues[stream] = [
+                run if run in old else _Run(run.line, run.begin + seconds, run.end + seconds) for run in queue
+            ]
 
     def _slowest(self, branches: list[str], runs: int) -> None:
         self.run(max(branches, key=self._alone), runs=runs)
@@ -136,9 +167,3 @@ class _Simulator:
         alone = _Simulator(self._program, self._kernels, self._transfers)
         alone.run(computation, runs=1)
         return alone.now
-
-    def _skip(self, seconds: float) -> None:
-        """Moves all clocks forward."""
-        self.now += seconds
-        self.free = {stream: time + seconds for stream, time in self.free.items()}
-        self._done = {line: time + seconds for line, time in self._done.items()}

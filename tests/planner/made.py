@@ -43,9 +43,7 @@ def plan(**changes):
         "causes": [],
         "bytes_moved": 2.0e9,
         "bytes_formula": 2.0e9,
-        "moved": [
-            {"kind": "all-to-all", "axes": ["seq"], "bytes": 2e9, "formula": 2e9, "seconds": 0.25, "waited_s": 0.125}
-        ],
+        "moved": [{"kind": "all-to-all", "axes": ["seq"], "bytes": 2e9, "formula": 2e9, "seconds": 0.25, "waited_s": 0.125}],
         "flops_needed": 2e15,
         "flops_executed": 2.5e15,
         "host_bytes": (0.0, 0.0),

@@ -1,6 +1,10 @@
 """Plans in words."""
 
-from jaxsp.planner import budget, report, search, shapes
+import re
+
+import pytest
+
+from jaxsp.planner import budget, report, roofline, search, shapes
 from tests.planner import made
 
 
@@ -8,39 +12,117 @@ def test_all_of_a_plan_is_said():
     said = report.text(made.plan(), model="a model")
     assert "a model on 8 x h100-80gb" in said
     assert "replica 1 x data 1 x seq 8; 8 rows of 131,072 tokens a step" in said
-    assert "yes: 30.0 of 72.8 GiB on each device; the device is what binds" in said
+    assert "yes: 30.0 of 72.8 GiB on each device; the device is fuller" in said
     assert f"20.00 attention: {budget.CAUSES[budget.ATTENTION]}" in " ".join(said.split())
-    assert "2.000 2.000 1.00 all-to-all along seq" in " ".join(said.split())
+    assert "2.000 2.000 1.00 0.250 0.125 all-to-all along seq" in " ".join(said.split())
     assert "2,000 TFLOP needed of each device in a step, 2,500 executed (1.25 times)" in " ".join(said.split())
-    assert "about 5 s a step, 209,715 tokens/s, MFU 40 %: an ESTIMATE" in said
+    assert (
+        "about 5 s a step (likely 5 s to 6.5 s), 209,715 tokens/s, MFU 40 %, limited by matrix products: an ESTIMATE"
+        in " ".join(said.split())
+    )
+    assert "2.125 attention" in " ".join(said.split())
     assert "GiB of each node's memory" not in said
+    assert "GPU-hours" not in said
+
+
+def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
+    plan = made.plan(host_gib=100.0, host_pool_gib=128.0, host_memory={budget.RESIDUALS: 60.0, budget.OPTIMIZER: 40.0})
+    said = " ".join(report.text(plan, model="a model").split())
+    assert "GiB of each node's memory, by cause; XLA's pool for them takes 128 60.00 residuals 40.00 optimizer" in said
 
 
 def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
     said = report.text(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
     assert "; 1 row of 131,072 tokens a step" in said
-    assert "MB for a layer in a turn where attention is kept; cuDNN" in " ".join(said.split())
+    words = " ".join(said.split())
+    assert "ring of 8, cuDNN; a device sends 2.1 MB per layer and microbatch, attention kept options" in words
+    assert "attention kept (ring of 8 3.1)" in " ".join(report.text(made.plan(), model="a model").split())
 
 
-def test_what_does_not_fit_names_what_binds_and_what_is_not_turned():
+def test_what_does_not_fit_names_what_is_full_and_what_to_try():
     plan = made.plan(
         fits=False, short="much", binds="host", host_gib=2100.0, ways_out=["memory.remat=full", "memory.x=y", "shorter rows"]
     )
     assert report.fits(plan) == (
-        "NO: 30.0 of 72.8 GiB on each device, 2,100 of 1,960 GiB of each node's memory; the host is what binds. "
-        "Not turned yet: memory.remat=full, memory.x=y or shorter rows"
+        "NO: 30.0 of 72.8 GiB on each device, 2,100 of 1,960 GiB of each node's memory; the host is full. "
+        "Try memory.remat=full, memory.x=y or shorter rows"
     )
 
 
 def test_another_kernel_than_cudnn_says_why():
     said = report.text(made.plan(kernel="blockwise", why_not_cudnn="cuDNN needs what is not there"), model="a model")
     assert "blockwise (because cuDNN needs what is not there)" in " ".join(said.split())
-    assert "blockwise\n" in report.text(made.plan(kernel="blockwise"), model="a model"), "as it was asked for"
+    assert "Ulysses of 8, blockwise; " in report.text(made.plan(kernel="blockwise"), model="a model"), "as it was asked for"
 
 
 def test_without_ceilings_there_is_no_estimate():
     plan = made.plan(step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None)
-    assert report.speed(plan) == "no estimate: the ceilings are for bfloat16 and cuDNN's attention"
+    assert report.speed(plan) == "no estimate: the rates are for bfloat16 and cuDNN's attention"
+    assert "GPU-hours" not in report.text(plan, model="a model", tokens=1e9)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.7264, "0.726 s"),
+        (39.22, "39.2 s"),
+        (119.4, "119 s"),
+        (120.0, "2 min 0 s"),
+        (250.2, "4 min 10 s"),
+        (3599.7, "1 h 0 min"),
+        (7510.0, "2 h 5 min"),
+        (36_000_000.0, "10,000 h 0 min"),
+    ],
+)
+def test_durations_are_in_units_that_people_read(seconds, words):
+    assert report.duration(seconds) == words
+
+
+def test_tokens_to_train_on_give_gpu_hours_and_days():
+    """10e9 tokens at 200,000 a second are 50,000 seconds, 111 hours of 8 GPUs; likely up to 1.3 times as many."""
+    plan = made.plan(tokens_per_s_estimate=200_000.0)
+    words = "10,000,000,000 tokens take 111 to 144 GPU-hours, 0.6 to 0.8 days"
+    assert report.cost(plan, 10e9) == words
+    assert words in " ".join(report.text(plan, model="a model", tokens=10e9).split())
+
+
+@pytest.mark.parametrize("cause", [roofline.ATTENTION, roofline.WAITED, roofline.HOST_WAITED, roofline.MEMORY])
+def test_the_cause_that_takes_most_of_the_time_limits_a_step(cause):
+    seconds = {roofline.PRODUCTS: 1.0, roofline.ATTENTION: 0.5, roofline.WAITED: 0.2}
+    # overlapped transfers are no part of a step's time
+    beside = {roofline.OVERLAPPED: 9.0, roofline.HOST_OVERLAPPED: 9.0}
+    assert roofline.limiting(seconds | beside) == roofline.PRODUCTS
+    assert roofline.limiting(seconds | beside | {cause: 1.1}) == cause
+
+
+def cells(text):
+    """A table's rows as dicts by column, and the note under it."""
+    head, *rows, note = [[cell for cell in re.split(r"  +", line.strip()) if cell] for line in text.splitlines()]
+    return [dict(zip(head, row, strict=False)) for row in rows], note[0]
+
+
+def test_gpus_and_row_lengths_are_compared_in_one_table():
+    found = [
+        made.plan(tokens_per_s_estimate=200_000.0),
+        made.plan(row_tokens=65536, remat="full", mlp_tile_tokens=2048, step_s_estimate=250.0, limited_by=roofline.WAITED),
+        made.plan(device="h200-141gb", num_devices=4, fits=False, binds="host", host_gib=2100.0, tokens_per_s_estimate=1e5),
+        made.plan(device="a100-80gb", step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None, limited_by=None),
+    ]
+    rows, note = cells(report.several(found, tokens=10e9))
+    assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
+    assert [row["row tokens"] for row in rows] == ["131,072", "65,536", "131,072", "131,072"]
+    assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
+    assert [row["device GiB"] for row in rows] == ["30.0 of 72.8"] * 4
+    assert [row["host GiB"] for row in rows] == ["0", "0", "2,100", "0"]
+    assert [row["remat"] for row in rows] == ["attention", "full", "attention", "attention"]
+    # 131,072 tokens among 8 devices are 16,384, and 65,536 are 8,192
+    assert [row["tile"] for row in rows] == ["-", "2,048", "-", "-"]
+    assert [row["step*"] for row in rows] == ["5 s", "4 min 10 s", "5 s", "-"]
+    assert [row["limited by*"] for row in rows] == ["matrix products", "waiting for collectives", "matrix products", "-"]
+    assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
+    assert note.endswith("measured times are likely 1 to 1.3 times as long. Nothing was run")
+    rows, _ = cells(report.several(found, tokens=None))
+    assert "GPU-hours*" not in rows[0]
 
 
 def test_the_longest_row_says_what_was_full_beyond_it():
@@ -51,9 +133,7 @@ def test_the_longest_row_says_what_was_full_beyond_it():
         "longest row: 1,000 tokens, remat attention; 1,010 do not fit: the host is full. 2 lengths compiled in 12 s"
     )
     none = search.Longest(tried=[search.Tried(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), why="it is full")])
-    assert report.longest(none, seconds=1.0) == (
-        "no row fits, not even of 1,024 tokens: it is full. Not turned yet: memory.a=b."
-    )
+    assert report.longest(none, seconds=1.0) == ("no row fits, not even of 1,024 tokens: it is full. Try memory.a=b.")
 
 
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
@@ -63,9 +143,12 @@ def test_meshes_are_a_table_and_those_that_were_refused_say_why():
         shapes.Shape(mesh=mesh, kind={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), why=""),
         shapes.Shape(mesh=mesh, kind={"kind": "hybrid", "inner_degree": 4}, plan=None, why="28 query heads cannot be shared"),
     ]
-    lines = report.ranked(found).splitlines()
-    assert lines[1].split() == ["1", "1", "8", "ulysses", "yes", "30.0", "0", "attention", "cudnn", "5", "209,715", "40"]
-    assert "no: host" in lines[2]
-    assert lines[3].split(maxsplit=3) == ["1", "1", "8", "hybrid 4  28 query heads cannot be shared"]
-    assert lines[1].index("yes") + 3 == lines[0].index("fits") + 4, "columns end under their heads"
-    assert "estimates" in lines[-1]
+    text = report.ranked(found)
+    rows, note = cells(text)
+    assert list(rows[0].values()) == [*"118", "ulysses", "yes", "30.0", "0", "attention", "cudnn", "5 s", "209,715", "40", "1"]
+    assert rows[1]["fits"] == "no: host"
+    assert rows[1]["rank"] == "-"
+    assert list(rows[2].values()) == [*"118", "hybrid 4", "28 query heads cannot be shared"]
+    head, first, *_ = text.splitlines()
+    assert first.index("yes") + 3 == head.index("fits") + 4, "columns end under their heads"
+    assert "Meshes within 5 % have the same rank, the smallest seq first" in note

@@ -12,19 +12,19 @@ SITE = compiled.site("h100-80gb", 8)
 
 
 def sought(monkeypatch, make, *words):
-    """What is found where `make(row_tokens, remats)` plans; and the lengths that were planned, in order."""
+    """What is found where `make(row_tokens)` plans; and the lengths that were planned, in order."""
     lengths = []
 
-    def of(settings, *, model, site, remats=None):
+    def of(settings, *, model, site):
         lengths.append(settings.data.row_tokens)
-        return make(settings.data.row_tokens, remats)
+        return make(settings.data.row_tokens)
 
     monkeypatch.setattr(plans, "of", of)
     asked = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
     return search.longest(asked, model=MODEL, site=SITE), lengths
 
 
-def line(row_tokens, remats=None, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
+def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
     """A plan whose device is full at one length, and whose host at another."""
     device = fixed + (72.8 - fixed) * row_tokens / longest
     host = 1960.0 * row_tokens / longest_of_host
@@ -42,7 +42,7 @@ def line(row_tokens, remats=None, *, longest=3_000_000, longest_of_host=10**9, f
 
 @pytest.mark.parametrize("longest", [9_000, 200_000, 3_000_000, 40_000_000])
 def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, longest):
-    found, lengths = sought(monkeypatch, lambda n, _: line(n, longest=longest))
+    found, lengths = sought(monkeypatch, lambda n: line(n, longest=longest))
     best = found.plan.row_tokens
     assert best <= longest < found.beyond.row_tokens
     assert found.beyond.row_tokens - best <= max(search.PRECISION * best, search.UNIT * 8)
@@ -52,32 +52,35 @@ def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, lon
 
 
 def test_the_host_may_be_what_binds(monkeypatch):
-    found, lengths = sought(monkeypatch, lambda n, _: line(n, longest_of_host=1_500_000))
+    found, lengths = sought(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
     assert found.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)
     assert found.beyond.plan.binds == "host"
     assert len(lengths) <= 6
 
 
-def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch):
-    """Where cuDNN's heads go in twice as many parts, with 2**31 elements and more in all slots, it takes half."""
+@pytest.mark.parametrize(
+    ("split_at", "before", "after"),
+    [(786_432, 750_000, 1_000_000), (196_608, 185_000, 250_000)],
+    ids=["more chunks of heads", "slots with less room"],
+)
+def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, before, after):
+    """Where cuDNN's workspace would be 6 GiB, its work is split into twice as many calls, and it takes half."""
     pytest.importorskip("jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there")
-    parts = 2**31 // (4 * 8 * 128)  # of 64 heads on 8 devices, in 4 times the tokens' slots
-    made_up = lambda n, _: line(n, longest=480_000 if n < parts else 700_000)
+    made_up = lambda n: line(n, longest=before if n < split_at else after)
     found, lengths = sought(monkeypatch, made_up, "data.max_documents_per_row=64")
-    assert 480_000 < parts < 700_000
-    assert found.plan.row_tokens == pytest.approx(700_000, rel=0.02)
+    assert found.plan.row_tokens == pytest.approx(after, rel=0.02)
     assert found.beyond.row_tokens > found.plan.row_tokens
     assert len(lengths) <= 12
 
 
 def test_nothing_that_fits_is_an_answer_too(monkeypatch):
-    found, _ = sought(monkeypatch, lambda n, _: line(n, fixed=80.0))
+    found, _ = sought(monkeypatch, lambda n: line(n, fixed=80.0))
     assert found.plan is None
     assert found.beyond.row_tokens == search.UNIT * 8
 
 
 def test_what_is_refused_for_its_length_alone_is_too_long(monkeypatch):
-    def refused(n, _):
+    def refused(n):
         if n > 2_000_000:
             raise errors.UserError("data.row_tokens: one call is larger than a device")
         return line(n)
@@ -88,7 +91,7 @@ def test_what_is_refused_for_its_length_alone_is_too_long(monkeypatch):
 
 
 def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch):
-    def refused(n, _):
+    def refused(n):
         if n > 100_000:
             raise errors.UserError("data.row_tokens: one call is larger than a device")
         return line(n)
@@ -98,7 +101,7 @@ def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch)
 
 
 def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
-    def refused(n, _):
+    def refused(n):
         raise errors.UserError("mesh.seq = 3: no")
 
     with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
@@ -106,27 +109,10 @@ def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
 
 
 def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
-    def gives_way(n, _):
+    def gives_way(n):
         return line(n) if n < 2_000_000 else made.plan(row_tokens=n, kernel="blockwise", why_not_cudnn="counts to 2**31")
 
     found, lengths = sought(monkeypatch, gives_way)
     assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
     assert found.beyond.why == "counts to 2**31"
     assert len(lengths) <= 12
-
-
-def test_attention_is_not_tried_again_beyond_where_it_did_not_fit(monkeypatch):
-    asked = []
-
-    def auto(n, remats):
-        asked.append((n, remats))
-        return line(n) if n > 1_000_000 or remats == ["full"] else made.plan(row_tokens=n)
-
-    def plan(n, remats):
-        found = auto(n, remats)
-        return found if n <= 1_000_000 else made.plan(**{**vars(found), "remat": "full"})
-
-    sought(monkeypatch, plan)
-    first = next(n for n, _ in asked if n > 1_000_000)
-    for n, remats in asked[[n for n, _ in asked].index(first) + 1 :]:
-        assert remats == (["full"] if n >= first else None)

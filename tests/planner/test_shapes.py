@@ -52,6 +52,21 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
     assert found[-1].why == "too many"
 
 
+def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
+    def shape(seq, seconds, **changes):
+        mesh = {"replica": 1, "data": 8 // seq, "seq": seq}
+        plan = None if seconds is None else made.plan(mesh=mesh, step_s_estimate=seconds, **changes)
+        return shapes.Shape(mesh=mesh, kind={}, plan=plan, why="" if plan else "no")
+
+    fitting = [shape(2, 1.04), shape(4, 1.049), shape(8, 1.0), shape(2, 1.06), shape(8, 1.07), shape(1, 1.12)]
+    others = [shape(1, 0.5, fits=False), shape(1, None)]
+    found = shapes.ranked([*others, *reversed(fitting)])
+    assert found == fitting + others
+    ranks = shapes.ranks(found)
+    # the second rank is from 1.06 to 1.113
+    assert [ranks.get(id(one)) for one in found] == [1, 1, 1, 2, 2, 3, None, None]
+
+
 def test_a_kind_that_is_asked_for_is_the_only_one_and_heads_that_do_not_divide_leave_ulysses_out():
     asked = programs.settings("attention.kind=ring")
     assert shapes.kinds_of(asked, seq=8, num_heads=32) == [{"kind": "ring"}]
