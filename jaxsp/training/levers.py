@@ -67,7 +67,7 @@ def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
     found = memory_fit.fit(program, room=room, uncounted=uncounted, compile=step.compile, measure=measure)
     check_offloads(found.program, found.needs)
     # margins and estimates alone refuse nothing
-    if found.needs.device > limits.device or found.needs.host > limits.host:
+    if found.needs.device > limits.device or found.needs.host > limits.pinned:
         ways = ways_out(program, device_is_short=found.needs.total > room.device)
         raise errors.UserError(f"the step takes {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
     return found
@@ -190,7 +190,7 @@ def takes(fitted: memory_fit.Fitted) -> str:
         decided += f", because {fitted.why_full}"
     for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
         decided += f"; {name} {_at_a_time(tile, program.tokens)}"
-    tight = "; less than is left for fragmentation and NCCL is free: it may run out of memory" if fitted.shortage else ""
+    tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory" if fitted.shortage else ""
     return f"it takes {', '.join(parts)}; {decided}{tight}"
 
 
@@ -219,7 +219,7 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
     """Raises: RuntimeError where nothing was offloaded that should have been."""
     found = memory_fit.offloaded_by(program)
     least = found.total - found.gradients
-    if _is_gpu(program) and needs.host < least:
+    if is_gpu(program) and needs.host < least:
         raise RuntimeError(
             f"memory.offload_activations and offload_optimizer put {memory_fit.size(least)} of each device in host memory, and "
             f"the compiled step has {memory_fit.size(needs.host)} there: XLA has ignored some of it. This is a bug; "
@@ -227,5 +227,6 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
         )
 
 
-def _is_gpu(program: step.Program) -> bool:
+def is_gpu(program: step.Program) -> bool:
+    """Whether the devices have a memory of their own."""
     return program.mesh.devices.flat[0].platform == "gpu"

@@ -176,9 +176,8 @@ def _compile(program: Program, material: Material, console: rich.console.Console
         )
         compiled[row_tokens] = ready.run
         host_bytes = max(host_bytes, ready.needs.host)
-    devices = program.mesh.local_devices
-    if host_bytes and devices[0].platform == "gpu":
-        host.reserve(devices, host_bytes)
+    if host_bytes and levers.is_gpu(program):
+        host.reserve(program.mesh.local_devices, host_bytes)
     return compiled
 
 
