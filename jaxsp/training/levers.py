@@ -203,7 +203,7 @@ def _traffic(program: step.Program) -> str:
     found = memory_fit.offloaded_by(program)
     weights, state = found.weights, found.weights + found.moments
     size = memory_fit.size
-    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
+    num_microbatches = program.num_microbatches
     if program.config.memory.offload_optimizer == "state":
         there, what = weights + state, "float32 weights and optimizer" if found.moments else "float32 weights"
         back = state

@@ -75,7 +75,7 @@ class Room(NamedTuple):
     @property
     def pinned(self) -> float:
         """Host memory for what a step offloads."""
-        return min(self.host, self.pool)
+        return float(min(self.host, self.pool))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,11 +214,10 @@ def predict(program: step.Program, *, uncounted: int = 0) -> int:
         at_loss = head + logits + 4 * V * D + 2 * stream
     else:
         at_loss = head + max(logits, 2 * tile * V + 4 * V * D) + 2 * stream
-    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
     phases = (
         kept + gradients + prefetched + mlp,
         kept + gradients + prefetched + attention,
-        kept + (gradients if num_microbatches > 1 else 0) + at_loss,
+        kept + (gradients if program.num_microbatches > 1 else 0) + at_loss,
         gradients + 4 * V * D + 2 * stream,
     )
     return int(state + max(phases))
