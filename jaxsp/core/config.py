@@ -316,6 +316,13 @@ class Memory(Group):
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of sharded weights travel and are summed; those of small weights always sum in float32."""
 
+    @pydantic.field_validator("mlp_tile_tokens", "loss_tile_tokens", mode="before")
+    @classmethod
+    def _auto_or_tokens(cls, value: Any) -> Any:
+        if value != "auto" and not _is_count(value):
+            raise ValueError("must be auto, or a number of tokens, at least 1")
+        return value
+
 
 class Checkpoint(Group):
     """What is kept on disk."""

@@ -59,7 +59,7 @@ def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_byt
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
         environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
     if _HOST_LIMIT not in environ:
-        room = host_room(environ, num_processes=num_local, num_devices=max(1, jobs.num_gpus(environ) // num_local))
+        room = host_room(num_processes=num_local, num_devices=max(1, jobs.num_gpus(environ) // num_local))
         limit = int(room / 2**30)
         if pool_bytes is not None:
             limit = min(limit, math.ceil(pool_bytes / 2**30))
@@ -68,13 +68,16 @@ def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_byt
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
-def host_room(environ: Mapping[str, str], *, num_processes: int, num_devices: int) -> float:
+def pool_limit(environ: Mapping[str, str]) -> float:
+    """Bytes of pinned host memory that XLA's pool may hold for each device; infinite if nothing limits it."""
+    return float(environ[_HOST_LIMIT]) * 2**30 if _HOST_LIMIT in environ else math.inf
+
+
+def host_room(*, num_processes: int, num_devices: int) -> float:
     """Bytes of host memory that the arrays of one device may take.
 
     Args: num_processes: on the node, each with `num_devices` devices.
     """
-    if _HOST_LIMIT in environ:  # XLA's limit is for each device
-        return float(environ[_HOST_LIMIT]) * 2**30
     return host_bytes(jobs.host_memory(), num_processes=num_processes) / (num_processes * num_devices)
 
 
@@ -83,13 +86,13 @@ def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
     return max(0.0, float(node_bytes) - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
 
 
-def pool_size(needed: int | float, limit: float) -> float:
+def pool_size(needed: int | float, limit: int | float) -> float:
     """Bytes of XLA's pool of pinned host memory that holds so many bytes in one piece.
 
     Its regions are powers of two and never joined, so the first request has to be for everything: `training.host.reserve`.
     Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
     """
-    return min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit)
+    return float(min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit))
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

@@ -64,9 +64,9 @@ def layer(function: Callable[..., Any], how: Remat) -> Callable[..., Any]:
     kept |= set(layers.MLP_HIDDEN if how.remat == "attention_and_mlp" else ())
     offloaded = set() if how.offload_activations == "none" else {LAYER_INPUT}
     if how.offloads_attention:
-        offloaded, kept = offloaded | kept, set()
+        offloaded |= set(attention.RESIDUALS)
     named: Callable[..., Any] = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=sorted(kept),
+        names_which_can_be_saved=sorted(kept - offloaded),
         names_which_can_be_offloaded=sorted(offloaded),
         offload_src="device",
         offload_dst="pinned_host",

@@ -30,14 +30,15 @@ def reserve(devices: Sequence[jax.Device], num_bytes: int) -> None:
     """
     if num_bytes == 0 or devices[0].platform != "gpu":
         return
-    mebibytes = -(-num_bytes // 2**20)
-
-    def empty() -> Array:
-        return on_host(jax.lax.empty((mebibytes, 2**20), jnp.uint8))
-
     for device in devices:
-        place = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
-        jax.block_until_ready(jax.jit(empty, out_shardings=place)()).delete()
+        jax.block_until_ready(empty(device, num_bytes)()).delete()
+
+
+def empty(device: jax.Device, num_bytes: int) -> jax.stages.Wrapped:
+    """A jitted function that returns an array of at least so many bytes in host memory, made without any on the device."""
+    place = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
+    shape = (-(-num_bytes // 2**20), 2**20)
+    return jax.jit(lambda: on_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=place)
 
 
 def worth_it(row: layers.Parameter) -> bool:

@@ -67,7 +67,7 @@ def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
     found = memory_fit.fit(program, room=room, uncounted=uncounted, compile=step.compile, measure=measure)
     check_offloads(found.program, found.needs)
     # margins and estimates alone refuse nothing
-    if found.needs.device > limits.device or found.needs.host > limits.host:
+    if found.needs.device > limits.device or found.needs.host > limits.pinned:
         ways = ways_out(program, device_is_short=found.needs.total > room.device)
         raise errors.UserError(f"the step takes {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
     return found
@@ -190,7 +190,9 @@ def takes(fitted: memory_fit.Fitted) -> str:
         decided += f", because {fitted.why_full}"
     for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
         decided += f"; {name} {_at_a_time(tile, program.tokens)}"
-    tight = "; less than is left for fragmentation and NCCL is free: it may run out of memory" if fitted.shortage else ""
+    tight = (
+        "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory" if fitted.shortage else ""
+    )
     return f"it takes {', '.join(parts)}; {decided}{tight}"
 
 
@@ -203,7 +205,7 @@ def _traffic(program: step.Program) -> str:
     found = memory_fit.offloaded_by(program)
     weights, state = found.weights, found.weights + found.moments
     size = memory_fit.size
-    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
+    num_microbatches = program.num_microbatches
     if program.config.memory.offload_optimizer == "state":
         there, what = weights + state, "float32 weights and optimizer" if found.moments else "float32 weights"
         back = state
@@ -228,4 +230,5 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
 
 
 def _is_gpu(program: step.Program) -> bool:
+    """Whether the devices have a memory of their own."""
     return program.mesh.devices.flat[0].platform == "gpu"

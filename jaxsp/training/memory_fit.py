@@ -69,6 +69,13 @@ class Room(NamedTuple):
 
     device: float
     host: float
+    pool: float = math.inf
+    """XLA's limit for pinned host memory, which holds what a step offloads, and no checkpoint."""
+
+    @property
+    def pinned(self) -> float:
+        """Host memory for what a step offloads."""
+        return float(min(self.host, self.pool))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,8 +121,8 @@ def fit(
         run = compile(candidate)
         needs = measure(run)
         short = shortage(needs, room)
-        # offloaded arrays are the same for all candidates
-        if not short or is_last or needs.host > room.host:
+        # Offloaded arrays are the same for all candidates: another one does not help if host memory is short
+        if needs.total <= room.device or is_last:
             because = "" if keeps or program.config.memory.remat == "full" else why_full
             return Fitted(program=candidate, run=run, needs=needs, room=room, shortage=short, why_full=because)
         if keeps:
@@ -129,12 +136,12 @@ def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Progra
 
     Args: is_known: whether it is known how much memory the devices have; if not, `auto` means tiles of a safe size.
     """
-    tokens, memory = program.tokens, program.config.memory
     seen = set()
     for remat in _remats(program, is_known=is_known):
-        for mlp_tile in program.mlp_tiles if is_known else [program.tile]:
-            if remat == "attention_and_mlp" and mlp_tile < tokens and memory.mlp_tile_tokens == "auto":
-                continue  # nothing is kept of a tile
+        mlp_tiles = program.mlp_tiles if is_known else [program.tile]
+        if remat == "attention_and_mlp":  # nothing is kept of a tile
+            mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens]
+        for mlp_tile in mlp_tiles:
             for loss_tile in program.loss_tiles if is_known else [program.loss_tile]:
                 decided = {"remat": remat, "mlp_tile_tokens": mlp_tile, "loss_tile_tokens": loss_tile}
                 if tuple(decided.values()) not in seen:
@@ -181,7 +188,7 @@ def predict(program: step.Program, *, uncounted: int = 0) -> int:
     of_layer = (0 if memory.offload_activations != "none" else stream) + (
         results if how.keeps_attention and not how.offloads_attention else 0
     )
-    if how.remat in ("attention_and_mlp", "none"):
+    if how.remat in ("attention_and_mlp", "none") and program.tile >= tokens:  # nothing is kept of a tile
         of_layer += 2 * tokens * F * itemsize
     if how.remat == "none":
         of_layer += tokens * (heads * model.head_dim + D) * itemsize
@@ -207,11 +214,10 @@ def predict(program: step.Program, *, uncounted: int = 0) -> int:
         at_loss = head + logits + 4 * V * D + 2 * stream
     else:
         at_loss = head + max(logits, 2 * tile * V + 4 * V * D) + 2 * stream
-    num_microbatches = step.shapes(program)[1].tokens_BL.shape[0]
     phases = (
         kept + gradients + prefetched + mlp,
         kept + gradients + prefetched + attention,
-        kept + (gradients if num_microbatches > 1 else 0) + at_loss,
+        kept + (gradients if program.num_microbatches > 1 else 0) + at_loss,
         gradients + 4 * V * D + 2 * stream,
     )
     return int(state + max(phases))
@@ -275,7 +281,8 @@ def _limits(devices: tuple[Any, ...]) -> Room:
     if not known:
         return Room(math.inf, math.inf)
     num_local = jobs.num_local(processes.here(), os.environ)
-    return Room(min(known), meshes.host_room(os.environ, num_processes=num_local, num_devices=len(devices)))
+    host_room = meshes.host_room(num_processes=num_local, num_devices=len(devices))
+    return Room(min(known), host_room, meshes.pool_limit(os.environ))
 
 
 def room_of(program: step.Program, limits: Room) -> Room:
@@ -287,7 +294,8 @@ def room_of(program: step.Program, limits: Room) -> Room:
         return limits
     # what GPU_SHARE leaves is for CUDA and NCCL
     missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.GPU_SHARE - 1))
-    return Room(limits.device * (1 - FRAGMENTATION) - missing, limits.host - checkpoint_bytes(program))
+    device = limits.device * (1 - FRAGMENTATION) - missing
+    return Room(device, limits.host - checkpoint_bytes(program), limits.pool)
 
 
 def nccl_bytes(program: step.Program) -> float:
@@ -397,8 +405,10 @@ def shortage(needs: Needs, room: Room) -> str:
     if needs.total > room.device:
         cudnn = f", about {size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
         return f"{size(needs.total)} on each device{cudnn}, and there is room for {size(room.device)}"
-    if needs.host > room.host:
-        return f"{size(needs.host)} of host memory for each device, and there is room for {size(room.host)}"
+    if room.host < 0:
+        return f"{size(needs.host - room.host)} more host memory for each device than there is, with a checkpoint's copy"
+    if needs.host > room.pinned:
+        return f"{size(needs.host)} of host memory for each device, and there is room for {size(room.pinned)}"
     return ""
 
 

@@ -124,6 +124,13 @@ class Program:
         return self.config.data.longest_row * self.config.batch.rows_at_once // self.mesh.shape[axes.SEQ]
 
     @property
+    def num_microbatches(self) -> int:
+        """Parts of a step's rows that are computed one after another."""
+        settings = self.config.batch
+        rows_per_turn = meshes.num_groups(self.mesh) * settings.rows_at_once
+        return batch.num_turns(rows_per_step=settings.rows_per_step, rows_per_turn=rows_per_turn)
+
+    @property
     def mlp_tiles(self) -> list[int]:
         """Tokens of a device that may go through a layer's projections and MLP at a time, from all to few."""
         asked = self.config.memory.mlp_tile_tokens
@@ -209,10 +216,11 @@ def shapes(program: Program) -> tuple[State, batch.Batch]:
     master = weight_shapes(program)
     opt = jax.tree.map(state_of, table, master)
     slots = meshes.num_groups(mesh) * settings.batch.rows_at_once
-    turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)
     widths = {batch.PER_TOKEN: settings.data.longest_row, batch.PER_ROW: settings.data.max_documents_per_row}
     rows: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct((turns, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec))
+        name: jax.ShapeDtypeStruct(
+            (program.num_microbatches, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec)
+        )
         for name, spec in batch.SPECS.items()
     }
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)

@@ -117,6 +117,9 @@ SAID = {
     "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: every data set is evaluated by itself.*",
     "data.chat_template=a.jinja": "data.chat_template = a.jinja: no source has messages or prompt_completion .* Leave it out.",
     "data.train.x=1": "data.train.x = 1: data.train is a list of 2. Use data.train.0 or data.train.1.",
+    "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: must be auto, or a number of tokens, at least 1. .*=4096.",
+    "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: must be auto, or a number of tokens, .*=1024.",
+    "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: must be auto, or a number of tokens, .*=1024.",
     "data.train.2.source=c.txt": "data.train.2.source = c.txt: data.train is a list of 2. Use .*",
     "data.train.²=1": "data.train.² = 1: data.train is a list of 2. Use .*",
     "run.steps.x=1": "run.steps.x = 1: run.steps = 3 is a value, not a group of fields.",
@@ -230,6 +233,7 @@ def test_the_help_says_types_and_defaults():
         "data.train  (list; required)",
         "run.save_every  (int | text | null; default 30m)",
         "optimizer.eps  (float; default 1e-08)",
+        "memory.mlp_tile_tokens  (auto | int; default auto)",
     ):
         assert line in text
 

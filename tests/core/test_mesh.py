@@ -1,5 +1,6 @@
 """Sizes of the mesh's axes, and where its devices stand."""
 
+import math
 import re
 
 import jax
@@ -81,19 +82,66 @@ def test_devices_that_share_rows_are_neighbours():
     assert (mesh.num_groups(made), mesh.num_shards(made)) == (4, 4)
 
 
-def test_jax_may_use_most_of_a_gpu_and_of_the_node_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(mesh.jobs, "host_memory", lambda: 2000 * 2**30)
+GIB = 2**30
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """2,000 GiB of host memory and 8 GPUs."""
+    monkeypatch.setattr(mesh.jobs, "host_memory", lambda: 2000 * GIB)
+    monkeypatch.setattr(mesh.jobs, "num_gpus", lambda _: 8)
+
+
+@pytest.mark.parametrize(
+    ("num_local", "pool_bytes", "limit"),
+    [
+        (8, None, "243"),  # (2000 - 8 - 8 * 6) / 8, a process for each GPU
+        (1, None, "248"),  # (2000 - 8 - 6) / 8
+        (8, 100 * GIB + 1, "101"),
+        (8, 500 * GIB, "243"),
+        (8, 1, "1"),
+    ],
+)
+def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(node, num_local, pool_bytes, limit):
     found = {}
-    mesh._raise_limits(found, num_local=8)
+    mesh._raise_limits(found, num_local=num_local, pool_bytes=pool_bytes)
     assert found == {
         "XLA_CLIENT_MEM_FRACTION": "0.92",
-        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "245",  # 0.98 * 2000 / 8
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": limit,
         "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false",
     }
-    asked = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}
-    told = dict(asked)
-    mesh._raise_limits(told, num_local=8)
-    assert told == asked | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}
+
+
+def test_memory_limits_that_the_user_has_set_stay(node):
+    given = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}
+    found = dict(given)
+    mesh._raise_limits(found, num_local=8, pool_bytes=100 * GIB)
+    assert found == given | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}
+
+
+def test_processes_and_the_operating_system_take_host_memory_first():
+    assert mesh.host_bytes(100 * GIB, num_processes=4) == (100 - 8 - 4 * 6) * GIB
+    assert mesh.host_bytes(10 * GIB, num_processes=4) == 0
+
+
+def test_the_limit_of_the_pool_does_not_change_the_room_of_the_host(node, monkeypatch):
+    """jaxsp sets the limit, to what is offloaded; copies for checkpoints are not in the pool."""
+    share = mesh.host_room(num_processes=8, num_devices=1)
+    assert share == 243 * GIB
+    assert mesh.pool_limit({}) == math.inf
+    limits = {}
+    mesh._raise_limits(limits, num_local=8, pool_bytes=10 * GIB)
+    monkeypatch.setattr(mesh.os, "environ", limits)
+    assert mesh.pool_limit(limits) == 10 * GIB
+    assert mesh.host_room(num_processes=8, num_devices=1) == share
+
+
+@pytest.mark.parametrize(
+    ("needed", "limit", "expected"),
+    [(100 * GIB, math.inf, 128 * GIB), (128 * GIB, math.inf, 128 * GIB), (100 * GIB, 112 * GIB, 112 * GIB), (1, 2**30, 2**21)],
+)
+def test_the_pool_of_pinned_memory_is_a_power_of_two_up_to_its_limit(needed, limit, expected):
+    assert mesh.pool_size(needed, limit) == expected
 
 
 def test_the_nodes_memory_is_between_a_laptops_and_the_largest():

@@ -23,7 +23,9 @@ def test_a_tile_divides_the_tokens_where_one_of_half_the_size_and_more_does(toke
     assert tokens <= most or tokens % tile == 0 or tokens == 8209
 
 
-def test_what_is_asked_for_is_taken():
+@pytest.mark.parametrize(("max_bytes", "tile"), [(2 * 2**30, 7168), (2**29, 2048), (1, 1)])
+def test_the_values_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
+    """Llama-3.1-8B: 253,952 bytes for each token."""
     sizes = {"intermediate_size": 14336, "hidden_size": 4096, "itemsize": 2}
-    assert tiling.mlp_tile_tokens(num_tokens=28672, asked=None, **sizes) == 7168
-    assert tiling.mlp_tile_tokens(num_tokens=28672, asked=5000, **sizes) == 5000
+    assert tiling.mlp_tile_tokens(num_tokens=28672, max_bytes=max_bytes, **sizes) == tile
+    assert tile == 1 or 253_952 * tile <= max_bytes

@@ -24,6 +24,27 @@ SGD = batches.settings()
 NUM_STEPS = 5
 
 
+def program(
+    memory: dict[str, Any],
+    *,
+    model: ModelConfig = MODEL,
+    row_tokens: int = 64,
+    sizes: tuple[int, int, int] = (1, 1, 4),
+    **settings: Any,
+) -> step.Program:
+    """A program with these memory options that nobody needs to compile."""
+    asked = batches.settings(memory=memory, **settings)
+    mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
+    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": config.Mesh(**mesh)}
+    return step.Program(
+        config=asked.model_copy(update=update),
+        model=model,
+        mesh=batches.mesh(*sizes),
+        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
+        num_steps=1,
+    )
+
+
 def whole_weights(model: ModelConfig) -> dict[str, Any]:
     """Weights by numpy; biases and norms are not what they start as, so that each has a say in the loss."""
     rng = np.random.default_rng(2)

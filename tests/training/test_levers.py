@@ -1,4 +1,4 @@
-"""Memory levers change memory only: loss, gradients, weights and counts are those of a plain program, with each and all."""
+"""Memory options change memory only: loss, gradients, weights and counts are those of a plain program, with each and all."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.core import config, errors
 from jaxsp.model import decoder
-from jaxsp.training import checkpoint, host, levers, sharding, step
+from jaxsp.training import checkpoint, host, levers, memory_fit, sharding, step
 from jaxsp.training.store import Store
 from tests import batches, tolerances
 from tests.training import runs
@@ -27,6 +27,11 @@ NEEDS_HOST = pytest.mark.skipif(
 
 CASES = {
     "nothing computed again": ((1, 2, 4), {"remat": "none"}),
+    "attention and MLP kept": ((1, 2, 4), {"remat": "attention_and_mlp"}),
+    "attention and MLP kept, inputs offloaded": (
+        (2, 2, 2),
+        {"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"},
+    ),
     "all computed again": ((1, 2, 4), {"remat": "full"}),
     "tiles": ((1, 1, 8), TILES),
     "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
@@ -46,8 +51,8 @@ CASES = {
 }
 
 
-QUICK = ("all",)
-"""It has the parts of the others; CI looks at it."""
+QUICK = ("all", "attention and MLP kept")
+"""The first has the parts of the others, except for the second; CI runs them."""
 
 
 def model_of(name):
@@ -147,8 +152,8 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
 # What is kept
 
 
-def kept(memory, *, seq=4):
-    """Shapes and dtypes of what a device keeps of each layer for the backward pass, but for what it was given."""
+def residuals(memory, *, seq=4):
+    """Types of what a device keeps of all layers for the backward pass; and the primitives of a layer's backward pass."""
     program = step.Program(
         config=batches.settings(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
@@ -163,7 +168,12 @@ def kept(memory, *, seq=4):
     scans = [e for e in batches.equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == number]
     forward, backward = scans
     stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (number,)]
-    again = [e.primitive.name for e in batches.equations(backward.params["jaxpr"])]
+    return stacked, [e.primitive.name for e in batches.equations(backward.params["jaxpr"])]
+
+
+def kept(memory):
+    """Shapes and dtypes of what a device keeps of each layer, and the primitives of the layer's backward pass."""
+    stacked, again = residuals(memory)
     return sorted((aval.shape[1:], str(aval.dtype)) for aval in stacked), again
 
 
@@ -175,7 +185,9 @@ def whole_shapes():
 
 
 @pytest.mark.parametrize(
-    "memory", [{"remat": "none"}, {"remat": "attention"}, {"remat": "full"}, TILES | {"remat": "none"}], ids=str
+    "memory",
+    [*({"remat": remat} for remat in ("none", "attention_and_mlp", "attention", "full")), TILES | {"remat": "none"}],
+    ids=str,
 )
 def test_no_whole_weight_is_kept(small_waits, memory):
     shapes, again = kept(memory)
@@ -195,6 +207,25 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
     assert (none.count("all_to_all"), attention_kept.count("all_to_all")) == (2, 4)
     # but for two, whose results nobody needs: those of the last, and of gate or up
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
+
+
+def test_attention_and_mlp_makes_two_products_less_again(small_waits):
+    """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
+    (shapes, kept_too), (_, attention_kept) = kept({"remat": "attention_and_mlp"}), kept({"remat": "attention"})
+    assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
+    # gate or up is not recomputed with attention either: nobody needs the result of one of them
+    assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
+
+
+def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
+    stacked, _ = residuals({"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"})
+    model, space = runs.MODEL, jax.memory.Space
+    where = {aval.shape[3:]: aval.memory_space for aval in stacked}
+    heads = (model.num_heads // 4, model.head_dim)
+    assert where.pop((model.intermediate_size,)) == space.Device
+    assert where[(model.hidden_size,)] == space.Host
+    assert set(where.values()) == {space.Host}, where
+    assert any(shape[-2:] == heads or shape == (model.num_heads // 4,) for shape in where), where
 
 
 # What is refused, and what is said
@@ -231,86 +262,143 @@ def test_full_and_offloaded_attention_contradict_each_other():
         batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
 
 
-def program(memory, model=runs.MODEL, row_tokens=64):
-    settings = batches.settings(memory=memory)
-    return step.Program(
-        config=settings.model_copy(update={"data": settings.data.model_copy(update={"row_tokens": row_tokens})}),
-        model=model,
-        mesh=batches.mesh(1, 1, 4),
-        attend=attention.make_attend(seq=4, kernel="blockwise", window=None),
-        num_steps=1,
-    )
+def test_tiles_keep_nothing_of_the_mlp():
+    (found,) = problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=4)
+    assert found.startswith("memory.mlp_tile_tokens = 4: is less than a device's 64 tokens")
+    suggestions = re.search(r"Use memory\.(\w+)=(\w+), or memory\.(\w+)=(\w+)\.$", found).groups()
+    for name, value in (suggestions[:2], suggestions[2:]):
+        asked = {"remat": "attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
+        assert problems("0.12.0.1", "gpu", **asked) == []
+    assert problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=64) == []
 
 
-def ready(monkeypatch, device_bytes, *, memory, uncounted=0, row_tokens=64):
-    """With devices of this size, where keeping attention's output takes 2 GiB and computing it again takes 1."""
-    taken = {"attention": 2 * levers.GIB, "full": levers.GIB, "none": 3 * levers.GIB}
-    monkeypatch.setattr(levers, "_room", lambda program: levers.Room(device_bytes, math.inf))
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """What a test says that there is, and what steps take of it."""
+
+    limits: memory_fit.Room
+    room: float
+    """Of the device, after margins."""
+    uncounted: int = 0
+    host: int = 0
+
+
+TAKES = {"none": 3.0, "attention_and_mlp": 2.5, "attention": 2.0, "full": 1.0}
+"""GiB of a device."""
+
+EMPTY = jax.jit(lambda: 0).lower().compile()
+
+
+def ready(monkeypatch, node, *, memory, row_tokens=64):
+    """The decision on such a node; no step is compiled, and the formula is right."""
     compiled = []
 
     def compile(program):
         compiled.append(program.how.remat)
-        return jax.jit(lambda: 0).lower().compile()
+        return EMPTY
 
+    monkeypatch.setattr(memory_fit, "limits", lambda program: node.limits)
+    monkeypatch.setattr(
+        memory_fit, "room_of", lambda program, limits: memory_fit.Room(node.room * memory_fit.GIB, limits.host, limits.pool)
+    )
+    monkeypatch.setattr(
+        memory_fit, "predict", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
+    )
     monkeypatch.setattr(step, "compile", compile)
-    monkeypatch.setattr(levers, "measured", lambda run, uncounted: levers.Needs(taken[compiled[-1]], 0, uncounted))
-    return levers.ready(program(memory, row_tokens=row_tokens), uncounted=uncounted)
+
+    def measured(run, uncounted):
+        return memory_fit.Needs(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
+
+    monkeypatch.setattr(memory_fit, "measured", measured)
+    return levers.ready(runs.program(memory, row_tokens=row_tokens), uncounted=node.uncounted)
 
 
-def test_auto_keeps_what_attention_gave_where_it_fits(monkeypatch):
-    found = ready(monkeypatch, 2 * levers.GIB, memory={})
-    assert (found.program.how.remat, found.why_full) == ("attention", "")
+def gpus(device_gib, **changes):
+    """A node whose devices have this much, without margins."""
+    limits = memory_fit.Room(changes.pop("limit", device_gib) * memory_fit.GIB, 100 * memory_fit.GIB)
+    return Node(limits=limits, room=device_gib, **changes)
 
 
-@pytest.mark.parametrize(("size", "uncounted"), [(1.5, 0), (2.5, 0.6)])
-def test_auto_computes_attention_again_where_it_does_not(monkeypatch, size, uncounted):
-    found = ready(monkeypatch, size * levers.GIB, memory={}, uncounted=int(uncounted * levers.GIB))
+@pytest.mark.parametrize(("size", "remat"), [(2.5, "attention_and_mlp"), (2, "attention"), (1, "full")])
+def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
+    found = ready(monkeypatch, gpus(size), memory={})
+    assert found.program.config.memory.remat == remat
+    assert (found.why_full == "") == (remat != "full")
+
+
+@pytest.mark.parametrize(
+    ("size", "uncounted", "why"),
+    [
+        (1.5, 0, "about 2.0 GiB on each device"),  # by the formula; not compiled
+        (1.92, 0, "2.0 GiB on each device, and there is room for 1.9 GiB"),
+        (2.5, 0.6, "2.6 GiB on each device, about 0.6 GiB of it for cuDNN, and there is room for 2.5 GiB"),
+    ],
+)
+def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
+    found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
     assert found.program.config.memory.remat == "full"
-    assert found.why_full.startswith(f"to keep what it gave takes {2 + uncounted:.1f} GiB on each device")
-    assert found.why_full.endswith(f"and there is room for {size} GiB")
-    assert found.why_full in levers.takes(found)
+    assert found.why_full == f"to keep its output takes {why}"
+    assert f"remat full, because {found.why_full}" in levers.takes(found)
 
 
-def test_what_fits_in_no_way_is_refused_with_ways_out(monkeypatch):
-    optimizer = "memory.offload_optimizer=state, " * works_here({"offload_optimizer": "state"})
+def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
+    optimizer = "memory.offload_optimizer=state, " if works_here({"offload_optimizer": "state"}) else ""
     with pytest.raises(errors.UserError) as found:
-        ready(monkeypatch, 0.5 * levers.GIB, memory={})
+        ready(monkeypatch, gpus(0.5), memory={})
     assert str(found.value) == (
         "the step takes 1.0 GiB on each device, and there is room for 0.5 GiB. Try memory.offload_activations=residual, "
-        f"{optimizer}mesh.seq=8 on twice the devices, or shorter rows."
+        f"{optimizer}batch.rows_per_step=1, data.max_documents_per_row=8, mesh.seq=8 on twice the devices, or shorter rows."
     )
     with pytest.raises(errors.UserError, match=r"takes 2\.0 GiB"):
-        ready(monkeypatch, 1.5 * levers.GIB, memory={"remat": "attention"})
-    with pytest.raises(errors.UserError, match=r"memory\.mlp_tile_tokens=8192,"):  # of 32,768 tokens of a device
-        ready(monkeypatch, 0.5 * levers.GIB, memory={}, row_tokens=131_072)
+        ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
+    with pytest.raises(errors.UserError, match=r"memory\.mlp_tile_tokens=auto,"):
+        ready(monkeypatch, gpus(0.5), memory={"mlp_tile_tokens": 8192}, row_tokens=131_072)
+    limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
+    node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
+    with pytest.raises(
+        errors.UserError, match=r"takes 4\.0 GiB of host .* room for 3\.0 GiB\. Try memory\.offload_activations=none"
+    ):
+        ready(monkeypatch, node, memory={"offload_activations": "residual"})
 
 
-def test_only_an_estimate_that_does_not_fit_refuses_nothing(monkeypatch):
-    found = ready(monkeypatch, 1.2 * levers.GIB, memory={"remat": "full"}, uncounted=levers.GIB // 2)
-    assert found.needs.device == levers.GIB
+@pytest.mark.parametrize("node", [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"])
+def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
+    found = ready(monkeypatch, node, memory={"remat": "full"})
+    assert found.needs.device == memory_fit.GIB
+    assert levers.takes(found).endswith("may need more than is left: it may run out of memory")
+    fits = ready(monkeypatch, gpus(1.6, uncounted=memory_fit.GIB // 2), memory={"remat": "full"})
+    assert "run out of memory" not in levers.takes(fits)
 
 
 @pytest.mark.parametrize(
     ("memory", "says"),
     [
-        ({}, "attention only if it does not fit otherwise"),
-        ({"remat": "full"}, "layers are computed again in the backward pass, attention too"),
-        ({"remat": "none"}, "no matrix product and no attention is computed again"),
-        ({"offload_activations": "residual_and_attention"}, "each layer's input and what attention gave in host memory"),
+        ({}, "a device has 16 tokens, in tiles only if they do not fit otherwise"),
+        ({}, "layers are recomputed in the backward pass, as much of them as does not fit otherwise"),
+        ({"remat": "full"}, "layers are recomputed in the backward pass, attention too"),
+        ({"remat": "attention"}, "layers are recomputed in the backward pass, except attention;"),
+        ({"remat": "attention_and_mlp"}, "except attention and the MLP's wide products"),
+        ({"remat": "none"}, "elementwise operations are recomputed in the backward pass"),
+        ({"offload_activations": "residual"}, "; layer inputs in host memory meanwhile"),
+        ({"offload_activations": "residual_and_attention"}, "; layer inputs and attention outputs in host memory meanwhile"),
+        ({"offload_activations": "residual_and_attention"}, "layers are recomputed in the backward pass, except attention;"),
         ({"offload_optimizer": "state"}, "float32 weights in host memory"),
-        ({"mlp_tile_tokens": 4}, "a device's 16 tokens go through a layer 4 at a time, and to logits 7 at a time"),
+        (
+            {"mlp_tile_tokens": 4},
+            "a device's 16 tokens go through a layer 4 tokens at a time and the loss 7 tokens at a time",
+        ),
+        ({"mlp_tile_tokens": 4096}, "a device's 16 tokens go through a layer all tokens at once and the loss 7"),
     ],
     ids=str,
 )
-def test_the_banner_says_what_is_on(memory, says):
-    assert says in levers.describe(program(memory))
+def test_the_banner_names_the_memory_options(memory, says):
+    assert says in levers.describe(runs.program(memory))
 
 
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(small_waits):
     """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
-    asked = program({"offload_optimizer": "state"}, model)
-    asked = dataclasses.replace(asked, config=ADAMW(memory={"offload_optimizer": "state"}))
+    asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
     sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.table(model))]
     gib = sum(sizes) / 4 / 2**30
     found = re.search(r"([\d.]+) GiB to each device and ([\d.]+) GiB back", levers.describe(asked))
@@ -324,28 +412,11 @@ def test_config_of_levers_is_read():
         batches.settings(memory={"remat": "some"})
 
 
-# What is in host memory
-
-
-def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_waits):
-    """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps; SGD has no averages."""
-    of_inputs = levers.offloaded_bytes(program({"offload_activations": "residual"}))
-    assert of_inputs == 2 * 16 * 60 * 4
-    both = levers.offloaded_bytes(program({"offload_activations": "residual_and_attention"}))
-    assert both - of_inputs == 2 * 16 * (64 * 4 + 8 * 4)
-    state = levers.offloaded_bytes(program({"offload_optimizer": "state"}))
-    rows = jax.tree.leaves(decoder.table(runs.MODEL))
-    large = [(row, math.prod(sharding.place(row, 4).stored)) for row in rows if row.size >= 100]
-    shards = [size * (row.num_layers or 1) // (1 if sharding.place(row, 4).dim is None else 4) for row, size in large]
-    assert state == 4 * sum(shards)
-    assert levers.offloaded_bytes(program({})) == 0
-
-
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
 def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, there, fails):
-    asked = program({"offload_activations": "residual"})
-    monkeypatch.setattr(levers, "_is_gpu", lambda program: True)
-    needs = levers.Needs(0, there, 0)
+    asked = runs.program({"offload_activations": "residual"})
+    monkeypatch.setattr(levers, "is_gpu", lambda program: True)
+    needs = memory_fit.Needs(0, there)
     if not fails:
         levers.check_offloads(asked, needs)
         return
@@ -354,7 +425,7 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
 
 
 def short_of(device_is_short, **memory):
-    return levers.ways_out(program(memory, row_tokens=65_536), device_is_short=device_is_short)
+    return levers.ways_out(runs.program(memory, row_tokens=65_536), device_is_short=device_is_short)
 
 
 def test_ways_out_are_steps_towards_what_is_short():
@@ -370,11 +441,13 @@ def test_ways_out_are_steps_towards_what_is_short():
         "mesh.seq=8 on twice the devices",
         "shorter rows",
     ]
-    assert short_of(True, mlp_tile_tokens=4096, remat="full")[-3] == "memory.mlp_tile_tokens=1024"
+    assert "memory.mlp_tile_tokens=auto" in short_of(True, mlp_tile_tokens=4096, remat="full")
+    assert not any("tile" in way for way in short_of(True, mlp_tile_tokens=1024, loss_tile_tokens="auto", remat="full"))
+    assert "batch.rows_per_step=1" in short_of(True)
 
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
-    odd = program({}, batches.model(num_heads=3, num_kv_heads=1))
+    odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
     assert "mesh.seq=8 on twice the devices" in levers.ways_out(odd, device_is_short=True), "by a ring"
     by_heads = odd.config.model_copy(update={"attention": config.Attention(kind="ulysses")})
     ways = levers.ways_out(dataclasses.replace(odd, config=by_heads), device_is_short=True)
@@ -382,7 +455,7 @@ def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
 
 
 def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
-    odd = program({}, row_tokens=12)  # for 4 devices, not for 8
+    odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
     assert not any(way.startswith("mesh.seq") for way in levers.ways_out(odd, device_is_short=True))
 
 
@@ -390,7 +463,7 @@ def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     """For 8 devices rows of 1,000 tokens can be cut by Ulysses, and by ring they cannot."""
     ways = {}
     for kind in ("ulysses", "ring"):
-        found = program({}, row_tokens=1000)
+        found = runs.program({}, row_tokens=1000)
         asked = found.config.model_copy(update={"attention": config.Attention(kind=kind)})
         ways[kind] = levers.ways_out(dataclasses.replace(found, config=asked), device_is_short=True)
     assert "mesh.seq=8 on twice the devices" in ways["ulysses"]
@@ -401,7 +474,3 @@ def test_the_reference_kernel_has_nothing_of_attention_to_offload():
     asked = batches.settings(memory={"offload_activations": "residual_and_attention"})
     asked = asked.model_copy(update={"attention": config.Attention(kernel="reference")})
     assert "names nothing else" in levers.problems(asked, platform="gpu", version="0.12.0.1")[0]
-
-
-def test_tiles_are_named_where_nothing_else_is_computed_again():
-    assert "these tiles are computed again" in levers.describe(program({"remat": "none", "mlp_tile_tokens": 4}))

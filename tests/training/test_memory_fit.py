@@ -1,0 +1,353 @@
+"""Which memory options are tried in which order, what decides, how much room there is, and how good the formula is."""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxsp import train
+from jaxsp.attention import kinds
+from jaxsp.core import axes, config, jobs
+from jaxsp.core import mesh as meshes
+from jaxsp.planner import budget, compiled
+from jaxsp.training import host, memory_fit, sharding, step
+from tests import batches
+from tests.planner import programs
+from tests.training import runs
+
+GIB = memory_fit.GIB
+
+LARGE = batches.model(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128
+)
+"""Llama-3.1-8B, about."""
+
+AUTO = {"loss_tile_tokens": "auto"}
+TOKENS = 65_536
+"""Of a device."""
+MLP_TILES, LOSS_TILES = (TOKENS, 8192, 2048), (TOKENS, 2048, 512)
+
+
+def large(**memory):
+    """A program of 4 devices, each with TOKENS tokens."""
+    return runs.program(AUTO | memory, model=LARGE, row_tokens=4 * TOKENS, compute_dtype="bfloat16", name="adamw")
+
+
+def decided(program):
+    memory = program.config.memory
+    return memory.remat, memory.mlp_tile_tokens, memory.loss_tile_tokens
+
+
+def candidates(program, *, is_known=True):
+    return [decided(candidate) for candidate in memory_fit.candidates(program, is_known=is_known)]
+
+
+# Candidates
+
+
+def test_candidates_are_tried_from_the_fastest_on():
+    """Recomputing costs more than tiles, and tiles of the MLP cost more than tiles of the loss."""
+    with_tiles = itertools.product(("attention", "full"), MLP_TILES, LOSS_TILES)
+    kept = [("attention_and_mlp", TOKENS, tile) for tile in LOSS_TILES]
+    assert candidates(large()) == [*kept, *with_tiles]
+
+
+def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
+    found = candidates(runs.program(AUTO))
+    assert found == [(remat, 16, 16) for remat in ("attention_and_mlp", "attention", "full")]
+
+
+@pytest.mark.parametrize(
+    ("memory", "remats"),
+    [
+        ({"offload_activations": "residual"}, ["attention", "full"]),
+        ({"offload_optimizer": "state"}, ["attention", "full"]),
+        ({"offload_activations": "residual_and_attention"}, ["attention"]),
+    ],
+    ids=str,
+)
+def test_options_that_free_memory_leave_out_candidates(memory, remats):
+    """Where the user offloads, memory is short; and what is offloaded is not recomputed."""
+    assert list(dict.fromkeys(remat for remat, *_ in candidates(large(**memory)))) == remats
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"remat": "none"},
+        {"remat": "attention_and_mlp"},
+        {"remat": "attention", "loss_tile_tokens": 700},
+        {"remat": "full"},
+        {"mlp_tile_tokens": 5000},
+        {"loss_tile_tokens": 700},
+        {"mlp_tile_tokens": 5000, "loss_tile_tokens": 700, "remat": "full"},
+        {"offload_activations": "residual", "offload_optimizer": "state_and_gradients", "grad_reduce_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
+    program = large(**fixed)
+    found = list(memory_fit.candidates(program, is_known=is_known))
+    assert found
+    for candidate in found:
+        memory = candidate.config.memory.model_dump()
+        assert {name: memory[name] for name in fixed} == fixed
+        assert "auto" not in memory.values()
+        others = candidate.config.model_copy(update={"memory": program.config.memory})
+        assert others == program.config
+        assert dataclasses.replace(candidate, config=program.config) == program
+
+
+def test_mlp_products_are_kept_only_without_tiles():
+    """Nothing is kept of a tile."""
+    assert {tile for _, tile, _ in candidates(large(remat="attention_and_mlp"))} == {TOKENS}
+    assert {remat for remat, *_ in candidates(large(mlp_tile_tokens=5000))} == {"attention", "full"}
+    assert candidates(large(remat="attention_and_mlp"), is_known=False) == [("attention_and_mlp", TOKENS, 512)]
+
+
+def test_tiles_have_a_safe_size_if_the_memory_of_the_devices_is_unknown():
+    assert candidates(large(), is_known=False) == [("attention", 8192, 512), ("full", 8192, 512)]
+
+
+# Which candidate is taken
+
+
+class Trial:
+    """Compiles nothing; a program takes `factor` times what the formula says."""
+
+    def __init__(self, factor=1.0, host=0):
+        self.factor, self.host, self.compiled = factor, host, []
+
+    def compile(self, program):
+        self.compiled.append(program)
+        return program
+
+    def measure(self, run):
+        return memory_fit.Needs(int(self.factor * memory_fit.predict(run)), self.host)
+
+    def fit(self, program, device, *, host=math.inf):
+        room = memory_fit.Room(device, host)
+        return memory_fit.fit(program, room=room, uncounted=0, compile=self.compile, measure=self.measure)
+
+
+def formulas(program):
+    return [memory_fit.predict(candidate) for candidate in memory_fit.candidates(program, is_known=True)]
+
+
+def test_the_first_candidate_is_taken_if_it_fits():
+    trial = Trial()
+    found = trial.fit(large(), max(formulas(large())))
+    assert [decided(found.program)] == [decided(program) for program in trial.compiled] == candidates(large())[:1]
+    assert (found.shortage, found.why_full) == ("", "")
+
+
+def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
+    program, trial = large(), Trial()
+    takes = formulas(program)
+    least = min(takes)
+    room = (least + takes[0]) / 2
+    first = next(number for number, bytes_of in enumerate(takes) if bytes_of <= memory_fit.SKIPPED_ABOVE * room)
+    found = trial.fit(program, room)
+    assert first > 0
+    assert decided(trial.compiled[0]) == candidates(program)[first]
+    assert memory_fit.predict(found.program) <= room
+    assert not found.shortage
+
+
+def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
+    trial = Trial()
+    found = trial.fit(large(), 20 * GIB)
+    assert [decided(program) for program in trial.compiled] == candidates(large())[-1:] == [decided(found.program)]
+    assert found.shortage == (
+        f"{memory_fit.size(found.needs.total)} on each device, and there is room for {memory_fit.size(20 * GIB)}"
+    )
+
+
+def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
+    """The first compiled program takes 1.3 times as much as expected: so will those after it."""
+    program, trial = large(), Trial(factor=1.3)
+    takes = formulas(program)
+    room = takes[0]
+    expected = [0]
+    for number, bytes_of in enumerate(takes[1:], 1):
+        if 1.3 * bytes_of <= 1.05 * room:
+            expected.append(number)
+            if 1.3 * bytes_of <= room:
+                break
+    found = trial.fit(program, room)
+    assert [decided(one) for one in trial.compiled] == [candidates(program)[number] for number in expected]
+    assert len(expected) < next(number for number, bytes_of in enumerate(takes) if 1.3 * bytes_of <= room)
+    assert 1.3 * memory_fit.predict(found.program) <= room
+
+
+def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
+    """Offloaded arrays are the same for all candidates, and a margin for checkpoints alone refuses no run."""
+    program = large()
+    takes = formulas(program)
+    right = Trial().fit(program, takes[0] / 2)
+    found = Trial().fit(program, takes[0] / 2, host=-GIB)
+    assert decided(found.program) == decided(right.program)
+    assert found.needs.total <= found.room.device
+    assert found.shortage == "1.0 GiB more host memory for each device than there is, with a checkpoint's copy"
+    offloads = Trial(host=3 * GIB)
+    found = offloads.fit(large(offload_activations="residual"), math.inf, host=2 * GIB)
+    assert len(offloads.compiled) == 1
+    assert found.shortage == "3.0 GiB of host memory for each device, and there is room for 2.0 GiB"
+
+
+# Room
+
+
+H100 = meshes.GPU_SHARE * 79.1 * GIB
+
+
+def of_kind(sizes, **kind):
+    """A program on a mesh whose attention has this kind."""
+    seq = sizes[-1]
+    attend = dataclasses.replace(runs.program({}).attend, kind=kinds.Kind(seq=seq, **({"inner": seq} | kind)))
+    return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inner", "groups"),
+    [
+        ((1, 1, 1), 1, []),
+        ((1, 8, 1), 1, [range(8)]),
+        ((1, 1, 8), 8, [range(8)]),
+        ((1, 1, 8), 1, [range(8)]),  # a ring of all
+        ((1, 1, 8), 4, [range(8), range(4), (0, 4)]),
+        ((1, 2, 4), 4, [range(8), (0, 4), range(4)]),
+        ((2, 2, 2), 2, [range(8), range(4), (0, 2, 4, 6), (0, 4), (0, 1)]),
+    ],
+)
+def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
+    found = memory_fit.communicators(dict(zip(axes.ALL, sizes, strict=True)), kinds.Kind(seq=sizes[-1], inner=inner))
+    assert found == set(map(frozenset, groups))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inner", "expected"),
+    [
+        ((1, 1, 1), 1, 0),
+        ((1, 8, 1), 1, 1.2),
+        ((1, 1, 8), 8, 1.2 + 3.3),
+        ((1, 1, 8), 1, 1.2),  # a ring has no all-to-all
+        ((1, 2, 4), 4, 3 * 1.2 + 3.3 * 3 / 7),
+    ],
+)
+def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(sizes, inner, expected):
+    assert memory_fit.nccl_bytes(of_kind(sizes, inner=inner)) == pytest.approx(expected * GIB)
+
+
+def test_peers_on_other_nodes_take_memory_too(monkeypatch):
+    monkeypatch.setattr(meshes, "NODE_DEVICES", 4)
+    found = memory_fit.nccl_bytes(of_kind((1, 1, 8)))
+    assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
+
+
+def test_a_part_of_the_device_is_left_for_fragmentation():
+    """1 GiB for CUDA is outside of JAX's part, where 6.3 are."""
+    room = memory_fit.room_of(of_kind((1, 1, 1)), memory_fit.Room(H100, 200 * GIB))
+    assert room.device == pytest.approx(H100 - 0.022 * H100)
+
+
+def test_nccl_takes_of_jaxs_part_what_does_not_fit_beside_it():
+    program = of_kind((2, 2, 2))
+    outside = 79.1 * GIB - H100
+    missing = GIB + memory_fit.nccl_bytes(program) - outside
+    assert missing > GIB
+    room = memory_fit.room_of(program, memory_fit.Room(H100, 200 * GIB))
+    assert room.device == pytest.approx(0.978 * H100 - missing)
+
+
+def test_nothing_is_taken_of_memory_that_is_unknown():
+    unknown = memory_fit.Room(math.inf, math.inf)
+    assert memory_fit.room_of(of_kind((2, 2, 2)), unknown) == unknown
+
+
+def on_kind(program):
+    """Bytes of a device's weights and optimizer state, by the memory kind of their shardings; counts of steps left out."""
+    state = step.shapes(program)[0]
+    found = {"device": 0, host.KIND: 0}
+    for leaf in jax.tree.leaves((state.master, state.opt)):
+        if leaf.dtype == jnp.float32:
+            kind = leaf.sharding.memory_kind or "device"
+            found[kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("offload", ["none", "state"])
+def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(small_shards, monkeypatch, optimizer, offload):
+    monkeypatch.setattr(host, "FROM_SIZE", 100)
+    program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
+    found = on_kind(program)
+    assert memory_fit.checkpoint_bytes(program) == found["device"]
+    offloaded = memory_fit.offloaded_by(program)
+    assert offloaded.weights + offloaded.moments == found[host.KIND]
+    assert found["device"] > 0
+    assert (found[host.KIND] > 0) == (offload == "state")
+    room = memory_fit.room_of(program, memory_fit.Room(H100, 200 * GIB, 100 * GIB))
+    assert room.host == 200 * GIB - found["device"]
+    assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
+
+
+class Device:
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit} if self.limit else None
+
+
+def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeypatch):
+    """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
+    monkeypatch.setattr(jobs, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
+    found = memory_fit._limits((Device(80 * GIB), Device(70 * GIB)))
+    assert found == memory_fit.Room(70 * GIB, 43 * GIB, 5 * GIB)
+    assert found.pinned == 5 * GIB
+    assert memory_fit._limits((Device(None),)) == memory_fit.Room(math.inf, math.inf)
+
+
+# What is in host memory
+
+
+def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
+    """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
+    monkeypatch.setattr(host, "FROM_SIZE", 100)
+    found = {
+        value: memory_fit.offloaded_by(runs.program({"offload_activations": value}))
+        for value in ("none", "residual", "residual_and_attention")
+    }
+    assert found["none"].total == 0
+    assert found["residual"] == (2 * 16 * 60 * 4, 0, 0, 0)
+    assert found["residual_and_attention"].total - found["residual"].total == 2 * 16 * (64 * 4 + 8 * 4)
+    program = runs.program({"offload_optimizer": "state_and_gradients"}, name="adamw")
+    layers = [row for row in jax.tree.leaves(program.table) if row.num_layers and row.size >= 100]
+    placed = [(row, sharding.place(row, 4)) for row in layers]
+    shards = [row.num_layers * math.prod(place.stored) // (1 if place.dim is None else 4) for row, place in placed]
+    found = memory_fit.offloaded_by(program)
+    assert found.moments == 2 * found.weights > 0
+    assert found.gradients == 4 * sum(shards) < found.weights, "those of the embedding and the head stay on the device"
+
+
+def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch):
+    """As by the program, which needs devices: 4 GPUs of one process."""
+    program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
+    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
+    monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
+    found = memory_fit.offloaded_by(program)
+    assert train._pool_bytes(program.config, jobs.Process()) == memory_fit.pool_bytes(found)
+    assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
+    assert train._pool_bytes(runs.program({}).config, jobs.Process()) is None
+    # two processes on each of two nodes, one GPU each: the same mesh
+    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 2)
+    process = jobs.Process(num_processes=4, num_local=2)
+    assert train._pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
+    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 0)
+    assert train._pool_bytes(program.config, process) is None
