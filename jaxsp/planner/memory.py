@@ -214,12 +214,17 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
     if settings.memory.offload_optimizer == "state":
         copies = tuple((dtype, size) for size in shards)
         kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
-    # on the device the largest once more, while it is divided
-    divided = 0 if program.gather.gradients_on_host else max(shards, default=0)
+    if program.gather.gradients_on_host:
+        # a microbatch's, and if there are several, their sums
+        several = settings.batch.rows_per_step > settings.batch.rows_at_once * meshes.num_groups(program.mesh)
+        gradients = 4 * sum(shards) * (2 if several else 1)
+    else:
+        # the largest once more, while it is divided
+        gradients = 4 * (sum(shards) + max(shards, default=0))
     sizes = tuple(("f32", size) for size in shards)
     return [
         *kept,
-        _Kind(name="gradients", sizes=sizes, formula=4 * (sum(shards) + divided), layers=N),
+        _Kind(name="gradients", sizes=sizes, formula=gradients, layers=N),
         _Kind(name="a layer's whole weights", sizes=tuple((dtype, size) for size in whole), formula=None),
         _Kind(name="a layer's whole gradients", sizes=tuple(("f32", size) for size in whole), formula=None),
         _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
