@@ -1,6 +1,7 @@
 """How long a step would take: each part of the estimate by hand."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ ROUND = gpus.Ceilings(
 )
 
 
-def sent(kind, group, size=1e9, times=2):
+def collective(kind, group, size=1e9, times=2):
     return comms.Sent(kind=kind, op_name="", group=group, bytes_of={"bf16": size}, times=times)
 
 
@@ -40,7 +41,7 @@ def sent(kind, group, size=1e9, times=2):
     ],
 )
 def test_bytes_travel_at_the_rate_of_what_lies_between(kind, devices, node_devices, expected):
-    one = sent(kind, tuple(range(devices)))
+    one = collective(kind, tuple(range(devices)))
     assert roofline.travel_s(one, ceilings=ROUND, node_devices=node_devices) == pytest.approx(expected)
 
 
@@ -62,11 +63,15 @@ def step():
     return programs.step(programs.settings(*words, **sizes), compiled.devices("h100-80gb", 8))
 
 
+@functools.cache
+def travels(text):
+    return comms.sent(text)
+
+
 def estimate(step, *, pieces=None, ceilings=ROUND, **changes):
     pieces = programs.pieces(step) if pieces is None else pieces
     ceilings = dataclasses.replace(ceilings, **changes)
-    travels = comms.sent(step.written.text)
-    return roofline.estimate(step, travels, ceilings=ceilings, node_devices=8, piece_lengths=pieces)
+    return roofline.estimate(step, travels(step.written.text), ceilings=ceilings, node_devices=8, piece_lengths=pieces)
 
 
 def kernels_s(found):
@@ -94,13 +99,13 @@ def test_kernels_take_their_products_or_their_memory_whichever_is_more(step):
 
 
 def test_the_causes_add_up_to_the_step_and_its_collectives_take_what_their_bytes_do(step):
-    found, travels = estimate(step), comms.sent(step.written.text)
+    found, sent = estimate(step), travels(step.written.text)
     causes = (roofline.PRODUCTS, roofline.MEMORY, roofline.ATTENTION, roofline.WAITED, roofline.HOST_WAITED)
     assert sum(found.seconds[cause] for cause in causes) == pytest.approx(found.step_s)
     assert found.seconds[roofline.HOST_WAITED] == found.seconds[roofline.HOST_OVERLAPPED] == 0
     together = found.seconds[roofline.WAITED] + found.seconds[roofline.OVERLAPPED]
-    assert together == pytest.approx(sum(one.bytes for one in travels) / 100e9)
-    assert [(one.kind, one.bytes, one.runs) for one in found.transfers] == [(one.kind, one.bytes, one.times) for one in travels]
+    assert together == pytest.approx(sum(one.bytes for one in sent) / 100e9)
+    assert [(one.kind, one.bytes, one.runs) for one in found.transfers] == [(one.kind, one.bytes, one.times) for one in sent]
     assert all(0 <= one.waited_s <= one.seconds * 1.001 for one in found.transfers)
 
 
@@ -114,11 +119,10 @@ def test_slower_links_are_waited_for_and_change_nothing_else(step):
 def test_products_hide_the_gathers_and_the_scatters_of_all_layers(step):
     """As XLA has scheduled them, with the options of training/xla.py."""
     found = estimate(step, ceilings=gpus.KINDS["h100-80gb"].ceilings)
-    travels = comms.sent(step.written.text)
     products = [kernel.number for kernel in work.kernels(step.written.text) if kernel.flops]
     of_layers = [
         (one, timed)
-        for one, timed in zip(travels, found.transfers, strict=True)
+        for one, timed in zip(travels(step.written.text), found.transfers, strict=True)
         if one.kind in ("all-gather", "reduce-scatter") and one.times > 1
     ]
     model = step.program.model
