@@ -83,13 +83,13 @@ def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
     return max(0.0, node_bytes - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
 
 
-def pool_size(needed: int | float, limit: float) -> float:
+def pool_size(needed: int | float, limit: int | float) -> float:
     """Bytes of XLA's pool of pinned host memory that holds so many bytes in one piece.
 
     Its regions are powers of two and never joined, so the first request has to be for everything: `training.host.reserve`.
     Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
     """
-    return min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit)
+    return min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), float(limit))
 
 
 def shape(mesh: config.Mesh, num_devices: int) -> dict[str, int]:

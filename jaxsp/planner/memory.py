@@ -228,12 +228,13 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         _Kind(name="a layer's whole weights", sizes=tuple((dtype, size) for size in whole), formula=None),
         _Kind(name="a layer's whole gradients", sizes=tuple(("f32", size) for size in whole), formula=None),
         _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
-        _Kind(name="queries", sizes=((dtype, q),), formula=5 * itemsize * q if known else None),
-        _Kind(name="keys and values", sizes=((dtype, kv),), formula=5 * itemsize * kv if known else None, repeats=repeats),
+        _Kind(name="queries", sizes=((dtype, q),), formula=4 * itemsize * q if known else None),
+        _Kind(name="keys and values", sizes=((dtype, kv),), formula=4 * itemsize * kv if known else None, repeats=repeats),
         _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels if known else None, repeats=repeats),
         _Kind(name="MLP tile", sizes=((dtype, tile * F), (dtype, 2 * tile * F)), formula=4 * itemsize * tile * F),
         _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
-        _Kind(name="head", sizes=((dtype, V * D),), formula=itemsize * V * D),
+        # the backward pass gathers it again, which may begin while the forward pass still has its own
+        _Kind(name="head", sizes=((dtype, V * D),), formula=None),
         _Kind(name="head's gradients", sizes=(("f32", V * D),), formula=None),
     ]
 

