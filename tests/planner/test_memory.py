@@ -80,7 +80,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
 
 @pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow), 8])
 def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatches):
-    """XLA may keep activations of two microbatches (if it pipelines their loop), or a microbatch's gradients and their sums."""
+    """With gradients that are added up after the backward pass, XLA keeps two microbatches' of both."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     words = ["mesh.data=2", "mesh.seq=4", f"batch.rows_per_step={2 * microbatches}", "memory.offload_activations=residual"]
     step = programs.step(programs.settings(*words, **SIZES, num_hidden_layers=16), compiled.devices("h100-80gb", 8))

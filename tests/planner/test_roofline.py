@@ -50,7 +50,7 @@ def test_documents_fill_rows_and_the_last_is_cut():
     assert roofline.filled(rows=1, row_tokens=8, document_tokens=8).tolist() == [8]
 
 
-DEVICE_TOKENS = 16384
+DEVICE_TOKENS = 32768
 
 
 @pytest.fixture(scope="module")
