@@ -11,8 +11,9 @@ import yaml
 
 from jaxsp import cli, plan
 from jaxsp.core import errors
-from jaxsp.planner import gpus, search
+from jaxsp.planner import gpus, plans, search
 from jaxsp.training import levers, memory_fit
+from tests.planner import made
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -89,7 +90,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert found["mlp_tile_tokens"] == 8192
     assert found["limited_by"] in words
     tokens = 8 * 32768
-    assert f"{tokens:,} tokens take 0 to 0 GPU-hours" in words, "of the config's one step"
+    assert f"cost {tokens:,} tokens take " in words, "of the config's one step"
     causes = ("matrix products", "attention", "memory bandwidth", "waiting for collectives")
     assert sum(found["seconds_estimate"][cause] for cause in causes) == pytest.approx(found["step_s_estimate"])
     for one in found["moved"]:
@@ -275,29 +276,28 @@ def test_several_kinds_of_gpus_may_be_named(words, kinds, changes):
         assert sorted([given.config, *given.changes]) == sorted(["config.yaml", *changes])
 
 
-@pytest.mark.usefixtures("compiler")
-def test_gpus_and_row_lengths_are_planned_in_one_call(asked):
-    """On the A100, cuDNN takes no packed rows, so that its plans have no estimate."""
-    words = ["--device", "h100-80gb", "a100-80gb", "--devices", "2", "mesh.seq=2", "data.max_documents_per_row=2"]
-    said, found = asked(*words, "data.row_tokens=[4096, 8192]", "batch.rows_per_step=1", "--tokens", "1e9")
-    plans = found["plans"]
-    assert [(one["device"], one["row_tokens"], one["rows_per_step"]) for one in plans] == [
-        ("h100-80gb", 4096, 2),
-        ("h100-80gb", 8192, 1),
-        ("a100-80gb", 4096, 2),
-        ("a100-80gb", 8192, 1),
-    ]
-    assert [one["kernel"] for one in plans] == ["cudnn"] * 2 + ["blockwise"] * 2
-    lines = [line.split() for line in said.splitlines() if line.split() and line.split()[0] in gpus.KINDS]
-    assert [(one[0], one[1]) for one in lines] == [
-        ("h100-80gb", "4,096"),
-        ("h100-80gb", "8,192"),
-        ("a100-80gb", "4,096"),
-        ("a100-80gb", "8,192"),
-    ]
-    hours = 1e9 / plans[0]["tokens_per_s_estimate"] * 2 / 3600
-    assert lines[0][-1] == f"{hours:,.0f}"
-    assert lines[2][-1] == "-"
+def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
+    """Each kind with each length, as many tokens a step. What is refused is named, and an error only if nothing is left."""
+
+    def of(settings, *, model, site, document_tokens):
+        if site.kind in refused:
+            raise errors.UserError("data.row_tokens: too long\nand more")
+        lengths = {"row_tokens": settings.data.row_tokens, "rows_per_step": settings.batch.rows_per_step}
+        return made.plan(device=site.kind, num_devices=site.num_devices, tokens_per_s_estimate=1e5, **lengths)
+
+    monkeypatch.setattr(plans, "of", of)
+    words = ["--device", "h100-80gb", "h200-141gb", "a100-80gb", "data.row_tokens=[4096, 8192]", "--tokens", "1e9"]
+    refused = ["a100-80gb"]
+    said, found = asked(*words)
+    planned = [("h100-80gb", 4096, 16), ("h100-80gb", 8192, 8), ("h200-141gb", 4096, 16), ("h200-141gb", 8192, 8)]
+    assert [(one["device"], one["row_tokens"], one["rows_per_step"]) for one in found["plans"]] == planned
+    lines = [line.split() for line in said.splitlines() if line.split()[0] in gpus.KINDS]
+    assert [(device, tokens) for device, tokens, *_ in lines] == [(one[0], f"{one[1]:,}") for one in planned]
+    assert lines[0][-1] == "22", "GPU-hours: 1e9 tokens are 10,000 s of 8 GPUs"
+    assert "refused: 8 x a100-80gb, rows of 8,192 tokens: data.row_tokens: too long\n" in said
+    refused = list(gpus.KINDS)
+    with pytest.raises(errors.UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"):
+        asked(*words)
 
 
 def test_no_device_is_asked_for_and_no_data_read(tmp_path):

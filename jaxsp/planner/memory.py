@@ -214,21 +214,27 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
     if settings.memory.offload_optimizer == "state":
         copies = tuple((dtype, size) for size in shards)
         kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
-    # on the device the largest once more, while it is divided
-    divided = 0 if program.gather.gradients_on_host else max(shards, default=0)
+    if program.gather.gradients_on_host:
+        # a microbatch's, and if there are several, their sums
+        several = settings.batch.rows_per_step > settings.batch.rows_at_once * meshes.num_groups(program.mesh)
+        gradients = 4 * sum(shards) * (2 if several else 1)
+    else:
+        # the largest once more, while it is divided
+        gradients = 4 * (sum(shards) + max(shards, default=0))
     sizes = tuple(("f32", size) for size in shards)
     return [
         *kept,
-        _Kind(name="gradients", sizes=sizes, formula=4 * (sum(shards) + divided), layers=N),
+        _Kind(name="gradients", sizes=sizes, formula=gradients, layers=N),
         _Kind(name="a layer's whole weights", sizes=tuple((dtype, size) for size in whole), formula=None),
         _Kind(name="a layer's whole gradients", sizes=tuple(("f32", size) for size in whole), formula=None),
         _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
-        _Kind(name="queries", sizes=((dtype, q),), formula=5 * itemsize * q if known else None),
-        _Kind(name="keys and values", sizes=((dtype, kv),), formula=5 * itemsize * kv if known else None, repeats=repeats),
+        _Kind(name="queries", sizes=((dtype, q),), formula=4 * itemsize * q if known else None),
+        _Kind(name="keys and values", sizes=((dtype, kv),), formula=4 * itemsize * kv if known else None, repeats=repeats),
         _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels if known else None, repeats=repeats),
         _Kind(name="MLP tile", sizes=((dtype, tile * F), (dtype, 2 * tile * F)), formula=4 * itemsize * tile * F),
         _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
-        _Kind(name="head", sizes=((dtype, V * D),), formula=itemsize * V * D),
+        # the backward pass gathers it again, which may begin while the forward pass still has its own
+        _Kind(name="head", sizes=((dtype, V * D),), formula=None),
         _Kind(name="head's gradients", sizes=(("f32", V * D),), formula=None),
     ]
 

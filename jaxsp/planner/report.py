@@ -117,9 +117,14 @@ def cost(plan: plans.Plan, tokens: float) -> str:
     """GPU-hours and days for so many tokens."""
     assert plan.tokens_per_s_estimate is not None, "the caller looked"
     low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY)
-    hours = [f"{seconds * plan.num_devices / 3600:,.0f}" for seconds in (low, high)]
-    days = [f"{seconds / 86400:.1f}" for seconds in (low, high)]
+    hours = [amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
+    days = [amount(seconds / 86400) for seconds in (low, high)]
     return f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
+
+
+def amount(number: float) -> str:
+    """A number for people: `1,234`, `12`, `1.2`, `0.012`."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def duration(seconds: float) -> str:
@@ -156,7 +161,7 @@ def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
             number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
             plan.limited_by or "-",
         ]
-        rows.append(row + ([] if tokens is None else [number(hours, "{:,.0f}")]))
+        rows.append(row + ([] if tokens is None else ["-" if hours is None else amount(hours)]))
     low, high = roofline.LIKELY
     return f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was run"
 

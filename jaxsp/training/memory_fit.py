@@ -354,6 +354,9 @@ def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, s
     away = [] if memory.offload_optimizer == "none" else away
     weights = sum(4 * sharding.shard_size(row, num_shards) for row in away)
     gradients = sum(4 * sharding.shard_size(row, num_shards) for row in away if row.num_layers)
+    rows_at_a_time = settings.batch.rows_at_once * settings.mesh.replica * max(1, num_shards // seq)
+    if settings.batch.rows_per_step > rows_at_a_time:
+        gradients *= 2  # a microbatch's, and their sums
     return Offloaded(
         activations=model.num_layers * tokens * per_token,
         weights=weights,

@@ -6,7 +6,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner import comms
-from jaxsp.training import sharding
+from jaxsp.training import memory_fit, sharding
 from tests.planner import programs
 
 FEW_BYTES = 1024
@@ -43,6 +43,13 @@ def check(step, *, dtype, remat="attention"):
 )
 def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
     check(programs.gpu_step(data=data, seq=seq, num_heads=num_heads, turns=turns), dtype="bf16")
+
+
+def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
+    step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
+    groups = {frozenset(one.group) for one in comms.sent(step.written.text)}
+    assert groups == memory_fit.communicators(step.program.mesh.shape, step.program.attend.kind)
+    assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
 
 
 @pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "attention")), "full"])

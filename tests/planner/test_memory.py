@@ -3,24 +3,34 @@
 import jax
 import pytest
 
-from jaxsp.planner import compiled, memory
-from jaxsp.training import levers
+from jaxsp.planner import budget, compiled, memory
+from jaxsp.training import levers, memory_fit, sharding
 from tests import tolerances
 from tests.planner import programs
 
 DEGREES = (8, 16, 32)
 
 
-@pytest.fixture(scope="module", params=[8, *(pytest.param(degree, marks=pytest.mark.slow) for degree in DEGREES[1:])])
+@pytest.fixture(
+    scope="module",
+    params=[(2, 4), *(pytest.param((1, degree), marks=pytest.mark.slow) for degree in DEGREES)],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
 def wide(request):
     """A step on so many devices that share rows, each with as many tokens: rows double with the devices."""
-    return programs.gpu_step(data=1, seq=request.param, num_heads=64, turns=1)
+    data, seq = request.param
+    return programs.gpu_step(data=data, seq=seq, num_heads=64, turns=1)
 
 
 def test_each_cause_takes_what_its_formula_says(wide):
     for cause in memory.causes(wide):
         if cause.formula is not None:
             assert cause.device + cause.host == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
+
+
+def test_the_formula_that_chooses_what_is_compiled_is_near_what_a_step_takes(wide):
+    needs = budget.needs_of(wide)
+    assert 0.8 < memory_fit.predict(wide.program, uncounted=wide.choice.uncounted_bytes) / needs.total < 1.1
 
 
 def test_all_that_a_step_holds_is_read(wide):
@@ -44,14 +54,17 @@ def test_what_grows_with_the_devices_is_repeated_keys_and_values():
     assert [cause.device for cause in later] == [first.device * cause.repeats for cause in later]
 
 
-@pytest.mark.parametrize("asked", ["state", "state_and_gradients"])
-def test_an_offloaded_optimizer_is_in_host_memory(asked):
+SIZES = {"hidden_size": 768, "intermediate_size": 2304, "vocab_size": 4096, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize(("asked", "microbatches"), [("state", 1), ("state_and_gradients", 2)])
+def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     if jax.__version_info__ < levers.HOST_STATE_FROM:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ["mesh.seq=2", f"memory.offload_optimizer={asked}", "memory.offload_activations=residual", "optimizer.name=adamw"]
-    sizes = {"hidden_size": 768, "intermediate_size": 2304, "vocab_size": 4096, "num_attention_heads": 8}
-    step = programs.step(programs.settings(*words, **sizes), compiled.devices("h100-80gb", 2))
+    words.append(f"batch.rows_per_step={microbatches}")
+    step = programs.step(programs.settings(*words, **SIZES), compiled.devices("h100-80gb", 2))
     found = {cause.name: cause for cause in memory.causes(step)}
     away = {"weights", "averages", "layer inputs", *(["gradients"] if asked == "state_and_gradients" else [])}
     for name, cause in found.items():
@@ -60,8 +73,22 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked):
             assert taken == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
             assert other < tolerances.CAUSE * cause.formula, cause
     assert ("layers' weights to compute with" in found) == (asked == "state")
-    needs = levers.measured(step.executable, 0)
+    needs = memory_fit.measured(step.executable, 0)
     assert needs.host >= sum(found[name].host for name in away)
+    assert needs.host == pytest.approx(memory_fit.offloaded_by(step.program).total, rel=tolerances.CAUSE)
+
+
+@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatches):
+    """With gradients that are added up after the backward pass, XLA keeps two microbatches' of both."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    words = ["mesh.data=2", "mesh.seq=4", f"batch.rows_per_step={2 * microbatches}", "memory.offload_activations=residual"]
+    step = programs.step(programs.settings(*words, **SIZES, num_hidden_layers=16), compiled.devices("h100-80gb", 8))
+    needs, program = budget.needs_of(step), step.program
+    assert needs.host == memory_fit.offloaded_by(program).activations
+    sets = sum(4 * sharding.shard_size(row, 8) for row in jax.tree.leaves(program.table))
+    assert budget.of_step(step).device[budget.GRADIENTS] == pytest.approx(sets, rel=0.1)
+    assert 0.8 < memory_fit.predict(program, uncounted=step.choice.uncounted_bytes) / needs.total < 1.1
 
 
 BUFFERS = """BufferAssignment:

@@ -81,8 +81,9 @@ def test_durations_are_in_units_that_people_read(seconds, words):
 def test_tokens_to_train_on_give_gpu_hours_and_days():
     """10e9 tokens at 200,000 a second are 50,000 seconds, 111 hours of 8 GPUs; likely up to 1.3 times as many."""
     plan = made.plan(tokens_per_s_estimate=200_000.0)
-    words = "10,000,000,000 tokens take 111 to 144 GPU-hours, 0.6 to 0.8 days"
+    words = "10,000,000,000 tokens take 111 to 144 GPU-hours, 0.58 to 0.75 days"
     assert report.cost(plan, 10e9) == words
+    assert report.cost(plan, 1e6) == "1,000,000 tokens take 0.011 to 0.014 GPU-hours, 5.8e-05 to 7.5e-05 days"
     assert words in " ".join(report.text(plan, model="a model", tokens=10e9).split())
 
 

@@ -106,7 +106,7 @@ def test_an_update_that_runs_beside_others_counts_once():
 
 def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wants():
     """Of layers all but the last product, whose result nobody wants, is computed twice forward, and the head's logits too."""
-    step = programs.gpu_step(data=1, seq=8, num_heads=64, turns=1)
+    step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)
     model, tokens = step.program.model, programs.SHARE_TOKENS
     found = sum(one.flops * one.times for one in work.kernels(step.written.text))
     attention = metrics.attention_flops(model, programs.pieces(step))
