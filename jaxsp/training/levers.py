@@ -190,7 +190,9 @@ def takes(fitted: memory_fit.Fitted) -> str:
         decided += f", because {fitted.why_full}"
     for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
         decided += f"; {name} {_at_a_time(tile, program.tokens)}"
-    tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory" if fitted.shortage else ""
+    tight = ""
+    if fitted.shortage:
+        tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory"
     return f"it takes {', '.join(parts)}; {decided}{tight}"
 
 

@@ -136,17 +136,13 @@ def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Progra
 
     Args: is_known: whether it is known how much memory the devices have; if not, `auto` means tiles of a safe size.
     """
-    seen = set()
     for remat in _remats(program, is_known=is_known):
         mlp_tiles = program.mlp_tiles if is_known else [program.tile]
         if remat == "attention_and_mlp":  # nothing is kept of a tile
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens]
         for mlp_tile in mlp_tiles:
             for loss_tile in program.loss_tiles if is_known else [program.loss_tile]:
-                decided = {"remat": remat, "mlp_tile_tokens": mlp_tile, "loss_tile_tokens": loss_tile}
-                if tuple(decided.values()) not in seen:
-                    seen.add(tuple(decided.values()))
-                    yield changed(program, **decided)
+                yield changed(program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
 
 
 def _remats(program: step.Program, *, is_known: bool) -> list[str]:

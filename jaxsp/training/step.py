@@ -218,7 +218,9 @@ def shapes(program: Program) -> tuple[State, batch.Batch]:
     slots = meshes.num_groups(mesh) * settings.batch.rows_at_once
     widths = {batch.PER_TOKEN: settings.data.longest_row, batch.PER_ROW: settings.data.max_documents_per_row}
     rows: dict[str, Any] = {
-        name: jax.ShapeDtypeStruct((program.num_microbatches, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec))
+        name: jax.ShapeDtypeStruct(
+            (program.num_microbatches, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec)
+        )
         for name, spec in batch.SPECS.items()
     }
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
