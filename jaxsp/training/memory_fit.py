@@ -286,8 +286,6 @@ def room_of(program: step.Program, limits: Room) -> Room:
 
     Args: limits: bytes of a device that are JAX's, meshes.GPU_SHARE of it; and bytes of its node's memory for a device.
     """
-    if math.isinf(limits.device):
-        return limits
     # what GPU_SHARE leaves is for CUDA and NCCL
     missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.GPU_SHARE - 1))
     device = limits.device * (1 - FRAGMENTATION) - missing

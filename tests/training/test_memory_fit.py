@@ -336,8 +336,9 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     assert found.gradients == 4 * sum(shards) < found.weights, "those of the embedding and the head stay on the device"
 
 
-def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch):
+def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shards, monkeypatch):
     """As by the program, which needs devices: 4 GPUs of one process."""
+    monkeypatch.setattr(host, "FROM_SIZE", 100)
     program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
