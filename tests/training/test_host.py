@@ -92,7 +92,7 @@ def order(tmp_path, monkeypatch):
 
 def test_host_memory_is_reserved_between_compiling_and_loading_weights(order):
     """Once for rows of all lengths: as much as the largest step needs."""
-    events = order(is_gpu=True, host_bytes=[2**20, 3 * 2**20])
+    events = order(is_gpu=True, host_bytes=[3 * 2**20, 2**20])
     devices = tuple(jax.devices()[:2])
     assert events == ["compile", "compile", (devices, 3 * 2**20), "load"]
 

@@ -188,8 +188,8 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     """Offloaded arrays are the same for all candidates, and a margin for checkpoints alone refuses no run."""
     program = large()
     takes = formulas(program)
-    right = Trial().fit(program, takes[0] / 2)
-    found = Trial().fit(program, takes[0] / 2, host=-GIB)
+    right = Trial(factor=1.5).fit(program, takes[0])
+    found = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
     assert decided(found.program) == decided(right.program)
     assert found.needs.total <= found.room.device
     assert found.shortage == "1.0 GiB more host memory for each device than there is, with a checkpoint's copy"
