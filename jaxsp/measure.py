@@ -16,7 +16,7 @@ from jaxsp import cli, prepare
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.planner import comms, compiled, gpus, roofline
-from jaxsp.training import host, levers, memory_fit, metrics, step
+from jaxsp.training import levers, memory_fit, metrics, step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def of(settings: config.Config, *, num_steps: int) -> Measured:
         of_length = dataclasses.replace(program, config=settings.for_rows_of(row_tokens))
         ready[row_tokens] = levers.ready(of_length, uncounted=material.choice.uncounted_bytes)
     longest = ready[settings.data.longest_row]
-    host.reserve(program.mesh.local_devices, longest.needs.host)
+    levers.reserve(program, longest.needs.host)
     compile_s = time.perf_counter() - began
     state = step.with_weights(program, material.weights())
     feed = material.train.feed(settings, program.mesh, material.schedule, layout=program.attend.layout)

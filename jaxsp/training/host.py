@@ -26,10 +26,8 @@ def reserve(devices: Sequence[jax.Device], num_bytes: int) -> None:
 
     The pool grows by regions that double and are never joined. A step's temporaries in host memory are one piece, for which
     no region would be left once weights and moments are scattered over several (8B on one H100 with 250 GiB: fails).
-    So this comes before the weights. CPUs have no such pool.
+    So this comes before the weights.
     """
-    if num_bytes == 0 or devices[0].platform != "gpu":
-        return
     for device in devices:
         jax.block_until_ready(empty(device, num_bytes)()).delete()
 

@@ -7,7 +7,7 @@ import jax
 from jaxsp import attention
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.training import memory_fit, step, xla
+from jaxsp.training import host, memory_fit, step, xla
 
 WRONG_GRADIENTS = ("0.10.2", "0.11.0")
 """Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
@@ -190,9 +190,9 @@ def takes(fitted: memory_fit.Fitted) -> str:
         decided += f", because {fitted.why_full}"
     for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
         decided += f"; {name} {_at_a_time(tile, program.tokens)}"
-    tight = (
-        "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory" if fitted.shortage else ""
-    )
+    tight = ""
+    if fitted.shortage:
+        tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory"
     return f"it takes {', '.join(parts)}; {decided}{tight}"
 
 
@@ -221,7 +221,7 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
     """Raises: RuntimeError where nothing was offloaded that should have been."""
     found = memory_fit.offloaded_by(program)
     least = found.total - found.gradients
-    if _is_gpu(program) and needs.host < least:
+    if is_gpu(program) and needs.host < least:
         raise RuntimeError(
             f"memory.offload_activations and offload_optimizer put {memory_fit.size(least)} of each device in host memory, and "
             f"the compiled step has {memory_fit.size(needs.host)} there: XLA has ignored some of it. This is a bug; "
@@ -229,6 +229,12 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
         )
 
 
-def _is_gpu(program: step.Program) -> bool:
+def reserve(program: step.Program, host_bytes: int) -> None:
+    """Reserves the host memory that each device's step offloads to. Before weights are loaded: see `host.reserve`."""
+    if host_bytes and is_gpu(program):
+        host.reserve(program.mesh.local_devices, host_bytes)
+
+
+def is_gpu(program: step.Program) -> bool:
     """Whether the devices have a memory of their own."""
     return program.mesh.devices.flat[0].platform == "gpu"

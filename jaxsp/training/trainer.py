@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.core import errors, processes
 from jaxsp.data import account
-from jaxsp.training import banner, checkpoint, directory, evaluator, host, levers, metrics, selfcheck, step
+from jaxsp.training import banner, checkpoint, directory, evaluator, levers, metrics, selfcheck, step
 from jaxsp.training.log import Log, Running
 from jaxsp.training.material import Material
 from jaxsp.training.pace import Pace
@@ -176,7 +176,7 @@ def _compile(program: Program, material: Material, console: rich.console.Console
         )
         compiled[row_tokens] = ready.run
         host_bytes = max(host_bytes, ready.needs.host)
-    host.reserve(program.mesh.local_devices, host_bytes)
+    levers.reserve(program, host_bytes)
     return compiled
 
 

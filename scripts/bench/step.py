@@ -344,7 +344,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.core import mesh as meshes
-    from jaxsp.training import host, levers, memory_fit, metrics, step
+    from jaxsp.training import levers, memory_fit, metrics, step
 
     meshes.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
@@ -377,7 +377,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             planned_gib=ready.needs.total / memory_fit.GIB,
             host_gib=ready.needs.host / memory_fit.GIB,
         )
-        host.reserve([device], ready.needs.host)
+        levers.reserve(program, ready.needs.host)
         state = step.with_weights(program, material.weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):

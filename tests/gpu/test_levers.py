@@ -1,4 +1,4 @@
-"""Memory levers on a GPU: they change what a step takes, and not what it computes; and the check before the first step."""
+"""Memory options on a GPU: they change what a step takes, and not what it computes; and the check before the first step."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from jaxsp import attention
 from jaxsp.core import axes, config
 from jaxsp.core import mesh as meshes
 from jaxsp.model import decoder
-from jaxsp.training import checkpoint, host, levers, selfcheck, sharding, step
+from jaxsp.training import checkpoint, host, levers, memory_fit, selfcheck, sharding, step, xla
 from jaxsp.training.store import Store
 from tests import batches, tolerances
 
@@ -28,12 +28,13 @@ ROWS = batches.packed(
 
 LEVERS = {
     "none": {"remat": "none"},
+    "attention and MLP": {"remat": "attention_and_mlp"},
     "full": {"remat": "full"},
     "tiles": {"remat": "attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
     "inputs": {"remat": "full", "offload_activations": "residual"},
     "inputs, attention kept": {"remat": "attention", "offload_activations": "residual"},
     "inputs and attention": {"remat": "attention", "offload_activations": "residual_and_attention"},
-    "inputs and attention, pipelined": {"remat": "attention", "offload_activations": "residual_and_attention"},
+    "inputs and attention, not prefetched": {"remat": "attention", "offload_activations": "residual_and_attention"},
     "state": {"remat": "attention", "offload_optimizer": "state"},
     "state and gradients": {"remat": "attention", "offload_optimizer": "state_and_gradients"},
     "all": {
@@ -45,8 +46,8 @@ LEVERS = {
 }
 
 
-XLA_OPTIONS = {"inputs and attention, pipelined": {"xla_gpu_enable_pipelined_host_offloading": True}}
-"""XLA options of some of them. If a pipelined copy came from the wrong layer, gradients would be wrong."""
+XLA_OPTIONS = {"inputs and attention, not prefetched": dict.fromkeys(xla.PREFETCH_FROM_HOST, False)}
+"""XLA options of some of them. If a prefetched copy came from the wrong layer, gradients would be wrong."""
 
 
 def program(gpu, memory, dtype="bfloat16", xla_options=None):
@@ -82,7 +83,7 @@ class Trained:
     losses: list
     moved: dict
     """By how much each weight moved in the first."""
-    needs: levers.Needs
+    needs: memory_fit.Needs
 
 
 @functools.cache
@@ -112,7 +113,7 @@ def test_a_lever_changes_no_loss_and_no_weight(gpu, lever):
     compare(trained(gpu, lever), trained(gpu, None), tolerances.MESH)
 
 
-@pytest.mark.parametrize("lever", ["full", "inputs and attention", "inputs and attention, pipelined"])
+@pytest.mark.parametrize("lever", ["full", "inputs and attention", "inputs and attention, not prefetched"])
 def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
     compare(trained(gpu, lever, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
 
@@ -132,9 +133,10 @@ def test_what_is_offloaded_is_on_the_host(gpu, lever):
 
 
 def test_each_lever_takes_less_of_the_device(gpu):
-    taken = {lever: trained(gpu, lever).needs.device for lever in ("none", "full", "inputs", "inputs and attention")}
+    options = ("none", "attention and MLP", "full", "inputs", "inputs and attention")
+    taken = {lever: trained(gpu, lever).needs.device for lever in options}
     kept = trained(gpu, None).needs.device
-    assert taken["none"] > kept > taken["full"] > taken["inputs"]
+    assert taken["none"] > taken["attention and MLP"] > kept > taken["full"] > taken["inputs"]
     assert kept > taken["inputs and attention"]
 
 

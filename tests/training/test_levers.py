@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 
 import jax
@@ -355,9 +354,8 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
         ready(monkeypatch, gpus(0.5), memory={"mlp_tile_tokens": 8192}, row_tokens=131_072)
     limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
-    with pytest.raises(
-        errors.UserError, match=r"takes 4\.0 GiB of host .* room for 3\.0 GiB\. Try memory\.offload_activations=none"
-    ):
+    says = r"takes 4\.0 GiB of host .* room for 3\.0 GiB\. Try memory\.offload_activations=none"
+    with pytest.raises(errors.UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "residual"})
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from jaxsp import train
 from jaxsp.attention import kinds
-from jaxsp.core import axes, config, jobs
+from jaxsp.core import axes, jobs
 from jaxsp.core import mesh as meshes
 from jaxsp.planner import budget, compiled
-from jaxsp.training import host, memory_fit, sharding, step
+from jaxsp.training import host, levers, memory_fit, sharding, step
 from tests import batches
 from tests.planner import programs
 from tests.training import runs
@@ -168,28 +168,28 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
 
 
 def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
-    """The first compiled program takes 1.3 times as much as expected: so will those after it."""
-    program, trial = large(), Trial(factor=1.3)
+    """The first compiled program takes 1.5 times as much as expected: so will those after it."""
+    program, trial = large(), Trial(factor=1.5)
     takes = formulas(program)
     room = takes[0]
     expected = [0]
     for number, bytes_of in enumerate(takes[1:], 1):
-        if 1.3 * bytes_of <= 1.05 * room:
+        if 1.5 * bytes_of <= memory_fit.SKIPPED_ABOVE * room:
             expected.append(number)
-            if 1.3 * bytes_of <= room:
+            if 1.5 * bytes_of <= room:
                 break
     found = trial.fit(program, room)
     assert [decided(one) for one in trial.compiled] == [candidates(program)[number] for number in expected]
-    assert len(expected) < next(number for number, bytes_of in enumerate(takes) if 1.3 * bytes_of <= room)
-    assert 1.3 * memory_fit.predict(found.program) <= room
+    assert len(expected) < next(number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room)
+    assert 1.5 * memory_fit.predict(found.program) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
     """Offloaded arrays are the same for all candidates, and a margin for checkpoints alone refuses no run."""
     program = large()
     takes = formulas(program)
-    right = Trial().fit(program, takes[0] / 2)
-    found = Trial().fit(program, takes[0] / 2, host=-GIB)
+    right = Trial(factor=1.5).fit(program, takes[0])
+    found = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
     assert decided(found.program) == decided(right.program)
     assert found.needs.total <= found.room.device
     assert found.shortage == "1.0 GiB more host memory for each device than there is, with a checkpoint's copy"
@@ -336,8 +336,9 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     assert found.gradients == 4 * sum(shards) < found.weights, "those of the embedding and the head stay on the device"
 
 
-def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch):
+def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shards, monkeypatch):
     """As by the program, which needs devices: 4 GPUs of one process."""
+    monkeypatch.setattr(host, "FROM_SIZE", 100)
     program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
@@ -351,3 +352,40 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(monkeypatch
     assert train._pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 0)
     assert train._pool_bytes(program.config, process) is None
+
+
+# The formula
+
+
+def check_formula(made):
+    """It is as close as the search needs: it skips no candidate that fits, and few that do not fit are compiled."""
+    formula = memory_fit.predict(made.program, uncounted=made.choice.uncounted_bytes)
+    assert 0.9 < formula / budget.needs_of(made).total < memory_fit.SKIPPED_ABOVE
+
+
+def test_the_formula_is_close_to_what_is_compiled():
+    check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, turns=1))
+
+
+ALL_AT_ONCE = 10**9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("row_tokens", "memory"),
+    [
+        (131_072, {"remat": "attention_and_mlp", "mlp_tile_tokens": ALL_AT_ONCE}),
+        (131_072, {"remat": "attention", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": 512}),
+        (262_144, {"remat": "full", "mlp_tile_tokens": 4096}),
+        (131_072, {"remat": "none", "mlp_tile_tokens": 4096}),
+        (65_536, {"remat": "none", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": ALL_AT_ONCE}),
+        (262_144, {"offload_activations": "residual_and_attention", "offload_optimizer": "state"}),
+    ],
+    ids=str,
+)
+def test_the_formula_is_close_for_all_options(row_tokens, memory):
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    asked = programs.settings("mesh.seq=4", f"data.row_tokens={row_tokens}", *(f"memory.{k}={v}" for k, v in memory.items()))
+    if found := levers.problems(asked, platform="gpu"):
+        pytest.skip(found[0])
+    check_formula(programs.step(asked, compiled.devices("h100-80gb", 4)))

@@ -1,6 +1,8 @@
 """The check before the first step finds right what is right, and each of several kernels wrong that releases have shipped."""
 
 import functools
+import re
+import shlex
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jaxsp.planner import compiled
 from jaxsp.training import selfcheck
 from tests.attention import cudnn_contract
 from tests.gpu import test_levers
+from tests.planner import programs
 
 
 def differences(kernel, **changes):
@@ -175,12 +178,23 @@ def test_layers_that_read_another_layers_input_back_are_refused():
         selfcheck.refuse_offload(offloaded("residual", layer=layer), jax.devices()[0])
 
 
-def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
+@pytest.fixture
+def gpu():
+    """An H100 that is absent."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    (gpu,) = compiled.devices("h100-80gb", 1)
+    return compiled.devices("h100-80gb", 1)[0]
+
+
+PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
+NO_PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": False}
+
+
+def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
     tried = []
     monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
-    monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: tried.append((how, device)) or 0.0)
+    monkeypatch.setattr(
+        selfcheck, "offload_difference", lambda how, *, device, options: tried.append((how, device, options)) or 0.0
+    )
     monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
     program, choice = test_levers.program(gpu, {"remat": "attention", "offload_activations": "residual"})
     said = selfcheck.before_training(program, choice)
@@ -194,14 +208,55 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch):
         "dtype": program.dtype,
         "device": gpu,
     }
-    assert tried == [("cudnn", of), (program.how, gpu)]
+    assert tried == [("cudnn", of), (program.how, gpu, PREFETCH)]
     assert [line.partition("(")[0] for line in said] == [
         "self-check: cuDNN 9.28.0 attention agrees with the blockwise kernel on this device ",
         "self-check: gradients are the same with and without offloaded activations ",
     ]
-    monkeypatch.setattr(selfcheck, "offload_difference", lambda how, *, device: float("nan"))
-    with pytest.raises(errors.UserError, match=r"^memory.offload_activations"):
-        selfcheck.before_training(program, choice)
+
+
+def check_offload(monkeypatch, gpu, differences, xla_options=None):
+    """The check on a device with these differences with and without prefetch; returns what was tried."""
+    tried = []
+
+    def difference(how, *, device, options):
+        tried.append(options)
+        return differences[any(options.values())]
+
+    monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: {"out": 0.0})
+    monkeypatch.setattr(selfcheck, "offload_difference", difference)
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
+    memory = {"remat": "attention", "offload_activations": "residual"}
+    selfcheck.before_training(*test_levers.program(gpu, memory, xla_options=xla_options))
+    return tried
+
+
+@pytest.mark.parametrize("wrong", [0.3, float("nan"), float("inf")])
+def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_turns_it_off(monkeypatch, gpu, wrong):
+    with pytest.raises(errors.UserError, match=r"^memory.offload_activations: ") as found:
+        check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
+    (said,) = found.value.problems
+    word = re.search(r"Use (run\.xla_options='\S+ \S+'), with which they are right, or another release of jax\.$", said)[1]
+    (word,) = shlex.split(word)
+    asked = programs.settings("memory.offload_activations=residual", word)
+    assert asked.run.xla_options == NO_PREFETCH
+    assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, asked.run.xla_options) == [NO_PREFETCH]
+
+
+@pytest.mark.parametrize("without", [0.3, float("nan")])
+def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offload(monkeypatch, gpu, without):
+    says = r"Use memory\.offload_activations=none, or another release of jax\.$"
+    with pytest.raises(errors.UserError, match=says) as found:
+        check_offload(monkeypatch, gpu, {True: 0.2, False: without})
+    assert "xla_options" not in str(found.value)
+    with pytest.raises(errors.UserError, match=says):
+        check_offload(monkeypatch, gpu, {True: 0.0, False: without}, NO_PREFETCH)
+
+
+def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypatch, gpu):
+    assert check_offload(monkeypatch, gpu, {True: 0.0, False: 0.0}) == [PREFETCH]
+    with pytest.raises(errors.UserError):
+        check_offload(monkeypatch, gpu, {True: 0.3, False: 0.3}, PREFETCH | {"xla_gpu_autotune_level": 0})
 
 
 def test_on_cpus_nothing_is_tried():

@@ -1,6 +1,6 @@
 """Options that programs are compiled with: whose they are, and what comes of them in a step compiled for absent H100s."""
 
-import collections
+import dataclasses
 import re
 
 import jax
@@ -10,10 +10,13 @@ from jaxsp.core import axes, errors
 from jaxsp.core import mesh as meshes
 from jaxsp.hf import families
 from jaxsp.planner import compiled
-from jaxsp.training import step, xla
+from jaxsp.training import xla
 from tests.planner import programs
 
-OLD, NEW = ({"xla_gpu_enable_pipelined_all_gather": True}, {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON"})
+BASE = {"xla_disable_hlo_passes": "rematerialization"}
+OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
+TRIED = ["0.10.1", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1", "0.12.0.1.dev4"]
 
 
 def mesh(data, seq, devices=None):
@@ -29,72 +32,82 @@ def gpus():
     return lambda data, seq: mesh(data, seq, absent[: data * seq])
 
 
-def told(gpus, *words, flags="", version="0.12.0.1", seq=4):
-    return xla.options(programs.settings(*words), mesh=gpus(2, seq), environ={"XLA_FLAGS": flags}, version=version)
+def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
+    environ = {"XLA_FLAGS": flags}
+    return xla.options(programs.settings(*words), mesh=gpus(data, seq), is_tiled=is_tiled, environ=environ, version=version)
 
 
+OFFLOAD = "memory.offload_activations=residual"
+
+
+@pytest.mark.parametrize("version", TRIED)
 @pytest.mark.parametrize(
-    ("version", "expected"),
-    [("0.10.1", OLD), ("0.11.1", NEW), ("0.11.2", NEW), ("0.12.0", NEW), ("0.12.0.1", NEW), ("0.12.0.1.dev4", NEW)],
+    ("words", "is_tiled", "sizes", "expected"),
+    [
+        ((), False, (2, 4), BASE),
+        ((), True, (2, 4), BASE | OVERLAP),
+        ((), True, (1, 1), BASE),  # one device has no collectives
+        ((OFFLOAD,), False, (1, 1), BASE | PREFETCH),
+        (("memory.offload_activations=residual_and_attention",), True, (2, 4), BASE | OVERLAP | PREFETCH),
+        (("memory.offload_optimizer=state",), False, (2, 4), BASE),
+    ],
 )
-def test_each_release_that_was_tried_is_told_in_its_own_words(gpus, version, expected):
-    found = told(gpus, version=version)
+def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
+    data, seq = sizes
+    found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
     assert found.options == expected
-    assert found.words == "the next layer's weights are gathered while one is computed"
+    assert ("overlap a layer's tiles" in found.words) == (OVERLAP.items() <= expected.items())
+    assert ("copied from the host while one is computed" in found.words) == (PREFETCH.items() <= expected.items())
+
+
+def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
+    settings = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
+    model = families.model_config(settings.model.config, field="model.config")
+    program, _ = compiled.program(settings, model=model, devices=list(gpus(2, 4).devices.flat))
+    assert program.tokens == 2048
+    assert OVERLAP.items() <= program.told.options.items()
+    whole = dataclasses.replace(program, config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"))
+    assert whole.told.options == BASE
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
-def test_another_release_is_told_nothing_and_the_banner_says_so(gpus, version):
-    found = told(gpus, version=version)
+def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
+    found = told(gpus, OFFLOAD, version=version, is_tiled=True)
     assert found.options == {}
-    assert found.words == f"its defaults, because options were not tried with jaxlib {version}"
+    assert found.words == f"defaults, because options were not tried with jaxlib {version}"
 
 
-@pytest.mark.parametrize(("version", "most"), [("0.10.1", 8192), ("0.11.2", 8192), ("0.12.0.1", 32768)])
-def test_long_shares_are_computed_without_the_memory_of_pipelining(gpus, version, most):
-    for tokens, expected in ((most, True), (2 * most, False)):
-        found = told(gpus, f"data.row_tokens={4 * tokens}", version=version)
-        assert (bool(found.options), bool(found.words)) == (expected, expected), tokens
-    assert not told(gpus, f"data.row_tokens={4 * most}", "batch.rows_at_once=2", version=version).options
+def test_cpus_get_no_options():
+    found = xla.options(programs.settings(OFFLOAD), mesh=mesh(2, 4), is_tiled=True, environ={}, version="0.12.0.1")
+    assert found == xla.Told(options={}, words="")
 
 
-def test_cpus_and_a_gpu_by_itself_are_told_nothing(gpus):
-    nothing = xla.Told(options={}, words="")
-    assert xla.options(programs.settings(), mesh=gpus(1, 1), environ={}, version="0.12.0.1") == nothing
-    assert xla.options(programs.settings(), mesh=mesh(2, 4), environ={}, version="0.12.0.1") == nothing
-
-
-def test_with_activations_in_host_memory_xla_is_not_to_save_memory_by_itself(gpus):
-    offloads = "memory.offload_activations=residual"
-    alone = xla.options(programs.settings(offloads), mesh=gpus(1, 1), environ={}, version="0.12.0.1")
-    assert alone.options == {"xla_disable_hlo_passes": "rematerialization"}
-    assert told(gpus, offloads).options == NEW | alone.options
-    assert told(gpus, offloads, flags="--xla_disable_hlo_passes=dce").options == NEW
-    assert told(gpus, offloads, version="0.13.0").options == {}
-
-
-@pytest.mark.parametrize("name", sorted(xla.NAMES))
-def test_what_xla_flags_sets_is_left_to_it(gpus, name, tmp_path):
+@pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
+def test_options_in_xla_flags_win_over_ours(gpus, name, tmp_path):
+    ours = BASE | OVERLAP | PREFETCH
+    rest = {other: value for other, value in ours.items() if other != name}
     flags = f"--xla_gpu_autotune_level=0 --{name}=false"
     file = tmp_path / "flags"
     file.write_text(flags)
     for given in (flags, str(file)):
-        found = told(gpus, flags=given)
-        assert found.options == {}
-        assert found.words == f"XLA_FLAGS: xla_gpu_autotune_level, {name}"
-    assert told(gpus, flags="--xla_gpu_autotune_level=0").options == NEW
-    assert told(gpus, flags=str(tmp_path / "none")).options == NEW
+        found = told(gpus, OFFLOAD, flags=given, is_tiled=True)
+        assert found.options == rest
+        assert found.words.endswith(f"; XLA_FLAGS: xla_gpu_autotune_level, {name}")
+    assert told(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
+    assert told(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
 
 
-def test_what_the_config_asks_for_wins_over_both(gpus):
-    off = "COLLECTIVE_PIPELINING_MODE_OFF"
-    words = f"run.xla_options={{xla_gpu_pipeline_all_gather: {off}, xla_gpu_memory_limit_slop_factor: 80}}"
-    found = told(gpus, words, flags="--xla_gpu_memory_limit_slop_factor=70 --xla_gpu_autotune_level=0")
-    assert found.options == {"xla_gpu_pipeline_all_gather": off, "xla_gpu_memory_limit_slop_factor": 80}
-    own = f"xla_gpu_pipeline_all_gather={off}, xla_gpu_memory_limit_slop_factor=80"
-    assert found.words == f"run.xla_options: {own}; XLA_FLAGS: xla_gpu_autotune_level"
-    on_cpu = xla.options(programs.settings(words), mesh=mesh(1, 1), environ={}, version="0.12.0.1")
-    assert (on_cpu.options, on_cpu.words) == (found.options, f"run.xla_options: {own}")
+@pytest.mark.parametrize("name", sorted(OVERLAP | PREFETCH))
+def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
+    word = f"run.xla_options={{{name}: false, xla_gpu_memory_limit_slop_factor: 80}}"
+    flags = f"--xla_gpu_memory_limit_slop_factor=70 --{name}=true --xla_gpu_autotune_level=0"
+    own = {name: False, "xla_gpu_memory_limit_slop_factor": 80}
+    found = told(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
+    assert found.options == BASE | OVERLAP | PREFETCH | own
+    said = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
+    assert found.words.endswith(f"; {said}; XLA_FLAGS: xla_gpu_autotune_level")
+    on_cpu = xla.options(programs.settings(word), mesh=mesh(1, 1), is_tiled=True, environ={}, version="0.12.0.1")
+    assert (on_cpu.options, on_cpu.words) == (own, said)
 
 
 @pytest.mark.parametrize(
@@ -131,20 +144,20 @@ FIXED = {"xla_gpu_deterministic_ops": True}
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("0.10.1", FIXED), ("0.12.0.1", FIXED | {"xla_gpu_enable_triton_gemm": False}), ("0.13.0", FIXED)],
+    [("0.10.1", BASE | FIXED), ("0.12.0.1", BASE | FIXED | {"xla_gpu_enable_triton_gemm": False}), ("0.13.0", FIXED)],
 )
 def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
-    asked = programs.settings("run.deterministic=true")
-    found = xla.options(asked, mesh=gpus(1, 1), environ={"XLA_FLAGS": "--xla_gpu_deterministic_ops=false"}, version=version)
+    flags = "--xla_gpu_deterministic_ops=false"
+    found = told(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
     assert found.options == expected
     assert found.deterministic
     assert "each of these can cost speed, and the last memory" in found.words
 
 
 def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
-    found = xla.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), environ={})
+    found = xla.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={})
     assert (found.options, found.deterministic) == ({}, False)
-    assert found.words == "run.deterministic changes nothing here: on CPUs numbers are the same each time in any case"
+    assert found.words == "run.deterministic changes nothing here: on CPUs numbers are always the same"
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
@@ -166,45 +179,3 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
     scatters = [line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)]
     assert all("unique_indices=true" in line for line in scatters), scatters
-
-
-PASSED_ON = ("bitcast", "get-tuple-element", "all-gather-done", "copy", "tuple", "opt-barrier", "convert")
-
-
-def loops(text):
-    """Lines of each computation that is a loop's body and gathers weights."""
-    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
-    computations = re.findall(r"^%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE)
-    return [body.splitlines() for name, body in computations if name in bodies and "all-gather-start" in body]
-
-
-def uses(body):
-    """Of each gather of weights in a body: `here` where anything is computed with it, else `later`; and the kinds of
-    operations that run while it is under way.
-    """
-    parsed = [re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = .*? ([\w\-]+)\(([^)]*)\)", line) for line in body]
-    lines = [(one[1], one[2], re.findall(r"%([\w.\-]+)", one[3])) for one in parsed if one]
-    found = []
-    for number, (name, kind, _) in enumerate(lines):
-        if kind != "all-gather-start":
-            continue
-        reached, where = {name}, "later"
-        for other, of_kind, operands in lines[number + 1 :]:
-            if reached & set(operands):
-                reached.add(other)
-                where = "here" if of_kind not in PASSED_ON else where
-        done = next(i for i, (_, kind, operands) in enumerate(lines) if kind == "all-gather-done" and name in operands)
-        found.append((where, collections.Counter(kind for _, kind, _ in lines[number:done])))
-    return found
-
-
-def test_the_next_layers_weights_travel_while_one_is_computed(gpus):
-    asked = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", num_hidden_layers=6)
-    model = families.model_config(asked.model.config, field="model.config")
-    program, _ = compiled.program(asked, model=model, devices=list(gpus(2, 4).devices.flat))
-    lowered = step.make(program).lower(*step.shapes(program))
-    text = xla.compiled(lowered, xla.options(asked, mesh=program.mesh, environ={})).as_text()
-    forward, backward = map(uses, loops(text))
-    for loop in (forward, backward):
-        assert {where for where, _ in loop} == {"later"}, "XLA left to itself: here"
-        assert all(kinds["fusion"] + kinds["custom-call"] + kinds["while"] for _, kinds in loop)
