@@ -68,7 +68,7 @@ def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
         return None  # a run that goes on has the model's config in its checkpoint; else this is reported with all problems
     num_local = jobs.num_local(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
-    num_shards = num_devices // settings.mesh.replica
+    num_shards = max(1, num_devices // settings.mesh.replica)
     found = memory_fit.offloaded(model, settings, num_shards=num_shards, seq=settings.mesh.seq)
     return memory_fit.pool_bytes(found)
 

@@ -111,7 +111,7 @@ STAGES = {
                 module="scripts.bench.step",
                 arguments=(
                     *(*_STEP, "--documents", "one"),
-                    *"--mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
+                    *"--remat attention --mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
                 ),
             ),
             Part(

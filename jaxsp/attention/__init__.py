@@ -309,15 +309,20 @@ def make_attend(
     return Attend(inner, kind, head_chunks, make_tables)
 
 
-def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Callable[..., Array]:
+def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Attend:
     """Attention over whole rows on one device as ring and gather compute it: two chunks, and what the second sees of the first.
 
     To try a kernel's parts with, without other devices. Args: outer: ring or gather.
     """
-    parts, alone = _parts(kernel, head_chunks, packed.ROOM, kinds.Kind(seq=1, inner=1)), zigzag.Ring(degree=1)
+    kind, alone = kinds.Kind(seq=1, inner=1), zigzag.Ring(degree=1)
+    parts = _parts(kernel, head_chunks, packed.ROOM, kind)
     if outer == "ring":
-        return functools.partial(ring.attend, kernel=parts, ring=alone)
-    return functools.partial(gather.attend, kernel=parts, ring=alone, kv_heads=1)
+        inner = functools.partial(ring.attend, kernel=parts, ring=alone)
+    else:
+        inner = functools.partial(gather.attend, kernel=parts, ring=alone, kv_heads=1)
+    if kernel != "cudnn":
+        inner = functools.partial(_isolated, kernel=inner, inside=functools.partial(zigzag.in_a_piece, ring=alone))
+    return Attend(inner, kind, head_chunks)
 
 
 def attend_of(choice: Choice) -> Attend:

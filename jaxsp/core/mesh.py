@@ -68,6 +68,11 @@ def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_byt
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
+def gpu_share(environ: Mapping[str, str]) -> float:
+    """Fraction of a GPU's memory that is JAX's."""
+    return float(environ.get("XLA_CLIENT_MEM_FRACTION", environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)))
+
+
 def pool_limit(environ: Mapping[str, str]) -> float:
     """Bytes of pinned host memory that XLA's pool may hold for each device; infinite if nothing limits it."""
     return float(environ[_HOST_LIMIT]) * 2**30 if _HOST_LIMIT in environ else math.inf

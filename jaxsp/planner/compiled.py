@@ -71,7 +71,7 @@ class Site:
     def limits(self) -> memory_fit.Room:
         """What JAX can have of each device, and of its node's memory for it, with a process for each device."""
         host_bytes = mesh.host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
-        return memory_fit.Room(mesh.GPU_SHARE * self.gpu.memory_bytes, host_bytes / self.node_devices)
+        return memory_fit.Room(mesh.gpu_share(os.environ) * self.gpu.memory_bytes, host_bytes / self.node_devices)
 
 
 def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_host_gib: float | None = None) -> Site:

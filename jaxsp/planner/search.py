@@ -83,6 +83,9 @@ def longest(
     while True:
         tried[row_tokens] = attempt(row_tokens)
         say(tried[row_tokens])
+        plan = tried[row_tokens].plan
+        if plan is not None and plan.host_room_gib < 0:  # for rows of any length
+            return Longest(tried=[tried[row_tokens]])
         below = max((length for length, one in tried.items() if not one.why), default=0)
         above = min((length for length, one in tried.items() if one.why and length > below), default=None)
         if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):

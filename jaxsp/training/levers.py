@@ -76,6 +76,9 @@ def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
 def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
     """Changes that make a step smaller, and that work with this release of JAX and this model."""
     settings = program.config
+    memory = settings.memory
+    if not device_is_short and memory.offload_activations == memory.offload_optimizer == "none":
+        return ["nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"]
     changes = _less_on_device(program) if device_is_short else _less_on_host(settings.memory)
     platform = "gpu"  # only GPUs have a known size
     works = [change for change in changes if not problems(_with_memory(settings, change), platform=platform)]
@@ -118,11 +121,11 @@ def _less_on_host(memory: config.Memory) -> list[dict[str, str]]:
 def _smaller_batch(program: step.Program) -> list[str]:
     """Changes of rows and documents that need less memory of a device."""
     settings, ways = program.config, []
-    groups = meshes.num_groups(program.mesh)
+    rows = meshes.num_groups(program.mesh) * settings.batch.rows_at_once
     if settings.batch.rows_at_once > 1:
         ways.append("batch.rows_at_once=1")
-    if settings.batch.rows_per_step > groups:  # with one microbatch, gradients exist only in the backward pass
-        ways.append(f"batch.rows_per_step={groups}")
+    if settings.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
+        ways.append(f"batch.rows_per_step={rows}")
     if settings.data.max_documents_per_row > 1:
         ways.append(f"data.max_documents_per_row={1 if settings.data.max_documents_per_row <= 8 else 8}")
     return ways
@@ -178,7 +181,7 @@ def takes(fitted: memory_fit.Fitted) -> str:
     if needs.uncounted:
         parts[0] += f" and about {size(needs.uncounted)} for cuDNN"
     if needs.workspace:
-        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace)"
+        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimate)})"
     if math.isfinite(room.device):
         parts[0] += f", of {size(room.device)}"
     if needs.host:
@@ -232,7 +235,15 @@ def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
 def reserve(program: step.Program, host_bytes: int) -> None:
     """Reserves the host memory that each device's step offloads to. Before weights are loaded: see `host.reserve`."""
     if host_bytes and is_gpu(program):
-        host.reserve(program.mesh.local_devices, host_bytes)
+        try:
+            host.reserve(program.mesh.local_devices, host_bytes)
+        except jax.errors.JaxRuntimeError as error:
+            ways = ways_out(program, device_is_short=False)
+            raise errors.UserError(
+                f"XLA could not reserve {memory_fit.size(host_bytes)} of pinned host memory for each device: "
+                f"{str(error).splitlines()[0]} Try {errors.choices(ways)}, or a larger "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (for each device) if the node has more free memory."
+            ) from None
 
 
 def is_gpu(program: step.Program) -> bool:

@@ -57,6 +57,8 @@ class Needs(NamedTuple):
     """Estimate of cuDNN's workspace, where the compiled program does not count it: for GPUs that are absent."""
     workspace: int = 0
     """cuDNN's workspace, where the compiled program counts it."""
+    estimate: int = 0
+    """Estimate of it, to compare."""
 
     @property
     def total(self) -> int:
@@ -284,10 +286,10 @@ def _limits(devices: tuple[Any, ...]) -> Room:
 def room_of(program: step.Program, limits: Room) -> Room:
     """What a step may take within these limits, so that fragmentation, NCCL and checkpoints have enough.
 
-    Args: limits: bytes of a device that are JAX's, meshes.GPU_SHARE of it; and bytes of its node's memory for a device.
+    Args: limits: bytes of a device that are JAX's, meshes.gpu_share of it; and bytes of its node's memory for a device.
     """
-    # what GPU_SHARE leaves is for CUDA and NCCL
-    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.GPU_SHARE - 1))
+    # what JAX leaves of a device is for CUDA and NCCL
+    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.gpu_share(os.environ) - 1))
     device = limits.device * (1 - FRAGMENTATION) - missing
     return Room(device, limits.host - checkpoint_bytes(program), limits.pool)
 
@@ -387,14 +389,17 @@ def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
         for where in ("", "host_")
     )
     workspace = cudnn_calls.workspace_bytes(run.as_text() or "") if uncounted else None
-    return Needs(device, of_host, uncounted if workspace is None else 0, workspace or 0)
+    return Needs(device, of_host, uncounted if workspace is None else 0, workspace or 0, uncounted)
 
 
 def largest(needs: Needs) -> Needs:
     """The needs of the process that needs most: each compiles for its own devices, and all have to decide alike."""
     if jax.process_count() == 1:
         return needs
-    return Needs(*map(int, multihost_utils.process_allgather(np.array(needs, np.float32)).max(0)))
+    # JAX has no 64-bit integers by default
+    parts = np.array([divmod(num_bytes, 2**20) for num_bytes in needs], np.int32)
+    of_all = multihost_utils.process_allgather(parts).astype(np.int64)
+    return Needs(*map(int, (of_all @ [2**20, 1]).max(0)))
 
 
 def shortage(needs: Needs, room: Room) -> str:

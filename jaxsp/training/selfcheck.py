@@ -4,6 +4,7 @@ jax 0.10.2 and 0.11.0 took keys from the wrong places in packed rows where query
 offloaded activations back in the wrong order (openxla/xla PR 46231); neither raised anything.
 """
 
+import dataclasses
 import math
 import time
 import types
@@ -209,9 +210,10 @@ def compile_attention(
             for n in range(1, min(head_chunks, num_heads) + 1)
             if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)
         )
-        if halves:
-            kernel = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
-    attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
+    if halves and kernel == "cudnn":
+        attend = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
+    else:
+        attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
 
     def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
         *qkv, dout = (x.astype(dtype) for x in inputs)
@@ -235,11 +237,15 @@ def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> No
 def _check_offload(program: Program, device: jax.Device) -> None:
     """Raises: UserError if gradients are wrong, with a suggestion that was tried."""
     prefetch = {name: value for name, value in program.told.options.items() if name in xla.PREFETCH_FROM_HOST}
-    difference = offload_difference(program.how, device=device, options=prefetch)
-    without = difference
-    if not difference <= OFFLOAD_TOLERANCE and any(prefetch.values()):
-        without = offload_difference(program.how, device=device, options=dict.fromkeys(prefetch, False))
-    refuse_offload(difference, device, without_prefetch=without)
+    candidates = [program.how]
+    if program.config.memory.remat == "auto" and not program.how.offloads_attention:
+        candidates.append(dataclasses.replace(program.how, remat="full"))
+    for how in candidates:
+        difference = offload_difference(how, device=device, options=prefetch)
+        without = difference
+        if not difference <= OFFLOAD_TOLERANCE and any(prefetch.values()):
+            without = offload_difference(how, device=device, options=dict.fromkeys(prefetch, False))
+        refuse_offload(difference, device, without_prefetch=without)
 
 
 def offload_difference(

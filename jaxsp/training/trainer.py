@@ -188,6 +188,7 @@ def _agree(program: Program, material: Material) -> None:
     told = [(f"data: {one.name}", digest) for data in (material.train, *material.evals) for one, digest in data.origins]
     told.append(("the config", repr(settings)))
     told.append(("XLA_FLAGS", repr(program.told)))
+    told.append(("attention (the devices' memory or versions)", repr(material.choice)))
     hashes = [np.frombuffer(hashlib.sha256(words.encode()).digest()[:8], np.int32) for _, words in told]
     own = np.concatenate([[start.step, sum(start.rows.values())], *hashes]).astype(np.int32)
     of_all = multihost_utils.process_allgather(own)

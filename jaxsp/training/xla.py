@@ -103,10 +103,10 @@ def options(
             ours |= NO_REMATERIALIZATION
             if is_tiled and mesh.size > 1:
                 ours |= OVERLAP_IN_LOOPS
-                parts.append("several collectives at a time overlap a layer's tiles")
             if settings.memory.offload_activations != "none":
                 ours |= PREFETCH_FROM_HOST
-                parts.append("the next layer's activations are copied from the host while one is computed")
+                if not PREFETCH_FROM_HOST.keys() & {*asked, *by_flags}:
+                    parts.append("the next layer's activations are copied from the host while one is computed")
             ours = {name: value for name, value in ours.items() if name not in by_flags}
         if deterministic:
             fixed = known.deterministic if known else DETERMINISTIC

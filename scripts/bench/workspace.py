@@ -5,8 +5,7 @@
 The formula is `limits.backward_bytes`; plans and the memory check before training rely on it. Each
 case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled on a GPU,
 the program contains the workspace of each call. Deterministic cases are compiled as with
-run.deterministic. The formula does not cover them: cuDNN may need memory that grows with the
-square of the row.
+run.deterministic; on most GPUs their memory grows with the square of the row.
 """
 
 import argparse
@@ -53,6 +52,7 @@ class Case:
             max_pieces=self.max_segments,
             window=None,
             dtype="bfloat16",
+            is_deterministic=self.deterministic,
         )
 
 
@@ -131,7 +131,8 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads the workspace; without a GPU there is none."""
-    work = case.work
+    quadratic = limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
+    work = dataclasses.replace(case.work, has_score_workspace=quadratic)
     if obstacles := limits.obstacles(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].what}")
     split = limits.choose_split(work)

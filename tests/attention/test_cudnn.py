@@ -135,7 +135,7 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
 @pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one != "many")) for one in PIECES])
 def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
-    found, right = run(attention.in_halves("cudnn", head_chunks=2, outer=outer), *inputs), run("reference", *inputs)
+    found, right = results(attention.in_halves("cudnn", head_chunks=2, outer=outer), *inputs), run("reference", *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
