@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What the command was asked for."""
+    """The parsed command, with the config, model and first kind of GPU that it names."""
 
     given: argparse.Namespace
     settings: config.Config
@@ -72,7 +72,7 @@ class Asked:
 
     @property
     def name(self) -> str:
-        """The model's name for people."""
+        """The model's name in output."""
         return self.settings.model.source or "the config's model"
 
     @property
@@ -158,7 +158,10 @@ def asked(arguments: list[str]) -> argparse.Namespace:
         "--document-tokens", metavar="N", type=int, help="of the documents that fill a row, for the time; default: one document"
     )
     parser.add_argument(
-        "--tokens", metavar="N", type=float, help="to train on, such as 10e9, for GPU-hours and days; default: the run's steps"
+        "--tokens",
+        metavar="N",
+        type=float,
+        help="tokens to train on, such as 10e9, for GPU-hours and days; default: all steps",
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
@@ -187,7 +190,7 @@ def _one_device_each(arguments: Sequence[str]) -> list[str]:
 
 
 _LIKE_A_KIND = re.compile(r"[a-z]+\d[\w-]*")
-"""Names of GPUs, known or not, and no file.yaml or key.path=value."""
+"""Matches names of GPUs, known or not, but no file.yaml and no key.path=value."""
 
 
 def _check(given: argparse.Namespace) -> None:
@@ -209,7 +212,7 @@ def _check(given: argparse.Namespace) -> None:
     if len(given.device or ()) > 1:
         for flag in ("longest", "meshes", "plot"):
             if getattr(given, flag):
-                problems.append(f"--{flag}: is for one kind of GPU. Give one --device, or leave it out.")
+                problems.append(f"--{flag}: needs one kind of GPU. Give one --device, or leave --{flag} out.")
     if given.longest and given.document_tokens is not None:
         problems.append("--document-tokens: the longest row is sought as one document. Leave it out.")
     for flag in ("json", "plot"):
@@ -223,12 +226,12 @@ def _check(given: argparse.Namespace) -> None:
 
 
 def _check_lengths(given: argparse.Namespace, settings: config.Config) -> None:
-    """Raises: UserError for questions about rows of one length, if the config has several."""
+    """Raises: UserError for flags that need one row length, if the config has several."""
     lengths = settings.data.row_lengths
     wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
     if len(lengths) > 1 and wrong and not given.longest:
         raise errors.UserError(
-            f"data.row_tokens = {list(lengths)}: --{wrong[0]} is for rows of one length. Use data.row_tokens={lengths[-1]}."
+            f"data.row_tokens = {list(lengths)}: must be one length with --{wrong[0]}. Use data.row_tokens={lengths[-1]}."
         )
 
 

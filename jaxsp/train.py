@@ -55,9 +55,11 @@ def main(arguments: list[str]) -> None:
 
 
 def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
-    """Size for XLA's pool of pinned host memory on each GPU; None if nothing is offloaded, or the model cannot be read yet.
+    """Size for XLA's pool of pinned host memory for each GPU; None if nothing is offloaded or the
+    model cannot be read yet.
 
-    The pool's size is fixed before JAX sees its devices, so this is a formula with some room above it.
+    The pool's size must be set before JAX initializes its devices, so this is a formula with a
+    margin.
     """
     memory, num_gpus = settings.memory, jobs.num_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
@@ -65,7 +67,8 @@ def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
     try:
         model = families.read_model_config(settings.model)
     except errors.UserError:
-        return None  # a run that goes on has the model's config in its checkpoint; else this is reported with all problems
+        # a resumed run reads it from its checkpoint; otherwise, the error is reported later with all others
+        return None
     num_local = jobs.num_local(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // settings.mesh.replica)

@@ -16,7 +16,7 @@ run() {
 check_release() {
     local python constraints="scripts/constraints/python$1.txt"
     if ! python=$(find_python "$1"); then
-        echo "jax $2: skipped, because Python $1 is not here"
+        echo "jax $2: skipped, because Python $1 is not installed"
         return
     fi
     checked=$((checked + 1))
@@ -35,7 +35,7 @@ check_releases() {
     source scripts/find_python.sh
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
-    # its XLA is neither like the one before nor like the one after
+    # its XLA differs from those of the releases before and after it
     check_release 3.12 0.11.2 || failed=1
     for version in 3.11 3.12; do
         check_release $version "$(sed -n 's/^jax==//p' scripts/constraints/python$version.txt)" || failed=1

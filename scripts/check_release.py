@@ -7,7 +7,7 @@ H100, the programs that training runs before its first step. Prints one line wit
 the time and memory of the plan, and a verdict. `scripts/check.sh --releases` calls this for each
 supported release.
 
-Exit code: 0 if everything is right, 1 if not.
+Exit code: 0 if the release passes, 1 if not.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from scripts.bench import machine, memory
 RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
 
 BYTES_WITHIN = 1e-3
-"""Relative; the formulas leave out the sums of counts and norms, a few bytes."""
+"""Relative tolerance of bytes sent. The formulas omit sums of counts and norms, a few bytes."""
 
 HEADS = {"sharing": 4, "num_kv_heads": 2, "head_dim": 128}
 
@@ -54,7 +54,7 @@ OFFLOAD = {
     "layers, inputs and attention offloaded": remat.Remat(offload_activations="residual_and_attention"),
     "layers": remat.Remat(),
 }
-"""Memory options of its programs for offload."""
+"""Memory options of the self-check's programs for offloading."""
 
 
 def main(arguments: list[str]) -> int:
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("release", help="of JAX, which has to be the one installed")
+    parser.add_argument("release", help="release of JAX; must be the installed one")
     release = parser.parse_args(arguments).release
     jax.config.update("jax_platforms", "cpu")
     began = time.perf_counter()
@@ -102,10 +102,10 @@ def plan_recipe() -> dict[str, Any]:
 
 
 def find_problems(plan: Mapping[str, Any], *, release: str) -> list[str]:
-    """Returns what is wrong with a plan that should fit, by this release of JAX."""
+    """Returns the problems of a plan, which should fit and be made with this release of JAX."""
     problems = []
     if plan["jax"] != release:
-        problems.append(f"this is not {release}")
+        problems.append(f"the installed release is not {release}")
     if not plan["fits"]:
         problems.append(f"does not fit: {plan['short']}")
     ratio = plan["bytes_moved"] / plan["bytes_formula"]

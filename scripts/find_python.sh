@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # To be sourced. `find_python 3.12` prints the path of that Python, and fails if there is none. It
-# looks in PATH and among pyenv's, whose shim for a version that is not selected only fails.
+# searches PATH and pyenv's versions, because pyenv's shims fail for versions that are not selected.
 find_python() {
     local candidate found=() check="import sys, venv, ensurepip; sys.exit('%d.%d' % sys.version_info[:2] != '$1')"
     if command -v pyenv > /dev/null; then

@@ -5,7 +5,7 @@
 
 scripts/README.md explains what each stage answers.
 
-Every result is written as soon as it is there, so a stage that is cut off leaves what it has.
+Every result is written as soon as it exists, so an interrupted stage keeps its results so far.
 Files are named DATE-GPU-STAGE in scripts/bench/results/: `.json` (versions, and each part's exit
 code, duration and summary), `.txt` (all output), and a `.json` or JUnit `.xml` per part. At its
 end, a stage adds a line to scripts/bench/LOG.md. With --out FOLDER, all of this is written to
@@ -51,23 +51,24 @@ class Part:
 
     name: str
     seconds: int
-    """At most; a stage's last part may take all that is left."""
+    """Time limit; the last part of a stage may take all the time that is left."""
     case_seconds: int = 0
-    """A guess of the time that one case takes: with less than this left, no further case starts."""
+    """Guessed duration of one case: with less time than this left, no further case starts."""
     module: str
     arguments: tuple[str, ...]
     is_tests: bool = False
     is_resumable: bool = False
-    """Whether --resume of this command is for this part."""
+    """True if this part uses --resume."""
     needs: str | None = None
-    """Name of the part whose results it reads."""
+    """Name of the part whose results this part reads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stage:
-    """What one command runs."""
+    """The parts that one command runs."""
 
     answers: str
+    """Questions that the stage answers, for --help."""
     parts: tuple[Part, ...]
 
 
@@ -169,11 +170,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("stage", nargs="?", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
     for option, metavar, text in (
-        ("--out", "FOLDER", "for all results, the line of LOG.md too"),
-        ("--resume", "TABLE.json", "speed: an earlier table, to continue"),
+        ("--out", "FOLDER", "folder for all results and the line of LOG.md"),
+        ("--resume", "TABLE.json", "with speed: continues an earlier table"),
     ):
         parser.add_argument(option, type=pathlib.Path, metavar=metavar, help=text)
-    parser.add_argument("--commit", metavar="NAME", help="the commit, if git cannot tell")
+    parser.add_argument("--commit", metavar="NAME", help="commit to record, outside of a git checkout")
     given = parser.parse_args(arguments)
     if given.stage is None:
         print(f"Name a stage: scripts/gpu_check.sh STAGE\n{stages}", file=sys.stderr)
@@ -181,7 +182,7 @@ def main(arguments: Sequence[str]) -> int:
     if given.resume and not any(part.is_resumable for part in STAGES[given.stage].parts):
         print(f"--resume: {given.stage} has no table. Use it with speed.", file=sys.stderr)
         return 2
-    # Ended from outside, this process still ends what it started
+    # SIGTERM raises KeyboardInterrupt, so that processes started here are ended too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.update(JAX_PLATFORMS="cuda", PYTHONUNBUFFERED="1")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(machine.REPO / "build" / "jax_cache"))
@@ -199,7 +200,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def machine_facts() -> dict[str, str] | None:
-    """What scripts.bench.machine prints; None if there is no GPU, and then it has printed why."""
+    """Returns what scripts.bench.machine prints; None without a GPU, after the reason was
+    printed."""
     command = [sys.executable, "-m", "scripts.bench.machine"]
     try:
         done = subprocess.run(
@@ -221,7 +223,8 @@ def machine_facts() -> dict[str, str] | None:
 
 
 def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, until: float) -> int:
-    """Runs a stage's parts one after another, each within its time. Returns: the exit code."""
+    """Runs a stage's parts one after another, each within its time limit. Returns: the exit
+    code."""
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M")
     gpu = re.sub("[^a-z0-9]+", "-", facts["device"].removeprefix("NVIDIA ").lower()).strip("-")
     folder = given.out or machine.REPO / "scripts" / "bench" / "results"
@@ -251,7 +254,7 @@ def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, un
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a part."""
+    """Result of a part."""
 
     name: str
     command: list[str]
@@ -271,7 +274,7 @@ def run_part(
     seconds: float,
     log: TextIO,
 ) -> Outcome:
-    """Runs a part, for at most this many seconds."""
+    """Runs a part for at most `seconds`."""
     results = pathlib.Path(f"{base}-{part.name}.{'xml' if part.is_tests else 'json'}")
     words = [word.format(base=base) for word in part.arguments]
     if part.is_tests:
@@ -294,7 +297,7 @@ def run_part(
     taken = time.monotonic() - began
     words = _summary(results) if results.exists() else "no results"
     if part.is_tests and status == report.OK and not junit_log.has_passed(results):
-        status = report.FAILED  # a test of an earlier process, or all tests were skipped
+        status = report.FAILED  # a test of an earlier process failed, or all tests were skipped
     return Outcome(
         name=part.name,
         command=command,
@@ -325,7 +328,7 @@ def run_tests(command: Sequence[str], seconds: float, log: TextIO) -> int | None
 
 
 def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
-    """Runs a command, and writes its output to the log too.
+    """Runs a command, and copies its output to the log.
 
     Returns: the exit code, None if it ran out of time.
     """

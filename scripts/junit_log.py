@@ -92,7 +92,7 @@ def summary(path: pathlib.Path) -> str:
 
 
 def has_passed(path: pathlib.Path) -> bool:
-    """Whether a test of a file passed, and none failed or did not finish."""
+    """True if a test in a file passed, and all tests that started finished without a failure."""
     counts = _counts(path)
     return counts["passed"] > 0 and counts["failed"] == counts["not finished"] == 0
 
@@ -124,7 +124,7 @@ def _name(nodeid: str) -> tuple[str, str]:
 
 
 def pytest_addoption(parser: Any) -> None:
-    text = "written after every test"
+    text = "JUnit file, written after every test"
     parser.addoption("--junit-log", metavar="FILE.xml", type=pathlib.Path, help=text)
 
 

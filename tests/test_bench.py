@@ -60,7 +60,7 @@ def test_a_case_has_its_numbers(benchmark):
     assert (case["kernel_used"], case["remat"], case["remat_used"]) == ("blockwise", "full", "full")
     assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == ("none", "none", 0)
     assert 0 < case["planned_gib"] < 1
-    assert "256 tokens go through a layer at once" in case["memory_used"]
+    assert "256 tokens per device: layers all tokens at once" in case["memory_used"]
     assert case["workspace_gib"] is None, "no cuDNN here"
     assert case["compile_s"] < case["wall_s"]
     assert case["from_cache"] is False

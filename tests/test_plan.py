@@ -86,7 +86,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert "ESTIMATE" in said
     assert "assumed: nodes of 8 GPUs with 2,000 GiB" in said
     words = " ".join(said.split())
-    assert "options remat attention_and_mlp: a device's 8,192 tokens go through a layer all tokens at once" in words
+    assert "options remat attention_and_mlp: 8,192 tokens per device: layers all tokens at once" in words
     assert found["mlp_tile_tokens"] == 8192
     assert found["limited_by"] in words
     tokens = 8 * 32768
@@ -166,7 +166,7 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
     assert found["binds"] == "host"
     assert found["fits"] is False
     assert found["host_bytes"] == pytest.approx([4 * of_device] * 2, rel=0.01), "each of 4 microbatches, there and back"
-    assert "the host is full" in said
+    assert "not enough host memory" in said
 
 
 @pytest.mark.usefixtures("compiler")
@@ -228,12 +228,12 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
         (["--host-gib", "inf"], "--host-gib = inf: has to be a number"),
         (
             ["--meshes", "data.row_tokens=[8192, 16384]"],
-            r"data.row_tokens = \[8192, 16384\]: --meshes is for rows of one length. Use data.row_tokens=16384",
+            r"data.row_tokens = \[8192, 16384\]: must be one length with --meshes. Use data.row_tokens=16384",
         ),
-        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], "--plot is for rows of one length"),
+        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], "must be one length with --plot"),
         (["--device", "h100-80gb", "a100"], r"--device = a100: is not known\..* Did you mean a100-80gb\?"),
-        (["--device", "h100-80gb", "h200-141gb", "--longest"], "--longest: is for one kind of GPU. Give one --device"),
-        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], "--plot: is for one kind of GPU"),
+        (["--device", "h100-80gb", "h200-141gb", "--longest"], "--longest: needs one kind of GPU. Give one --device"),
+        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], "--plot: needs one kind of GPU"),
         (["--tokens", "0"], "--tokens = 0.0: has to be a number"),
         (["--document-tokens", "100"], "rows of 32,768 tokens hold 1 documents at most .* Use 32768 or more"),
         (["--measure", "3"], "--measure: runs the meshes that --meshes lists"),

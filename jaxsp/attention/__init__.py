@@ -42,7 +42,8 @@ class Attend:
     head_chunks: int = 1
     """Chunks of the heads that the kernel computes one after another."""
     make_tables: Callable[..., Any] | None = None
-    """Makes what the kernel needs to know about the segments of whole rows, from starts, lengths and `row_tokens`."""
+    """Computes the kernel's tables of the segments of whole rows, from starts, lengths and
+    `row_tokens`."""
 
     @property
     def layout(self) -> int:
@@ -50,7 +51,8 @@ class Attend:
         return self.kind.degree
 
     def tables(self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, share_tokens: int) -> Any:
-        """What all layers of a microbatch can share, to be passed to every call; None if there is nothing.
+        """Segment tables that all layers of a microbatch share, to be passed to every call; None if
+        the kernel needs none.
 
         Args: share_tokens: tokens of a row that one device holds.
         """
@@ -92,7 +94,7 @@ class Choice:
     head_chunks: int
     """Parts that a device's heads are taken in, one after another."""
     slot_room: int
-    """How many times the rows' tokens the slots of a packed call of cuDNN have room for."""
+    """Capacity of the slots of a packed cuDNN call, as a multiple of the rows' tokens."""
     why: str
     """What speaks against cuDNN, where `auto` had to take another kernel; empty otherwise."""
     uncounted_bytes: int

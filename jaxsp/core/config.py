@@ -309,10 +309,11 @@ class Memory(Group):
     time visits its device; a copy in the compute dtype stays there. state_and_gradients: finished gradients too. Needs jax
     0.11.1 or later."""
     mlp_tile_tokens: Annotated[Literal["auto"] | Positive, _like(4096)] = "auto"
-    """Tokens of a device that go through a layer's projections and MLP at a time; tiles are computed again in the backward
-    pass. auto: all, or as many as fit."""
+    """Tokens of a device that go through a layer's projections and MLP at a time; tiles are
+    recomputed in the backward pass. auto: all tokens, or fewer if the step does not fit."""
     loss_tile_tokens: Annotated[Literal["auto"] | Positive, _like(1024)] = "auto"
-    """Tokens of a device whose logits exist at a time. auto: all, or as many as fit."""
+    """Tokens of a device whose logits exist at a time. auto: all tokens, or fewer if the step does
+    not fit."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients of sharded weights travel and are summed; those of small weights always sum in float32."""
 

@@ -13,7 +13,7 @@ GPU_SHARE = 0.92
 rest, 6 GiB of an H100's 79, is for CUDA and NCCL."""
 
 NODE_DEVICES = 8
-"""GPUs of a node, if nothing else is known."""
+"""GPUs of a node, unless the user gives another number."""
 
 PROCESS_BYTES = 6 * 2**30
 """Host memory of a process beside its arrays: Python, CUDA, NCCL, staging of copies and autotuning."""
@@ -33,7 +33,8 @@ def choose_platform(
     Args:
         virtual_cpu_devices: of all processes together, so that a config means the same mesh however it is launched.
         num_local: processes on this node.
-        pool_bytes: the most pinned host memory that each GPU's arrays will take; None: all that there is room for.
+        pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all that is
+            available.
     Raises: UserError if the processes cannot share them.
     """
     _raise_limits(os.environ, num_local=num_local, pool_bytes=pool_bytes)
@@ -55,7 +56,8 @@ def choose_platform(
 
 
 def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_bytes: int | None) -> None:
-    """Lets JAX use the memory that there is. Its default for pinned host memory is 64 GiB for each device."""
+    """Raises JAX's limits to the available memory. Its default for pinned host memory is 64 GiB per
+    device."""
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
         environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
     if _HOST_LIMIT not in environ:
@@ -64,7 +66,7 @@ def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_byt
         if pool_bytes is not None:
             limit = min(limit, math.ceil(pool_bytes / 2**30))
         environ[_HOST_LIMIT] = str(max(1, limit))
-    # Preallocated, JAX's staging buffers for copies would take as much again
+    # Otherwise JAX preallocates its staging buffers for copies, as much memory again
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
@@ -79,7 +81,7 @@ def pool_limit(environ: Mapping[str, str]) -> float:
 
 
 def host_room(*, num_processes: int, num_devices: int) -> float:
-    """Bytes of host memory that the arrays of one device may take.
+    """Host memory available for the arrays of one device, in bytes.
 
     Args: num_processes: on the node, each with `num_devices` devices.
     """
@@ -87,14 +89,15 @@ def host_room(*, num_processes: int, num_devices: int) -> float:
 
 
 def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
-    """Bytes of a node's memory that are left for arrays."""
+    """Memory of a node available for arrays, in bytes."""
     return max(0.0, float(node_bytes) - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
 
 
 def pool_size(needed: int | float, limit: int | float) -> float:
-    """Bytes of XLA's pool of pinned host memory that holds so many bytes in one piece.
+    """Size of XLA's pool of pinned host memory, in bytes, if it holds `needed` bytes in one block.
 
-    Its regions are powers of two and never joined, so the first request has to be for everything: `training.host.reserve`.
+    Its regions are powers of two and never joined, so the first request must be for everything:
+    `training.host.reserve`.
     Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
     """
     return float(min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit))

@@ -106,9 +106,10 @@ _KINDS = ("full_attention", "sliding_attention")
 
 
 def read_model_config(model: config.Model) -> ModelConfig:
-    """The shapes of a config's model: of its folder or hub name, config.json is read and nothing else.
+    """Reads the shapes of a config's model. Of a folder or a model of the Hub, only config.json is
+    read.
 
-    Raises: UserError if it cannot be read, or is of a kind that is not implemented.
+    Raises: UserError if it cannot be read, or is of a family that is not implemented.
     """
     if model.source is not None:
         found = folder.find(model.source, names=("config.json",))

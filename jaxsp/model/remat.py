@@ -1,6 +1,6 @@
 """Activation rematerialization: what the backward pass keeps of a layer, where it is kept, and what is recomputed.
 
-    remat               kept of each layer, beside its input              recomputed
+    remat               kept of each layer, in addition to its input      recomputed
     none                results of matrix products, all-to-alls and       elementwise operations, tiles
                         attention
     attention_and_mlp   attention's output and log-sum-exp, the MLP's     the rest

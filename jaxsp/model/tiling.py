@@ -11,7 +11,8 @@ from jaxtyping import Array
 from jaxsp.model import layers
 
 MLP_BYTES = (2 * 2**30, 2**29)
-"""Sizes that the values of a tile between a layer's input and its output may have, where all tokens at once do not fit."""
+"""Maximum bytes of a tile's activations inside a layer, tried in this order if all tokens at once
+do not fit."""
 
 ALIGN = 128
 """Tokens that tiles are preferred to be a multiple of."""
@@ -25,7 +26,7 @@ def power_of_two(most: int) -> int:
 def mlp_tile_tokens(
     *, num_tokens: int, intermediate_size: int, hidden_size: int, itemsize: int, max_bytes: int = MLP_BYTES[0]
 ) -> int:
-    """Tokens of a tile of a layer's projections and MLP whose values take at most `max_bytes`.
+    """Tokens of a tile of a layer's projections and MLP whose activations take at most `max_bytes`.
 
     A token's backward pass holds some six numbers for each of the feed-forward dim in the compute dtype, and five for each of
     the model's in float32.

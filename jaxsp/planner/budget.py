@@ -23,7 +23,7 @@ CAUSES: Mapping[str, str] = {
     RESIDUALS: "what a layer keeps for its backward pass: its input, what attention gave",
     ATTENTION: "queries, keys, values, outputs, their gradients, and what is being sent to other devices",
     STATISTIC: "attention's log-sum-exps in float32, for packed rows as cuDNN has them",
-    WORKSPACE: "an estimate of cuDNN's memory in its backward calls, which a program compiled without a GPU lacks",
+    WORKSPACE: "an estimate of cuDNN's backward workspace, which XLA only counts on a GPU",
     LAYER: "the stream between layers, and the tiles of the MLP",
     LOSS: "tiles of logits",
     GATHERS: "whole weights of a layer or of the head while they are used, and their gradients before they are shared out",
@@ -44,7 +44,8 @@ class Budget:
 
 
 def needs_of(step: compiled.Step) -> memory_fit.Needs:
-    """Memory of a compiled step, cuDNN's workspace counted where it is beside other arrays: in its backward calls."""
+    """Memory of a compiled step, with the estimate of cuDNN's workspace added at its backward
+    calls."""
     counted = memory_fit.measured(step.executable, step.choice.uncounted_bytes)
     if not counted.uncounted:
         return counted

@@ -69,7 +69,8 @@ class Site:
 
     @property
     def limits(self) -> memory_fit.Room:
-        """What JAX can have of each device, and of its node's memory for it, with a process for each device."""
+        """Memory that JAX may use on each device, and of its node for each device, with one process
+        per device."""
         host_bytes = mesh.host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
         return memory_fit.Room(mesh.gpu_share(os.environ) * self.gpu.memory_bytes, host_bytes / self.node_devices)
 
@@ -134,7 +135,8 @@ def program(
 
 
 def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None) -> Step:
-    """The training step of a config on these devices, compiled; `auto` in its group `memory` means what always works.
+    """Compiles the training step of a config for these devices; `auto` in its group `memory` means
+    values that always work.
 
     Raises: what `program` and `compile_step` raise.
     """
@@ -142,7 +144,7 @@ def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any],
 
 
 def compile_step(made: steps.Program, choice: attention.Choice) -> Step:
-    """A training step compiled as training compiles it, except for what _QUICKLY leaves out.
+    """Compiles a training step as training does, except for what _QUICKLY leaves out.
 
     Raises: what `training.step.compile` raises.
     """

@@ -18,7 +18,7 @@ class Line:
     """An instruction."""
 
     number: int
-    """Of its line in the text; -1 for one that XLA abbreviates: see `_elements`."""
+    """Line number in the text; -1 for an instruction that XLA abbreviates: see `_elements`."""
     name: str
     shape: str
     opcode: str
@@ -154,7 +154,8 @@ def runs(program: Program, wanted: Callable[[Line], bool], *, may: bool = False)
 
 
 def async_pairs(program: Program) -> dict[str, tuple[int, int]]:
-    """Line numbers of the instructions that start a computation and wait for it, by the computation's name.
+    """Line numbers of the instructions that start an asynchronous computation and wait for it, by
+    its name.
 
     jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the closest pair counts.
     """

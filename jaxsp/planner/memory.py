@@ -87,9 +87,9 @@ def most(arrays: Sequence[Held]) -> int:
 
 
 def at_the_most(arrays: Sequence[Held], beside: Mapping[int, int] = types.MappingProxyType({})) -> list[Held]:
-    """Those of the arrays that are there at the time when they, and what is beside them, take most.
+    """Arrays that are live at the peak of memory, which includes `beside`.
 
-    Args: beside: bytes that something else takes, by the program's operations, by number.
+    Args: beside: bytes of other memory, by the number of the operation that uses it.
     """
     best: list[Held] = []
     most_bytes = -1
@@ -102,7 +102,7 @@ def at_the_most(arrays: Sequence[Held], beside: Mapping[int, int] = types.Mappin
 
 
 def cudnn_calls(program: compiled.Written) -> list[int]:
-    """The program's operations, by number, that are cuDNN's backward passes of attention."""
+    """Numbers of the program's operations that are cuDNN's backward passes of attention."""
     names = re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward', program.text, re.MULTILINE)
     numbers = {name: int(number) for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.lives, re.MULTILINE)}
     return [numbers[name] for name in names if name in numbers]
@@ -233,7 +233,8 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels if known else None, repeats=repeats),
         _Kind(name="MLP tile", sizes=((dtype, tile * F), (dtype, 2 * tile * F)), formula=4 * itemsize * tile * F),
         _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
-        # the backward pass gathers it again, which may begin while the forward pass still has its own
+        # the backward pass gathers it again, possibly while the copy of the forward pass is still
+        # live
         _Kind(name="head", sizes=((dtype, V * D),), formula=None),
         _Kind(name="head's gradients", sizes=(("f32", V * D),), formula=None),
     ]

@@ -43,8 +43,9 @@ class Plan:
     remat: str
     """As decided, where the config says auto."""
     mlp_tile_tokens: int
-    """The same; all of a device's tokens if there are no tiles."""
+    """MLP tile size as decided; all of a device's tokens if there are no tiles."""
     loss_tile_tokens: int
+    """Loss tile size as decided; all of a device's tokens if there are no tiles."""
     levers: str
     """All of them in words."""
     offload_activations: str
@@ -65,9 +66,10 @@ class Plan:
     host_room_gib: float
     """and what they may."""
     host_pool_gib: float
-    """What XLA's pool for them takes, of all devices of a node; it grows in powers of two up to its limit."""
+    """Size of XLA's pool of pinned host memory, for all devices of a node: a power of two for each,
+    up to a limit."""
     memory: Mapping[str, float]
-    """By cause, on a device, when it is fullest. All except `kept free` add up to device_gib."""
+    """Memory by cause on a device, at its peak. All except `kept free` add up to device_gib."""
     host_memory: Mapping[str, float]
     """By cause, in a node, when it is fullest; adds up to host_gib."""
     causes: Sequence[Mapping[str, Any]]
@@ -77,8 +79,8 @@ class Plan:
     bytes_formula: float
     """and by the formulas."""
     moved: Sequence[Mapping[str, Any]]
-    """The same for each kind of collective: kind, axes, bytes, formula, and by estimate their seconds and those that are
-    waited for."""
+    """Collectives of a step by kind: kind, axes, bytes, formula, estimated seconds, and those that
+    nothing overlaps."""
     flops_needed: float
     """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
     flops_executed: float | None
@@ -92,12 +94,12 @@ class Plan:
     """Of all devices, if the rows are full."""
     mfu_estimate: float | None
     seconds_estimate: Mapping[str, float]
-    """By cause."""
+    """Estimated seconds by cause."""
     limited_by: str | None
     """The cause that takes most of the time."""
     transfers: Sequence[Mapping[str, Any]]
-    """Each collective and host copy of the program: kind, op_name, bytes and seconds in a step, the seconds of them that are
-    waited for, and runs."""
+    """Collectives and host copies of the program: kind, op_name, bytes and seconds in a step,
+    seconds that nothing overlaps, and runs."""
     jax: str
     plan_s: float
     """What it took to compile and read it."""
@@ -129,8 +131,7 @@ def of(
     lengths, most = settings.data.row_lengths, settings.data.max_documents_per_row
     if len(lengths) > 1:
         found.append(
-            f"data.row_tokens = {list(lengths)}: a plan is for rows of one length. Use "
-            f"data.row_tokens={settings.data.longest_row}."
+            f"data.row_tokens = {list(lengths)}: must be one length in a plan. Use data.row_tokens={settings.data.longest_row}."
         )
     if document_tokens is not None and -(-settings.data.longest_row // document_tokens) > most:
         found.append(

@@ -41,31 +41,32 @@ def _attention(plan: plans.Plan) -> str:
     parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
     if not plan.attention:
         return f"{kernel}{parts}"
-    others = ", ".join(f"{words} {size / 1e6:,.1f}" for words, size in plan.attention_others.items())
-    others = f" ({others})" if others else ""
-    sends = f"a device sends {plan.attention_bytes / 1e6:,.1f} MB per layer and microbatch, attention kept{others}"
+    others = ", ".join(f"{words} {size / 1e6:,.1f} MB" for words, size in plan.attention_others.items())
+    others = f" (alternatives: {others})" if others else ""
+    size = f"{plan.attention_bytes / 1e6:,.1f} MB per layer and microbatch"
+    sends = f"each device sends {size} if attention is not recomputed{others}"
     return f"{plan.attention}, {kernel}{parts}; {sends}"
 
 
 def _memory(plan: plans.Plan) -> list[tuple[str, str]]:
     """Memory by cause, largest first."""
     causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
-    lines = [("memory", "GiB of each device at the fullest moment, by cause")]
+    lines = [("memory", "GiB on each device at its peak, by cause")]
     lines += [("", f"{size:8.2f}  {name}: {budget.CAUSES[name]}") for name, size in causes if size >= 0.005]
     lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {gpus.KINDS[plan.device].memory_bytes / 2**30:.2f}"))
     if plan.host_gib >= 0.005:
         causes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
-        pool = f"; XLA's pool for them takes {plan.host_pool_gib:,.0f}"
+        pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
         lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
         lines += [("", f"{size:8.2f}  {name}") for name, size in causes if size >= 0.005]
     return lines
 
 
 def _sent(plan: plans.Plan) -> list[tuple[str, str]]:
-    """Bytes that travel, and how much of their time is waited for."""
+    """Bytes sent by collectives and host copies, and their time that nothing overlaps."""
     lines = []
     if plan.moved:
-        lines.append(("sent", "GB by each device in a step: program, formula, ratio; estimated seconds, and waited for"))
+        lines.append(("sent", "GB by each device in a step: program, formula, ratio; seconds (estimates): all, not overlapped"))
         for one in plan.moved:
             ratio = f"{one['bytes'] / one['formula']:.2f}" if one["formula"] else "    "
             sizes = f"{one['bytes'] / 1e9:10.3f} {one['formula'] / 1e9:10.3f}  {ratio}"
@@ -73,7 +74,7 @@ def _sent(plan: plans.Plan) -> list[tuple[str, str]]:
             lines.append(("", f"{sizes} {times}  {one['kind']} along {' and '.join(one['axes'])}"))
     if plan.host_bytes is not None and max(plan.host_bytes) > 0:
         from_host, to_host = plan.host_bytes
-        lines.append(("", f"each device gets {from_host / 1e9:,.1f} GB from host memory and sends {to_host / 1e9:,.1f} GB"))
+        lines.append(("", f"each device copies {from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it"))
     return lines
 
 
@@ -92,19 +93,20 @@ def _time(plan: plans.Plan, tokens: float | None) -> list[tuple[str, str]]:
 
 
 def fits(plan: plans.Plan) -> str:
-    """Whether a plan fits, what is fullest, and what to change if it does not fit."""
+    """Verdict on the memory of a plan: yes or no, the limiting resource, and suggestions if it does
+    not fit."""
     device = f"{plan.device_gib:.1f} of {plan.room_gib:.1f} GiB on each device"
     host = f", {plan.host_gib:,.0f} of {plan.host_room_gib:,.0f} GiB of each node's memory" if plan.host_gib >= 0.05 else ""
     if plan.fits:
-        return f"yes: {device}{host}; the {plan.binds} is fuller"
+        return f"yes: {device}{host}; limited by {plan.binds} memory"
     ways = f"{', '.join(plan.ways_out[:-1])}{' or ' * (len(plan.ways_out) > 1)}{plan.ways_out[-1]}"
-    return f"NO: {device}{host}; the {plan.binds} is full. Try {ways}"
+    return f"NO: {device}{host}; not enough {plan.binds} memory. Try {ways}"
 
 
 def speed(plan: plans.Plan) -> str:
     """The estimated time of a step, its range, and what limits it."""
     if plan.step_s_estimate is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
-        return "no estimate: the rates are for bfloat16 and cuDNN's attention"
+        return "no estimate: the published rates are for bfloat16 and cuDNN attention"
     low, high = (duration(factor * plan.step_s_estimate) for factor in roofline.LIKELY)
     return (
         f"about {duration(plan.step_s_estimate)} a step (likely {low} to {high}), {plan.tokens_per_s_estimate:,.0f} tokens/s, "
@@ -114,7 +116,7 @@ def speed(plan: plans.Plan) -> str:
 
 
 def cost(plan: plans.Plan, tokens: float) -> str:
-    """GPU-hours and days for so many tokens."""
+    """GPU-hours and days to train on `tokens` tokens."""
     assert plan.tokens_per_s_estimate is not None, "the caller looked"
     low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY)
     hours = [amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
@@ -123,12 +125,12 @@ def cost(plan: plans.Plan, tokens: float) -> str:
 
 
 def amount(number: float) -> str:
-    """A number for people: `1,234`, `12`, `1.2`, `0.012`."""
+    """Formats a number. Examples: `1,234`, `12`, `1.2`, `0.012`."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: `0.726 s`, `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
+    """Formats seconds. Examples: `0.726 s`, `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -139,7 +141,7 @@ def duration(seconds: float) -> str:
 
 
 def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
-    """Plans of the same config for several GPUs and row lengths, as a table."""
+    """Table of plans of one config for several GPUs and row lengths."""
     head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
     head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + ([] if tokens is None else ["GPU-hours*"])
     rows = []
@@ -163,7 +165,9 @@ def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
         ]
         rows.append(row + ([] if tokens is None else ["-" if hours is None else amount(hours)]))
     low, high = roofline.LIKELY
-    return f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was run"
+    return (
+        f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was measured"
+    )
 
 
 def tried(one: search.Tried) -> str:
@@ -186,7 +190,7 @@ def longest(found: search.Longest, *, seconds: float) -> str:
         ways = f" Try {', '.join(beyond.plan.ways_out)}." if beyond.plan else ""
         return f"no row fits, not even of {beyond.row_tokens:,} tokens: {beyond.why}.{ways}"
     binds = beyond.plan.binds if beyond.plan and beyond.plan.short else None
-    why = f"the {binds} is full" if binds else beyond.why
+    why = f"not enough {binds} memory" if binds else beyond.why
     return (
         f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}; {beyond.row_tokens:,} do not fit: {why}. "
         f"{len(found.tried)} lengths compiled in {seconds:.0f} s"
@@ -224,7 +228,7 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
     low, high = roofline.LIKELY
     return (
         f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Meshes {same}. "
-        "Nothing was run"
+        "Nothing was measured"
     )
 
 

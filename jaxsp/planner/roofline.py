@@ -1,9 +1,11 @@
-"""Estimates the time of a compiled step from what its devices do at most. Nothing is measured.
+"""Estimates the time of a compiled step from published peak rates of its devices. Nothing is
+measured.
 
-A kernel takes as long as its matrix products at the rate of large products, or as its reads and writes at the rate of the
-memory, whichever is longer; attention as long as its arithmetic at the rate of flash attention. Collectives and host copies
-overlap as XLA has scheduled them (`timeline`). Left out: launches, imbalance between groups, waiting for data, and that
-collectives slow down the kernels beside them.
+A kernel takes the longer of two times: its matrix products at the rate of large products, and its
+reads and writes at the rate of the memory. Attention takes its arithmetic at the rate of flash
+attention. Collectives and host copies overlap as XLA has scheduled them (`timeline`). Left out:
+kernel launches, imbalance between groups, waiting for data, and the slowdown of kernels that
+overlap collectives.
 """
 
 import dataclasses
@@ -22,7 +24,7 @@ PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
     "waiting for collectives",
     "waiting for copies from and to the host",
 )
-"""Causes of a step's time, which add up to it."""
+"""Causes of a step's time; their seconds add up to it."""
 
 OVERLAPPED, HOST_OVERLAPPED = "collectives that overlap kernels", "host copies that overlap kernels"
 
@@ -44,7 +46,7 @@ _TERA, _GIGA = 1e12, 1e9
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """A collective or a host copy of the program: how long it takes in a step, and how much of that is waited for."""
+    """A collective or a host copy of the program, with its time in a step."""
 
     kind: str
     """One of comms.KINDS, FROM_HOST or TO_HOST."""
@@ -55,7 +57,7 @@ class Transfer:
     seconds: float
     """Duration, sum over all its runs."""
     waited_s: float
-    """Of these, those in which the device computes nothing."""
+    """Part of `seconds` that no kernel overlaps."""
     runs: int
 
 
@@ -68,7 +70,8 @@ class Estimate:
     host_bytes: tuple[float, float]
     """Bytes from and to host memory."""
     seconds: Mapping[str, float]
-    """Time by cause: PRODUCTS to HOST_WAITED, and beside them OVERLAPPED and HOST_OVERLAPPED."""
+    """Time by cause: PRODUCTS to HOST_WAITED add up to step_s; OVERLAPPED and HOST_OVERLAPPED are
+    not part of it."""
     step_s: float
     transfers: Sequence[Transfer]
     """In the order of the program's text."""
@@ -83,9 +86,9 @@ def filled(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
 def estimate(
     step: compiled.Step, sent: list[comms.Sent], *, ceilings: gpus.Ceilings, node_devices: int, piece_lengths: np.ndarray
 ) -> Estimate | None:
-    """Estimates a step over segments of these lengths, on nodes of so many devices.
+    """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
 
-    None if the ceilings are for something else: another dtype than bfloat16, another kernel than cuDNN's.
+    None if the dtype is not bfloat16 or the kernel is not cuDNN: the published rates are for these.
     """
     program, model = step.program, step.program.model
     if step.choice.kernel != "cudnn" or program.dtype != jnp.bfloat16:
@@ -179,7 +182,8 @@ def _alone_s(kernel: work.Kernel, ceilings: gpus.Ceilings) -> float:
 
 
 def _attention_s(program: hlo.Program, *, forward_s: float, backward_s: float) -> dict[int, float]:
-    """Seconds of one run of each of cuDNN's calls, by line number, if all of a direction take equally long."""
+    """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
+    a direction."""
     found: dict[int, float] = {}
     runs = hlo.runs(program, lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes, may=True)
     for is_backward, total in ((False, forward_s), (True, backward_s)):

@@ -105,9 +105,10 @@ def longest(
 
 
 def _next_split(settings: config.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
-    """The shortest row, up to twice as long, for which cuDNN's work is split into more calls; None if there is none.
+    """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
+    calls; None if there is none.
 
-    That takes less of the device, so that it may fit although a shorter row does not.
+    More calls need less device memory, so this row may fit although a shorter one does not.
     """
     devices = compiled.devices(site.kind, site.num_devices)
 

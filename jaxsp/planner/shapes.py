@@ -109,11 +109,12 @@ def all_of(settings: config.Config, *, num_devices: int, num_heads: int) -> list
 
 
 SAME_TIME = 1.05
-"""Steps whose estimates differ by less than this factor count as equally fast; the estimate is not that good."""
+"""Steps whose estimates differ by less than this factor count as equally fast: estimates are not
+more accurate."""
 
 
 def ranked(found: Sequence[Shape]) -> list[Shape]:
-    """Shapes in the order of their times: by `ranks`, then the smallest `seq`, then the estimate. Refused ones are last."""
+    """Sorts shapes by their `ranks`, then by `seq`, then by the estimate. Refused ones are last."""
     number = ranks(found)
 
     def key(shape: Shape) -> tuple[float | int, int, float]:

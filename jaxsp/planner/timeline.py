@@ -1,4 +1,4 @@
-"""Simulates the schedule of a compiled program on one device: what overlaps, and what is waited for.
+"""Simulates the schedule of a compiled program on one device: what overlaps, and where it waits.
 
 XLA orders the instructions of each computation. Kernels run one after another on the compute stream, in that order. A
 collective, or a copy between host and device memory, starts at its `-start` instruction on a stream of its own, after earlier
@@ -7,7 +7,8 @@ ones of that stream; the compute stream waits for it at its `-done`. One that ha
     compute     | kernel | kernel | kernel |     wait     | kernel |
     collective           |         all-gather             |
 
-Loops are simulated twice, and the second time stands for all later ones. Of a conditional, the slowest branch counts.
+Two iterations of a loop are simulated; the second stands for all later ones. Of a conditional, the
+slowest branch counts.
 """
 
 import collections
@@ -46,19 +47,19 @@ class Timeline:
     """A simulated program."""
 
     seconds: float
-    """From the first instruction until all streams are idle."""
+    """Time from the first instruction until all streams are idle."""
     kernels: Mapping[int, float]
     """Seconds of all runs of each kernel, by line number."""
     waited: Mapping[int, Waited]
-    """By the line number where a transfer begins."""
+    """Waits for each transfer, by the line number where it begins."""
 
 
 def simulate(program: hlo.Program, kernels: Mapping[int, float], transfers: Mapping[int, Transfer]) -> Timeline:
-    """Runs a program through time.
+    """Simulates a program.
 
     Args:
         kernels: seconds of one run of each kernel, by line number.
-        transfers: by the line number where they begin.
+        transfers: collectives and host copies, by the line number where they begin.
     """
     simulator = _Simulator(program, kernels, transfers)
     simulator.run(program.entry, runs=1)
@@ -87,20 +88,20 @@ class _Simulator:
         for transfer in transfers.values():
             self._ends.setdefault(transfer.end, []).append(transfer)
         self.now = 0.0
-        """When the compute stream is free."""
+        """Time when the compute stream is free."""
         self._queues: dict[str, list[_Run]] = {}
-        """Runs of each other stream, one after another; those that were waited for are taken out."""
+        """Runs of each other stream, in order, except those that have ended."""
         self.waited: collections.defaultdict[int, float] = collections.defaultdict(float)
         self.runs: collections.Counter[int] = collections.Counter()
         self.spent: collections.defaultdict[int, float] = collections.defaultdict(float)
 
     @property
     def end(self) -> float:
-        """When all streams are idle."""
+        """Time when all streams are idle."""
         return max([self.now, *(run.end for queue in self._queues.values() for run in queue)])
 
     def run(self, computation: str, *, runs: int) -> None:
-        """Executes a computation once, on behalf of `runs` executions like it."""
+        """Simulates a computation once, and counts it as `runs` executions."""
         for line in self._program.computations[computation]:
             transfer = self._transfers.get(line.number)
             if transfer is not None:
@@ -127,7 +128,8 @@ class _Simulator:
         self.runs[transfer.begin] += runs
 
     def _wait(self, transfer: Transfer, runs: int) -> None:
-        """Waits for a transfer. Those before it in its queue have their part of the time."""
+        """Waits for a transfer. Time in which an earlier one of its queue still runs counts for
+        that one."""
         queue = self._queues.get(transfer.stream, [])
         until = max([self.now, *(run.end for run in queue if run.line == transfer.begin)])
         for run in queue:
@@ -147,9 +149,11 @@ class _Simulator:
         self._repeat(now, queues, times=trips - 2)
 
     def _repeat(self, now: float, queues: Mapping[str, list[_Run]], *, times: int) -> None:
-        """Moves all clocks on as often again as they moved since then.
+        """Advances all clocks by `times` more iterations, each as long as the one that started at
+        `now`.
 
-        Transfers that began before the loop and end after it go on meanwhile, and keep their times.
+        Transfers that began before the loop and end after it overlap all iterations, and keep their
+        times.
         """
         seconds = times * (self.now - now)
         self.now += seconds

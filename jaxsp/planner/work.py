@@ -44,9 +44,9 @@ class Kernel:
     """and that go there."""
     times: int
     begin: int
-    """Number of the line where it starts;"""
+    """Line number where it starts."""
     end: int
-    """and where it is waited for: the same line unless it runs asynchronously."""
+    """Line number where it is waited for: `begin` unless it runs asynchronously."""
 
 
 def kernels(text: str) -> list[Kernel]:

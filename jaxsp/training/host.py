@@ -22,18 +22,19 @@ _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def reserve(devices: Sequence[jax.Device], num_bytes: int) -> None:
-    """Makes XLA's pool of pinned host memory one region of at least so many bytes for each device.
+    """Makes XLA's pool of pinned host memory one region of at least `num_bytes` for each device.
 
-    The pool grows by regions that double and are never joined. A step's temporaries in host memory are one piece, for which
-    no region would be left once weights and moments are scattered over several (8B on one H100 with 250 GiB: fails).
-    So this comes before the weights.
+    Call it before weights are loaded. The pool grows by regions that double and are never joined. A
+    step's temporaries in host memory need one contiguous block. No region would have it once
+    weights and moments are scattered over several (8B on one H100 with 250 GiB: fails).
     """
     for device in devices:
         jax.block_until_ready(empty(device, num_bytes)()).delete()
 
 
 def empty(device: jax.Device, num_bytes: int) -> jax.stages.Wrapped:
-    """A jitted function that returns an array of at least so many bytes in host memory, made without any on the device."""
+    """Jitted function that returns an array of at least `num_bytes` in host memory, and uses none
+    of the device."""
     place = jax.sharding.SingleDeviceSharding(device, memory_kind=KIND)
     shape = (-(-num_bytes // 2**20), 2**20)
     return jax.jit(lambda: on_host(jax.lax.empty(shape, jnp.uint8)), out_shardings=place)

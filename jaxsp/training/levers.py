@@ -17,7 +17,8 @@ HOST_STATE_FROM = (0, 11, 1)
 
 
 def problems(settings: config.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
-    """What speaks against the levers that a config asks for, with this release of JAX on these devices."""
+    """Reasons that a config's memory options do not work with this release of JAX on these
+    devices."""
     memory, found = settings.memory, []
     if memory.offload_activations == "residual_and_attention" and settings.attention.kernel == "reference":
         found.append(
@@ -46,14 +47,15 @@ def problems(settings: config.Config, *, platform: str, version: str = jax.__ver
     tile = memory.mlp_tile_tokens
     if memory.remat == "attention_and_mlp" and tile != "auto" and tile < tokens:
         found.append(
-            f"memory.mlp_tile_tokens = {tile}: is less than a device's {tokens} tokens, and nothing is kept of a tile, as "
-            "memory.remat = attention_and_mlp requests. Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
+            f"memory.mlp_tile_tokens = {tile}: must be at least {tokens}, all tokens of a device, "
+            "because memory.remat = attention_and_mlp cannot keep activations of tiles. "
+            "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return found
 
 
 def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
-    """The compiled step, its memory options decided.
+    """Chooses the memory options that are `auto`, and compiles the step.
 
     Args:   uncounted: estimate of the attention kernel's workspace, in bytes.
     Raises: UserError if the devices cannot hold it; RuntimeError if XLA did not offload what it should have.
@@ -66,15 +68,16 @@ def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
     room = memory_fit.room_of(program, limits)
     found = memory_fit.fit(program, room=room, uncounted=uncounted, compile=step.compile, measure=measure)
     check_offloads(found.program, found.needs)
-    # margins and estimates alone refuse nothing
+    # a step is not refused because of margins and estimates only
     if found.needs.device > limits.device or found.needs.host > limits.pinned:
         ways = ways_out(program, device_is_short=found.needs.total > room.device)
-        raise errors.UserError(f"the step takes {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+        raise errors.UserError(f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
     return found
 
 
 def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
-    """Changes that make a step smaller, and that work with this release of JAX and this model."""
+    """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
+    model."""
     settings = program.config
     memory = settings.memory
     if not device_is_short and memory.offload_activations == memory.offload_optimizer == "none":
@@ -92,7 +95,7 @@ def ways_out(program: step.Program, *, device_is_short: bool) -> list[str]:
 
 
 def _less_on_device(program: step.Program) -> list[dict[str, str]]:
-    """Memory options that move a step's memory off the device, each one step further."""
+    """Changes of memory options that reduce memory of the device, each by one level."""
     memory = program.config.memory
     states = ("none", "state", "state_and_gradients")
     changes = []
@@ -108,7 +111,7 @@ def _less_on_device(program: step.Program) -> list[dict[str, str]]:
 
 
 def _less_on_host(memory: config.Memory) -> list[dict[str, str]]:
-    """Memory options that move a step's memory off the host, each one step further."""
+    """Changes of memory options that reduce memory of the host, each by one level."""
     changes = []
     if memory.offload_activations != "none":
         below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
@@ -119,7 +122,7 @@ def _less_on_host(memory: config.Memory) -> list[dict[str, str]]:
 
 
 def _smaller_batch(program: step.Program) -> list[str]:
-    """Changes of rows and documents that need less memory of a device."""
+    """Changes of rows and documents that reduce memory of the device."""
     settings, ways = program.config, []
     rows = meshes.num_groups(program.mesh) * settings.batch.rows_at_once
     if settings.batch.rows_at_once > 1:
@@ -149,25 +152,23 @@ def _can_share(program: step.Program, seq: int) -> bool:
 
 
 def describe(program: step.Program) -> str:
-    """The memory options of a run for people; those that are `auto` are not decided yet."""
+    """Describes the memory options of a run; those that are `auto` are not decided yet."""
     memory, parts = program.config.memory, []
-    tiles = {"a layer": (memory.mlp_tile_tokens, program.tile), "the loss": (memory.loss_tile_tokens, program.loss_tile)}
     if "auto" in (memory.mlp_tile_tokens, memory.loss_tile_tokens):
-        parts.append(f"a device has {program.tokens:,} tokens, in tiles only if they do not fit otherwise")
+        parts.append(f"{program.tokens:,} tokens per device, in tiles only if the step does not fit otherwise")
     else:
-        by = " and ".join(f"{what} {_at_a_time(tile, program.tokens)}" for what, (_, tile) in tiles.items())
-        parts.append(f"a device's {program.tokens:,} tokens go through {by}")
+        parts.append(f"{program.tokens:,} tokens per device: {_tiles(program)}")
     recomputed = {
         "none": "elementwise operations are recomputed in the backward pass",
         "attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
         "attention": "layers are recomputed in the backward pass, except attention",
-        "full": "layers are recomputed in the backward pass, attention too",
-        "auto": "layers are recomputed in the backward pass, as much of them as does not fit otherwise",
+        "full": "layers are recomputed in the backward pass, including attention",
+        "auto": "layers are recomputed in the backward pass, as far as needed to fit",
     }
     parts.append(recomputed["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
-    waits = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
+    offloaded = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
     if memory.offload_activations != "none":
-        parts.append(f"{waits[memory.offload_activations]} in host memory meanwhile")
+        parts.append(f"{offloaded[memory.offload_activations]} offloaded to host memory")
     if program.offloads:
         parts.append(_traffic(program))
     parts.append(f"gradients summed in {memory.grad_reduce_dtype}")
@@ -175,7 +176,7 @@ def describe(program: step.Program) -> str:
 
 
 def takes(fitted: memory_fit.Fitted) -> str:
-    """What a compiled step takes, and how the memory options were decided, for people."""
+    """Describes the memory of a compiled step, and the memory options that were chosen for it."""
     size, needs, room, program = memory_fit.size, fitted.needs, fitted.room, fitted.program
     parts = [f"{size(needs.device)} on each device"]
     if needs.uncounted:
@@ -183,20 +184,25 @@ def takes(fitted: memory_fit.Fitted) -> str:
     if needs.workspace:
         parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimate)})"
     if math.isfinite(room.device):
-        parts[0] += f", of {size(room.device)}"
+        parts[0] += f" of {size(room.device)} available"
     if needs.host:
-        parts.append(f"{size(needs.host)} of host memory for each")
+        parts.append(f"{size(needs.host)} of host memory per device")
     if program.mesh.devices.flat[0].platform == "cpu" and (program.offloads or program.how.offload_activations != "none"):
         parts[0] += " (including what is offloaded: a CPU has one memory)"
     decided = f"remat {program.how.remat}"
     if fitted.why_full:
         decided += f", because {fitted.why_full}"
-    for name, tile in (("layers", program.tile), ("loss", program.loss_tile)):
-        decided += f"; {name} {_at_a_time(tile, program.tokens)}"
+    decided += f"; {_tiles(program)}"
     tight = ""
     if fitted.shortage:
         tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory"
-    return f"it takes {', '.join(parts)}; {decided}{tight}"
+    return f"it needs {', '.join(parts)}; {decided}{tight}"
+
+
+def _tiles(program: step.Program) -> str:
+    """Describes the tile sizes of the layers and of the loss."""
+    layers, loss = (_at_a_time(tile, program.tokens) for tile in (program.tile, program.loss_tile))
+    return f"layers {layers}, loss {loss}"
 
 
 def _at_a_time(tile: int, tokens: int) -> str:
@@ -204,36 +210,38 @@ def _at_a_time(tile: int, tokens: int) -> str:
 
 
 def _traffic(program: step.Program) -> str:
-    """Transfers between host and device in a step because of the offloaded optimizer, for people."""
+    """Describes what the offloaded optimizer keeps on the host, and the copies of a step."""
     found = memory_fit.offloaded_by(program)
     weights, state = found.weights, found.weights + found.moments
     size = memory_fit.size
     num_microbatches = program.num_microbatches
     if program.config.memory.offload_optimizer == "state":
-        there, what = weights + state, "float32 weights and optimizer" if found.moments else "float32 weights"
+        there, what = weights + state, "float32 weights and moments" if found.moments else "float32 weights"
         back = state
     else:
         # weights forward and backward, gradients summed, finished, measured, used
         there = 2 * num_microbatches * weights + (num_microbatches - 1) * 2 * weights + 3 * weights + state
         back = num_microbatches * weights + (num_microbatches - 1) * weights + weights + state
-        what = "float32 weights, optimizer and gradients"
-    return f"{what} in host memory, {size(there)} to each device and {size(back)} back in a step"
+        what = "float32 weights, moments and gradients"
+    return f"{what} in host memory; each step copies {size(there)} to each device and {size(back)} back"
 
 
 def check_offloads(program: step.Program, needs: memory_fit.Needs) -> None:
-    """Raises: RuntimeError where nothing was offloaded that should have been."""
+    """Raises: RuntimeError if the compiled step offloads less than the config requests."""
     found = memory_fit.offloaded_by(program)
     least = found.total - found.gradients
     if is_gpu(program) and needs.host < least:
         raise RuntimeError(
-            f"memory.offload_activations and offload_optimizer put {memory_fit.size(least)} of each device in host memory, and "
-            f"the compiled step has {memory_fit.size(needs.host)} there: XLA has ignored some of it. This is a bug; "
-            "memory.offload_activations=none memory.offload_optimizer=none is right meanwhile."
+            f"memory.offload_activations and memory.offload_optimizer need {memory_fit.size(least)} of "
+            f"host memory per device, but the compiled step has {memory_fit.size(needs.host)}: XLA has "
+            "ignored some of the offloading. This is a bug. As a workaround, use "
+            "memory.offload_activations=none memory.offload_optimizer=none."
         )
 
 
 def reserve(program: step.Program, host_bytes: int) -> None:
-    """Reserves the host memory that each device's step offloads to. Before weights are loaded: see `host.reserve`."""
+    """Reserves the host memory that each device's step needs. Call before weights are loaded: see
+    `host.reserve`."""
     if host_bytes and is_gpu(program):
         try:
             host.reserve(program.mesh.local_devices, host_bytes)

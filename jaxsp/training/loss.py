@@ -10,7 +10,8 @@ from jaxsp.core import batch
 from jaxsp.model import layers, tiling
 
 LOGIT_BYTES = (2**30, 2**28)
-"""Sizes that a tile's float32 logits may have, where those of all tokens at once do not fit."""
+"""Maximum bytes of a tile's float32 logits, tried in this order if the logits of all tokens do not
+fit."""
 
 
 class Sums(NamedTuple):

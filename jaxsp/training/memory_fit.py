@@ -1,7 +1,8 @@
 """Decides the memory options that the config leaves open, so that the step fits its devices.
 
-Less recomputation and larger tiles are faster. Candidates are tried from the fastest on: a formula skips those that cannot
-fit, since compiling with autotuning takes minutes on a GPU, and the compiled program decides about the first that may.
+Less recomputation and larger tiles are faster, so candidates are tried from the fastest to the
+slowest. A formula skips those that cannot fit, because compiling with autotuning takes minutes on a
+GPU. For the others, the memory of the compiled program decides.
 """
 
 import dataclasses
@@ -26,26 +27,27 @@ from jaxsp.training import host, sharding, step
 GIB = 2**30
 
 SKIPPED_ABOVE = 1.1
-"""A candidate is not compiled if the formula gives more than this times the device's room. The formula is 0.93 to 1.08 of
-what jax 0.12 compiles (tests/training/test_memory_fit.py)."""
+"""A candidate is not compiled if the formula gives more than this times the memory available on the
+device. The formula is 0.93 to 1.08 times what jax 0.12 compiles
+(tests/training/test_memory_fit.py)."""
 
 FRAGMENTATION = 0.022
-"""Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries are one piece of memory, and
-loading weights leaves holes."""
+"""Fraction of JAX's part of a device that is left free: 2 % of the device. The step's temporaries
+need one contiguous block, and loading weights leaves holes."""
 
 CUDA_BYTES = GIB
 """Memory of a device for CUDA's context, kernels, cuBLAS and cuDNN, outside of JAX's part."""
 
 COMMUNICATOR_BYTES = 1.2 * GIB
-"""NCCL's buffers for each group of devices that communicates. Source: NVIDIA/nccl issue 864: 1.6 GB for one, 6 GB for three or
-more; issue 1685: 1.06 GB on 8 H100s."""
+"""NCCL's buffers for each communicator. Source: NVIDIA/nccl issue 864: 1.6 GB for one, 6 GB for
+three or more; issue 1685: 1.06 GB on 8 H100s."""
 
 ALL_TO_ALL_BYTES = 3.3 * GIB
-"""More of them for all-to-alls among the 8 GPUs of a node, by 7 peers each. Source: NVIDIA/nccl issue 1685: 4.34 GB after the
-first all-to-all, 1.06 before."""
+"""NCCL's additional buffers for all-to-alls among the 8 GPUs of a node, with 7 peers each. Source:
+NVIDIA/nccl issue 1685: 4.34 GB after the first all-to-all, 1.06 before."""
 
 REMOTE_PEER_BYTES = 0.07 * GIB
-"""The same for each peer on another node: an assumption."""
+"""NCCL's additional buffers for all-to-alls with each peer on another node: an assumption."""
 
 
 class Needs(NamedTuple):
@@ -67,16 +69,16 @@ class Needs(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Memory that a step may take for each device, in bytes; infinite if it is unknown."""
+    """Memory available to a step on each device, in bytes; infinite if it is unknown."""
 
     device: float
     host: float
     pool: float = math.inf
-    """XLA's limit for pinned host memory, which holds what a step offloads, and no checkpoint."""
+    """XLA's limit for pinned host memory, which holds what a step offloads, but no checkpoints."""
 
     @property
     def pinned(self) -> float:
-        """Host memory for what a step offloads."""
+        """Host memory available for what a step offloads."""
         return float(min(self.host, self.pool))
 
 
@@ -86,13 +88,13 @@ class Fitted:
 
     program: step.Program
     run: Any
-    """What the `compile` of `fit` returned."""
+    """Result of the `compile` of `fit`."""
     needs: Needs
     room: Room
     shortage: str = ""
-    """What does not fit; empty if everything fits."""
+    """Description of what does not fit; empty if everything fits."""
     why_full: str = ""
-    """Why `auto` recomputes attention; empty if it does not."""
+    """Reason that `auto` recomputes attention; empty if it does not."""
 
 
 def fit(
@@ -103,12 +105,13 @@ def fit(
     compile: Callable[[step.Program], Any],
     measure: Callable[[Any], Needs],
 ) -> Fitted:
-    """The first candidate that fits, or else the last one.
+    """Compiles candidates, and returns the first that fits, or else the last one.
 
     Args:
         uncounted: estimate of the attention kernel's workspace, in bytes.
         compile: compiles a program whose memory options are decided.
-        measure: memory of what `compile` returned; the same in all processes, which have to decide alike.
+        measure: memory of what `compile` returned; must be equal in all processes, so that all
+            choose the same candidate.
     """
     tried = list(candidates(program, is_known=math.isfinite(room.device)))
     scale, why_full = 1.0, ""
@@ -118,7 +121,7 @@ def fit(
         keeps = candidate.how.keeps_attention
         if not is_last and formula > SKIPPED_ABOVE * room.device:
             if keeps:
-                why_full = f"to keep its output takes about {size(formula)} on each device"
+                why_full = f"keeping attention's output needs about {size(formula)} on each device"
             continue
         run = compile(candidate)
         needs = measure(run)
@@ -128,7 +131,7 @@ def fit(
             because = "" if keeps or program.config.memory.remat == "full" else why_full
             return Fitted(program=candidate, run=run, needs=needs, room=room, shortage=short, why_full=because)
         if keeps:
-            why_full = f"to keep its output takes {short}"
+            why_full = f"keeping attention's output needs {short}"
         scale *= max(1.0, needs.total / formula)
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
@@ -136,11 +139,11 @@ def fit(
 def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Program]:
     """Programs whose memory options are decided, the fastest first.
 
-    Args: is_known: whether it is known how much memory the devices have; if not, `auto` means tiles of a safe size.
+    Args: is_known: True if the devices' memory is known; if not, tiles have a safe size.
     """
     for remat in _remats(program, is_known=is_known):
         mlp_tiles = program.mlp_tiles if is_known else [program.tile]
-        if remat == "attention_and_mlp":  # nothing is kept of a tile
+        if remat == "attention_and_mlp":  # activations of tiles cannot be kept
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens]
         for mlp_tile in mlp_tiles:
             for loss_tile in program.loss_tiles if is_known else [program.loss_tile]:
@@ -167,10 +170,11 @@ def changed(program: step.Program, **memory: Any) -> step.Program:
 
 
 def predict(program: step.Program, *, uncounted: int = 0) -> int:
-    """Formula for the memory that a step takes of each device, in bytes.
+    """Formula for a step's memory on each device, in bytes.
 
-    Arguments, gradients and what layers keep are there all the time; beside them the largest of four phases: the backward pass
-    of a layer's MLP, that of its attention, the loss, and the gradient of the embedding.
+    Arguments, gradients and saved activations are live during the whole step. The largest of four
+    phases is added: the backward pass of a layer's MLP, that of its attention, the loss, and the
+    gradient of the embedding.
 
     Args: uncounted: estimate of the attention kernel's workspace.
     """
@@ -186,7 +190,7 @@ def predict(program: step.Program, *, uncounted: int = 0) -> int:
     of_layer = (0 if memory.offload_activations != "none" else stream) + (
         results if how.keeps_attention and not how.offloads_attention else 0
     )
-    if how.remat in ("attention_and_mlp", "none") and program.tile >= tokens:  # nothing is kept of a tile
+    if how.remat in ("attention_and_mlp", "none") and program.tile >= tokens:  # activations of tiles are not kept
         of_layer += 2 * tokens * F * itemsize
     if how.remat == "none":
         of_layer += tokens * (heads * model.head_dim + D) * itemsize
@@ -261,11 +265,15 @@ def _attention_bytes(program: step.Program) -> int:
     return inputs + (3 * q + 2 * kv) // chunks + (2 * kv if shares_kv else 0)
 
 
-# What there is
+# Available memory
 
 
 def limits(program: step.Program) -> Room:
-    """What JAX can have of this run's devices, and of the host's memory; the least of all processes, which decide alike."""
+    """Memory that JAX may use on this run's devices and on the host: the minimum over all
+    processes.
+
+    All processes get the same limits, so that they choose the same memory options.
+    """
     own = _limits(tuple(program.mesh.local_devices))
     if jax.process_count() == 1:
         return own
@@ -284,11 +292,13 @@ def _limits(devices: tuple[Any, ...]) -> Room:
 
 
 def room_of(program: step.Program, limits: Room) -> Room:
-    """What a step may take within these limits, so that fragmentation, NCCL and checkpoints have enough.
+    """Memory available to a step: these limits minus the needs of fragmentation, NCCL and
+    checkpoints.
 
-    Args: limits: bytes of a device that are JAX's, meshes.gpu_share of it; and bytes of its node's memory for a device.
+    Args: limits: JAX's part of a device, meshes.gpu_share of it; and a device's part of its node's
+    memory.
     """
-    # what JAX leaves of a device is for CUDA and NCCL
+    # the rest of the device is for CUDA and NCCL
     missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.gpu_share(os.environ) - 1))
     device = limits.device * (1 - FRAGMENTATION) - missing
     return Room(device, limits.host - checkpoint_bytes(program), limits.pool)
@@ -304,7 +314,7 @@ def nccl_bytes(program: step.Program) -> float:
 
 
 def communicators(sizes: Mapping[str, int], kind: kinds.Kind) -> set[frozenset[int]]:
-    """The groups in which the first device communicates: numbers of devices in the order of the mesh."""
+    """Groups of devices in which the first device communicates, as device numbers in mesh order."""
     devices = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
 
     def along(names: tuple[str, ...]) -> np.ndarray:
@@ -319,19 +329,20 @@ def communicators(sizes: Mapping[str, int], kind: kinds.Kind) -> set[frozenset[i
 
 
 def checkpoint_bytes(program: step.Program) -> int:
-    """Bytes of host memory, for each device, that an asynchronous checkpoint takes for its copy of the state on the device."""
+    """Host memory, in bytes per device, for an asynchronous checkpoint's copy of the state on the
+    device."""
     per_weight = _bytes_per_weight(program)
     rows = jax.tree.leaves(program.table)
     return sum(per_weight * _shard_size(row, program) for row in rows if not (program.offloads and host.worth_it(row)))
 
 
 class Offloaded(NamedTuple):
-    """Bytes of each device's arrays in host memory, by formula."""
+    """Formula for the bytes of each device's arrays in host memory."""
 
     activations: int
     weights: int
     moments: int
-    """Of the optimizer."""
+    """AdamW's moments."""
     gradients: int
 
     @property
@@ -340,7 +351,8 @@ class Offloaded(NamedTuple):
 
 
 def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, seq: int) -> Offloaded:
-    """What the config keeps in host memory, on meshes that split weights over `num_shards` and rows over `seq` devices."""
+    """Arrays in host memory with a config, if weights are sharded over `num_shards` devices and
+    rows over `seq`."""
     memory, itemsize = settings.memory, np.dtype(settings.model.compute_dtype).itemsize
     per_token = 0 if memory.offload_activations == "none" else model.hidden_size * itemsize
     if memory.offload_activations == "residual_and_attention":
@@ -362,23 +374,26 @@ def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, s
 
 
 def pool_bytes(found: Offloaded) -> int:
-    """Size for the pool of pinned host memory: the formula, and room for what XLA keeps beside it."""
+    """Size for XLA's pool of pinned host memory: the formula, and a margin for XLA's other
+    arrays."""
     return int(1.1 * found.total) + 2 * GIB
 
 
 def offloaded_by(program: step.Program) -> Offloaded:
-    """What a program keeps in host memory."""
+    """Arrays that a program keeps in host memory."""
     shape = program.mesh.shape
     return offloaded(program.model, program.config, num_shards=meshes.num_shards(program.mesh), seq=shape[axes.SEQ])
 
 
-# What a step takes
+# Memory of a compiled step
 
 
 def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
-    """Memory of a compiled step by XLA's account, and cuDNN's workspace: the estimate, unless XLA has counted it.
+    """Memory of a compiled step from XLA's memory analysis, with the estimate of cuDNN's workspace
+    if XLA did not count it.
 
-    With a GPU, XLA writes a call's workspace into its last result, which is then part of the temporaries.
+    If compiled with a GPU present, the workspace is a call's last result, and so part of the
+    temporaries.
     """
     found = run.memory_analysis()
     device, of_host = (
@@ -393,7 +408,8 @@ def measured(run: jax.stages.Compiled, uncounted: int) -> Needs:
 
 
 def largest(needs: Needs) -> Needs:
-    """The needs of the process that needs most: each compiles for its own devices, and all have to decide alike."""
+    """Maximum over all processes: each compiles for its own devices, and all must choose the same
+    options."""
     if jax.process_count() == 1:
         return needs
     # JAX has no 64-bit integers by default
@@ -403,17 +419,17 @@ def largest(needs: Needs) -> Needs:
 
 
 def shortage(needs: Needs, room: Room) -> str:
-    """What does not fit, for people; empty if everything fits."""
+    """Describes what does not fit; empty if everything fits."""
     if needs.total > room.device:
-        cudnn = f", about {size(needs.uncounted)} of it for cuDNN" if needs.uncounted else ""
-        return f"{size(needs.total)} on each device{cudnn}, and there is room for {size(room.device)}"
+        cudnn = f" (about {size(needs.uncounted)} of it for cuDNN)" if needs.uncounted else ""
+        return f"{size(needs.total)} on each device{cudnn}, but only {size(room.device)} is available"
     if room.host < 0:
-        return f"{size(needs.host - room.host)} more host memory for each device than there is, with a checkpoint's copy"
+        return f"{size(needs.host - room.host)} more host memory per device than is available, with a checkpoint's copy"
     if needs.host > room.pinned:
-        return f"{size(needs.host)} of host memory for each device, and there is room for {size(room.pinned)}"
+        return f"{size(needs.host)} of host memory per device, but only {size(room.pinned)} is available"
     return ""
 
 
 def size(num_bytes: int | float) -> str:
-    """Bytes for people."""
+    """Formats a number of bytes. Example: `1.5 GiB`."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"

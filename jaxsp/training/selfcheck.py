@@ -35,7 +35,7 @@ _NO_TUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """Trying out which way of multiplying is fastest would take longer than all the rest."""
 
 FILL_BYTES = 2 * 2**30
-"""Most memory that is filled with NaN before a kernel runs.
+"""Maximum memory that is filled with NaN before a kernel runs.
 
 Arrays and workspaces of the check take a few hundred MiB. The device's peak memory, a metric, counts the filled memory.
 """
@@ -235,7 +235,8 @@ def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> No
 
 
 def _check_offload(program: Program, device: jax.Device) -> None:
-    """Raises: UserError if gradients are wrong, with a suggestion that was tried."""
+    """Raises: UserError if gradients are wrong, with a suggestion that was tested on this
+    device."""
     prefetch = {name: value for name, value in program.told.options.items() if name in xla.PREFETCH_FROM_HOST}
     candidates = [program.how]
     if program.config.memory.remat == "auto" and not program.how.offloads_attention:
@@ -261,7 +262,7 @@ def offload_difference(
 
     Args:
         how: what is offloaded.
-        options: XLA's, as the training step has them.
+        options: XLA's compile options, as for the training step.
         tokens, width: of a layer's input, 16 MiB: smaller copies XLA may treat differently.
         layer: what makes a layer do so.
     """
@@ -296,7 +297,7 @@ def compile_gradients(
 
     Args:
         x_LD, weights_NDD: arrays, or their shapes on an absent device.
-        options: XLA's, as the training step has them.
+        options: XLA's compile options, as for the training step.
     """
 
     def one(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
@@ -317,17 +318,17 @@ def compile_gradients(
 def refuse_offload(difference: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:
     """Raises: UserError if gradients differ.
 
-    Args: without_prefetch: the difference if activations are not copied ahead of time.
+    Args: without_prefetch: the difference if activations are not prefetched.
     """
     if difference <= OFFLOAD_TOLERANCE:
         return
     (prefetch,) = xla.PREFETCH_FROM_HOST
     way = "memory.offload_activations=none, or another release of jax"
     if without_prefetch <= OFFLOAD_TOLERANCE:
-        way = f"run.xla_options='{{{prefetch}: false}}', with which they are right, or another release of jax"
+        way = f"run.xla_options='{{{prefetch}: false}}', with which gradients are right, or another release of jax"
     raise errors.UserError(
-        f"memory.offload_activations: a small stack of layers has other gradients with it on this device, by "
-        f"{difference:.3g} of what is right. Nothing was trained. {_versions(device)}. Use {way}."
+        f"memory.offload_activations: gradients of a small stack of layers are wrong with it on this device, relative "
+        f"error {difference:.3g}. Nothing was trained. {_versions(device)}. Use {way}."
     )
 
 

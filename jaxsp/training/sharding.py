@@ -255,7 +255,7 @@ class Gather:
         return host.on_host(gradient) if there else gradient
 
     def add(self, rows: list[layers.Parameter], sums: list[Array], gradients: list[Array]) -> list[Array]:
-        """Sums of gradients in host memory, written over the first of them. Devices hold one layer at a time."""
+        """Adds gradients to `sums` in host memory, in place. Devices hold one layer at a time."""
         return [
             host.each_layer(row, jnp.add, total, gradient) for row, total, gradient in zip(rows, sums, gradients, strict=True)
         ]

@@ -125,14 +125,15 @@ class Program:
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a step's rows that are computed one after another."""
+        """Number of microbatches in a step."""
         settings = self.config.batch
         rows_per_turn = meshes.num_groups(self.mesh) * settings.rows_at_once
         return batch.num_turns(rows_per_step=settings.rows_per_step, rows_per_turn=rows_per_turn)
 
     @property
     def mlp_tiles(self) -> list[int]:
-        """Tokens of a device that may go through a layer's projections and MLP at a time, from all to few."""
+        """Possible tile sizes of a layer's projections and MLP, in tokens of a device, largest
+        first."""
         asked = self.config.memory.mlp_tile_tokens
         if asked != "auto":
             return [min(asked, self.tokens)]
@@ -143,7 +144,7 @@ class Program:
 
     @property
     def loss_tiles(self) -> list[int]:
-        """Tokens of a device whose logits may exist at a time, from all to few."""
+        """Possible tile sizes of the loss, in tokens of a device, largest first."""
         asked = self.config.memory.loss_tile_tokens
         if asked != "auto":
             return [min(asked, self.tokens)]
@@ -153,12 +154,13 @@ class Program:
 
     @property
     def tile(self) -> int:
-        """Tokens of a device that go through a layer's projections and MLP at a time; `auto` means a safe size here."""
+        """Tile size of a layer's projections and MLP, in tokens of a device; a safe size if it is
+        `auto`."""
         return self.mlp_tiles[:2][-1]
 
     @property
     def loss_tile(self) -> int:
-        """Tokens of a device whose logits exist at a time; `auto` means a safe size here."""
+        """Tile size of the loss, in tokens of a device; a safe size if it is `auto`."""
         return self.loss_tiles[-1]
 
     @property
@@ -232,7 +234,7 @@ def _places(state: State) -> State:
 
 
 _BY_VALUE = jax.ad.GradValue  # type: ignore[attr-defined]
-"""Stands for a gradient that is returned, where others are added into a reference."""
+"""Marks a gradient that the backward pass returns instead of adding it into a reference."""
 
 
 def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gradients:

@@ -162,7 +162,7 @@ def train(
 
 
 def _compile(program: Program, material: Material, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
-    """The step for rows of each length; memory for what it offloads is reserved."""
+    """Compiles the step for each row length, and reserves the host memory that it offloads to."""
     compiled, host_bytes = {}, 0
     lengths = [stream.row_tokens for stream in material.train.streams]
     for number, row_tokens in enumerate(lengths, 1):

@@ -30,11 +30,13 @@ DETERMINISTIC: Options = {"xla_gpu_deterministic_ops": True}
 or added one after another (0.10)."""
 
 NO_TRITON: Options = {"xla_gpu_enable_triton_gemm": False}
-"""From 0.11 on, XLA would choose Triton's kernels and then, asked for determinism, find none that it may use."""
+"""As of 0.11, XLA otherwise chooses Triton's kernels, and fails with DETERMINISTIC because it may
+use none of them."""
 
 NO_REMATERIALIZATION: Options = {"xla_disable_hlo_passes": "rematerialization"}
-"""XLA must not recompute on its own what does not fit: a step's memory is that of our memory options, which know the better
-places; and where activations are offloaded, XLA's pass counts them as the device's (half of the compile time at 1M tokens)."""
+"""XLA must not rematerialize what does not fit: `memory.remat` chooses better places. If
+activations are offloaded, XLA's pass also counts them as the device's, and takes half of the
+compile time at 1M tokens."""
 
 OVERLAP_IN_LOOPS: Options = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
 """Where a layer is computed in tiles, its arithmetic is in loops. XLA places one collective beside a loop, and with this option
@@ -71,7 +73,7 @@ class Told:
     words: str
     """Description for the banner; empty if there is nothing to report."""
     deterministic: bool = False
-    """Whether cuDNN's backward passes must be deterministic too."""
+    """True if cuDNN's backward passes must be deterministic too."""
 
 
 def options(
@@ -82,10 +84,11 @@ def options(
     environ: Mapping[str, str] = os.environ,
     version: str = jaxlib.__version__,
 ) -> Told:
-    """Our options for a config's step, and those of run.xla_options, which win over XLA_FLAGS; those win over ours.
+    """Compile options for a config's step. run.xla_options overrides XLA_FLAGS, which overrides our
+    options.
 
     Args:
-        mesh: of devices here or absent. For CPUs we set nothing.
+        mesh: of devices here or absent. For CPUs, no options are ours.
         is_tiled: whether a device's tokens go through a layer in tiles.
         version: of jaxlib.
     Raises: UserError if run.xla_options and run.deterministic contradict each other.
@@ -98,7 +101,7 @@ def options(
     if on_gpu:
         known = next((one for one in TRIED if one.first <= numbers(version) <= one.last), None)
         if known is None:
-            parts.append(f"defaults, because options were not tried with jaxlib {version}")
+            parts.append(f"defaults, because options were not tested with jaxlib {version}")
         else:
             ours |= NO_REMATERIALIZATION
             if is_tiled and mesh.size > 1:
@@ -106,7 +109,7 @@ def options(
             if settings.memory.offload_activations != "none":
                 ours |= PREFETCH_FROM_HOST
                 if not PREFETCH_FROM_HOST.keys() & {*asked, *by_flags}:
-                    parts.append("the next layer's activations are copied from the host while one is computed")
+                    parts.append("activations of the next layer are prefetched from host memory")
             ours = {name: value for name, value in ours.items() if name not in by_flags}
         if deterministic:
             fixed = known.deterministic if known else DETERMINISTIC
@@ -122,7 +125,7 @@ def options(
                 "each of these can cost speed, and the last memory"
             )
     elif deterministic:
-        parts.append("run.deterministic changes nothing here: on CPUs numbers are always the same")
+        parts.append("run.deterministic has no effect: CPUs are always deterministic")
     if asked:
         parts.append(f"run.xla_options: {', '.join(f'{name}={_line(value)}' for name, value in asked.items())}")
     if by_flags:

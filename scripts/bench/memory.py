@@ -4,9 +4,9 @@
     python -m scripts.bench.memory --tokens 131072 --levers nothing "tiled loss"
 
 A full fine-tune with AdamW and float32 master weights, each device with a row of its own or 8 sharing one, of documents that
-fill it. Each line turns on one memory option more. The figures are XLA's for the compiled step and, on the device, an estimate
-of cuDNN's workspace. Nothing was measured on a GPU. Each cell compiles in a process of its own, with the plan extra; offloading
-the optimizer needs jax 0.11.1 or later.
+fill it. Each line adds a memory option. The figures are XLA's for the compiled step and, on the
+device, an estimate of cuDNN's workspace. Nothing was measured on a GPU. Each cell compiles in a
+process of its own, with the plan extra; offloading the optimizer needs jax 0.11.1 or later.
 """
 
 import argparse
@@ -82,9 +82,9 @@ class Found:
     status: str
     message: str | None = None
     device_gib: float | None = None
-    """Of each device, cuDNN's included;"""
+    """Memory of each device, including cuDNN's workspace."""
     room_gib: float | None = None
-    """and what a step may take."""
+    """Memory available to a step on each device."""
     cudnn_gib: float | None = None
     """Of these, the estimate of what cuDNN takes beside the compiled program."""
     host_gib: float | None = None
@@ -93,7 +93,7 @@ class Found:
     remat: str | None = None
     mlp_tile_tokens: int | None = None
     loss_tile_tokens: int | None = None
-    """As decided; the number of a device's tokens if there are no tiles."""
+    """Tile sizes as decided; the number of a device's tokens if there are no tiles."""
     head_chunks: int | None = None
     compile_s: float | None = None
     causes: dict[str, float] | None = None

@@ -63,7 +63,7 @@ class Result:
     slowest_step_s: float | None = None
     tokens_per_s: float | None = None
     tflops_per_device: float | None = None
-    """For the same count of arithmetic as jaxsp's: causal, document by document, recomputation not counted."""
+    """With the arithmetic counted as for jaxsp: causal, per document, without recomputation."""
     mfu: float | None = None
     peak_gib: float | None = None
     reserved_gib: float | None = None
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compared(case: step.Case, sides: Sequence[str], found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
-    """Runs a case on these sides and returns its record; `found` learns what they run on."""
+    """Runs a case on these sides and returns its record; `found` gets the devices and versions."""
     ours, peers = step.Result(status=report.NOT_RUN), Result(status=report.NOT_RUN)
     if "jaxsp" in sides:
         ours = step.apart(case, seconds=given.case_seconds)

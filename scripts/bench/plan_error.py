@@ -28,12 +28,12 @@ from scripts.bench import report, step
 MODULE = "scripts.bench.plan_error"
 
 WITHIN = 0.10
-"""How far a plan may be from the measured peak, relative."""
+"""Relative tolerance of the planned memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Error:
-    """A case, planned and measured; GiB of the device, seconds of a step."""
+    """A case, planned and measured: GiB on the device, seconds of a step."""
 
     shape: str
     row_tokens: int
@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("measured", type=pathlib.Path, metavar="MEASURED.json")
-    parser.add_argument("--seconds", type=float, default=3600, help="no plan starts later")
-    parser.add_argument("--commit", help="for the file, where this is no git repository")
+    parser.add_argument("--seconds", type=float, default=3600, help="no plan starts after this time")
+    parser.add_argument("--commit", help="commit to record, outside of a git checkout")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
     measured = json.loads(given.measured.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
 
 
 def plan_case(came: dict[str, Any], kind: str) -> Error | str:
-    """Plans a measured case. Returns: the error of the plan, or why there is no plan."""
+    """Plans a measured case. Returns: the error of the plan, or the reason that there is none."""
     try:
         return compared(came, planned(case_of(came), kind))
     except errors.UserError as error:
@@ -115,13 +115,13 @@ def gpu_kind(device: str | None) -> str | None:
 
 
 def case_of(came: dict[str, Any]) -> step.Case:
-    """The case of a record."""
+    """Restores the case of a record."""
     names = [field.name for field in dataclasses.fields(step.Case)]
     return step.Case(**{name: came[name] for name in names if name in came})
 
 
 def planned(case: step.Case, kind: str) -> plans.Plan:
-    """The plan of a case on one such GPU."""
+    """Plans a case on one GPU of a kind."""
     nowhere = pathlib.Path("unused")
     settings = step.settings_of(case, source=nowhere, directory=nowhere)
     model = families.model_config(step.SHAPES[case.shape], field=case.shape)
@@ -155,7 +155,7 @@ def compared(came: dict[str, Any], plan: plans.Plan) -> Error:
 
 
 def line(error: Error) -> str:
-    """A case as a line of text."""
+    """Formats a case as a line of text."""
     words = f"{error.shape:<16} {error.row_tokens:>7,} {error.documents:<6}"
     words += f"  planned {error.planned_gib:6.2f} GiB"
     if error.ratio is None or error.peak_gib is None or error.implied_gib is None:

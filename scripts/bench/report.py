@@ -17,10 +17,10 @@ FINAL = (OK, OUT_OF_MEMORY, REFUSED)
 """Results that another run of the same case would not change."""
 
 AUTO = "auto"
-"""A tile size that is left to the config's default."""
+"""Default tile size of the config."""
 
 TILES = ("mlp_tile_tokens", "loss_tile_tokens")
-"""Fields of the config's group memory: how many tokens are computed together."""
+"""Tile sizes, fields of the config's group `memory`."""
 
 _COLUMNS = (
     *("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:<18}"),
@@ -107,7 +107,7 @@ def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
 
 
 def summary(results: dict[str, Any]) -> str:
-    """The figures of each shape's longest rows, in one line; of all cases if both sides were run."""
+    """Figures of each shape's longest rows, in one line; of all cases if both sides were run."""
     if all("transformers" in case for case in results["cases"]):
         return "; ".join(_figures(case) for case in results["cases"] if case["status"] != NOT_RUN)
     longest = {

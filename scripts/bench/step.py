@@ -101,7 +101,7 @@ EXHAUSTED = "RESOURCE_EXHAUSTED"
 """How XLA says that memory ran out."""
 
 CACHE_HIT = "/jax/compilation_cache/cache_hits"
-"""The event that JAX records if a program comes from its compilation cache."""
+"""Event that JAX records if a program comes from its compilation cache."""
 
 MODULE = "scripts.bench.step"
 
@@ -143,10 +143,10 @@ class Result:
     remat_used: str | None = None
     """What `auto` has become."""
     memory_used: str | None = None
-    """The memory options of the compiled step, in words."""
+    """Description of the compiled step's memory options."""
     compile_s: float | None = None
     from_cache: bool | None = None
-    """Whether the step came from JAX's compilation cache: then compile_s is the time to load it."""
+    """True if the step came from JAX's compilation cache; compile_s is then the time to load it."""
     step_s: float | None = None
     """Median."""
     slowest_step_s: float | None = None
@@ -242,7 +242,7 @@ def options(module: str, description: str | None) -> argparse.ArgumentParser:
         "--resume",
         type=pathlib.Path,
         metavar="OLD.json",
-        help="takes over the finished cases of an earlier file from the same machine",
+        help="reuses finished cases of an earlier file from the same machine",
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     return parser
@@ -295,7 +295,7 @@ def opened(module: str, arguments: list[str], commit: str | None) -> dict[str, A
 
 
 def resumed(old: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases of an earlier file; `found` takes over its device."""
+    """Returns the cases of an earlier file, and copies its device into `found`."""
     if old is None:
         return []
     earlier = json.loads(old.read_text(encoding="utf-8"))
@@ -304,7 +304,8 @@ def resumed(old: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, A
 
 
 def finished(case: Case, earlier: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The record of a case among earlier ones; None if it is missing, or did not come to an end on every side."""
+    """Finds the record of a case among earlier ones; None if it is missing or unfinished on a
+    side."""
     fields = dataclasses.asdict(case)
     for came in earlier:
         statuses = [report.of(came, side)["status"] for side in report.SIDES if side == "jaxsp" or side in came]

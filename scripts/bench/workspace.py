@@ -57,7 +57,7 @@ class Case:
 
 
 LLAMA_8B, LLAMA_8B_ON_8, QWEN3_06B = (32, 8), (4, 1), (16, 8)
-"""Query and K/V heads of a device; the second with a row on 8 devices by Ulysses."""
+"""Query and K/V heads of a device; LLAMA_8B_ON_8 shares a row among 8 devices with Ulysses."""
 
 _HEADS = (
     (32768, LLAMA_8B),
@@ -84,7 +84,7 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """Sizes of a compiled case; None if it has none."""
+    """Sizes of a compiled case; None if unknown."""
 
     status: str
     message: str | None = None
@@ -107,8 +107,8 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=3600, help="no case starts later")
-    parser.add_argument("--commit", help="for the file, where this is no git repository")
+    parser.add_argument("--seconds", type=float, default=3600, help="no case starts after this time")
+    parser.add_argument("--commit", help="commit to record, outside of a git checkout")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
     problem = machine.missing()
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measure(case: Case, device: Any) -> Result:
-    """Compiles a case for a device and reads the workspace; without a GPU there is none."""
+    """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
     quadratic = limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
     work = dataclasses.replace(case.work, has_score_workspace=quadratic)
     if obstacles := limits.obstacles(work, devices=[device]):
@@ -155,7 +155,7 @@ def measure(case: Case, device: Any) -> Result:
 
 
 def compiled(case: Case, device: Any, *, split: limits.Split) -> jax.stages.Compiled:
-    """Attention of a case, forward and backward, compiled for a device."""
+    """Compiles the attention of a case, forward and backward, for a device."""
     attend = attention.make_attend(kernel="cudnn", window=None, **split._asdict())
 
     def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
@@ -173,7 +173,7 @@ def compiled(case: Case, device: Any, *, split: limits.Split) -> jax.stages.Comp
 
 
 def line(case: Case, result: Result) -> str:
-    """A case as a line of text."""
+    """Formats a case as a line of text."""
     kind = f"up to {case.max_segments} documents" if case.max_segments > 1 else "one document"
     kind += ", deterministic" if case.deterministic else ""
     heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
@@ -187,7 +187,7 @@ def line(case: Case, result: Result) -> str:
 
 
 def summary(cases: Sequence[dict[str, Any]]) -> str:
-    """Summarizes all cases in one line; deterministic ones are apart."""
+    """Summarizes all cases in one line, deterministic ones separately."""
     words = []
     for kind in (False, True):
         of_kind = [case["ratio"] for case in cases if case["deterministic"] is kind]

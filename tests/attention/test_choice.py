@@ -261,8 +261,8 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
     most = 80 * GIB // a_piece
     problem = refused(**fields, pieces=300)[0]
     assert problem == (
-        "data.max_documents_per_row = 300: cuDNN's statistics and sums of 1 x 1,048,704 tokens in up to 300 pieces, heads in 4 "
-        f"parts, take {300 * a_piece / GIB:.1f} GiB, and a device has 80.0. Use data.max_documents_per_row={most}."
+        "data.max_documents_per_row = 300: cuDNN's statistics and sums of 1 x 1,048,704 tokens in up to 300 segments, heads in "
+        f"4 chunks, take {300 * a_piece / GIB:.1f} GiB, and a device has 80.0. Use data.max_documents_per_row={most}."
     )
     assert choose(**fields, pieces=most).head_chunks == 4
     assert refused(**fields, pieces=most + 1)[0].endswith(f"Use data.max_documents_per_row={most}.")
@@ -274,7 +274,7 @@ def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
     fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 3 * GIB}
     problem = refused(**fields, head_chunks=1)[0]
     assert problem.startswith(
-        "attention.head_chunks = 1: cuDNN's statistics and sums of 1 x 524,288 tokens in up to 64 pieces, "
+        "attention.head_chunks = 1: cuDNN's statistics and sums of 1 x 524,288 tokens in up to 64 segments, "
     )
     assert problem.endswith("take 4.0 GiB, and a device has 3.0. Use attention.head_chunks=4.")
     assert choose(**fields, head_chunks=4).head_chunks == 4
@@ -285,7 +285,7 @@ def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
     problem = refused(**fields)[0]
     length = GIB // (4 * 128 + 4 + 4) // 128 * 128
     assert problem.startswith(
-        "data.row_tokens = 4194304: cuDNN's statistics and sums of 1 x 4,194,304 tokens in up to 64 pieces, "
+        "data.row_tokens = 4194304: cuDNN's statistics and sums of 1 x 4,194,304 tokens in up to 64 segments, "
     )
     assert problem.endswith(f"and a device has 1.0. Use data.row_tokens={length} with data.max_documents_per_row=1.")
     assert choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"

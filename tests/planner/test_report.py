@@ -12,7 +12,7 @@ def test_all_of_a_plan_is_said():
     said = report.text(made.plan(), model="a model")
     assert "a model on 8 x h100-80gb" in said
     assert "replica 1 x data 1 x seq 8; 8 rows of 131,072 tokens a step" in said
-    assert "yes: 30.0 of 72.8 GiB on each device; the device is fuller" in said
+    assert "yes: 30.0 of 72.8 GiB on each device; limited by device memory" in said
     assert f"20.00 attention: {budget.CAUSES[budget.ATTENTION]}" in " ".join(said.split())
     assert "2.000 2.000 1.00 0.250 0.125 all-to-all along seq" in " ".join(said.split())
     assert "2,000 TFLOP needed of each device in a step, 2,500 executed (1.25 times)" in " ".join(said.split())
@@ -28,15 +28,15 @@ def test_all_of_a_plan_is_said():
 def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
     plan = made.plan(host_gib=100.0, host_pool_gib=128.0, host_memory={budget.RESIDUALS: 60.0, budget.OPTIMIZER: 40.0})
     said = " ".join(report.text(plan, model="a model").split())
-    assert "GiB of each node's memory, by cause; XLA's pool for them takes 128 60.00 residuals 40.00 optimizer" in said
+    assert "GiB of each node's memory, by cause; XLA's pool of pinned memory takes 128 60.00 residuals 40.00 optimizer" in said
 
 
 def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
     said = report.text(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
     assert "; 1 row of 131,072 tokens a step" in said
     words = " ".join(said.split())
-    assert "ring of 8, cuDNN; a device sends 2.1 MB per layer and microbatch, attention kept options" in words
-    assert "attention kept (ring of 8 3.1)" in " ".join(report.text(made.plan(), model="a model").split())
+    assert "ring of 8, cuDNN; each device sends 2.1 MB per layer and microbatch if attention is not recomputed options" in words
+    assert "not recomputed (alternatives: ring of 8 3.1 MB)" in " ".join(report.text(made.plan(), model="a model").split())
 
 
 def test_what_does_not_fit_names_what_is_full_and_what_to_try():
@@ -44,7 +44,7 @@ def test_what_does_not_fit_names_what_is_full_and_what_to_try():
         fits=False, short="much", binds="host", host_gib=2100.0, ways_out=["memory.remat=full", "memory.x=y", "shorter rows"]
     )
     assert report.fits(plan) == (
-        "NO: 30.0 of 72.8 GiB on each device, 2,100 of 1,960 GiB of each node's memory; the host is full. "
+        "NO: 30.0 of 72.8 GiB on each device, 2,100 of 1,960 GiB of each node's memory; not enough host memory. "
         "Try memory.remat=full, memory.x=y or shorter rows"
     )
 
@@ -57,7 +57,7 @@ def test_another_kernel_than_cudnn_says_why():
 
 def test_without_ceilings_there_is_no_estimate():
     plan = made.plan(step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None)
-    assert report.speed(plan) == "no estimate: the rates are for bfloat16 and cuDNN's attention"
+    assert report.speed(plan) == "no estimate: the published rates are for bfloat16 and cuDNN attention"
     assert "GPU-hours" not in report.text(plan, model="a model", tokens=1e9)
 
 
@@ -121,7 +121,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     assert [row["step*"] for row in rows] == ["5 s", "4 min 10 s", "5 s", "-"]
     assert [row["limited by*"] for row in rows] == ["matrix products", "waiting for collectives", "matrix products", "-"]
     assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
-    assert note.endswith("measured times are likely 1 to 1.3 times as long. Nothing was run")
+    assert note.endswith("measured times are likely 1 to 1.3 times as long. Nothing was measured")
     rows, _ = cells(report.several(found, tokens=None))
     assert "GPU-hours*" not in rows[0]
 
@@ -131,7 +131,7 @@ def test_the_longest_row_says_what_was_full_beyond_it():
     beyond = search.Tried(row_tokens=1010, plan=made.plan(row_tokens=1010, short="x", binds="host"), why="x")
     said = report.longest(search.Longest(tried=[fits, beyond]), seconds=12.3)
     assert said == (
-        "longest row: 1,000 tokens, remat attention; 1,010 do not fit: the host is full. 2 lengths compiled in 12 s"
+        "longest row: 1,000 tokens, remat attention; 1,010 do not fit: not enough host memory. 2 lengths compiled in 12 s"
     )
     none = search.Longest(tried=[search.Tried(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), why="it is full")])
     assert report.longest(none, seconds=1.0) == ("no row fits, not even of 1,024 tokens: it is full. Try memory.a=b.")

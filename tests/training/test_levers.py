@@ -263,7 +263,7 @@ def test_full_and_offloaded_attention_contradict_each_other():
 
 def test_tiles_keep_nothing_of_the_mlp():
     (found,) = problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=4)
-    assert found.startswith("memory.mlp_tile_tokens = 4: is less than a device's 64 tokens")
+    assert found.startswith("memory.mlp_tile_tokens = 4: must be at least 64, all tokens of a device")
     suggestions = re.search(r"Use memory\.(\w+)=(\w+), or memory\.(\w+)=(\w+)\.$", found).groups()
     for name, value in (suggestions[:2], suggestions[2:]):
         asked = {"remat": "attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
@@ -329,14 +329,14 @@ def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     ("size", "uncounted", "why"),
     [
         (1.5, 0, "about 2.0 GiB on each device"),  # by the formula; not compiled
-        (1.92, 0, "2.0 GiB on each device, and there is room for 1.9 GiB"),
-        (2.5, 0.6, "2.6 GiB on each device, about 0.6 GiB of it for cuDNN, and there is room for 2.5 GiB"),
+        (1.92, 0, "2.0 GiB on each device, but only 1.9 GiB is available"),
+        (2.5, 0.6, "2.6 GiB on each device (about 0.6 GiB of it for cuDNN), but only 2.5 GiB is available"),
     ],
 )
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
     assert found.program.config.memory.remat == "full"
-    assert found.why_full == f"to keep its output takes {why}"
+    assert found.why_full == f"keeping attention's output needs {why}"
     assert f"remat full, because {found.why_full}" in levers.takes(found)
 
 
@@ -345,16 +345,16 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     with pytest.raises(errors.UserError) as found:
         ready(monkeypatch, gpus(0.5), memory={})
     assert str(found.value) == (
-        "the step takes 1.0 GiB on each device, and there is room for 0.5 GiB. Try memory.offload_activations=residual, "
+        "the step needs 1.0 GiB on each device, but only 0.5 GiB is available. Try memory.offload_activations=residual, "
         f"{optimizer}batch.rows_per_step=1, data.max_documents_per_row=8, mesh.seq=8 on twice the devices, or shorter rows."
     )
-    with pytest.raises(errors.UserError, match=r"takes 2\.0 GiB"):
+    with pytest.raises(errors.UserError, match=r"needs 2\.0 GiB"):
         ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
     with pytest.raises(errors.UserError, match=r"memory\.mlp_tile_tokens=auto,"):
         ready(monkeypatch, gpus(0.5), memory={"mlp_tile_tokens": 8192}, row_tokens=131_072)
     limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
-    says = r"takes 4\.0 GiB of host .* room for 3\.0 GiB\. Try memory\.offload_activations=none"
+    says = r"needs 4\.0 GiB of host .* only 3\.0 GiB is available\. Try memory\.offload_activations=none"
     with pytest.raises(errors.UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "residual"})
 
@@ -371,21 +371,21 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, 
 @pytest.mark.parametrize(
     ("memory", "says"),
     [
-        ({}, "a device has 16 tokens, in tiles only if they do not fit otherwise"),
-        ({}, "layers are recomputed in the backward pass, as much of them as does not fit otherwise"),
-        ({"remat": "full"}, "layers are recomputed in the backward pass, attention too"),
+        ({}, "16 tokens per device, in tiles only if the step does not fit otherwise"),
+        ({}, "layers are recomputed in the backward pass, as far as needed to fit"),
+        ({"remat": "full"}, "layers are recomputed in the backward pass, including attention"),
         ({"remat": "attention"}, "layers are recomputed in the backward pass, except attention;"),
         ({"remat": "attention_and_mlp"}, "except attention and the MLP's wide products"),
         ({"remat": "none"}, "elementwise operations are recomputed in the backward pass"),
-        ({"offload_activations": "residual"}, "; layer inputs in host memory meanwhile"),
-        ({"offload_activations": "residual_and_attention"}, "; layer inputs and attention outputs in host memory meanwhile"),
+        ({"offload_activations": "residual"}, "; layer inputs offloaded to host memory"),
+        ({"offload_activations": "residual_and_attention"}, "; layer inputs and attention outputs offloaded to host memory"),
         ({"offload_activations": "residual_and_attention"}, "layers are recomputed in the backward pass, except attention;"),
         ({"offload_optimizer": "state"}, "float32 weights in host memory"),
         (
             {"mlp_tile_tokens": 4},
-            "a device's 16 tokens go through a layer 4 tokens at a time and the loss 7 tokens at a time",
+            "16 tokens per device: layers 4 tokens at a time, loss 7 tokens at a time",
         ),
-        ({"mlp_tile_tokens": 4096}, "a device's 16 tokens go through a layer all tokens at once and the loss 7"),
+        ({"mlp_tile_tokens": 4096}, "16 tokens per device: layers all tokens at once, loss 7"),
     ],
     ids=str,
 )
@@ -418,7 +418,7 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
     if not fails:
         levers.check_offloads(asked, needs)
         return
-    with pytest.raises(RuntimeError, match="XLA has ignored some of it"):
+    with pytest.raises(RuntimeError, match="XLA has ignored some of the offloading"):
         levers.check_offloads(asked, needs)
 
 

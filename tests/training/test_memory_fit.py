@@ -163,7 +163,7 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     found = trial.fit(large(), 20 * GIB)
     assert [decided(program) for program in trial.compiled] == candidates(large())[-1:] == [decided(found.program)]
     assert found.shortage == (
-        f"{memory_fit.size(found.needs.total)} on each device, and there is room for {memory_fit.size(20 * GIB)}"
+        f"{memory_fit.size(found.needs.total)} on each device, but only {memory_fit.size(20 * GIB)} is available"
     )
 
 
@@ -192,11 +192,11 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     found = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
     assert decided(found.program) == decided(right.program)
     assert found.needs.total <= found.room.device
-    assert found.shortage == "1.0 GiB more host memory for each device than there is, with a checkpoint's copy"
+    assert found.shortage == "1.0 GiB more host memory per device than is available, with a checkpoint's copy"
     offloads = Trial(host=3 * GIB)
     found = offloads.fit(large(offload_activations="residual"), math.inf, host=2 * GIB)
     assert len(offloads.compiled) == 1
-    assert found.shortage == "3.0 GiB of host memory for each device, and there is room for 2.0 GiB"
+    assert found.shortage == "3.0 GiB of host memory per device, but only 2.0 GiB is available"
 
 
 # Room

@@ -236,7 +236,7 @@ def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_tu
     with pytest.raises(errors.UserError, match=r"^memory.offload_activations: ") as found:
         check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
     (said,) = found.value.problems
-    word = re.search(r"Use (run\.xla_options='\S+ \S+'), with which they are right, or another release of jax\.$", said)[1]
+    word = re.search(r"Use (run\.xla_options='\S+ \S+'), with which gradients are right, or another release of jax\.$", said)[1]
     (word,) = shlex.split(word)
     asked = programs.settings("memory.offload_activations=residual", word)
     assert asked.run.xla_options == NO_PREFETCH

@@ -56,7 +56,7 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
     data, seq = sizes
     found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
     assert found.options == expected
-    assert ("copied from the host while one is computed" in found.words) == (PREFETCH.items() <= expected.items())
+    assert ("prefetched from host memory" in found.words) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
@@ -73,7 +73,7 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
     found = told(gpus, OFFLOAD, version=version, is_tiled=True)
     assert found.options == {}
-    assert found.words == f"defaults, because options were not tried with jaxlib {version}"
+    assert found.words == f"defaults, because options were not tested with jaxlib {version}"
 
 
 def test_cpus_get_no_options():
@@ -156,7 +156,7 @@ def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
 def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
     found = xla.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={})
     assert (found.options, found.deterministic) == ({}, False)
-    assert found.words == "run.deterministic changes nothing here: on CPUs numbers are always the same"
+    assert found.words == "run.deterministic has no effect: CPUs are always deterministic"
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):

@@ -1,8 +1,9 @@
 """cuDNN's flash attention, forward and backward: rows of one or of many segments, and off-diagonal blocks (rectangles).
 
-The library's calls are wrapped in our own custom_vjp, whose output and log-sum-exp a remat policy knows by name. Heads go
-through in chunks, one after another, and segments of different lengths get calls of their own (packed.py). What several calls
-compute is put together in place: a chunk's gradients replace its queries, keys and values in the arrays that they came in.
+The library's calls are wrapped in our own custom_vjp, whose output and log-sum-exp have names for a
+remat policy. Heads are processed in chunks, one after another, and segments of different lengths in
+separate calls (packed.py). Results of several calls are merged in place: a chunk's gradients
+overwrite its queries, keys and values in the input arrays.
 """
 
 import dataclasses
@@ -62,7 +63,7 @@ def make_tables(
 
 @dataclasses.dataclass(frozen=True)
 class _How:
-    """Arguments of `attention` that are no arrays."""
+    """Arguments of `attention` that are not arrays."""
 
     head_chunks: int
     slot_room: int
@@ -166,13 +167,14 @@ def rectangle_backward(
 
 
 def _moved(x_RDgK: Array, by_R: Array) -> Array:
-    """Tokens moved so many places to the front. cuDNN counts keys from the first; without a mask any order will do."""
+    """Rolls tokens to the front by `by_R` positions. cuDNN counts keys from the first; without a
+    mask, any order works."""
     return jax.vmap(lambda x, by: jnp.roll(x, -by, axis=0))(x_RDgK, by_R)
 
 
 @runtime_checkable
 class _Call(Protocol):
-    """One call of the library for some of the heads."""
+    """One call of the library, for one chunk of the heads."""
 
     @property
     def inside_BL(self) -> Bool[Array, "B L"] | None:
@@ -302,13 +304,13 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     """dq, dk and dv of all calls together, 0 where not inside.
 
-    Memory: beside the inputs, one chunk's part of them and of the gradients. The gradients of later chunks have no memory yet:
-    they will be written over the inputs of their own chunk. Only where query heads of several chunks share a K/V head, sums of
-    dk and dv are float32 arrays of their own.
+    Memory: the inputs, and one chunk's part of the inputs and of the gradients. The gradients of a
+    chunk need no further memory, because they overwrite its inputs. Only if query heads of several
+    chunks share a K/V head, sums of dk and dv are separate float32 arrays.
     """
     heads = _Heads(q.shape[2], k.shape[2], head_chunks)
     B, L, g, K = k.shape
-    # One array: XLA adds into a part of an array in place, into a whole one not
+    # One array: XLA adds in place into a part of an array, but not into a whole one
     start: tuple[Array, ...] = (q, _zeros((B, L, 2 * g, K), jnp.float32, after=q)) if heads.share_kv else (q, k, v)
 
     def chunk(number: Array | int, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -327,7 +329,8 @@ def _backward(
             else:
                 sums = merge(sums[0], of_q, dq), merge(sums[1], of_kv, dk), merge(sums[2], of_kv, dv)
             if not is_last:
-                # lse too: else XLA expands it for all calls in one operation, and the statistics of all are there at once
+                # lse too: otherwise XLA expands it for all calls in one operation, and the
+                # statistics of all calls are live at once
                 inputs, sums = _in_order((inputs, sums))
         return sums
 
@@ -338,12 +341,12 @@ def _backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Slice:
-    """Some heads of an array, which is read and written in place."""
+    """Slice of an array's heads, read and written in place."""
 
     first: Array | int
     size: int
     whole: bool
-    """All heads: nothing needs to be cut out."""
+    """True for all heads, which need no slicing."""
     axis: int = 2
 
     def read(self, x: Array) -> Array:
@@ -363,7 +366,7 @@ class _Heads:
 
     @property
     def share_kv(self) -> bool:
-        """Whether several chunks have the same K/V head."""
+        """True if several chunks have the same K/V head."""
         return self.chunks > self.num_kv_heads
 
     def of_q(self, chunk: Array | int) -> _Slice:
@@ -376,13 +379,13 @@ class _Heads:
 
 
 def _merge(total: Array, own: _Slice, gradient: Array, *, call: _Call, is_first: bool, inside_BL: Array | None) -> Array:
-    """`total` with a call's gradient in place of what is there, and 0 where not inside."""
+    """Writes a call's gradient into `total`, and 0 where not inside."""
     gradient = gradient if is_first else _select(call.inside_BL, gradient, own.read(total))
     return own.write(total, _inside(inside_BL, gradient))
 
 
 def _add(total: Array, own: _Slice, gradient: Array, *, call: _Call) -> Array:
-    """`total` with a call's gradient added."""
+    """Adds a call's gradient to `total`."""
     return own.write(total, own.read(total) + _inside(call.inside_BL, gradient).astype(total.dtype))
 
 
@@ -405,7 +408,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, *, after: Array) -> Array:
 
 
 def _of_lse(inside_BL: Array | None) -> Array:
-    assert inside_BL is not None, "calls of one row are of tokens that are known"
+    assert inside_BL is not None, "calls for the segments of rows know their tokens"
     return inside_BL[:, None]
 
 

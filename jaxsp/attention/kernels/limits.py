@@ -94,7 +94,8 @@ class Work:
         return [(call.num_slots, call.tokens) for call in packed.calls(**rows, room=slot_room)]
 
     def slot_tokens(self, slot_room: int) -> int:
-        """Tokens that the slots of the largest call have room for: what cuDNN's memory grows with."""
+        """Total tokens of the slots of the largest call, to which cuDNN's memory is
+        proportional."""
         return max(num_slots * tokens for num_slots, tokens in self.slots(slot_room))
 
     def elements(self, head_chunks: int) -> int:
@@ -129,13 +130,13 @@ class Split(NamedTuple):
 
 
 WORKSPACE_BYTES = 6 * 2**30
-"""Most memory that cuDNN's workspace should take: more chunks of heads make it smaller, and cost copies of them."""
+"""Target for cuDNN's workspace: more chunks of heads make it smaller, but copy more."""
 
 
 def choose_split(work: Work, *, head_chunks: int | None = None) -> Split:
     """The fewest calls with a workspace of at most WORKSPACE_BYTES, or else the smallest workspace.
 
-    Args: head_chunks: one of `parts`; None: as few as do.
+    Args: head_chunks: one of `parts`; None: as few as possible.
     """
     rooms = packed.ROOMS if work.packs else packed.ROOMS[:1]
     splits = [Split(chunks, room) for chunks in parts(work) for room in rooms if head_chunks in (None, chunks)]
@@ -146,14 +147,16 @@ def choose_split(work: Work, *, head_chunks: int | None = None) -> Split:
 def statistic_bytes(work: Work, split: Split) -> int:
     """Memory of the log-sum-exps of the largest call, as cuDNN has them: float32, for every token of every slot.
 
-    It is taken forward, until they are compressed, and backward, from when they are expanded; by one call and one chunk of the
-    heads at a time. A compiled program's memory analysis counts it.
+    They are live in the forward pass until they are compressed, and in the backward pass once they
+    are expanded, for one call and one chunk of heads at a time. A compiled program's memory
+    analysis counts them.
     """
     return 4 * max(work.slot_tokens(split.slot_room), work.num_tokens) * (work.num_heads // split.head_chunks)
 
 
 def backward_bytes(work: Work, split: Split) -> int:
-    """Memory of cuDNN's workspace for the largest backward call; the memory analysis of a GPU that is absent lacks it.
+    """Memory of cuDNN's workspace for the largest backward call. XLA's memory analysis lacks it if
+    the GPU is absent.
 
     float32 sums of dq and of dout * out, and where query heads share K/V heads, dk and dv of each query head: for every token
     of every slot. An estimate: the first two are exact. With has_score_workspace, the gradients of the scores replace the sums
@@ -201,7 +204,8 @@ def _local_devices(devices: Sequence[Device]) -> list[Any]:
 
 
 def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
-    """Why calls that are split so fit no device, whatever else is on it, and what would; None where they may fit."""
+    """Error message for calls that cannot fit an empty device, with a suggestion; None if they may
+    fit."""
 
     def least(max_pieces: int) -> int:
         return _least_call_bytes(dataclasses.replace(work, max_pieces=max_pieces))
@@ -212,7 +216,7 @@ def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
     gradients = "deterministic gradients (run.deterministic)" if work.has_score_workspace else "sums"
     problem = (
         f"cuDNN's statistics and {gradients} of {num_rows} x {row_tokens:,} tokens "
-        f"in up to {work.max_pieces} pieces, heads in {split.head_chunks} parts, take "
+        f"in up to {work.max_pieces} segments, heads in {split.head_chunks} chunks, take "
         f"{_call_bytes(work, split) / 2**30:.1f} GiB, and a device has {device_bytes / 2**30:.1f}."
     )
     splits = {n: choose_split(work, head_chunks=n) for n in parts(work)}
@@ -225,17 +229,17 @@ def shortage(work: Work, split: Split, *, device_bytes: int) -> str | None:
 
 
 def _call_bytes(work: Work, split: Split) -> int:
-    """Memory that the largest call takes beside its arguments and results."""
+    """Memory of the largest call in addition to its arguments and results."""
     return statistic_bytes(work, split) + backward_bytes(work, split)
 
 
 def _least_call_bytes(work: Work) -> int:
-    """The same if the work is split into as many calls as possible."""
+    """`_call_bytes` if the work is split into as many calls as possible."""
     return _call_bytes(work, choose_split(work, head_chunks=parts(work)[-1]))
 
 
 def obstacles(work: Work, *, devices: Sequence[Device], device_bytes: int | None = None) -> list[Obstacle]:
-    """What speaks against cuDNN for this work on these devices; empty if nothing does.
+    """Reasons that cuDNN cannot run this work on these devices; empty if it can.
 
     Args: device_bytes: memory of a device; None: unknown.
     """
@@ -295,7 +299,7 @@ def _of_versions(work: Work, capability: tuple[int, int], devices: Sequence[Devi
     if (changed := cudnn_calls.unknown_jax()) is not None:
         yield Obstacle(changed, "Install one of these, or use attention.kernel=blockwise.")
         return
-    # A machine that only compiles for GPUs elsewhere may have a cuDNN, which says nothing about theirs
+    # A machine that only compiles for absent GPUs may have another cuDNN than theirs
     installed = cudnn_calls.version() if _local_devices(devices) else None
     if installed is None:
         return

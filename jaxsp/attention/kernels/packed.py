@@ -1,10 +1,12 @@
 """Sorts the segments of packed rows by length into the slots of cuDNN's packed calls.
 
-A packed call has slots, each for a segment of up to T tokens that may lie anywhere in memory. cuDNN sizes the memory of the
-backward call as if every slot were full: one call with 64 slots of a row of 131,072 tokens, 4 heads of size 128, would take
-64 * 131,072 * 4 * 128 * 4 bytes = 16 GiB for the float32 sums of dq. But 64 segments of one row cannot all be long. So long
-segments go to one call and shorter ones to the next, which has as many more slots as its segments are shorter. Each call has
-room for ROOM times the row's tokens. Up to 64 segments in a row of L tokens, room 4:
+A packed call has slots, each for a segment of up to T tokens that may start anywhere in memory.
+cuDNN allocates memory for the backward call as if every slot were full: one call with 64 slots of a
+row of 131,072 tokens, 4 heads of size 128, would need 64 * 131,072 * 4 * 128 * 4 bytes = 16 GiB for
+the float32 sums of dq. But 64 segments of one row cannot all be long. So long segments go to one
+call and shorter ones to the next, whose slots are ROOM times as many and ROOM times as short. The
+slots of each call hold ROOM times the row's tokens. For up to 64 segments in a row of L tokens,
+with ROOM = 4:
 
     call    lengths             a slot's tokens T    slots
     0       L/4 + 1 ... L       L                    4
@@ -22,15 +24,17 @@ from jaxtyping import Array, Float32, Int32
 from jaxsp.attention.kernels import pieces
 
 ROOMS = (4, 2)
-"""How many times the rows' tokens the slots of a call have room for. 2 takes half the memory and twice as many calls."""
+"""Capacity of a call's slots, as a multiple of the rows' tokens. 2 needs half the memory and twice
+as many calls."""
 
 ROOM = ROOMS[0]
 
 ALIGN = 128
-"""Slots have a multiple of so many tokens, as rows do."""
+"""The tokens of a slot must be a multiple of this, as those of a row."""
 
 NO_STATISTIC = 1e30
-"""Stands for the log-sum-exp of a slot's places beyond its segment: exp(score - this) is 0, without an infinity on the way."""
+"""Log-sum-exp at positions of a slot after the end of its segment: exp(score - this) is 0, and no
+infinity occurs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,9 @@ class Call:
     """One packed call: the lengths of its segments, and the shape of its slots."""
 
     above: int
-    """Segments have more tokens than this."""
+    """Lower bound of the segments' tokens, exclusive."""
     tokens: int
-    """Tokens of a slot: the longest segment."""
+    """Tokens of a slot, and of the longest segment that it can hold."""
     num_slots: int
     num_tokens: int
     """Tokens of all rows together."""
@@ -66,13 +70,13 @@ class Slots(NamedTuple):
 
     @property
     def place_N(self) -> Int32[Array, "N"]:
-        """Place of each token in its slot; 0 for tokens of no slot."""
+        """Position of each token in its slot; 0 for tokens of no slot."""
         tokens_N = jnp.arange(len(self.slot_N), dtype=jnp.int32)
         return jnp.where(self.slot_N < 0, 0, tokens_N - self.starts_S[self.slot_N])
 
 
 class CallTable(NamedTuple):
-    """Small arrays that say which segments are in which slots of one call."""
+    """Small arrays that map segments to the slots of one call."""
 
     starts_S: Int32[Array, "S"]
     lengths_S: Int32[Array, "S"]
@@ -81,7 +85,8 @@ class CallTable(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """All that packed calls need to know about the segments. The same for every layer, so it is made once per microbatch."""
+    """Segment tables of all packed calls. They are the same for every layer, so they are computed
+    once per microbatch."""
 
     segment_N: Int32[Array, "N"]
     """Segment of each token, counted over all rows; -1 for padding. 4 bytes per token."""
@@ -95,7 +100,8 @@ class Tables(NamedTuple):
 
 
 def calls(*, num_rows: int, row_tokens: int, max_pieces: int, room: int = ROOM) -> tuple[Call, ...]:
-    """The calls that together take every segment of rows with up to `max_pieces` segments each, longest segments first."""
+    """Calls that together hold all segments of rows with up to `max_pieces` segments each, longest
+    segments first."""
     # A row has fewer than room * row_tokens / T segments of more than T / room tokens
     sizes, tokens, per_tokens = [row_tokens], row_tokens, max_pieces
     while per_tokens > room and tokens % (room * ALIGN) == 0:
@@ -110,7 +116,7 @@ def calls(*, num_rows: int, row_tokens: int, max_pieces: int, room: int = ROOM) 
 def tables(
     made: tuple[Call, ...], starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
 ) -> Tables:
-    """Puts the segments of rows into the slots of calls."""
+    """Assigns the segments of rows to the slots of calls."""
     B, M = starts_BM.shape
     segment_BL = pieces.piece_of_token(starts_BM, lengths_BM, row_tokens)
     first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
@@ -133,7 +139,7 @@ def compressed(statistic_ShT: Float32[Array, "S h T"], taken: Slots) -> Float32[
 
 
 def expanded(lse_Nh: Float32[Array, "N h"], taken: Slots, *, tokens: int) -> Float32[Array, "S h T"]:
-    """Undoes `compressed`, with NO_STATISTIC where a slot holds no token."""
+    """Inverse of `compressed`, with NO_STATISTIC at positions without a token."""
     place_1T = jnp.arange(tokens, dtype=jnp.int32)[None]
     token_ST = jnp.minimum(taken.starts_S[:, None] + place_1T, len(lse_Nh) - 1)
     inside_ST1 = (place_1T < taken.lengths_S[:, None])[..., None]
