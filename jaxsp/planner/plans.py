@@ -147,7 +147,7 @@ def of(
         program,
         room=memory_fit.room_of(program, site.limits),
         uncounted=choice.uncounted_bytes,
-        compile=lambda candidate: compiled.compile_step(candidate, choice),
+        compile_step=lambda candidate: compiled.compile_step(candidate, choice),
         measure=budget.needs_of,
     )
     levers.check_offloads(fitted.program, fitted.needs)

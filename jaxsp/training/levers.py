@@ -66,7 +66,7 @@ def ready(program: step.Program, *, uncounted: int) -> memory_fit.Fitted:
 
     limits = memory_fit.limits(program)
     room = memory_fit.room_of(program, limits)
-    found = memory_fit.fit(program, room=room, uncounted=uncounted, compile=step.compile, measure=measure)
+    found = memory_fit.fit(program, room=room, uncounted=uncounted, compile_step=step.compile, measure=measure)
     check_offloads(found.program, found.needs)
     # a step is not refused because of margins and estimates only
     if found.needs.device > limits.device or found.needs.host > limits.pinned:

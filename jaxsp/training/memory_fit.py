@@ -88,7 +88,7 @@ class Fitted:
 
     program: step.Program
     run: Any
-    """Result of the `compile` of `fit`."""
+    """Result of the `compile_step` of `fit`."""
     needs: Needs
     room: Room
     shortage: str = ""
@@ -102,15 +102,15 @@ def fit(
     *,
     room: Room,
     uncounted: int,
-    compile: Callable[[step.Program], Any],
+    compile_step: Callable[[step.Program], Any],
     measure: Callable[[Any], Needs],
 ) -> Fitted:
     """Compiles candidates, and returns the first that fits, or else the last one.
 
     Args:
         uncounted: estimate of the attention kernel's workspace, in bytes.
-        compile: compiles a program whose memory options are decided.
-        measure: memory of what `compile` returned; must be equal in all processes, so that all
+        compile_step: compiles a program whose memory options are decided.
+        measure: memory of what `compile_step` returned; must be equal in all processes, so that all
             choose the same candidate.
     """
     tried = list(candidates(program, is_known=math.isfinite(room.device)))
@@ -123,7 +123,7 @@ def fit(
             if keeps:
                 why_full = f"keeping attention's output needs about {size(formula)} on each device"
             continue
-        run = compile(candidate)
+        run = compile_step(candidate)
         needs = measure(run)
         short = shortage(needs, room)
         # Offloaded arrays are the same for all candidates: another one does not help if host memory is short

@@ -131,7 +131,7 @@ class Trial:
 
     def fit(self, program, device, *, host=math.inf):
         room = memory_fit.Room(device, host)
-        return memory_fit.fit(program, room=room, uncounted=0, compile=self.compile, measure=self.measure)
+        return memory_fit.fit(program, room=room, uncounted=0, compile_step=self.compile, measure=self.measure)
 
 
 def formulas(program):

@@ -83,5 +83,5 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
     kind = kinds.Kind(seq=seq, inner=seq)
     nothing = {"why": "", "uncounted_bytes": 0, "statistic_bytes": 0, "window": None, "bytes": 0, "others": ()}
-    choice = attention.Choice(kind=kind, kernel="blockwise", head_chunks=1, **nothing)
+    choice = attention.Choice(kind=kind, kernel="blockwise", head_chunks=1, slot_room=4, **nothing)
     assert says in attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
