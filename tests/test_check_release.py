@@ -9,7 +9,7 @@ from tests.planner import made
 
 
 def problems(**changes):
-    """What is found in a plan with these changes."""
+    """Problems found in a plan with these changes."""
     plan = dataclasses.asdict(made.plan(jax="0.11.2"))
     return check_release.find_problems(plan | changes, release="0.11.2")
 

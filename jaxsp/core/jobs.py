@@ -71,11 +71,14 @@ def num_gpus(environ: Mapping[str, str]) -> int:
     return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
 
 
-def num_local(process: Process, environ: Mapping[str, str]) -> int:
-    """Processes on this node; where nobody has said it, one for each GPU of it."""
+def num_local(process: Process, environ: Mapping[str, str], *, num_devices: int = 1) -> int:
+    """Number of processes on this node.
+
+    Args: num_devices: GPUs of each process, for jobs that do not state the number of processes.
+    """
     if process.num_processes == 1:
         return 1
-    return process.num_local or max(1, num_gpus(environ))
+    return process.num_local or max(1, num_gpus(environ) // num_devices)
 
 
 def host_memory() -> int:

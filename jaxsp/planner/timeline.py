@@ -35,7 +35,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Waited:
-    """How long the compute stream waits while one transfer runs, in a step."""
+    """Time of a step in which the compute stream waits while one transfer runs."""
 
     runs: int
     seconds: float

@@ -105,8 +105,11 @@ def _less_on_device(program: step.Program) -> list[dict[str, str]]:
         changes.append({"offload_activations": "residual"})
     if memory.offload_optimizer != states[-1]:
         changes.append({"offload_optimizer": states[states.index(memory.offload_optimizer) + 1]})
-    tiles = {"mlp_tile_tokens": program.mlp_tiles, "loss_tile_tokens": program.loss_tiles}
-    changes += [{name: "auto"} for name, sizes in tiles.items() if getattr(memory, name) != "auto" and sizes[0] > 1024]
+    automatic = memory_fit.changed(program, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+    if min(automatic.mlp_tiles) < min(program.mlp_tiles):
+        changes.append({"mlp_tile_tokens": "auto"})
+    if min(automatic.loss_tiles) < min(program.loss_tiles):
+        changes.append({"loss_tile_tokens": "auto"})
     return changes
 
 
@@ -255,5 +258,5 @@ def reserve(program: step.Program, host_bytes: int) -> None:
 
 
 def is_gpu(program: step.Program) -> bool:
-    """Whether the devices have a memory of their own."""
+    """True if the devices have their own memory."""
     return program.mesh.devices.flat[0].platform == "gpu"

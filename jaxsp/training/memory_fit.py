@@ -286,7 +286,7 @@ def _limits(devices: tuple[Any, ...]) -> Room:
     known = [limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
     if not known:
         return Room(math.inf, math.inf)
-    num_local = jobs.num_local(processes.here(), os.environ)
+    num_local = jobs.num_local(processes.here(), os.environ, num_devices=len(devices))
     host_room = meshes.host_room(num_processes=num_local, num_devices=len(devices))
     return Room(min(known), host_room, meshes.pool_limit(os.environ))
 

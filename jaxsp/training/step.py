@@ -233,7 +233,7 @@ def _places(state: State) -> State:
     return jax.tree.map(lambda x: x.sharding, state)
 
 
-_BY_VALUE = jax.ad.GradValue  # type: ignore[attr-defined]
+_BY_VALUE = jax.ad.GradValue  # type: ignore[attr-defined]  # jax.ad is public, but has no type stubs
 """Marks a gradient that the backward pass returns instead of adding it into a reference."""
 
 

@@ -36,7 +36,7 @@ FLASH2 = "FlashAttention-2"
 
 READ = "read at the source"
 SECOND_HAND = "second hand"
-"""How a measurement got into this table."""
+"""Origin of a measurement."""
 
 OTHER_KERNELS = (
     "On an H100, FlashAttention-2 is slower than cuDNN, which the estimates assume: it took the "
@@ -116,7 +116,7 @@ class Run:
     checked: str
     """READ or SECOND_HAND."""
     note: str
-    """How run and plan differ, and what was inferred."""
+    """Differences between the run and the plan, and what was inferred."""
 
     @property
     def measured_s(self) -> tuple[float, ...]:
@@ -128,7 +128,7 @@ class Run:
 
     @property
     def is_same_kernel(self) -> bool:
-        """Whether the run has the attention kernel that the estimate assumes."""
+        """True if the run has the attention kernel that the estimate assumes."""
         return self.kernel == CUDNN
 
 

@@ -55,8 +55,9 @@ LEVERS: dict[str, dict[str, Any]] = {
     "attention again": {"offload_activations": "residual", "remat": "full"},
     "gradients too": {"offload_optimizer": "state_and_gradients"},
 }
-"""What each line changes of the line before: mesh.seq, and fields of memory. Tiles that are `auto` are made only where
-the step does not fit without them. The last two make longer rows fit, for more arithmetic or traffic."""
+"""Changes of each line from the line before: mesh.seq, and fields of memory. Tiles that are `auto` are
+made only if the step does not fit without them. The last two make longer rows fit, for more arithmetic
+or traffic."""
 
 TOKENS = {8: (131072, 1048576, 3670016, 5242880), 1: (524288, 655360)}
 """Of a row, by the number of devices."""

@@ -39,7 +39,7 @@ class Error:
     row_tokens: int
     documents: str
     status: str
-    """Of the measurement."""
+    """Status of the measurement."""
     message: str | None
     planned_gib: float
     allowance_gib: float

@@ -91,7 +91,7 @@ class Result:
     head_chunks: int | None = None
     """Equal parts in which the heads are processed, one after another."""
     workspace_gib: float | None = None
-    """Of the largest call."""
+    """Workspace of the largest call."""
     formula_gib: float | None = None
     ratio: float | None = None
     """Workspace over formula."""

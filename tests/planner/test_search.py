@@ -12,7 +12,7 @@ SITE = compiled.site("h100-80gb", 8)
 
 
 def sought(monkeypatch, make, *words):
-    """What is found where `make(row_tokens)` plans; and the lengths that were planned, in order."""
+    """Result of a search whose plans `make(row_tokens)` makes, and the planned lengths in order."""
     lengths = []
 
     def of(settings, *, model, site):
@@ -64,7 +64,7 @@ def test_the_host_may_be_what_binds(monkeypatch):
     ids=["more chunks of heads", "slots with less room"],
 )
 def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, before, after):
-    """Where cuDNN's workspace would be 6 GiB, its work is split into twice as many calls, and it takes half."""
+    """At a workspace of 6 GiB, cuDNN's work is split into twice as many calls, and needs half."""
     pytest.importorskip("jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there")
     made_up = lambda n: line(n, longest=before if n < split_at else after)
     found, lengths = sought(monkeypatch, made_up, "data.max_documents_per_row=64")

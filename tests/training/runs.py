@@ -32,7 +32,7 @@ def program(
     sizes: tuple[int, int, int] = (1, 1, 4),
     **settings: Any,
 ) -> step.Program:
-    """A program with these memory options that nobody needs to compile."""
+    """A program with these memory options, which is not compiled."""
     asked = batches.settings(memory=memory, **settings)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": config.Mesh(**mesh)}

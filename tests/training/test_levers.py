@@ -10,8 +10,8 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.core import config, errors
-from jaxsp.model import decoder
-from jaxsp.training import checkpoint, host, levers, memory_fit, sharding, step
+from jaxsp.model import decoder, tiling
+from jaxsp.training import checkpoint, host, levers, loss, memory_fit, sharding, step
 from jaxsp.training.store import Store
 from tests import batches, tolerances
 from tests.training import runs
@@ -212,7 +212,7 @@ def test_attention_and_mlp_makes_two_products_less_again(small_waits):
     """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
     (shapes, kept_too), (_, attention_kept) = kept({"remat": "attention_and_mlp"}), kept({"remat": "attention"})
     assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
-    # gate or up is not recomputed with attention either: nobody needs the result of one of them
+    # gate or up is not recomputed with attention either: the result of one of them is not used
     assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
 
 
@@ -273,11 +273,11 @@ def test_tiles_keep_nothing_of_the_mlp():
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """What a test says that there is, and what steps take of it."""
+    """Memory that a test's devices have, and that its steps need."""
 
     limits: memory_fit.Room
     room: float
-    """Of the device, after margins."""
+    """Memory of the device, after margins."""
     uncounted: int = 0
     host: int = 0
 
@@ -350,8 +350,6 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     )
     with pytest.raises(errors.UserError, match=r"needs 2\.0 GiB"):
         ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
-    with pytest.raises(errors.UserError, match=r"memory\.mlp_tile_tokens=auto,"):
-        ready(monkeypatch, gpus(0.5), memory={"mlp_tile_tokens": 8192}, row_tokens=131_072)
     limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
     says = r"needs 4\.0 GiB of host .* only 3\.0 GiB is available\. Try memory\.offload_activations=none"
@@ -439,9 +437,17 @@ def test_ways_out_are_steps_towards_what_is_short():
         "mesh.seq=8 on twice the devices",
         "shorter rows",
     ]
-    assert "memory.mlp_tile_tokens=auto" in short_of(True, mlp_tile_tokens=4096, remat="full")
-    assert not any("tile" in way for way in short_of(True, mlp_tile_tokens=1024, loss_tile_tokens="auto", remat="full"))
     assert "batch.rows_per_step=1" in short_of(True)
+
+
+def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
+    asked = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
+    assert not any("tile" in way for way in short_of(True, **asked)), "all tokens of so small a model are few bytes"
+    monkeypatch.setattr(tiling, "MLP_BYTES", (2**22, 2**20))
+    assert [way for way in short_of(True, **asked) if "tile" in way] == ["memory.mlp_tile_tokens=auto"]
+    monkeypatch.setattr(loss, "LOGIT_BYTES", (2**20,))
+    tiles = [way for way in short_of(True, **asked) if "tile" in way]
+    assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
 
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():

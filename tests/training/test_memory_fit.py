@@ -27,7 +27,7 @@ LARGE = batches.model(
 
 AUTO = {"loss_tile_tokens": "auto"}
 TOKENS = 65_536
-"""Of a device."""
+"""Memory of a device."""
 MLP_TILES, LOSS_TILES = (TOKENS, 8192, 2048), (TOKENS, 2048, 512)
 
 
@@ -70,7 +70,7 @@ def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
     ids=str,
 )
 def test_options_that_free_memory_leave_out_candidates(memory, remats):
-    """Where the user offloads, memory is short; and what is offloaded is not recomputed."""
+    """Memory is short if the user offloads; and offloaded results are not recomputed."""
     assert list(dict.fromkeys(remat for remat, *_ in candidates(large(**memory)))) == remats
 
 
@@ -312,6 +312,16 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
     assert found == memory_fit.Room(70 * GIB, 43 * GIB, 5 * GIB)
     assert found.pinned == 5 * GIB
     assert memory_fit._limits((Device(None),)) == memory_fit.Room(math.inf, math.inf)
+
+
+def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
+    """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
+    monkeypatch.setattr(jobs, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 2)
+    process = jobs.Process(index=0, num_processes=4, coordinator="a:1")
+    monkeypatch.setattr(memory_fit.processes, "here", lambda: process)
+    assert memory_fit._limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
+    assert memory_fit._limits((Device(70 * GIB),)).host == 40 * GIB, "two processes with a GPU each"
 
 
 # What is in host memory

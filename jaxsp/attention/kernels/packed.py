@@ -54,10 +54,6 @@ class Call:
         """Number of rows of `tokens` tokens that the memory of all rows is reinterpreted as."""
         return self.num_tokens // self.tokens
 
-    @property
-    def slots_per_row(self) -> int:
-        return self.num_slots // self.num_rows
-
 
 class Slots(NamedTuple):
     """The segments of one call, in the order of their tokens; unused slots are (0, 0), at the end."""
