@@ -46,7 +46,7 @@ without and 0.03 with it (jax 0.12), 0.06 and 0.01 (0.10). Without tiles it make
 
 PREFETCH_FROM_HOST: Options = {"xla_gpu_enable_pipelined_host_offloading": True}
 """The backward pass copies the activations of the next layer from the host while it computes this one. 8B on 8 H100s, 32,768
-tokens each, layer inputs and attention offloaded, seconds of a step waited for copies: 0.43 before, 0.01 with it (jax 0.12).
+tokens each, layer inputs and attention offloaded, seconds of a step waited for copies: 0.61 before, 0.01 with it (jax 0.12).
 Pipelining a loop is where jax 0.10.2 and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before training."""
 
 
