@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import re
 import sys
 import textwrap
 import traceback
@@ -14,6 +15,10 @@ from jaxsp.core import config, errors, jobs, processes
 DONE, OURS, MISTAKE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done, an error of ours or of the machine's, the user's mistake, a run that cannot go on until somebody looks at
 it, Ctrl-C. One that hangs ends with processes.AGAIN."""
+
+_LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
+"""Text in the errors of Gloo and NCCL when another process is gone. The traceback shows only which
+computation ran, so it is printed with --verbose."""
 
 
 def parser(verb: str, about: str, *, fields: bool = False, several: bool = False) -> argparse.ArgumentParser:
@@ -59,8 +64,6 @@ def run(main: Callable[[list[str]], None]) -> None:
 
     One of several processes ends them all when it fails, and says which it is; process 0 says no more than a process alone.
     """
-    # transformers says on import that PyTorch was not found; nothing here needs it
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     code, words = DONE, ""
     try:
         main(sys.argv[1:])
@@ -71,8 +74,11 @@ def run(main: Callable[[list[str]], None]) -> None:
         code, words = STOPPED, str(error)
     except KeyboardInterrupt as error:
         code, words = INTERRUPTED, str(error) or "interrupted"
-    except Exception:  # whatever else it is, it is ours: say everything
+    except Exception as error:  # whatever else it is, it is ours: say everything
         code, words = OURS, traceback.format_exc().rstrip()
+        if processes.here().num_processes > 1 and _LOST_PEER.search(str(error)) and "--verbose" not in sys.argv:
+            reason = str(error).splitlines()[0]
+            words = f"cannot reach another process of this run, which may have been killed: {reason}"
         if (first := processes.failed_before()) is not None:
             # what was sent to that one came to nothing: a consequence, which would hide the cause
             code, words = first[1], f"ends because process {first[0]} has failed, with exit code {first[1]}"

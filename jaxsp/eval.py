@@ -10,8 +10,8 @@ import rich.console
 from jaxsp import cli, prepare, resume
 from jaxsp.core import config, errors, jobs, processes
 from jaxsp.core import mesh as meshes
-from jaxsp.hf import folder, weights
-from jaxsp.training import banner, checkpoint, evaluator, metrics, records, sharding, step
+from jaxsp.hf import folder
+from jaxsp.training import banner, checkpoint, evaluator, metrics, records, step
 
 _UNUSED: dict[str, dict[str, Any]] = {
     "run": {"directory": "unused", "steps": 1},
@@ -67,9 +67,7 @@ def main(arguments: list[str]) -> None:
         master = checkpoint.restore_weights(found, step.weight_shapes(program), table=program.table)
     else:
         assert asked.folder is not None, "what is no checkpoint is a source"
-        master = sharding.load(
-            program.table, program.mesh, weights.open_folder(asked.folder, program.table).read, offloaded=program.offloads
-        )
+        master = prepare.weight_loader(program, asked.folder)()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
     console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
@@ -91,11 +89,15 @@ def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.
     model = {"source": what, "config": None}
     if meta is not None:
         model = {name: meta.config["model"][name] for name in model}
+    names_sets = any(word.startswith("data.eval=") for word in changes)
+    if meta is not None and file is None and names_sets:
+        # they replace those of the run, held-out documents included: its training data may be elsewhere
+        fields = fields | {"data": fields["data"] | {"eval_fraction": None}}
     problems, settings = cli.Problems(), None
     with problems.collect():
         settings = config.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)
-    if not (asked if settings is None else settings.data.eval):
+    if not (asked if settings is None else settings.data.eval or settings.data.eval_fraction):
         problems.append(
             "data.eval: missing. Name what to evaluate on, for example data.eval='[{source: held-out/*.txt, format: text}]'."
         )

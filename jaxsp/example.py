@@ -17,8 +17,9 @@ _STYLE = "black on green"
 _OPEN, _CLOSE = "\u27e6", "\u27e7"
 """Around what is learned, where there are no colours."""
 
-_LONGEST = 4000
-"""Tokens that are shown of a record: a document of a million would scroll for an hour."""
+_MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion": 4000}
+"""Most tokens shown of a record, by the source's format: the first and the last half. All tokens of a
+text have a loss, whereas a chat has to be read to see which of its messages do."""
 
 
 def show(settings: config.Config, console: rich.console.Console) -> None:
@@ -46,9 +47,10 @@ def _show(source: config.Source, data: config.Data, tokenizer: Any, console: ric
     legend = _marked("like this" if learned.any() else "nothing", console)
     said = rich.text.Text(f"{field} = {source.source}: {place}\n{len(tokens):,} tokens, ")
     said.append(f"{learned.sum():,} of them with a loss, ").append(legend).append("\n\n")
-    for start, stop in _shown(len(tokens)):
+    half = _MAX_TOKENS[source.format] // 2
+    for start, stop in _shown(len(tokens), half=half):
         if start:
-            said.append(f"\n\n... {start - _LONGEST // 2:,} tokens ...\n\n")
+            said.append(f"\n\n... {start - half:,} tokens ...\n\n")
         borders = [start, *(np.flatnonzero(np.diff(learned[start:stop])) + start + 1), stop]
         for first, last in itertools.pairwise(borders):
             words = _words(tokens[first:last], tokenizer)
@@ -56,10 +58,11 @@ def _show(source: config.Source, data: config.Data, tokenizer: Any, console: ric
     console.print(said.append("\n"), highlight=False, soft_wrap=True)
 
 
-def _shown(num_tokens: int) -> list[tuple[int, int]]:
-    """First token and end of what is shown: all, or the beginning and the end."""
-    half = _LONGEST // 2
-    return [(0, num_tokens)] if num_tokens <= _LONGEST else [(0, half), (num_tokens - half, num_tokens)]
+def _shown(num_tokens: int, *, half: int) -> list[tuple[int, int]]:
+    """First token and end of each part that is shown: all, or the first and the last `half`."""
+    if num_tokens <= 2 * half:
+        return [(0, num_tokens)]
+    return [(0, half), (num_tokens - half, num_tokens)]
 
 
 def _words(tokens: np.ndarray, tokenizer: Any) -> str:

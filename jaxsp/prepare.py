@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from jaxsp import attention, cli, resume
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, paths
 from jaxsp.core import mesh as meshes
-from jaxsp.data import chat, dataset, rows, sources, text, tokenizers
+from jaxsp.data import chat, dataset, held_out, rows, sources, text, tokenizers
 from jaxsp.hf import families, folder, weights
-from jaxsp.model import decoder
+from jaxsp.model import decoder, layers
 from jaxsp.training import checkpoint, levers, sharding
 from jaxsp.training.material import Material, Start
 from jaxsp.training.step import Program
@@ -83,9 +84,7 @@ def training(
     if found is not None:
         origin = f"step {start.step} of {found}"
     elif asked.folder is not None:
-        make = functools.partial(
-            sharding.load, table, mesh, weights.open_folder(asked.folder, table).read, offloaded=program.offloads
-        )
+        make = weight_loader(program, asked.folder)
         origin = f"weights of {asked.folder.source}"
     if found is None and (pathlib.Path(settings.run.directory) / "config.yaml").is_file():
         origin += "; the run that is there has no checkpoint, and begins anew"
@@ -101,6 +100,16 @@ def training(
         keep_model=functools.partial(_keep_model, asked, kept),
     )
     return program, material
+
+
+def weight_loader(program: Program, source: folder.Folder) -> functools.partial[layers.Weights]:
+    """Function that loads a Hugging Face folder's weights, float32, onto the program's mesh.
+
+    The files are checked now, and downloaded first if they are on the hub.
+    Raises: UserError for tensors and files that are missing, damaged or not the model's.
+    """
+    read = weights.open_folder(source, program.table).read
+    return functools.partial(sharding.load, program.table, program.mesh, read, offloaded=program.offloads)
 
 
 def read(
@@ -132,7 +141,9 @@ def read(
         model = families.model_config(fields, field=str(source.path / "config.json") if source else "model.config")
     with problems.collect():
         sizes = meshes.shape(settings.mesh, len(devices))
-    asked = [("data.train", settings.data.train)] if with_training else []
+    # documents may be held out of the training sources
+    needs_train = with_training or settings.data.eval_fraction is not None
+    asked = [("data.train", settings.data.train)] if needs_train else []
     asked += [("data.eval", settings.data.eval)]
     named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
     not_found = settings.model.source is not None and fields is None
@@ -157,6 +168,8 @@ def read(
     with problems.collect():
         for field, group in asked:
             _check_names(field, group)
+    with problems.collect():
+        sources.check_distinct({field: one for field, one in named if field in records and field.startswith("data.train.")})
     if model is not None:
         with problems.collect():
             heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
@@ -173,7 +186,8 @@ def read(
     assert sizes is not None
     assert kernel is not None
     if (cache := settings.logging.compilation_cache) is not None:
-        jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(cache).expanduser()))
+        cache_path = paths.expand_user(cache, field="logging.compilation_cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache_path))
 
     tokenize = functools.partial(text.tokenize, data=settings.data, tokenizer=tokenizer, vocab_size=model.vocab_size)
     tokenized = {}
@@ -182,21 +196,51 @@ def read(
             tokenized[field] = tokenize(records[field], source=one, field=f"{field}.source")
     problems.check()
 
-    def data_set(name: str, members: Mapping[str, config.Source], field: str, packed: config.Config) -> dataset.DataSet:
+    longest_only = settings.for_rows_of(settings.data.longest_row)
+    members = {field: one for field, one in named if field.startswith("data.train")}
+    chosen = None
+    if settings.data.eval_fraction is not None:
+        chosen = held_out.choose(
+            [tokenized[member].dataset for member in members],
+            names=[one.name or one.source for one in members.values()],
+            fraction=settings.data.eval_fraction,
+            seed=settings.run.seed,
+        )
+
+    def data_set(
+        name: str,
+        members: Mapping[str, config.Source],
+        field: str,
+        packed: config.Config,
+        chosen: Sequence[np.ndarray] | None = None,
+        *,
+        use_held_out: bool = False,
+    ) -> dataset.DataSet:
         documents = rows.Documents(
             [tokenized[member].dataset for member in members],
             names=[one.name or one.source for one in members.values()],
+            held_out=chosen,
+            use_held_out=use_held_out,
             longest=settings.data.longest_row,
             long_documents=settings.data.long_documents,
             field=field,
         )
-        weights = [one.weight for one in members.values() if one.weight is not None]
+        weights = [one.weight for one in members.values() if one.weight is not None and not use_held_out]
         weights = weights if len(weights) > 1 else []  # all tokens are of the only one in any case
         digests = [tokenized[member].digest for member in members]
+        if chosen is not None:
+            digests = [
+                held_out.digest(digest, mask, is_held_out=use_held_out) for digest, mask in zip(digests, chosen, strict=True)
+            ]
         return dataset.of(name, documents, packed, digests=digests, weights=weights or None)
 
-    longest_only = settings.for_rows_of(settings.data.longest_row)
-    members = {field: one for field, one in named if field.startswith("data.train")}
+    evals = [
+        data_set(one.name or one.source, {field: one}, f"{field}.source", longest_only)
+        for field, one in named
+        if field.startswith("data.eval")
+    ]
+    if chosen is not None:
+        evals.append(data_set(held_out.NAME, members, "data.eval_fraction", longest_only, chosen, use_held_out=True))
     attend = attention.attend_of(kernel)
     program = Program(
         config=settings, model=model, mesh=meshes.make(sizes, devices), attend=attend, num_steps=settings.run.steps or 1
@@ -207,12 +251,8 @@ def read(
         folder=source,
         tokenizer=tokenizer,
         choice=kernel,
-        train=data_set("train", members, "data.train", settings) if members else None,
-        evals=tuple(
-            data_set(one.name or one.source, {field: one}, f"{field}.source", longest_only)
-            for field, one in named
-            if field.startswith("data.eval")
-        ),
+        train=data_set("train", members, "data.train", settings, chosen) if with_training else None,
+        evals=tuple(evals),
     )
 
 

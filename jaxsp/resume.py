@@ -18,7 +18,7 @@ from jaxsp.training import checkpoint
 from jaxsp.training import directory as lock
 from jaxsp.training.material import Start
 
-_MAKES_TOKENS = ("data.train", "data.chat_template", "model.tokenizer", "model.source")
+_MAKES_TOKENS = ("data.train", "data.eval_fraction", "data.chat_template", "model.tokenizer", "model.source")
 """Fields, or how they begin, that make other tokens."""
 
 _ALTER_NOTHING = (
@@ -28,11 +28,20 @@ _ALTER_NOTHING = (
         "checkpoint.",
         "memory.",
         "batch.rows_at_once",
-        "data.eval",
+        "data.eval.",
         "data.workers",
         "attention.head_chunks",
     ),
-    *("run.log_every", "run.save_every", "run.eval_every", "run.grace_s", "run.stop_after", "run.step_timeout"),
+    *(
+        "run.log_every",
+        "run.save_every",
+        "run.eval_every",
+        "run.eval_at_start",
+        "run.early_stopping",
+        "run.grace_s",
+        "run.stop_after",
+        "run.step_timeout",
+    ),
     "run.deterministic",
 )
 """Fields, or how they begin, that alter neither rows nor weights, but for rounding; `memory.grad_reduce_dtype` does."""
@@ -57,9 +66,9 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
     has_files = directory.is_dir() and any(path.name not in lock.NOT_A_RUN for path in directory.iterdir())
     begun_from = _begun_from(directory)
     if run.resume in ("auto", begun_from):  # the same command again goes on, wherever it began
-        if has_files and not (directory / lock.CONFIG).is_file():
+        if has_files and not (directory / checkpoint.CONFIG).is_file():
             raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
-        found = checkpoint.newest(directory, without=without)
+        found = checkpoint.newest_of_run(directory, without=without)
         aside = directory / checkpoint.DAMAGED
         if found is None and aside.is_dir():
             raise errors.UserError(
@@ -90,7 +99,7 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
 
 def _begun_from(directory: pathlib.Path) -> str | None:
     """What run.resume named when the run in a directory began; None where that was no other run's checkpoint."""
-    path = directory / lock.CONFIG
+    path = directory / checkpoint.CONFIG
     if not path.is_file():
         return None
     try:
@@ -185,6 +194,7 @@ def start(
         rows=rows,
         num_tokens=meta.num_tokens_total,
         owes_evaluation=meta.owes_evaluation,
+        early_stopping=meta.early_stopping,
         changed=changed,
     )
 

@@ -21,7 +21,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--show-example", action="store_true", help="prints what is learned of each source's first record, and trains nothing"
     )
-    parser.add_argument("--verbose", action="store_true", help="says who gets which rows of the first step")
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="prints who gets which rows of the first step, and the traceback when another process is gone",
+    )
     given = parser.parse_intermixed_args(arguments)
     settings = config.load(given.config, given.changes)
     process = cli.process(given)

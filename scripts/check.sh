@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Format, lint, types, tests; stops at the first that fails. `--fix` formats and repairs first; `--no-tests` leaves the tests out,
-# `--all` runs the slow ones too, which CI does not: an hour and more on 2 cores.
+# Format, lint, types, tests (default and e2e); stops at the first failure. `--fix` formats and repairs first, `--no-tests`
+# leaves out the tests, `--all` adds the slow ones (about an hour on 2 cores).
 #
 # `--releases` instead checks each supported release of JAX in a fresh environment (scripts/check_release.py).
 # It needs Python 3.11 and 3.12, a package index, and about 4 GB in the temporary folder.
@@ -47,7 +47,7 @@ check_releases() {
     return $failed
 }
 
-tests=(-m "not slow")
+tests=(-m "not slow and not gpu")
 for word in "$@"; do
     case $word in
         --fix)
@@ -59,7 +59,7 @@ for word in "$@"; do
             check_releases
             exit
             ;;
-        --all) tests=(-m "slow or not slow") ;;
+        --all) tests=(-m "slow or not slow") ;;  # gpu tests skip without a GPU
         *)
             echo "$word: unknown. Use --fix, --no-tests, --all or --releases." >&2
             exit 2
@@ -70,4 +70,4 @@ done
 run python -m ruff format --check .
 run python -m ruff check .
 run python -m mypy
-[ ${#tests[@]} = 0 ] || run python -m pytest -n 2 --dist loadfile "${tests[@]}"
+[ ${#tests[@]} = 0 ] || run python -m pytest "${tests[@]}"

@@ -140,7 +140,8 @@ def on_shares(attend: attention.Attend) -> Callable[..., jax.Array]:
 def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1) -> batch.Batch:
     """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
     places = layout.order(arrays["tokens_BL"].shape[1], degree)
-    arrays = {name: array[:, places] if batch.SPECS[name] == batch.PER_TOKEN else array for name, array in arrays.items()}
+    specs = {name: batch.SPECS.get(name, batch.PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
+    arrays = {name: array[:, places] if specs[name] == batch.PER_TOKEN else array for name, array in arrays.items()}
     num_groups, num_rows = meshes.num_groups(on), len(arrays["tokens_BL"])
     rows_per_turn = num_groups * rows_at_once
     turns = batch.num_turns(rows_per_step=num_rows, rows_per_turn=rows_per_turn)
@@ -148,7 +149,7 @@ def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1)
         [batch.row_of_step(turn, slot, num_groups=num_groups, rows_at_once=rows_at_once) for slot in range(rows_per_turn)]
         for turn in range(turns)
     ]
-    put = {name: jax.device_put(array[np.array(order)], NamedSharding(on, batch.SPECS[name])) for name, array in arrays.items()}
+    put = {name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name])) for name, array in arrays.items()}
     return batch.Batch(**put)
 
 

@@ -31,6 +31,8 @@ def benchmark(tmp_path_factory):
     return json.loads(out.read_text()), done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_file_says_what_was_timed_on_what(benchmark):
     results, _ = benchmark
     assert results["command"].startswith("python -m scripts.bench.step --shapes too-big tiny --lengths 256 ")
@@ -46,6 +48,8 @@ def test_a_file_says_what_was_timed_on_what(benchmark):
         assert set(case) == asked | fixed | came
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_case_has_its_numbers(benchmark):
     results, printed = benchmark
     case = results["cases"][1]
@@ -71,6 +75,8 @@ def test_a_case_has_its_numbers(benchmark):
         assert (case["mfu"], case["peak_gib"], case["memory_limit_gib"]) == (None, None, None)
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_running_out_of_memory_is_written_down_and_the_rest_goes_on(benchmark):
     results, printed = benchmark
     case = results["cases"][0]
@@ -329,6 +335,7 @@ def test_no_packer_can_do_with_fewer_rows():
     assert sorted(packing.pieces(np.array([20, 4, 13]), 10).tolist()) == [3, 4, 10, 10, 10]
 
 
+@pytest.mark.e2e
 def test_tokenising_is_timed_beside_the_tokenizer_alone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
@@ -362,6 +369,8 @@ def test_batches_are_timed_over_a_whole_epoch(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[0] == batches.HEADER
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_checkpoints_are_timed_and_removed(tmp_path, monkeypatch, capsys):
     for name in ("HIDDEN", "VOCABULARY"):
         monkeypatch.setattr(checkpoints, name, 64)

@@ -13,6 +13,8 @@ from jaxsp.core import config
 from jaxsp.training import trainer
 from tests import batches
 
+pytestmark = pytest.mark.e2e
+
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,13 +1,16 @@
 """How a command ends: its exit code, and its last words."""
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
 from jaxsp import cli
-from jaxsp.core import errors
+from jaxsp.core import errors, jobs, processes
+from jaxsp.data import tokenizers
+from jaxsp.hf import families
 
 
 def fails(error):
@@ -37,6 +40,29 @@ def test_an_error_of_ours_is_said_in_full(capsys):
     assert ended.value.code == 1
     assert "Traceback" in (said := capsys.readouterr().err)
     assert said.endswith("ZeroDivisionError: ours\n")
+
+
+CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:4500"
+
+
+@pytest.mark.parametrize(("num_processes", "flags", "is_short"), [(2, [], True), (2, ["--verbose"], False), (1, [], False)])
+def test_a_lost_connection_to_another_process_is_one_line(monkeypatch, capsys, num_processes, flags, is_short):
+    monkeypatch.setattr(processes, "_here", jobs.Process(index=0, num_processes=num_processes))
+    monkeypatch.setattr(processes, "fail", sys.exit)
+    monkeypatch.setattr(sys, "argv", ["train", *flags])
+    with pytest.raises(SystemExit) as ended:
+        cli.run(fails(ValueError(CLOSED)))
+    printed = capsys.readouterr().err
+    assert ended.value.code == 1
+    assert CLOSED in printed
+    assert ("Traceback" in printed, len(printed.splitlines()) == 1) == (not is_short, is_short)
+
+
+@pytest.mark.parametrize("module", [families, tokenizers])
+def test_modules_that_import_transformers_silence_its_advice_to_install_torch(monkeypatch, module):
+    monkeypatch.delenv("TRANSFORMERS_NO_ADVISORY_WARNINGS", raising=False)
+    runpy.run_path(module.__file__)
+    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"
 
 
 @pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])

@@ -11,6 +11,7 @@ MESHES = [{"replica": 1, "data": 1, "seq": 2}, {"replica": 1, "data": 2, "seq": 
 
 WORDS = (
     "model.config.num_hidden_layers=1",
+    "model.config.intermediate_size=64",
     'data.train.0.source="{stdlib}/a*.py"',
     "data.row_tokens=256",
     "mesh.virtual_cpu_devices=2",
@@ -102,11 +103,12 @@ def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
         compared(monkeypatch, "because", "no", "no")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("asked", "kinds"), [("ulysses", ["ulysses"]), pytest.param("auto", ["gather", "ring", "ulysses"], marks=pytest.mark.slow)]
 )
 def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch, asked, kinds):
-    """As a user asks for it: rows_per_step 4 goes on every mesh of two devices."""
+    """As a user asks for it: rows_per_step 2 goes on every mesh of two devices."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled again and again
     written = tmp_path / "meshes.json"
     plan.main(

@@ -23,7 +23,7 @@ def asked(version):
 def test_there_is_a_file_for_each_python_that_ci_tries():
     tried = re.search(r"for version in ([\d. ]+);", (REPO / ".ci/run").read_text())[1].split()
     assert [path.name for path in FILES] == [f"python{version}.txt" for version in tried]
-    assert '-c "scripts/constraints/python$version.txt"' in (REPO / ".ci/run").read_text()
+    assert '-c "scripts/constraints/python$1.txt"' in (REPO / ".ci/run").read_text()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -63,6 +63,7 @@ def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
         assert line["step"] == 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     checkpoint(tmp_path / "hf", "llama3", dtype)

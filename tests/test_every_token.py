@@ -23,6 +23,8 @@ from jaxsp.core import config
 from jaxsp.training import checkpoint, trainer
 from tests import consumed
 
+pytestmark = pytest.mark.e2e
+
 REPO = pathlib.Path(__file__).parent.parent
 LENGTHS = [*np.random.default_rng(0).integers(1, 60, 80).tolist(), 200, 1, 64, 65, 300, 128]
 """Documents; rows have 64 tokens."""

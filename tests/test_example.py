@@ -70,12 +70,18 @@ def test_ids_are_shown_where_there_is_no_tokenizer():
     assert " 5 6⟦ 7⟧" in shown(asked(("ids.jsonl", "tokens"), tokenizer=None))
 
 
-def test_of_a_long_document_the_beginning_and_the_end_are_shown():
+def test_of_a_long_document_the_first_and_last_200_tokens_are_shown():
     said = shown(asked(("long.txt", "text")))
     assert "5,001 tokens, 5,000 of them with a loss" in said
-    assert "... 1,001 tokens ..." in said
+    assert "... 4,601 tokens ..." in said
     # two of them in the file's name
-    assert (said.count("x"), "x⟦xx" in said, "x<eos>⟧" in said) == (3999 + 2, True, True)
+    assert (said.count("x"), "x⟦xx" in said, "x<eos>⟧" in said) == (399 + 2, True, True)
+
+
+def test_a_chat_is_shown_up_to_4000_tokens(tmp_path):
+    (tmp_path / "long.jsonl").write_text(TALK.replace("q [red]", "x" * 3000))
+    said = shown(asked(("long.jsonl", "messages")))
+    assert "x" * 3000 in said
 
 
 def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypatch, tmp_path, capsys):

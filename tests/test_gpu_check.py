@@ -137,6 +137,7 @@ def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path,
     assert log.read_text().splitlines().count("a line") == 2
 
 
+@pytest.mark.e2e
 def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(monkeypatch, tmp_path, benchmark):
     monkeypatch.setattr(gpu_check, "LEAST_S", 2)
     parts = benchmark("slow", sleep=60, seconds=2), benchmark("late")
@@ -209,6 +210,7 @@ def test_runs_in_a_new_process():
 """
 
 
+@pytest.mark.e2e
 def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp_path, pytest_part):
     out = tmp_path / "out"
     code, index, line = run_stage(monkeypatch, out, pytest_part(TESTS))
@@ -229,6 +231,8 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
     assert starts == 3, "running out of memory leaves the process usable"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_run_that_is_out_of_time_names_its_test(monkeypatch, tmp_path, pytest_part):
     text = "import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\ndef test_three(): pass\n"
     out = tmp_path / "out"

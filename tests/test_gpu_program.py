@@ -16,6 +16,8 @@ from jaxsp.hf import families
 from jaxsp.planner import comms, compiled, hlo, plans
 from tests import published
 
+pytestmark = pytest.mark.e2e
+
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
 REPO = pathlib.Path(__file__).parent.parent

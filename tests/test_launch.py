@@ -90,18 +90,30 @@ def lines(metrics):
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.e2e
 def test_two_processes_give_the_numbers_of_one(tmp_path):
-    # the row is shared inside each process; then by devices of both, which go on from the other's checkpoint of step 2
+    """Devices of both processes share each row."""
+    compare_processes(tmp_path, [("across", 1, 8)])
+
+
+@pytest.mark.slow
+def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(tmp_path):
+    compare_processes(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
+
+
+def compare_processes(tmp_path, meshes):
+    """Two processes on each mesh, where a later one resumes from the first one's step 2, against one process."""
     found = {}
-    for name, data, seq in [("inside", 2, 4), ("across", 1, 8)]:
+    first = meshes[0][0]
+    for name, data, seq in meshes:
         file, metrics = settings(tmp_path, name=name, data=data, seq=seq)
-        words = ["run.save_every=2"] if name == "inside" else [f"run.resume={tmp_path}/inside/checkpoints/2"]
+        words = ["run.save_every=2"] if name == first else [f"run.resume={tmp_path}/{first}/checkpoints/2"]
         launcher = start("-m", "jaxsp.launch", "--processes", 2, file, *words)
         _, said = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, said
         found[name] = lines(metrics)
         # process 0 reads and tokenises, the other finds it done; so does a run after this
-        assert ("Tokenising" in said) == (name == "inside"), said
+        assert ("Tokenising" in said) == (name == first), said
         assert "process 1: Tokenising" not in said
     file, metrics = settings(tmp_path, name="one", data=1, seq=8)
     program, material = prepare.training(config.load(file, []), devices=jax.devices())
@@ -109,12 +121,13 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
     expected = lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
     for name, seen in found.items():
-        for line, right in zip(seen, expected if name == "inside" else expected[2:], strict=True):
+        for line, right in zip(seen, expected if name == first else expected[2:], strict=True):
             assert {field: line[field] for field in COUNTS} == {field: right[field] for field in COUNTS}, name
             for field in ("loss", "grad_norm", "token_accuracy"):
                 assert line[field] == pytest.approx(right[field], rel=tolerances.MESH), (name, field)
 
 
+@pytest.mark.e2e
 def test_torchrun_starts_a_job(tmp_path):
     pytest.importorskip("torch", reason="torchrun comes with torch, which this Python has no build of")
     program = tmp_path / "job.py"
@@ -129,6 +142,7 @@ def test_torchrun_starts_a_job(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
     file, metrics = settings(tmp_path, name="run", data=2, seq=4, steps=100_000)
@@ -170,6 +184,7 @@ def alive(pid):
         return False
 
 
+@pytest.mark.e2e
 def test_a_mistake_that_all_processes_find_is_said_once(tmp_path):
     file, _ = settings(tmp_path, name="run", data=2, seq=4)
     launcher = start("-m", "jaxsp.launch", "--processes", 2, file, "mesh.data=3")
@@ -181,6 +196,7 @@ def test_a_mistake_that_all_processes_find_is_said_once(tmp_path):
     assert "devices" not in printed, "nothing was begun"
 
 
+@pytest.mark.e2e
 def test_a_mistake_that_one_process_finds_is_said_under_its_number_and_ends_all():
     code, _, said, seconds = three("""
 if rank == "2":
@@ -220,6 +236,7 @@ cli.run(lambda _: 1 / 0)
     assert time.monotonic() - began < ENDS_WITHIN_S
 
 
+@pytest.mark.e2e
 def test_what_jax_says_of_a_process_that_is_gone_does_not_hide_why():
     code, _, said, _ = three("""
 if rank == "1":
@@ -295,6 +312,7 @@ time.sleep(100)
     assert not any(alive(pid) for pid in left)
 
 
+@pytest.mark.e2e
 def test_a_stop_may_take_its_time_and_is_no_failure(tmp_path):
     # 0 is asked before it can hear
     heard = (

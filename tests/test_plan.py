@@ -70,6 +70,7 @@ def compiler():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     said, found = asked()
@@ -100,6 +101,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
 
 
 @pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("device", ["a100-80gb", "h200-141gb", "b200-180gb"])
 def test_every_device_is_compiled_for(asked, device):
@@ -111,6 +113,7 @@ def test_every_device_is_compiled_for(asked, device):
     assert f"2 x {device}" in said
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     "words",
@@ -130,6 +133,7 @@ def test_where_cudnn_does_not_serve_there_is_a_plan_without_an_estimate(asked, w
     assert "no estimate" in said
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked):
     if jax.__version_info__ < levers.HOST_STATE_FROM:
@@ -146,6 +150,8 @@ def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked
     assert min(found["host_bytes"]) > 3 * weights * 2**30, "weights and averages at least, there and back"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
     said, found = asked("data.row_tokens=16777216", "memory.remat=attention")
@@ -157,6 +163,8 @@ def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
     assert "batch.rows_per_step=2" in found["ways_out"], "a microbatch of the 2 groups"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
     said, found = asked("memory.offload_activations=residual_and_attention", "--host-gib", "1", "data.row_tokens=1048576")
@@ -169,6 +177,8 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
     assert "not enough host memory" in said
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
     real = memory_fit.measured
@@ -178,6 +188,7 @@ def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch
 
 
 @pytest.mark.slow  # the search has tests of its own, in planner/
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need the plan extra")
@@ -192,6 +203,7 @@ def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
     ("kind", "words"),
@@ -300,6 +312,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
         asked(*words)
 
 
+@pytest.mark.e2e
 def test_no_device_is_asked_for_and_no_data_read(tmp_path):
     """As a user runs it; a config of a missing file, a folder with config.json alone, no GPU."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")

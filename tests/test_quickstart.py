@@ -17,6 +17,8 @@ from jaxsp.data import packing
 from jaxsp.training import checkpoint, sharding, step
 from tests import tolerances
 
+pytestmark = pytest.mark.e2e
+
 REPO = pathlib.Path(__file__).parent.parent
 
 
@@ -25,7 +27,11 @@ def quickstart(tmp_path_factory):
     """The run's directory, and all that the command printed."""
     folder = tmp_path_factory.mktemp("quickstart")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"^```\n(python -m jaxsp\.train configs/quickstart.yaml && .*)\n^```", readme, re.MULTILINE)
+    (command,) = re.findall(
+        r"^python3 -m venv \S+ && .* && (python -m jaxsp\.train configs/quickstart.yaml && .*)$",
+        readme,
+        re.MULTILINE,
+    )
     command = command.replace("configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart")
     command = command.replace("runs/quickstart", f"{folder}/quickstart")
     python = str(pathlib.Path(sys.executable).parent)
@@ -48,7 +54,7 @@ def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     bigram_entropy = -np.sum(shares[shares > 0] * np.log(given_first[shares > 0]))
     assert 2.0 < bigram_entropy < 3.0, "nats per byte of Python source"
-    assert np.mean(losses[-20:]) < bigram_entropy
+    assert np.mean(losses[-20:]) < bigram_entropy - 0.1
 
 
 def test_it_says_what_it_does_and_what_to_type_next(quickstart):
@@ -57,7 +63,7 @@ def test_it_says_what_it_does_and_what_to_type_next(quickstart):
         "2 groups of 4",
         "one row at a time, shared by 4 devices",
         "Ulysses",
-        "step 250/250",
+        "step 400/400",
         f"python -m jaxsp.export {directory}",
         "AutoModelForCausalLM.from_pretrained",
     ):
@@ -107,5 +113,5 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
 def _settings(directory):
     """The run's own config, with a directory that is free."""
     settings = config.load(directory / "config.yaml", [f"run.directory={directory}-again"])
-    assert settings.run.steps == 250
+    assert settings.run.steps == 400
     return settings

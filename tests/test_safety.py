@@ -184,6 +184,7 @@ FOREIGN = [
 """Of the user, in the folder of a run; some are called like steps of it."""
 
 
+@pytest.mark.e2e
 def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, monkeypatch):
     documents(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
@@ -220,6 +221,7 @@ CANARIES = {
 SECRET = re.compile(b"canary[A-F]{4}")
 
 
+@pytest.mark.e2e
 def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, capfd):
     """Training, a mistake, an error of ours with its traceback, and an export."""
     monkeypatch.chdir(tmp_path)
@@ -246,6 +248,8 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     assert [path for path in files if SECRET.search(path.read_bytes())] == []
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 @pytest.mark.parametrize("proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"])
 def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
     documents(tmp_path)

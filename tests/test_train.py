@@ -20,7 +20,7 @@ import transformers
 from jaxsp import export, prepare
 from jaxsp.core import config, errors
 from jaxsp.data import dataset, pipeline, rows
-from jaxsp.training import checkpoint, trainer
+from jaxsp.training import checkpoint, log, trainer
 from tests import batches
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
@@ -77,6 +77,7 @@ def command(module, *arguments, **environment):
 COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
 
 
+@pytest.mark.e2e
 def test_metrics_do_not_depend_on_the_mesh(tmp_path):
     # 3 epochs of ragged documents, one longer than two rows, steps that straddle epochs, a last step with empty rows
     documents(tmp_path, [*np.random.default_rng(1).integers(1, 90, 40), 300], labels=True)
@@ -102,6 +103,7 @@ def test_metrics_do_not_depend_on_the_mesh(tmp_path):
                 assert line[name] == pytest.approx(expected[name], rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
     documents(tmp_path, [125, 126, 127, 128])  # each alone in a row of 128
     losses = {}
@@ -154,6 +156,7 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
     assert "one row at a time, on one device" in seen[1][1]
 
 
+@pytest.mark.slow
 def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     chosen = settings(tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924)
     tokens = np.zeros(15_922, np.int32)
@@ -164,6 +167,7 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     assert len(data.schedule(chosen, epochs=1)) == 20_243
 
 
+@pytest.mark.e2e
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     documents(tmp_path, [128] * 8)
     with pytest.raises(errors.Stopped, match="not finite") as stopped:
@@ -179,6 +183,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 
+@pytest.mark.e2e
 def test_lines_are_as_many_as_asked_and_the_last_is_there(tmp_path):
     documents(tmp_path, [128] * 8)
     lines, _ = run(settings(tmp_path, run__steps=7, run__log_every=3), 1)
@@ -186,21 +191,29 @@ def test_lines_are_as_many_as_asked_and_the_last_is_there(tmp_path):
     assert [line["num_tokens_total"] for line in lines] == [3 * 128, 6 * 128, 7 * 128]
 
 
-def test_waiting_for_rows_is_inside_the_time_of_its_step(tmp_path, monkeypatch):
+@pytest.mark.e2e
+def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, monkeypatch):
     documents(tmp_path, [128] * 8)
-    read = pipeline.Pipeline.read
+    read, catch_up = pipeline.Pipeline.read, log.Log.catch_up
 
     def slow(self, step):
         time.sleep(1.0 if step == 5 else 0.0)
         return read(self, step)
 
+    def late(self):
+        """Reads the second step's results when the third has ended."""
+        time.sleep(0.5 if self._num_steps == 1 and self._running else 0.0)
+        catch_up(self)
+
     monkeypatch.setattr(pipeline.Pipeline, "read", slow)
+    monkeypatch.setattr(log.Log, "catch_up", late)
     lines, _ = run(settings(tmp_path, run__steps=8), 1)
     assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
     waits = [line["data_wait_s"] for line in lines]
     assert max(waits) > 0.3
-    assert waits.index(max(waits)) == 4, "rows of the sixth step are waited for while the fifth runs"
+    assert waits.index(max(waits)) == 5, "the sixth step waits for its rows"
     assert lines[4]["tokens_per_s"] == pytest.approx(128 / lines[4]["step_s"])
+    assert lines[1]["step_s"] < 0.4, "the second step ended before its results were read"
 
 
 @pytest.mark.parametrize(("resume", "says"), [("auto", "holds files, but no run"), ("never", "is not empty")])
@@ -290,6 +303,7 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
         prepare.training(settings(tmp_path), devices=jax.devices()[:1])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
@@ -313,6 +327,7 @@ def test_export_refuses_a_folder_with_something_in_it(tmp_path):
         export.main([str(tmp_path), str(tmp_path / "out")])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_an_export_says_when_transformers_would_misread_its_tokenizer(tmp_path, capsys, model_type):
     # of a folder with model_type qwen2 AutoTokenizer makes a Qwen2Tokenizer, with another vocabulary, whatever the folder says
@@ -333,6 +348,8 @@ def test_an_export_says_when_transformers_would_misread_its_tokenizer(tmp_path, 
     assert len(modes) == 1, "what may be read of it may be read as a whole"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_broken_checkpoint_is_named(tmp_path):
     documents(tmp_path, [128])
     run(settings(tmp_path, run__steps=1), 1)

@@ -47,6 +47,9 @@ class Batch:
     positions_BL: Leaf
     starts_BM: Leaf
     lengths_BM: Leaf
+    weights_BL: Leaf | None = None
+    """Weight of each label's loss, float32, finite and at least 0; None: all 1. The step's loss is
+    sum(weight * loss) / sum(weight) over all tokens with a label."""
 
 
 PER_TOKEN = PartitionSpec(None, axes.GROUPS, axes.SEQ)
@@ -59,7 +62,13 @@ SPECS = {
     "starts_BM": PER_ROW,
     "lengths_BM": PER_ROW,
 }
-"""How a step's arrays [turns, B, ...] are split over the mesh."""
+"""How a step's arrays [turns, B, ...] are split over the mesh; `weights_BL` like the labels."""
+
+
+def specs(rows: Batch) -> Batch:
+    """How each array of a batch is split over the mesh."""
+    weights = None if rows.weights_BL is None else PER_TOKEN
+    return Batch(**SPECS, weights_BL=weights)  # type: ignore[arg-type]  # specs in place of arrays
 
 
 def num_turns(*, rows_per_step: int, rows_per_turn: int) -> int:

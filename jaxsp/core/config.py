@@ -1,6 +1,7 @@
 """Everything a run can be told: a YAML file plus `key.path=value`, checked before anything happens."""
 
 import copy
+import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -50,9 +51,20 @@ class Run(Group):
     log_every: Positive = 1
     """Steps between two lines of metrics.jsonl."""
     save_every: Annotated[int | str | None, _like("100", "30m")] = "30m"
-    """Steps between two checkpoints, or minutes: 30m. null: only after the last step."""
-    eval_every: Annotated[Positive | None, _like(100)] = None
-    """Steps between two evaluations on data.eval, which is also evaluated after the last step; null: only then."""
+    """Steps between two checkpoints, or minutes: 30m, or epoch: at the end of each epoch of run.epochs. null: only after the
+    last step."""
+    eval_every: Annotated[Positive | Literal["epoch"] | None, _like(100)] = None
+    """Steps between two evaluations of the eval sets, or epoch: at the end of each epoch of run.epochs. They are also evaluated
+    after the last step; null: only then."""
+    eval_at_start: bool = False
+    """Also evaluate before the first step. The results are those of step 0 in eval.jsonl and
+    TensorBoard. A resumed run does not repeat it."""
+    early_stopping_patience: Annotated[Positive | None, _like(3)] = None
+    """Stop after this many evaluations in a row without improvement of the loss on the eval set of checkpoint.best_by. A
+    checkpoint is written and the exit code is 0, as after the last step. An evaluation at the start counts; resuming keeps the
+    count. null: never."""
+    early_stopping_min_delta: Annotated[Number, _like(0.01)] = 0.0
+    """A loss counts as an improvement if it is lower than the best so far by more than this."""
     resume: Annotated[str, _like("auto", min_length=1)] = "auto"
     """auto: go on from the newest checkpoint in run.directory, if it has one. never: run.directory must be new or empty.
     Or a run's directory or a checkpoint to go on from, in a run.directory that is new or empty."""
@@ -91,8 +103,15 @@ class Run(Group):
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _steps_or_minutes(cls, value: Any) -> Any:
-        if value is not None and not _is_count(value) and not (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m", value)):
-            raise ValueError("must be a number of steps, or of minutes with an m behind it, or null")
+        if value is None or _is_count(value) or (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m|epoch", value)):
+            return value
+        raise ValueError("must be a number of steps, or of minutes with an m behind it, or epoch, or null")
+
+    @pydantic.field_validator("eval_every", mode="before")
+    @classmethod
+    def _steps_or_epoch(cls, value: Any) -> Any:
+        if value is not None and not _is_count(value) and value != "epoch":
+            raise ValueError("must be a number of steps, or epoch, or null")
         return value
 
     @pydantic.field_validator("xla_options", mode="before")
@@ -113,7 +132,9 @@ class Run(Group):
     @property
     def save_minutes(self) -> int | None:
         """Minutes between two checkpoints, where the field counts minutes."""
-        return int(self.save_every[:-1]) if isinstance(self.save_every, str) else None
+        if not isinstance(self.save_every, str) or self.save_every == "epoch":
+            return None
+        return int(self.save_every[:-1])
 
 
 class Model(Group):
@@ -184,14 +205,16 @@ class Source(Group):
     format: Annotated[Literal["text", "messages", "prompt_completion", "tokens"], _like("text")]
     """What a record holds, as in TRL. text: `text`. messages: `messages`, each with `role` and `content`, perhaps with
     `tools`. prompt_completion: `prompt` and `completion`, both text or both messages. tokens: `input_ids` and perhaps `labels`
-    (not shifted, -100: no loss)."""
+    (not shifted, -100: no loss). An assistant message with `weight: 0` or `train: false` has no
+    loss."""
     name: Annotated[str | None, _like("books", min_length=1)] = None
     """What metrics and banner call it; null: the source as written."""
     weight: Annotated[float | None, _like(0.7, gt=0, allow_inf_nan=False)] = None
     """In data.train: share of the tokens learned from, beside the other sources' weights; the source is repeated as often as
     that takes. All sources have one, or none: then an epoch is all their documents once. Asks for run.steps."""
     split: Annotated[str | None, _like("train", min_length=1)] = None
-    """Which split of a hub data set or of a saved folder; null: the only one, or train."""
+    """Split of a hub data set or of a saved folder, or a part of one as in `datasets`: train[:95%], train[95%:],
+    train[100:200]. Of files, the only split is train. null: the only split, or train."""
     subset: Annotated[str | None, _like("en", min_length=1)] = None
     """Which configuration of a hub data set, where it has several."""
     revision: Annotated[str | None, _like("main", min_length=1)] = None
@@ -210,6 +233,11 @@ class Data(Group):
     """The training documents."""
     eval: Annotated[tuple[Source, ...], _like("[{source: held-out/*.txt, format: text}]", strict=False)] = ()
     """Data sets to evaluate on, each by itself."""
+    eval_fraction: Annotated[float | None, _like(0.05, gt=0, lt=1)] = None
+    """Fraction of the training documents to hold out as an eval set named held_out, in addition to
+    data.eval; the number is close to it, not exact. A hash of run.seed, the source's name and the
+    document's index selects them, so every mesh and every resume holds out the same documents.
+    A change of the fraction is a change of the data (run.on_data_change)."""
     row_tokens: Annotated[Positive | tuple[Positive, ...], _like(8192)]
     """Length of a row in tokens; documents are packed into rows. Or several lengths, such as [8192, 65536]: each document goes
     to the shortest that holds it, and each step has rows of one length."""
@@ -242,7 +270,8 @@ class Data(Group):
         longest = max(lengths)
         if any(longest % length for length in lengths):
             # the nearest that divide it
-            parts = [part for part in range(1, longest // 2 + 1) if longest % part == 0]
+            small = [part for part in range(1, min(math.isqrt(longest), 10**6) + 1) if longest % part == 0]
+            parts = [part for part in (*small, *(longest // part for part in small)) if part < longest]
             near = {min(parts, key=lambda part: max(part / length, length / part)) for length in lengths if length < longest}
             raise ValueError(
                 f"every step has the same tokens: the longest has to be a multiple of each. Use {[*sorted(near), longest]}"
@@ -281,6 +310,8 @@ class Optimizer(Group):
     """After warm-up: cosine or linear towards 0, which the step after the last would have, or constant."""
     warmup_steps: NotNegative = 0
     """Steps of linear growth; the first has learning_rate / warmup_steps."""
+    warmup_fraction: Annotated[Share | None, _like(0.03)] = None
+    """Warm-up as a fraction of all steps of the run, rounded up to whole steps. Give this or warmup_steps."""
     weight_decay: Number = 0.0
     """Decoupled decay of matrices, times the learning rate; norms and biases do not decay."""
     beta1: Share = 0.9
@@ -291,6 +322,13 @@ class Optimizer(Group):
     """adamw: added to the root of the squared gradient's average."""
     max_grad_norm: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Gradients are scaled down to this global norm, of the whole step; null: never."""
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Number of warm-up steps in a run of `num_steps` steps."""
+        if self.warmup_fraction is None:
+            return self.warmup_steps
+        # 0.07 * 100 is 7.000000000000001 in floating point, and 7 steps are meant
+        return math.ceil(round(self.warmup_fraction * num_steps, 6))
 
 
 class Memory(Group):
@@ -329,12 +367,16 @@ class Checkpoint(Group):
     """What is kept on disk."""
 
     keep_latest: Positive = 2
-    """The newest checkpoints that are kept; older ones are deleted."""
+    """Number of latest checkpoints that are kept; older ones are deleted when the next is complete, so
+    that the disk must hold one more. The run does not start if there is no space for a single one, and
+    prints a warning if there is not enough for all."""
     keep_best: NotNegative = 0
-    """Checkpoints with the lowest loss on data.eval that are kept beside the newest. Where it is not 0, there is an evaluation
-    before each checkpoint."""
+    """Number of checkpoints with the lowest loss on a data set of data.eval that are kept in addition
+    to the latest ones. If it is not 0, the run evaluates before each checkpoint; a checkpoint that a
+    stop writes is evaluated when the run is resumed."""
     best_by: Annotated[str | None, _like("held out", min_length=1)] = None
-    """keep_best: the data set of data.eval, by its name, whose loss counts; null: the first."""
+    """Name of the eval set whose loss ranks checkpoints for keep_best and decides early stopping; null: the first of
+    data.eval, or held_out. After a change of this field, or of that set's documents, earlier losses no longer count."""
 
 
 class Logging(Group):

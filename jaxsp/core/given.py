@@ -47,25 +47,105 @@ def across(fields: dict[str, Any]) -> list[str]:
         *_of_memory(fields.get("memory")),
         *_of_rows(fields.get("data")),
         *_nul(fields, ""),
-        *_of_best(fields.get("checkpoint"), fields.get("data")),
+        *_of_best(fields.get("checkpoint"), fields.get("data"), fields.get("run")),
+        *_of_warmup(fields.get("optimizer")),
+        *_of_evaluation(fields.get("run"), fields.get("data")),
+        *_of_epochs(fields.get("run")),
+        *_of_early_stopping(fields.get("run"), fields.get("checkpoint"), fields.get("data")),
     ]
 
 
-def _of_best(checkpoint: Any, data: Any) -> list[str]:
+def _of_early_stopping(run: Any, checkpoint: Any, data: Any) -> list[str]:
+    """Problems of early stopping in a run that evaluates nothing before its last step."""
+    if not isinstance(run, dict):
+        return []
+    patience, min_delta = run.get("early_stopping_patience"), run.get("early_stopping_min_delta")
+    if patience is None:
+        return [
+            f"run.early_stopping_min_delta = {notation.line(min_delta)}: has no effect without "
+            "run.early_stopping_patience. Set run.early_stopping_patience=3, or early_stopping_min_delta=0."
+        ] * bool(min_delta)
+    asked = f"run.early_stopping_patience = {notation.line(patience)}"
+    if not _eval_names(data):
+        return [f"{asked}: there is no data set to evaluate on. {_NAME_A_SET}"]
+    keeps_best = isinstance(checkpoint, dict) and checkpoint.get("keep_best")
+    with_checkpoints = keeps_best and run.get("save_every", "30m") is not None
+    if run.get("eval_every") is None and not with_checkpoints:
+        return [f"{asked}: nothing is evaluated before the last step. Set run.eval_every=100."]
+    return []
+
+
+def _of_epochs(run: Any) -> list[str]:
+    """Problems of what is done at the end of an epoch in a run that is measured in steps."""
+    if not isinstance(run, dict) or run.get("epochs") is not None:
+        return []
+    return [
+        f"run.{name} = epoch: needs run.epochs. Use run.epochs=1 in place of run.steps, or run.{name}=100."
+        for name in ("save_every", "eval_every")
+        if run.get(name) == "epoch"
+    ]
+
+
+def _eval_names(data: Any) -> list[Any]:
+    """Names of the data sets to evaluate on."""
+    if not isinstance(data, dict):
+        return []
+    sets = data.get("eval")
+    names = [
+        source.get("name") or source.get("source")
+        for source in (sets if isinstance(sets, list | tuple) else [])
+        if isinstance(source, dict)
+    ]
+    return names if data.get("eval_fraction") is None else [*names, "held_out"]
+
+
+def _of_evaluation(run: Any, data: Any) -> list[str]:
+    """Problems of options that need something to evaluate."""
+    names = _eval_names(data)
+    if "held_out" in names[:-1]:
+        number = names.index("held_out")
+        return [
+            f"data.eval.{number}.name = held_out: is the name of the documents that data.eval_fraction holds out. Use "
+            f"another: data.eval.{number}.name=held_out-{number}."
+        ]
+    if not isinstance(run, dict) or names:
+        return []
+    if run.get("eval_at_start") is True:
+        return [f"run.eval_at_start = true: there is no data set to evaluate on. {_NAME_A_SET}"]
+    return []
+
+
+_NAME_A_SET = (
+    "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', or hold out training documents: "
+    "data.eval_fraction=0.05."
+)
+"""Suggestion where an option needs an evaluation."""
+
+
+def _of_warmup(optimizer: Any) -> list[str]:
+    """The problem of a warm-up given both in steps and as a fraction."""
+    if not isinstance(optimizer, dict):
+        return []
+    steps, fraction = optimizer.get("warmup_steps"), optimizer.get("warmup_fraction")
+    if not steps or fraction is None:
+        return []
+    return [
+        f"optimizer.warmup_steps = {notation.line(steps)}, optimizer.warmup_fraction = {notation.line(fraction)}: only one "
+        "of them may be set. Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null."
+    ]
+
+
+def _of_best(checkpoint: Any, data: Any, run: Any) -> list[str]:
     """What is best is told by an evaluation."""
     if not isinstance(checkpoint, dict):
         return []
     keep_best, best_by = checkpoint.get("keep_best", 0), checkpoint.get("best_by")
-    sets = data.get("eval") if isinstance(data, dict) else None
-    sets = sets if isinstance(sets, list | tuple) else []
-    names = [one.get("name") or one.get("source") for one in sets if isinstance(one, dict)]
-    if best_by is not None and not keep_best:
+    names = _eval_names(data)
+    stops_early = isinstance(run, dict) and run.get("early_stopping_patience") is not None
+    if best_by is not None and not keep_best and not stops_early:
         return [f"checkpoint.best_by = {best_by}: none is kept for being best. Set checkpoint.keep_best=1, or best_by=null."]
-    if isinstance(keep_best, int) and keep_best > 0 and not sets:
-        return [
-            f"checkpoint.keep_best = {keep_best}: what is best is told by an evaluation. Name a data set: "
-            "data.eval='[{source: held-out/*.txt, format: text}]'."
-        ]
+    if isinstance(keep_best, int) and keep_best > 0 and not names:
+        return [f"checkpoint.keep_best = {keep_best}: what is best is told by an evaluation. {_NAME_A_SET}"]
     if best_by is not None and best_by not in names:
         return [f"checkpoint.best_by = {best_by}: is no data set of data.eval. Use {errors.choices(names)}, or null."]
     return []

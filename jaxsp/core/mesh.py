@@ -21,6 +21,19 @@ PROCESS_BYTES = 6 * 2**30
 SYSTEM_BYTES = 8 * 2**30
 """Host memory of a node for the operating system."""
 
+COLLECTIVE_TIMEOUTS = (
+    "xla_cpu_collective_call_terminate_timeout_seconds",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
+    "xla_cpu_collective_timeout_seconds",
+)
+"""XLA's limits for how long a CPU device waits in a collective for the others: 40 s until it aborts
+the process, 20 s until it prints a warning, and 30 minutes between processes. jaxlib 0.10.1 to
+0.12.0.1 have all three."""
+
+COLLECTIVE_TIMEOUT_S = 86_400
+"""Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
+on slow cores. The watchdog ends a step that hangs, and prints the stacks of all threads."""
+
 
 _HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
@@ -42,6 +55,8 @@ def choose_platform(
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
         jax.config.update("jax_platforms", "cpu")
+    if no_gpu:
+        _raise_collective_timeouts(os.environ)
     if virtual_cpu_devices is None:
         return
     own, rest = divmod(virtual_cpu_devices, num_processes)
@@ -53,6 +68,26 @@ def choose_platform(
             f"Use {near}."
         )
     jax.config.update("jax_num_cpu_devices", max(own, 1))
+
+
+def collective_timeout_flags() -> list[str]:
+    """Flags that raise XLA's limits for collectives of CPU devices."""
+    return [f"--{name}={COLLECTIVE_TIMEOUT_S}" for name in COLLECTIVE_TIMEOUTS]
+
+
+def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
+    """Adds the limits that the user has not set to XLA_FLAGS.
+
+    XLA reads the variable once, when the first device is used. It holds flags or the name of a file
+    of flags, never both, so a file is left as it is.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if flags.strip() and not flags.strip().startswith("-"):
+        return
+    given = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
+    ours = zip(COLLECTIVE_TIMEOUTS, collective_timeout_flags(), strict=True)
+    missing = [flag for name, flag in ours if name not in given]
+    environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
 def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_bytes: int | None) -> None:

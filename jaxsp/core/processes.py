@@ -42,6 +42,11 @@ TESTED = "0.10.1 to 0.12.0"
 """Versions of JAX whose store of keys and values is known; it has no public name."""
 
 
+_stdout = 1
+"""File descriptor that Python prints to."""
+
+_ERASE_LINE = "\r\x1b[2K"
+
 _here = jobs.Process()
 _store: Any = None
 """Where processes tell each other something: JAX's, kept by process 0. None before they have met, and after they parted."""
@@ -72,7 +77,10 @@ def start(process: jobs.Process, *, seconds: float = JOIN_S) -> None:
     # in a thread: jax ends the process when its own time is up, and nothing can catch that
     threading.Thread(target=_wait, args=(process, joined, seconds), daemon=True).start()
     host = process.coordinator.rpartition(":")[0]
-    gpus = jobs.local_gpus(process, jobs.num_gpus(os.environ))
+    num_gpus = jobs.num_gpus(os.environ)
+    gpus = jobs.local_gpus(process, num_gpus)
+    if not num_gpus:
+        _discard_gloo_output()
     try:
         jax.distributed.initialize(
             process.coordinator,
@@ -96,6 +104,27 @@ def start(process: jobs.Process, *, seconds: float = JOIN_S) -> None:
     _store = _keys_and_values()
     _parted.clear()
     threading.Thread(target=_hear, name="hears of processes that fail", daemon=True).start()
+
+
+def _discard_gloo_output() -> None:
+    """Discards what is not printed through sys.stdout.
+
+    Gloo, which connects CPU devices, prints a line for each group of processes to file descriptor 1,
+    in the middle of other lines, and has no option for that.
+    """
+    global _stdout
+    sys.stdout.flush()
+    _stdout = os.dup(1)
+    sys.stdout = open(  # noqa: SIM115 - open until the process ends
+        _stdout,
+        "w",
+        encoding=sys.stdout.encoding,
+        errors=sys.stdout.errors,
+        buffering=1 if os.isatty(_stdout) else -1,
+    )
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
 
 
 def tell(name: str, value: str) -> None:
@@ -133,7 +162,9 @@ def say(words: str) -> None:
     """Says something on stderr, each line under this process's number; of process 0, as it is."""
     text = textwrap.indent(words.rstrip(), prefix(_here.index), lambda _: _here.index > 0)
     with though_deaf():
-        os.write(2, f"{text}\n".encode())  # at once, whatever the main thread is in the middle of
+        # on a terminal, in place of the progress bar and ^C, which are drawn without a line break
+        begin = _ERASE_LINE if os.isatty(2) else ""
+        os.write(2, f"{begin}{text}\n".encode())  # at once, whatever the main thread is in the middle of
 
 
 def say_stacks() -> None:
@@ -166,8 +197,8 @@ def leave(code: int, *, farewell: str = _GONE) -> NoReturn:
     goodbye = threading.Thread(target=_say_goodbye, args=(code, farewell), daemon=True)
     goodbye.start()
     goodbye.join(LAST_WORDS_S)  # a process 0 that is stopped does not answer
-    if os.isatty(1):
-        os.write(1, b"\x1b[?25h")  # the cursor, which a progress bar hides
+    if os.isatty(_stdout):
+        os.write(_stdout, b"\x1b[?25h")  # the cursor, which a progress bar hides
     os._exit(code)
 
 

@@ -45,7 +45,9 @@ def not_as_they_are(sources: Sequence[rows.Source]) -> str:
     total = {name: sum(getattr(source, name) for source in sources) for name in vars(sources[0]) if name.startswith("num_")}
     longer = "longer than a row:"
     cut, dropped = count(total["num_tokens_truncated"], "token"), count(total["num_tokens_dropped"], "token")
+    held_out = count(total["num_tokens_held_out"], "token")
     said = {
+        "num_held_out": f"{count(total['num_held_out'], 'document')} held out for evaluation, with {held_out}",
         "num_split": f"{count(total['num_split'], 'document')} {longer} split",
         "num_truncated": f"{count(total['num_truncated'], 'document')} {longer} truncated by {cut}",
         "num_dropped": f"{count(total['num_dropped'], 'document')} {longer} dropped, with {dropped}",

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, paths
 from jaxsp.data import turns, wording
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def written_out(asked: str) -> str:
     if "{%" in asked or "{{" in asked:
         return asked
     try:
-        return pathlib.Path(asked).expanduser().read_text(encoding="utf-8")
+        return paths.expand_user(asked, field="data.chat_template").read_text(encoding="utf-8")
     except FileNotFoundError:
         raise errors.UserError(
             f"data.chat_template = {asked}: no such file below {pathlib.Path.cwd()}, and no template either, which would "
@@ -173,6 +173,7 @@ def _conversation(messages: turns.Messages, render: turns.Render, *, has_marks: 
     whole, marks = render(messages)
     wording.check_all_there(messages, whole)
     if train_on == "all":
+        _check_all_have_loss(messages, "use data.train_on=assistant")
         return Rendered(text=whole)
     spoken = [number for number, message in enumerate(messages) if message["role"] == wording.ASSISTANT]
     if not spoken:
@@ -181,9 +182,22 @@ def _conversation(messages: turns.Messages, render: turns.Render, *, has_marks: 
             f"has no turn of the role {wording.ASSISTANT} to learn from, but of {roles}: say what the source calls it with "
             "roles, or use data.train_on=all"
         )
+    with_loss = [number for number in spoken if wording.has_loss(messages[number])]
+    if not with_loss:
+        raise wording.Refused(f"every turn of the role {wording.ASSISTANT} has weight 0 or train false: leave the record out")
     if has_marks:
-        return Rendered(text=whole, learned=tuple(turns.marked(messages, spoken, whole, marks, render)), exact=False)
-    return Rendered(text=whole, learned=tuple(turns.unmarked(messages, spoken, whole, render)))
+        parts = turns.marked(messages, spoken, whole, marks, render, with_loss=with_loss)
+        return Rendered(text=whole, learned=tuple(parts), exact=False)
+    return Rendered(text=whole, learned=tuple(turns.unmarked(messages, with_loss, whole, render)))
+
+
+def _check_all_have_loss(messages: turns.Messages, suggestion: str) -> None:
+    """Raises: Refused for an assistant turn without loss where all of a text is learned."""
+    for number, message in enumerate(messages, 1):
+        if message["role"] == wording.ASSISTANT and not wording.has_loss(message):
+            raise wording.Refused(
+                f"message {number} has weight 0 or train false, and all of the text is to be learned: {suggestion}"
+            )
 
 
 def _completion(prompt: turns.Messages, completion: turns.Messages, render: turns.Render, *, train_on: str) -> Rendered:
@@ -191,7 +205,9 @@ def _completion(prompt: turns.Messages, completion: turns.Messages, render: turn
     whole, _ = render(messages)
     wording.check_all_there(messages, whole)
     if train_on == "all":
+        _check_all_have_loss(messages, "use data.train_on=assistant")
         return Rendered(text=whole)
+    _check_all_have_loss(completion, "use format: messages")
     alone, _ = render(prompt)
     asked, _ = render(prompt, prompt=True)
     start = turns.shared(asked, whole)

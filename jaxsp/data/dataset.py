@@ -52,6 +52,14 @@ class DataSet:
             ends=None if epochs is None else [max(s.rows_in(epochs), b) for s, b in zip(self.streams, begin, strict=True)],
         )
 
+    def ends_epoch(self, schedule: mixing.Schedule, num_steps: int) -> bool:
+        """Whether a pass over the data is complete after so many steps of a schedule, and was not a step earlier.
+
+        With rows of several lengths: a pass over all of them.
+        """
+        before, after = (min(map(_num_epochs, self.streams, schedule.consumed(steps))) for steps in (num_steps - 1, num_steps))
+        return after > before
+
     def feed(
         self, settings: config.Config, mesh: jax.sharding.Mesh, schedule: mixing.Schedule, *, layout: int
     ) -> pipeline.Pipeline:
@@ -63,6 +71,7 @@ class DataSet:
         data = settings.data
         return {
             "run.seed": settings.run.seed,
+            "data.eval_fraction": data.eval_fraction,
             "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.longest_row,
             "data.max_documents_per_row": data.max_documents_per_row,
             # where no document is too long, they are the same rows
@@ -73,6 +82,13 @@ class DataSet:
                 for one, digest in self.origins
             ],
         }
+
+
+def _num_epochs(stream: mixing.Stream, num_rows: int) -> int:
+    """Complete passes in the first rows of a stream. Plans no epoch that they do not reach."""
+    epoch = stream.epoch_of(num_rows - 1) if num_rows else 0
+    assert epoch is not None, "sources mixed by weight have no epochs"
+    return epoch + (num_rows == stream.rows_in(epoch + 1))
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -105,7 +121,9 @@ def of(
     lengths, row_lengths = documents.lengths, settings.data.row_lengths
     wanted = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
     source_of = documents.source_of(np.arange(len(lengths))) if weights is not None else np.zeros(len(lengths), np.int64)
-    weights = None if weights is None else tuple(np.divide(weights, sum(weights)).tolist())
+    if weights is not None:
+        scaled = np.divide(weights, max(weights))  # the sum of very large weights would be infinite
+        weights = tuple((scaled / scaled.sum()).tolist())
     # tokens that the rows of one length and source should have, of all tokens: as many as the source has in this length
     pools = (1.0,) if weights is None else weights
     tokens = np.bincount(source_of, lengths, minlength=len(pools))

@@ -1,6 +1,7 @@
 """Files of every kind, read into records one after another; what is broken is never taken for the end of a file."""
 
 import codecs
+import collections
 import contextlib
 import csv
 import io
@@ -37,7 +38,7 @@ _CHUNK = 2**20
 """Bytes that are read from a compressed file, or looked through in a JSON array, at a time."""
 
 _HEAD = 2**16
-"""Bytes in which a file has to begin with something other than spaces."""
+"""Bytes that are read at a time until there is something other than spaces."""
 
 _MOST_CELL = 2**30
 """Characters of a csv cell: a quote that nobody closes makes one cell of the rest of the file."""
@@ -123,7 +124,10 @@ def _is_array(file: str) -> bool:
     if ends(file)[0] != ".json":
         return False
     with _open(file) as stream:
-        return stream.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        head = stream.read(_HEAD).removeprefix(codecs.BOM_UTF8).lstrip()
+        while not head and (chunk := stream.read(_HEAD)):
+            head = chunk.lstrip()
+        return head.startswith(b"[")
 
 
 def _json(file: str, columns: tables.Columns) -> Iterator[tables.Found]:
@@ -155,8 +159,8 @@ def _decoder() -> tuple[json.JSONDecoder, list[str]]:
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(found)
         if len(made) < len(found):
-            names = [name for name, _ in found]
-            doubled.extend(name for name in made if names.count(name) > 1)
+            counts = collections.Counter(name for name, _ in found)
+            doubled.extend(name for name in made if counts[name] > 1)
         return made
 
     return json.JSONDecoder(object_pairs_hook=pairs), doubled

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.core import config, errors
-from jaxsp.data import tables
+from jaxsp.data import tables, wording
 
 NAMES = {
     "text": (("text",), ()),
@@ -166,13 +166,14 @@ def _chat_row(made: Row, record: Row, source: config.Source) -> Row:
         if not holds(record, name):
             continue
         value = record[name]
-        value = _loaded(value, name) if isinstance(value, str) else _without_nulls(value)
+        value = _loaded(value, name) if isinstance(value, str) else value
         if not isinstance(value, kind):
             raise Bad(f"{name} is {_word(value)}, not {_WORDS[kind.__name__]}")
         if wrong := [tool for tool in value if ours == "tools" and not isinstance(tool, dict)]:
             raise Bad(f"{name} holds {_word(wrong[0])}: each tool is an object")
         if value:
-            made[ours] = value
+            # a null tool parameter is data; a null argument of a template is one that is not given
+            made[ours] = value if ours == "tools" else _without_nulls(value)
     try:
         text = json.dumps(made, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -184,7 +185,7 @@ def _chat_row(made: Row, record: Row, source: config.Source) -> Row:
 
 
 def _conversation(value: Any, name: str, source: config.Source) -> list[Row]:
-    """Messages by our names; nothing in them is null."""
+    """Messages by our names, without fields that are null; nulls inside them are data."""
     if not isinstance(value, list):
         raise Bad(f"{name} is {_word(value)}, not a list of messages")
     if not value:
@@ -207,19 +208,36 @@ def _message(message: Any, place: str, source: config.Source) -> Row:
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise Bad(f"{place}: tool_calls is {_word(calls)}, not a list of objects")
     if calls:
-        made["tool_calls"] = [_call(call, f"{place}: tool_calls: call {number}") for number, call in enumerate(calls, 1)]
+        made["tool_calls"] = [
+            _call(_without_nulls(call), f"{place}: tool_calls: call {number}") for number, call in enumerate(calls, 1)
+        ]
     if content_name in message:
         made["content"] = _content(message[content_name], f"{place}: {content_name}")
-    elif not calls:
+    elif not calls and not isinstance(message.get("function_call"), dict):
         raise Bad(f"{place} has no {content_name}, and no tool_calls; it has {_listed(message)}")
+    _check_loss(message, made["role"], place)
     named = (role_name, content_name, *made)
     return made | {name: value for name, value in message.items() if name not in named and (name != "tool_calls" or value)}
+
+
+def _check_loss(message: Row, role: str, place: str) -> None:
+    """Raises: Bad for a `weight` or `train` that cannot be followed."""
+    weight, train = message.get("weight", 1), message.get("train", False)
+    if weight not in (0, 1):
+        raise Bad(f"{place}: weight is {weight!r}: it must be 0 (no loss on this turn) or 1")
+    if train not in (0, 1):
+        raise Bad(f"{place}: train is {train!r}: it must be true, or false (no loss on this turn)")
+    if train and role != wording.ASSISTANT:
+        raise Bad(
+            f"{place}: train is true, and only turns of the role {wording.ASSISTANT} are learned from. "
+            "Leave it out, or use data.train_on=all"
+        )
 
 
 def _call(call: Row, place: str) -> Row:
     """A tool call whose arguments are an object."""
     if isinstance(call.get("function"), dict):
-        return call | {"function": _call(call["function"], place)}
+        return call | {"function": _call(_without_nulls(call["function"]), place)}
     if not isinstance(call.get("arguments"), str):
         return call
     arguments = _loaded(call["arguments"], f"{place}: arguments")
@@ -292,10 +310,8 @@ def _loaded(value: str, name: str) -> Any:
 
 
 def _without_nulls(value: Any) -> Any:
-    """The value without what is null in its objects: tables give each object the keys of all, in the arguments of tools too."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
-    return [_without_nulls(one) for one in value] if isinstance(value, list) else value
+    """An object without its fields that are null; any other value as it is."""
+    return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
 def _word(value: Any) -> str:

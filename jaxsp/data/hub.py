@@ -3,7 +3,7 @@
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import huggingface_hub
@@ -55,11 +55,7 @@ def open_saved(path: pathlib.Path, source: config.Source, *, field: str) -> "dat
             raise
         raise errors.UserError(f"cannot be loaded: {_reason(error)}. Copy or make it again.") from None
     if isinstance(found, datasets.Dataset):
-        if source.split and source.split != str(found.split):
-            raise errors.UserError(
-                f"{_beside(field, 'split')} = {source.split}: the folder holds one data set, not several. Leave it out."
-            )
-        return found
+        found = datasets.DatasetDict({str(found.split or "train"): found})
     return _split(found, source, field=field)
 
 
@@ -116,13 +112,57 @@ def records(dataset: "datasets.Dataset", columns: tables.Columns, *, place: str)
 
 
 def _split(found: "datasets.DatasetDict", source: config.Source, *, field: str) -> "datasets.Dataset":
-    """The split that is asked for, else the only one, else the one called train."""
+    """The split, or the parts of splits, that are asked for; else the only split, else train."""
     names = list(found)
+    if not names:
+        raise errors.UserError("has no splits, so there is no record in it. Save it again, or give another data set.")
+    if source.split is not None and source.split not in found:
+        return select(found, source.split, field=field)
     asked = source.split or (names[0] if len(names) == 1 else "train")
     if asked not in found:
-        given = f"{_beside(field, 'split')} = {source.split}: there is no such split" if source.split else "has several splits"
-        raise errors.UserError(f"{given}. Set {_beside(field, 'split')} to {errors.choices(names)}.")
+        raise errors.UserError(f"has several splits. Set {_beside(field, 'split')} to {errors.choices(names)}.")
     return found[asked]
+
+
+def select(splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str) -> "datasets.Dataset":
+    """The part of splits that `spec` names, such as train[:95%], without copying it. Raises: UserError."""
+    import datasets
+
+    lengths = {name: len(split) for name, split in splits.items()}
+    parts = [
+        splits[name] if (start, stop) == (0, lengths[name]) else splits[name].select(range(start, stop))
+        for name, start, stop in ranges(spec, lengths, field=field)
+    ]
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def ranges(spec: str, lengths: Mapping[str, int], *, field: str) -> list[tuple[str, int, int]]:
+    """Split, start and stop of each part that `spec` names, by the rules of `datasets`.
+
+    Args:   lengths: number of records of each split.
+    Raises: UserError where it names no part, an unknown split or an empty part.
+    """
+    import datasets
+
+    asked = f"{_beside(field, 'split')} = {spec}"
+    try:
+        instruction = datasets.ReadInstruction.from_spec(spec)
+    except ValueError:
+        raise errors.UserError(
+            f"{asked}: is neither a split nor a part of one. Use for example train[:95%] or train[100:200]."
+        ) from None
+    try:
+        parts = [(part.splitname, part.from_, part.to) for part in instruction.to_absolute(dict(lengths))]
+    except ValueError as error:
+        if not str(error).startswith("Unknown split"):
+            raise errors.UserError(f"{asked}: {_reason(error)}. Use for example train[:95%].") from None
+        raise errors.UserError(
+            f"{asked}: there is no such split. Set {_beside(field, 'split')} to {errors.choices(lengths)}."
+        ) from None
+    for name, start, stop in parts:
+        if start >= stop:
+            raise errors.UserError(f"{asked}: holds no record, {name} has {lengths[name]:,}. Use for example {name}[:95%].")
+    return parts
 
 
 def _refusal(error: Exception, source: config.Source, *, field: str) -> str:

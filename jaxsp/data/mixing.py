@@ -13,11 +13,14 @@ Both orders can be cut anywhere, and go on from what was consumed of each withou
 
 import bisect
 import dataclasses
+import functools
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxsp.core import errors
 from jaxsp.data import packing
 
 
@@ -55,9 +58,11 @@ class Stream:
         return only.rows_in(epochs)
 
     def num_rows(self, end: int) -> list[int]:
-        """How many of the first `end` rows each part has."""
+        """How many of the first `end` rows each part has; of very many, to about one row."""
         if len(self.parts) == 1:
             return [end]
+        if end > _MOST_COUNTED:
+            return [round(end * share) for share in self._shares.tolist()]
         self._find(max(end - 1, 0))
         return np.bincount(self._part[:end], minlength=len(self.parts)).tolist()
 
@@ -68,6 +73,10 @@ class Stream:
             if index >= len(self._part):
                 self._part, self._place = _turns(self._shares, max(2 * index, 1024))
             return int(self._part[index]), int(self._place[index])
+
+
+_MOST_COUNTED = 10**6
+"""Rows that are laid out only to count those of each part."""
 
 
 def _turns(shares: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -83,29 +92,69 @@ def _turns(shares: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     return parts[order], places[order]
 
 
+class StepRows(NamedTuple):
+    """The rows of a step."""
+
+    stream: int
+    """The stream they are from."""
+    first: int
+    """The first of them, by its number in the stream."""
+    num_rows: int
+    """How many they are; less than in other steps where the data ends."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The rows of each step to come. Shapes: [steps]."""
+    """The rows of each step to come.
 
-    stream: np.ndarray
-    """Which of the streams they are from."""
-    first: np.ndarray
-    """The first of them, by its number in the stream."""
-    count: np.ndarray
-    """How many there are; fewer than in other steps where the data ends."""
+    Those of a single stream follow from the step's number, so that a billion steps take no memory.
+    """
+
+    num_steps: int
     begin: tuple[int, ...]
     """Rows of each stream consumed before."""
+    ends: tuple[int, ...]
+    """Rows of each stream after which the data ends."""
+    rows_per_step: tuple[int, ...]
+    """Of each stream."""
+    stream: np.ndarray | None = None
+    """The stream of each step; None if there is only one."""
 
     def __len__(self) -> int:
-        return len(self.stream)
+        return self.num_steps
+
+    def rows(self, step: int) -> StepRows:
+        """Returns the rows of a step, from 0."""
+        stream = 0 if self.stream is None else int(self.stream[step])
+        before = step if self.stream is None else int(self._before[step])
+        first = self.begin[stream] + before * self.rows_per_step[stream]
+        return StepRows(stream, first, min(self.rows_per_step[stream], self.ends[stream] - first))
+
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """Steps of the same stream before each step."""
+        assert self.stream is not None, "there are several streams"
+        before = np.zeros(self.num_steps, np.int64)
+        for stream in range(len(self.begin)):
+            steps = np.flatnonzero(self.stream == stream)
+            before[steps] = np.arange(len(steps))
+        return before
 
     def consumed(self, num_steps: int) -> tuple[int, ...]:
         """Rows of each stream consumed after so many of the steps: the whole state of the data."""
-        done = [np.flatnonzero(self.stream[:num_steps] == stream) for stream in range(len(self.begin))]
+        if self.stream is None:
+            steps = [min(num_steps, self.num_steps)]
+        else:
+            steps = np.bincount(self.stream[:num_steps], minlength=len(self.begin)).tolist()
         return tuple(
-            begin if not len(steps) else int(self.first[steps[-1]] + self.count[steps[-1]])
-            for begin, steps in zip(self.begin, done, strict=True)
+            max(begin, min(begin + count * per_step, end))
+            for begin, count, per_step, end in zip(self.begin, steps, self.rows_per_step, self.ends, strict=True)
         )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all steps."""
+        return sum(self.consumed(self.num_steps)) - sum(self.begin)
 
 
 def schedule(
@@ -122,17 +171,32 @@ def schedule(
     Args:
         begin, ends: rows of each stream.
         shares: of the steps, for each stream.
+    Raises: UserError for more steps than can be laid out.
     """
     assert (num_steps is None) != (ends is None), "one of them says how long"
-    limits = [np.iinfo(np.int64).max] * len(begin) if ends is None else list(ends)
-    if len(begin) == 1:
-        count = num_steps if num_steps is not None else -(-max(limits[0] - begin[0], 0) // rows_per_step[0])
-        first = begin[0] + np.arange(count, dtype=np.int64) * rows_per_step[0]
-        stream = np.zeros(count, np.int8)
-    else:
-        stream, first = _interleaved(list(begin), rows_per_step, shares, seed, num_steps, limits)
-    most, limit = np.array(rows_per_step)[stream], np.array(limits)[stream]
-    return Schedule(stream=stream, first=first, count=np.minimum(most, limit - first), begin=tuple(begin))
+    limits = [_ENDLESS] * len(begin) if ends is None else list(ends)
+    steps = num_steps
+    if steps is None:
+        each = zip(begin, limits, rows_per_step, strict=True)
+        steps = sum(-(-max(end - first, 0) // per_step) for first, end, per_step in each)
+    most, of_lengths = (_MOST_STEPS, "") if len(begin) == 1 else (_MOST_INTERLEAVED, " with rows of several lengths")
+    if steps > most:
+        field = "run.steps" if ends is None else "run.epochs"
+        raise errors.UserError(f"{field}: makes {steps:,} steps; there can be at most {most:,}{of_lengths}. Use fewer.")
+    stream = None
+    if len(begin) > 1:
+        stream = _interleaved(list(begin), rows_per_step, shares, seed, steps, limits)
+    return Schedule(num_steps=steps, begin=tuple(begin), ends=tuple(limits), rows_per_step=tuple(rows_per_step), stream=stream)
+
+
+_ENDLESS = 2**63 - 1
+"""Rows of a stream that does not end."""
+
+_MOST_STEPS = 10**12
+"""Their rows are counted in 64 bits, here and in grain."""
+
+_MOST_INTERLEAVED = 10**7
+"""Steps with rows of several lengths are laid out before the first one, in about 5 us each."""
 
 
 def _interleaved(
@@ -140,22 +204,22 @@ def _interleaved(
     rows_per_step: Sequence[int],
     shares: Sequence[float],
     seed: int,
-    num_steps: int | None,
+    num_steps: int,
     limits: Sequence[int],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
+    """The stream of each step."""
+
     def due(stream: int) -> float:
         place = consumed[stream]
         anywhere = np.random.default_rng((seed, stream, place)).random()
         return (place / rows_per_step[stream] + anywhere) / shares[stream]
 
     waiting = sorted((due(stream), stream) for stream in range(len(consumed)) if consumed[stream] < limits[stream])
-    streams: list[int] = []
-    firsts: list[int] = []
-    while waiting and len(streams) != num_steps:
+    streams = np.zeros(num_steps, np.int8)
+    for step in range(num_steps):
         _, stream = waiting.pop(0)
-        streams.append(stream)
-        firsts.append(consumed[stream])
+        streams[step] = stream
         consumed[stream] += rows_per_step[stream]
         if consumed[stream] < limits[stream]:
             bisect.insort(waiting, (due(stream), stream))
-    return np.array(streams, np.int8), np.array(firsts, np.int64)
+    return streams

@@ -102,7 +102,8 @@ class Pipeline:
         self._degree = layout
         self._documents, self._streams, self._schedule, self._mesh = documents, streams, schedule, mesh
         self._num_groups, self._max_pieces = meshes.num_groups(mesh), settings.data.max_documents_per_row
-        self._shardings = {name: NamedSharding(mesh, spec) for name, spec in batch.SPECS.items()}
+        self._specs = batch.SPECS | ({"weights_BL": batch.PER_TOKEN} if documents.has_weights else {})
+        self._shardings = {name: NamedSharding(mesh, spec) for name, spec in self._specs.items()}
         self._forms = [self._form(settings.for_rows_of(stream.row_tokens)) for stream in streams]
         self.num_steps = len(schedule)
 
@@ -115,13 +116,14 @@ class Pipeline:
             row_tokens=row_tokens,
             rows_per_step=settings.batch.rows_per_step,
             rows_at_once=rows_at_once,
-            shapes={name: (turns, slots, widths[spec]) for name, spec in batch.SPECS.items()},
+            shapes={name: (turns, slots, widths[spec]) for name, spec in self._specs.items()},
         )
 
     def read(self, step: int) -> HostStep:
         """What this process needs of a step."""
         form, dealt, step_rows = self._rows(step)
-        stream = self._streams[self._schedule.stream[step]]
+        chosen = self._schedule.rows(step)
+        stream = self._streams[chosen.stream]
         documents = np.concatenate([row.document for row in step_rows])
         piece_lengths = np.concatenate([row.length for row in step_rows])
         tokens = np.bincount(self._documents.source_of(documents), piece_lengths, minlength=len(self._documents.sources))
@@ -129,13 +131,12 @@ class Pipeline:
             row_tokens=form.row_tokens,
             piece_lengths=piece_lengths,
             num_rows=len([index for index in dealt if index is not None]),
-            epoch=stream.epoch_of(int(self._schedule.first[step] + self._schedule.count[step]) - 1),
+            epoch=stream.epoch_of(chosen.first + chosen.num_rows - 1),
             tokens_of_sources=tuple(tokens.astype(int).tolist()),
             imbalance=self._imbalance(form, step_rows),
         )
-        per_token = self._blocks(
-            form, step_rows, ("tokens_BL", "labels_BL", "positions_BL"), functools.partial(self._share, form)
-        )
+        names = tuple(name for name, spec in self._specs.items() if spec == batch.PER_TOKEN)
+        per_token = self._blocks(form, step_rows, names, functools.partial(self._share, form))
         per_row = self._blocks(form, step_rows, ("starts_BM", "lengths_BM"), lambda row, *_: rows.slots(row, self._max_pieces))
         return HostStep(blocks=per_token | per_row, counts=counts)
 
@@ -164,7 +165,7 @@ class Pipeline:
 
     def row_tokens(self, step: int) -> int:
         """Length of a step's rows."""
-        return self._forms[self._schedule.stream[step]].row_tokens
+        return self._forms[self._schedule.rows(step).stream].row_tokens
 
     def pieces(self, step: int) -> list[Piece]:
         """What a step learns from, row by row in the data's order: the same on every mesh."""
@@ -194,9 +195,9 @@ class Pipeline:
 
     def _rows(self, step: int) -> tuple[_Form, list[int | None], list[packing.Row]]:
         """A step's rows in the order in which they are dealt, with their numbers; the most work first, empty ones last."""
-        number = self._schedule.stream[step]
-        form, stream, first = self._forms[number], self._streams[number], int(self._schedule.first[step])
-        found = [stream.row(first + place) for place in range(self._schedule.count[step])]
+        number, first, num_rows = self._schedule.rows(step)
+        form, stream = self._forms[number], self._streams[number]
+        found = [stream.row(first + place) for place in range(num_rows)]
         order = sorted(range(len(found)), key=lambda place: -_work(found[place]))
         empty = form.rows_per_step - len(found)
         dealt = [first + place for place in order] + [None] * empty

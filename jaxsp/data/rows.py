@@ -24,6 +24,8 @@ class Share:
     tokens: np.ndarray
     labels: np.ndarray
     positions: np.ndarray
+    weights: np.ndarray | None = None
+    """Weight of each label's loss, float32, where the documents have weights."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,9 @@ class Source:
     num_dropped: int
     """Documents longer than a row, left out."""
     num_tokens_dropped: int
+    num_held_out: int
+    """Documents held out for evaluation (data.eval_fraction)."""
+    num_tokens_held_out: int
 
     def had_long(self) -> bool:
         """Whether there were documents longer than a row."""
@@ -83,6 +88,8 @@ class _Chunk:
     tokens: np.ndarray
     labels: np.ndarray
     """What the token before should say: the tokens themselves unless the records have labels."""
+    weights: np.ndarray | None
+    """Weight of the loss of predicting each token."""
 
     def num_loss_tokens(self, places: np.ndarray, lengths: np.ndarray) -> int:
         """Loss tokens of some of the documents, as far as they are used: the first token is nobody's next."""
@@ -98,6 +105,8 @@ class Documents:
 
     Args:
         names: of the sources that the datasets are.
+        held_out: for each dataset, which of its documents are held out for evaluation; None: none.
+            They are left out, or with `use_held_out` the others are.
         longest: tokens of the longest row. long_documents: what becomes of documents longer than that, as in the config.
     Reads:  nothing but the tokens asked for, from the Arrow files that `datasets` maps into memory.
     Raises: UserError for a document that the model has no positions for or that is too long, and where no token has a label.
@@ -108,6 +117,8 @@ class Documents:
         tokenized: "Sequence[datasets.Dataset]",
         *,
         names: Sequence[str] | None = None,
+        held_out: Sequence[np.ndarray] | None = None,
+        use_held_out: bool = False,
         longest: int | None = None,
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         field: str = "data.train",
@@ -123,8 +134,12 @@ class Documents:
             chunks, found, record = _chunks(dataset), [], 0
             for chunk, all_lengths in chunks:
                 used = all_lengths if longest is None else _fit(all_lengths, longest, long_documents)
+                inside = np.ones(len(used), bool)
+                if held_out is not None:
+                    inside = held_out[number][record : record + len(used)] == use_held_out
+                used = np.where(inside, used, 0)
                 places = np.flatnonzero(used)
-                found.append((chunk, all_lengths, places, used[places]))
+                found.append((chunk, all_lengths, inside, places, used[places]))
                 lengths.append(used[places])
                 chunk_of.append(np.full(len(places), len(self._chunks), np.int32))
                 place_of.append(places)
@@ -133,7 +148,12 @@ class Documents:
                 record += len(all_lengths)
             if long_documents == "error" and longest is not None:
                 _check_long(dataset, [all_lengths for _, all_lengths in chunks], longest, field)
-            self.sources += (_count(name, dataset, found, longest),)
+            source = _count(name, dataset, found, longest)
+            if use_held_out:  # the rest is not held out
+                source = dataclasses.replace(source, num_held_out=0, num_tokens_held_out=0)
+            self.sources += (source,)
+        self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
+        """Whether the documents have a weight for each token's loss."""
         self.lengths = np.concatenate(lengths).astype(np.int64)
         # where document d is: in which chunk, and as which of its documents
         self._chunk_of, self._place_of = np.concatenate(chunk_of), np.concatenate(place_of)
@@ -177,6 +197,7 @@ class Documents:
             tokens=np.zeros(end - begin, np.int32),
             labels=np.full(end - begin, batch.NO_LABEL, np.int32),
             positions=np.zeros(end - begin, np.int32),
+            weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
         )
         starts = row.starts
         touched = slice(np.searchsorted(starts + row.length, begin, side="right"), np.searchsorted(starts, end))
@@ -194,6 +215,8 @@ class Documents:
             start = int(chunk.starts[place])
             share.tokens[at:end_at] = chunk.tokens[start + skipped : start + skipped + end_at - at]
             share.labels[at : at + last - skipped] = chunk.labels[start + skipped + 1 : start + last + 1]
+            if share.weights is not None and chunk.weights is not None:
+                share.weights[at : at + last - skipped] = chunk.weights[start + skipped + 1 : start + last + 1]
         return share
 
 
@@ -201,7 +224,7 @@ def joined(shares: Sequence[Share]) -> Share:
     """Ranges of a row's tokens, one behind the other."""
     if len(shares) == 1:
         return shares[0]
-    names = [field.name for field in dataclasses.fields(Share)]
+    names = [field.name for field in dataclasses.fields(Share) if getattr(shares[0], field.name) is not None]
     return Share(**{name: np.concatenate([getattr(share, name) for share in shares]) for name in names})
 
 
@@ -216,9 +239,12 @@ def _chunks(dataset: "datasets.Dataset") -> list[tuple[_Chunk, np.ndarray]]:
     tokens = list(sources.lists(dataset, "tokens"))
     labels = list(sources.lists(dataset, "labels")) if "labels" in dataset.column_names else tokens
     assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(tokens, labels, strict=True)), "a label for each token"
+    weights: list[np.ndarray] | list[None] = [None] * len(tokens)
+    if "weights" in dataset.column_names:
+        weights = [values for _, values in sources.lists(dataset, "weights")]
     return [
-        (_Chunk(starts=offsets[:-1], tokens=values, labels=marks), np.diff(offsets))
-        for (offsets, values), (_, marks) in zip(tokens, labels, strict=True)
+        (_Chunk(starts=offsets[:-1], tokens=values, labels=marks, weights=factors), np.diff(offsets))
+        for (offsets, values), (_, marks), factors in zip(tokens, labels, weights, strict=True)
     ]
 
 
@@ -244,15 +270,17 @@ def _check_long(dataset: "datasets.Dataset", lengths: Sequence[np.ndarray], long
 def _count(
     name: str,
     dataset: "datasets.Dataset",
-    found: Sequence[tuple[_Chunk, np.ndarray, np.ndarray, np.ndarray]],
+    found: Sequence[tuple[_Chunk, np.ndarray, np.ndarray, np.ndarray, np.ndarray]],
     longest: int | None,
 ) -> Source:
-    """Args: found: of each chunk, the length of all documents, which of them are used, and how much of each."""
-    num_skipped, skipped = sources.bad(dataset, most=_NAMED) if "problem" in dataset.column_names else (0, [])
+    """Args: found: of each chunk, the length of all documents, which of them belong to this part of the source, which of
+    those are used, and how much of each."""
     counts = dict.fromkeys((field.name for field in dataclasses.fields(Source) if field.name.startswith("num_")), 0)
-    for chunk, lengths, places, used in found:
+    for chunk, lengths, inside, places, used in found:
         whole = lengths[places]
-        dropped = np.delete(lengths, places)
+        is_left_out = inside.copy()
+        is_left_out[places] = False
+        dropped, held_out = lengths[is_left_out], lengths[~inside]
         counts["num_documents"] += len(places)
         counts["num_tokens"] += int(used.sum())
         counts["num_loss_tokens"] += chunk.num_loss_tokens(places, used)
@@ -262,6 +290,12 @@ def _count(
         counts["num_tokens_truncated"] += int((whole - used).sum())
         counts["num_dropped"] += int(np.sum(dropped > 0))
         counts["num_tokens_dropped"] += int(dropped.sum())
+        counts["num_held_out"] += len(held_out)
+        counts["num_tokens_held_out"] += int(held_out.sum())
+    num_skipped, skipped = 0, list[tuple[str, str]]()
+    # a bad record has no tokens, and records without tokens are never held out
+    if counts["num_empty"] and "problem" in dataset.column_names:
+        num_skipped, skipped = sources.bad(dataset, most=_NAMED)
     counts["num_empty"] -= num_skipped
     said = tuple(f"{place}: {problem}" for place, problem in skipped)
     return Source(name=name, skipped=said, **counts | {"num_skipped": num_skipped})

@@ -10,7 +10,7 @@ import pathlib
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -18,13 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, errors, paths, processes
 from jaxsp.data import files, formats, hub, tables
 
 if TYPE_CHECKING:
     import datasets
 
-_VERSION = 2
+_VERSION = 3
 """Part of the cache's name: count up when the same file would be read differently."""
 
 _BATCH = 2**24
@@ -56,6 +56,8 @@ class _Origin:
     state: Any
     """Changes when they do."""
     records: Callable[[], Iterator[tables.Found]]
+    split: str | None = None
+    """Part of the records to select after reading; None: all."""
 
 
 def read(source: config.Source, *, data: config.Data, field: str) -> "datasets.Dataset":
@@ -88,10 +90,37 @@ def read(source: config.Source, *, data: config.Data, field: str) -> "datasets.D
         # a problem of another field of the source says so itself
         raise errors.UserError(one if one.startswith(group) else f"{asked}: {one}" for one in problems) from None
     dataset = datasets.Dataset.from_file(str(cached))
+    if origin.split is not None:
+        # the whole source is cached, so that parts for training and for evaluation share it
+        dataset = hub.select({"train": dataset}, origin.split, field=field)
+        fingerprint = datasets.fingerprint.Hasher.hash((fingerprint, origin.split))
     # tokens are cached under this; from_file's own would go by the time at which the cache was written
     dataset._fingerprint = fingerprint
     judge(dataset, data=data, asked=asked)
     return dataset
+
+
+def check_distinct(given: Mapping[str, config.Source]) -> None:
+    """Checks that no file is read twice in the same way, which would count its documents twice.
+
+    Args:   given: sources that can be read, by the field that names them, such as data.train.0.
+    Raises: UserError naming the second source.
+    """
+    seen: dict[tuple[str, ...], str] = {}
+    for field, source in given.items():
+        path = _path(source, field=f"{field}.source")
+        if not (path.is_file() or glob.has_magic(str(path))):
+            continue
+        # the same file with other fields, or another split, has other documents
+        how = source.model_dump_json(exclude={"source", "name", "weight"})
+        for file in _find(path, source):
+            first = seen.setdefault((os.path.realpath(file), how), field)
+            if first != field:
+                raise errors.UserError(
+                    f"{field}.source = {source.source}: has the file {file}, which {first} has too, "
+                    "so that its documents would count twice. Leave it out of one of them; to repeat "
+                    "a source, raise its weight."
+                )
 
 
 def judge(dataset: "datasets.Dataset", *, data: config.Data, asked: str) -> int:
@@ -170,26 +199,34 @@ def _named(first: list[tuple[str, str]]) -> list[str]:
 
 def _origin(source: config.Source, columns: tables.Columns, *, field: str) -> _Origin:
     """The files, saved folder or hub data set that a source's name stands for: what lies here comes first."""
-    path = pathlib.Path(source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])).expanduser()
+    path = _path(source, field=field)
     named = not glob.has_magic(str(path)) and not path.exists() and files.kind(str(path)) == "text"
     if path.is_dir() and hub.is_saved(path):
         dataset = hub.open_saved(path, source, field=field)
     elif named and files.ends(source.source)[0] not in _TEXTS and hub.is_name(source.source):
         dataset = hub.open_named(source, field=field)
     else:
-        for name in ("split", "subset", "revision"):
+        if source.split is not None:
+            hub.ranges(source.split, {"train": 2**40}, field=field)  # before everything is read
+        for name in ("subset", "revision"):
             if value := getattr(source, name):
                 raise errors.UserError(f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out.")
         found = _find(path, source)
         kind = _kind(found, source.format)
         read = functools.partial(_file_records, found, columns)
-        return _Origin(state=(kind, _state(found)), records=read)
+        return _Origin(state=(kind, _state(found)), records=read, split=source.split)
     # one that was made again from other data may keep its fingerprint
+    place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
     made = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
     return _Origin(
         state=(source.source, dataset._fingerprint, _state(made)),
-        records=functools.partial(hub.records, dataset, columns, place=source.source),
+        records=functools.partial(hub.records, dataset, columns, place=place),
     )
+
+
+def _path(source: config.Source, *, field: str) -> pathlib.Path:
+    written = source.source.replace("{stdlib}", sysconfig.get_paths()["stdlib"])
+    return paths.expand_user(written, field=field)
 
 
 _TEXTS = (".txt", ".md", ".text", ".rst", ".tex", ".html", ".htm", ".xml", ".log", ".py", ".yaml", ".yml")
@@ -201,7 +238,7 @@ def _file_records(found: list[str], columns: tables.Columns) -> Iterator[tables.
 
 
 def _find(path: pathlib.Path, source: config.Source) -> list[str]:
-    """The files that a name or a glob stands for, sorted."""
+    """The files that a name or a glob stands for, each once, sorted."""
     if path.is_dir():
         endings = (file.suffix for file in path.rglob("*.*") if file.is_file())
         example = f"{source.source.rstrip('/')}/**/*{next(endings, '.jsonl')}"
@@ -213,16 +250,23 @@ def _find(path: pathlib.Path, source: config.Source) -> list[str]:
             f"no such file below {pathlib.Path.cwd()}. Give a file, a glob such as texts/**/*.txt, "
             "or the name of a data set on the hub, such as HuggingFaceH4/ultrachat_200k."
         )
-    found = sorted(file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file())
+    found = [file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file()]
     if not found:
         raise errors.UserError(f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` goes into folders.")
-    return found
+    # `**/**` and symbolic links find a file under several names; it is read once, under the shortest
+    found.sort(key=lambda file: (len(pathlib.PurePath(file).parts), file), reverse=True)
+    return sorted({os.path.realpath(file): file for file in found}.values())
 
 
-def _state(found: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int]]:
-    """What changes when a file does; a file has one name, wherever it is named from."""
+def _state(found: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
+    """What changes when a file does; a file has one name, wherever it is named from.
+
+    `cp -p`, `rsync -t` and tar set a file's mtime, and nothing sets its ctime. Inodes are left out: on some network file
+    systems they differ from mount to mount.
+    """
     resolved = [pathlib.Path(file).resolve() for file in found]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in resolved]
+    stats = [file.stat() for file in resolved]
+    return [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(resolved, stats, strict=True)]
 
 
 def _kind(found: list[str], record_format: str) -> str:
@@ -258,8 +302,9 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
     unseen_roles = set(source.roles)
     most = max(data.max_bad_records, _TOO_MANY)
     number, bad, usable, first = 0, 0, False, list[tuple[str, str]]()
-    for place, record, problem in origin.records():
+    for name, record, problem in origin.records():
         number += 1
+        place = _as_unicode(name)
         if problem is None:
             if unseen and isinstance(record, dict):
                 unseen = {theirs: ours for theirs, ours in unseen.items() if theirs not in record}
@@ -272,6 +317,7 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
                 continue
             except formats.Bad as reason:
                 problem = str(reason)
+        problem = _as_unicode(problem)
         bad += 1
         first += [(place, problem)] * (len(first) < _NAMED)
         if bad > most:
@@ -293,6 +339,11 @@ def _entries(source: config.Source, origin: _Origin, names: list[str], *, data: 
         raise errors.UserError(f"roles: no message has the role {role}. Leave it out, or correct it.")
     for theirs, ours in unseen.items():
         raise errors.UserError(f"fields: no record has {theirs}, which is to be read as {ours}. Leave it out, or correct it.")
+
+
+def _as_unicode(text: str) -> str:
+    """The text with bytes of a file's name that are not UTF-8, and lone surrogates, written as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _write(entries: Iterator[Entry], names: list[str], path: pathlib.Path, *, desc: str) -> None:

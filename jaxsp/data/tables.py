@@ -1,11 +1,14 @@
 """Tables in files of parquet and Arrow, row by row as Python objects: no more of them at a time than memory holds."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+
+from jaxsp.core import errors
 
 Found = tuple[str, Any, str | None]
 """Where a record stands, what it is, and why nobody can tell what it is, if so."""
@@ -34,6 +37,8 @@ def rows(batches: Iterable[pa.RecordBatch], names: list[str], columns: Columns, 
     Where a column that is required does not exist, a row is only the names of those that do, with nothing in them.
     """
     wanted = columns.among(names)
+    if doubled := [name for name in wanted if names.count(name) > 1]:
+        raise errors.UserError(f"{place}: has the column {doubled[0]} twice. Rename one of them, or leave it out.")
     number = 0
     for batch in batches:
         batch.validate()
@@ -68,12 +73,22 @@ def arrow(file: str, columns: Columns) -> Iterator[Found]:
             yield from rows(batches, table.schema.names, columns, place=file)
             return
         source.seek(0)
-        stream = pa.ipc.open_stream(source)
-        yield from rows(stream, stream.schema.names, columns, place=file)
+        first = pa.ipc.open_stream(source)
+        streams = itertools.chain(first, _later_streams(source, first.schema))
+        yield from rows(streams, first.schema.names, columns, place=file)
         # a stream that is cut between two batches reads like a shorter one, but for this mark
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
+
+
+def _later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The batches of the streams that follow the first one in a file, such as `cat` makes."""
+    while source.tell() < source.size():
+        stream = pa.ipc.open_stream(source)
+        if stream.schema != schema:
+            raise ValueError("a second stream follows with other columns")
+        yield from stream
 
 
 def _as_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
@@ -92,17 +107,17 @@ def _column(column: pa.Array) -> list[Any]:
     if lists and pa.types.is_primitive(column.type.value_type):  # as Python's own numbers they would take 30 times as long
         return [one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column]
     values = column.to_pylist()
-    return [_parsed(value, column.type) for value in values] if _holds_json(column.type) else values
+    return [_parsed(value, column.type) for value in values] if _is_parsed(column.type) else values
 
 
-def _holds_json(kind: pa.DataType) -> bool:
-    """Whether there is JSON in an Arrow type: `datasets` writes what has different types in different records so."""
+def _is_parsed(kind: pa.DataType) -> bool:
+    """Whether an Arrow type has objects, or JSON: `datasets` writes what has different types in different records so."""
     inner = [kind.field(index).type for index in range(kind.num_fields)]
-    return isinstance(kind, pa.JsonType) or any(map(_holds_json, inner))
+    return isinstance(kind, pa.JsonType | pa.StructType) or any(map(_is_parsed, inner))
 
 
 def _parsed(value: Any, kind: pa.DataType) -> Any:
-    """A value with the JSON in it parsed."""
+    """A value with the JSON in it parsed, and its objects without null fields: a table gives each object the fields of all."""
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):
@@ -110,5 +125,5 @@ def _parsed(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, list):
         return [_parsed(one, kind.value_type) for one in value]
     if isinstance(value, dict):
-        return {name: _parsed(one, kind.field(name).type) for name, one in value.items()}
+        return {name: _parsed(one, kind.field(name).type) for name, one in value.items() if one is not None}
     return value

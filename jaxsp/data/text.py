@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import datasets
     import transformers
 
-_VERSION = 3
+_VERSION = 4
 """Part of the cache's name: count up when the same record would become other tokens."""
 
 _BATCH_BYTES = 2**22
@@ -228,9 +228,11 @@ def _counted(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any
             found = _count(dataset)
             if not os.access(cached.parent, os.W_OK):
                 return found
-            with tempfile.NamedTemporaryFile("w", dir=cached.parent, delete=False, encoding="utf-8") as partial:
-                json.dump(found, partial)
-            pathlib.Path(partial.name).replace(cached)
+            # NamedTemporaryFile makes files with mode 0600, and other users may share the cache
+            with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+                partial = pathlib.Path(folder) / cached.name
+                partial.write_text(json.dumps(found), encoding="utf-8")
+                partial.replace(cached)
         return json.loads(cached.read_text(encoding="utf-8"))
 
 

@@ -10,6 +10,9 @@ from jaxsp.core import errors
 if TYPE_CHECKING:
     import transformers
 
+# transformers prints on import that PyTorch was not found, which jaxsp does not need
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 BYTES = "bytes"
 """The name of the tokenizer of our own making."""
 

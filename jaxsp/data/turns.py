@@ -9,11 +9,14 @@ ours in the place of its own: there it is seen whether they hold all that an ass
 Where it has none, the parts are found by rendering the conversation in pieces, and are taken only if they prove right:
 
 1.  By prefixes. What the template writes up to an assistant's turn, with its generation prompt, and what it writes up to the
-    turn's end, have both to be beginnings of the whole text.
-2.  Some templates write a turn differently when others follow (Qwen3 cuts the thinking out of earlier turns; a prefix ends
-    with a last turn, which keeps it). There, each assistant's turn is put between pairs of short turns that are not in the
-    conversation. Where they stand in the text is where the turn begins and ends, if the text without them is the whole
-    text again, character for character.
+    turn's end, have both to be beginnings of the whole text. This renders the conversation twice for each assistant turn.
+2.  By insertion. Each assistant's turn is put between pairs of short turns that are not in the conversation. Where they stand
+    in the text is where the turn begins and ends, if the text without them is the whole text again, character for character.
+    This renders the conversation twice, however long it is, but fails where a template requires roles to alternate.
+
+Conversations with few assistant turns are tried by prefixes first, and long ones by insertion first. Each way is tried where
+the other fails: a prefix ends with a last turn, which some templates write differently (Qwen3 keeps its thinking). Where both
+succeed they find the same parts (`tests/data/test_chat.py`).
 
 A part found so has to begin with the turn's words, or its thinking, and to end with more than them: a header of the turn that
 the generation prompt does not write would be learned otherwise, and a turn without an end mark never teaches to stop.
@@ -22,8 +25,11 @@ Whatever this does not settle is refused, never guessed. The text is that of the
 thinking out of earlier turns, that thinking is not learned.
 """
 
+import bisect
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxsp.data import wording
@@ -72,8 +78,19 @@ def has_marks(template: str) -> bool:
     return any(map(is_mark, tree.find_all(nodes.CallBlock)))
 
 
-def marked(messages: Messages, turns: list[int], whole: str, marks: Parts, render: Render) -> Parts:
-    """The parts that a template's marks name. Raises: Refused where they hold another's words, or half of a turn's."""
+def marked(
+    messages: Messages,
+    turns: list[int],
+    whole: str,
+    marks: Parts,
+    render: Render,
+    *,
+    with_loss: list[int],
+) -> Parts:
+    """The parts that a template's marks name, of the turns with loss.
+
+    Raises: Refused where they hold another's words, or half of a turn's.
+    """
     probe, words = _probe(messages, whole)
     text, probe_marks = render(probe)
     held: dict[int, set[bool]] = {turn: set() for turn in turns}
@@ -101,7 +118,44 @@ def marked(messages: Messages, turns: list[int], whole: str, marks: Parts, rende
             if (words_end := wording.end_in(said, messages[turn], at)) is None:
                 raise wording.Refused(_half(turn))
             at = words_end
-    return parts
+    if len(with_loss) == len(turns):
+        return parts
+    word_places = [(place, number) for number, word in words for place in _places(text, word)]
+    return _of_turns(with_loss, turns, marks, probe_marks, sorted(word_places))
+
+
+def _of_turns(
+    with_loss: list[int],
+    turns: list[int],
+    marks: Parts,
+    probe_marks: Parts,
+    places: list[tuple[int, int]],
+) -> Parts:
+    """The marked parts of the turns with loss.
+
+    Args: places: where the words of a message stand in the probe's text, and the message's number.
+    Raises: Refused where a mark may be of a turn with loss and of one without.
+    """
+    problem = "the template's {% generation %} marks do not tell apart turns with loss and turns with weight 0 or train false"
+    if len(marks) != len(probe_marks):
+        raise wording.Refused(problem)
+    starts = [place for place, _ in places]
+    kept = []
+    for (start, end), (first, last) in zip(marks, probe_marks, strict=True):
+        low, high = bisect.bisect_left(starts, first), bisect.bisect_left(starts, last)
+        if low == high:
+            # a mark without words, such as one around thinking: of a turn from the words before it to those after it
+            low, high = max(low - 1, 0), high + 1
+        numbers = [number for _, number in places[low:high]]
+        if not numbers:
+            raise wording.Refused(problem)
+        spoken = [turn for turn in turns if min(numbers) <= turn <= max(numbers)]
+        have_loss = {turn in with_loss for turn in spoken}
+        if len(have_loss) > 1:
+            raise wording.Refused(problem)
+        if start < end and have_loss != {False}:
+            kept.append((start, end))
+    return kept
 
 
 def _half(turn: int) -> str:
@@ -110,23 +164,26 @@ def _half(turn: int) -> str:
 
 def _probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, str]]]:
     """The conversation with words of ours for what is said and called, and these with their messages' numbers."""
+    unused = _unused_words(whole)
     made: Messages = []
     words: list[tuple[int, str]] = []
     for number, message in enumerate(messages):
         one = dict(message)
         content = wording.said(message)
         if content.strip():
-            word = _unlike(whole, len(words))
+            word = next(unused)
             words.append((number, word))
             # spaces around it, and thinking before it, decide how templates write it
             begin = len(message["content"]) - len(content.lstrip())
             one["content"] = message["content"][:begin] + word + content[len(content.rstrip()) :]
         calls: Messages = []
-        for call in message.get("tool_calls") or []:
-            word = _unlike(whole, len(words))
+        for call in wording.calls(message):
+            word = next(unused)
             words.append((number, word))
             function = call.get("function")
             calls.append(call | ({"function": function | {"name": word}} if isinstance(function, dict) else {"name": word}))
+        if isinstance(message.get("function_call"), dict):
+            one["function_call"] = calls.pop()
         made.append(one | ({"tool_calls": calls} if calls else {}))
     return made, words
 
@@ -144,18 +201,35 @@ def unmarked(messages: Messages, turns: list[int], whole: str, render: Render) -
     def text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         return render(messages, prompt=prompt)[0]
 
-    found = _by_prefixes(messages, turns, whole, text) or _by_insertion(messages, turns, whole, text)
+    ways = [_by_prefixes, _by_insertion]
+    if len(turns) > _MANY_TURNS:
+        ways.reverse()
+    found = next((parts for way in ways if (parts := way(messages, turns, whole, text)) is not None), None)
     if found is None:
         raise wording.Refused(
             "the chat template has no {% generation %} marks, and writes turns differently when others follow, so that what "
             f"the assistant says cannot be told apart: {wording.WAY_OUT}"
         )
     for turn, part in zip(turns, found, strict=True):
-        check(messages, [turn], whole, part, render, way_out=wording.WAY_OUT)
-    return found
+        check(messages, [turn], whole, part.span, render, way_out=wording.WAY_OUT, opening=part.opening)
+    return [part.span for part in found]
 
 
-def _by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> Parts | None:
+_MANY_TURNS = 4
+"""Assistant turns up to which rendering all prefixes is about as fast as rendering the conversation with turns inserted."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Part:
+    """An assistant turn in the text of a conversation."""
+
+    span: tuple[int, int]
+    """First character and end."""
+    opening: tuple[str, str] | None = None
+    """The generation prompt, and the text of an inserted turn up to its words; None if not known."""
+
+
+def _by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_Part] | None:
     """What follows the generation prompt, up to the turn's end; None if a prefix is no beginning of the whole text."""
     parts = []
     for turn in turns:
@@ -166,19 +240,18 @@ def _by_prefixes(messages: Messages, turns: list[int], whole: str, render: Calla
             return None
         if not whole.startswith(before) or not whole.startswith(after) or len(after) <= len(before):
             return None
-        parts.append((len(before), len(after)))
+        parts.append(_Part(span=(len(before), len(after))))
     return parts
 
 
-def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> Parts | None:
+def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_Part] | None:
     """Where turns begin and end, by turns put between them; None if they change more than they add."""
     borders = sorted({border for turn in turns for border in (turn, turn + 1) if border < len(messages)})
-    words = [_unlike(whole, number) for number in range(2 * len(borders))]
+    unused = _unused_words(whole)
+    pairs = {border: (next(unused), next(unused)) for border in borders}
     mixed = []
     for number, message in enumerate(messages):
-        if number in borders:
-            place = 2 * borders.index(number)
-            mixed += [{"role": wording.ASSISTANT, "content": word} for word in words[place : place + 2]]
+        mixed += [{"role": wording.ASSISTANT, "content": word} for word in pairs.get(number, ())]
         mixed.append(message)
     try:
         with_prompt, text = render(messages, prompt=True), render(mixed)
@@ -197,7 +270,7 @@ def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Call
         return -1 if end < 0 else found if found >= 0 else end - next(sizes, end + 1)
 
     starts, headers, seen, at = {}, {}, 0, 0
-    for border, first, second in zip(borders, words[::2], words[1::2], strict=True):
+    for border, (first, second) in pairs.items():
         one = header(seen, first)
         first_end = text.find(first, seen) + len(first)
         two = header(first_end, second)
@@ -219,28 +292,48 @@ def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Call
         ]
         if not known:
             return None
-        parts.append((starts[turn] + len(known[0]), starts.get(turn + 1, len(whole))))
+        parts.append(
+            _Part(
+                span=(starts[turn] + len(known[0]), starts.get(turn + 1, len(whole))),
+                opening=(prompt, headers[turn]),
+            )
+        )
     return parts
 
 
-def _unlike(whole: str, number: int) -> str:
-    """A word that no template changes and that does not stand in a text."""
-    word = f"Qx{number}z"
-    while word in whole:
-        word = f"Q{word}"
-    return word
+def _unused_words(text: str) -> Iterator[str]:
+    """Words that no template changes, that do not occur in a text and do not contain each other."""
+    tag = "Qx"
+    while tag in text:
+        tag = f"Q{tag}"
+    return (f"{tag}{number}z" for number in itertools.count())
+
+
+_BEFORE = 1000
+"""Characters before a part in which thinking may begin that the part goes on with."""
 
 
 def check(
-    messages: Messages, learned: Sequence[int], whole: str, part: tuple[int, int], render: Render, *, way_out: str
+    messages: Messages,
+    learned: Sequence[int],
+    whole: str,
+    part: tuple[int, int],
+    render: Render,
+    *,
+    way_out: str,
+    opening: tuple[str, str] | None = None,
 ) -> None:
     """Raises: Refused where a part of a text is not what the learned messages say, and nothing before it, and an end mark.
 
-    Args: learned: numbers of messages that follow each other; what stands between them is not looked at.
+    Args:
+        learned: numbers of messages that follow each other; what stands between them is not looked at.
+        opening: the generation prompt, and what the template writes before the words of a turn that has some. They are
+            needed for a message without words, and found by rendering if missing.
     """
     first, last = learned[0], learned[-1]
-    text, start, message = whole, part[0], messages[first]
     said, at = whole[slice(*part)], 0
+    # copies of the whole text for each turn would take quadratic time
+    text, before, message = said, whole[max(part[0] - _BEFORE, 0) : part[0]], messages[first]
     for number in learned:
         end = wording.end_in(said, messages[number], at)
         if end is None:
@@ -250,10 +343,15 @@ def check(
         at = end
     if not wording.said(message).strip():
         # what a template writes before a call cannot be known; before a word it can, and its header is the same
-        message = {"role": message["role"], "content": _unlike(whole, 0)}
-        prompt, text = render(messages[:first], prompt=True)[0], render([*messages[:first], message])[0]
+        word = next(_unused_words(whole))
+        message = {"role": message["role"], "content": word}
+        if opening is None:
+            prompt, text = render(messages[:first], prompt=True)[0], render([*messages[:first], message])[0]
+        else:
+            prompt, text = opening[0], opening[1] + word
         start = shared(prompt, text)
-    if not wording.begin(message, text[start:], before=text[:start]):
+        before, text = text[:start], text[start:]
+    if not wording.begin(message, text, before=before):
         raise wording.Refused(
             f"the chat template's generation prompt ends before the words of message {first + 1} ({message['role']}), so that "
             f"its header would be learned: {way_out}"

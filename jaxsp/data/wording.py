@@ -30,12 +30,23 @@ def of(message: dict[str, Any]) -> list[list[str]]:
     each string in them that no notation (JSON's, Python's, XML's) would change; they may stand in any order.
     """
     groups = [[said(message)]]
-    for call in message.get("tool_calls") or []:
+    for call in calls(message):
         function = call.get("function", call)
         called = _strings([function.get("name"), function.get("arguments")]) if isinstance(function, dict) else []
         groups.append([max(_UNCHANGED.findall(words), key=len, default="") for words in called])
     kept = [[words.strip() for words in group if words.strip()] for group in groups]
     return [group for group in kept if group]
+
+
+def calls(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns a message's tool calls, with the one that OpenAI's older format puts into `function_call`."""
+    older = message.get("function_call")
+    return [*(message.get("tool_calls") or []), *([older] if isinstance(older, dict) else [])]
+
+
+def has_loss(message: dict[str, Any]) -> bool:
+    """Returns whether a turn is learned from; `weight: 0` (OpenAI) and `train: false` (Axolotl) exclude it."""
+    return bool(message.get("weight", 1)) and bool(message.get("train", True))
 
 
 def said(message: dict[str, Any]) -> str:
@@ -102,7 +113,10 @@ def check_all_there(messages: list[dict[str, Any]], whole: str) -> None:
         moves = message["role"] not in ("system", "developer")  # what these say may stand elsewhere
         end = end_in(whole, message, at if moves else 0)
         if end is None:
-            raise Refused(f"the chat template drops what message {number} ({message['role']}) says")
+            reason = f"the chat template drops what message {number} ({message['role']}) says"
+            if "function_call" in message:
+                reason += ". Write its function_call as tool_calls, which templates know"
+            raise Refused(reason)
         at = end if moves else at
     last = next((message for message in reversed(messages) if message["role"] == ASSISTANT), None)
     if last is not None and thinking(last) not in whole:

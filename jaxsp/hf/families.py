@@ -5,6 +5,7 @@ everything else is refused by name: a feature that is silently left out gives pl
 """
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.core import config, errors
@@ -13,6 +14,9 @@ from jaxsp.model.config import ModelConfig
 
 if TYPE_CHECKING:
     import transformers
+
+# transformers prints on import that PyTorch was not found, which jaxsp does not need
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -203,10 +203,11 @@ class _Tensor(NamedTuple):
     layer: int | None
 
     def whole(self, dtype: np.dtype) -> np.ndarray:
-        array = self.stack if self.layer is None else self.stack[self.layer]
+        stored = self.stack if self.layer is None else self.stack[self.layer]
+        array = np.asarray(stored.astype(dtype))[tuple(slice(size) for size in self.row.shape)]
         assert array.shape == self.row.shape, f"{self.row.hf_name}: {array.shape} is not {self.row.shape}"
         # safetensors writes the memory behind a view as it lies there
-        return np.ascontiguousarray(array.astype(dtype))
+        return np.ascontiguousarray(array)
 
 
 def export(
@@ -225,7 +226,8 @@ def export(
     The folder appears under its name when it is complete; until then it is `NAME.incomplete-...` beside it.
 
     Args:
-        master: whole float32 weights like `table`, in numpy or jax, without the zeros that shards are filled with.
+        master: float32 weights like `table`, in numpy or jax, whole or sharded over devices of this process. Zeros that
+            shards are filled with are left out.
         fields: of the config.json that the model was made of.
         tokenizer: None where training read tokens; the folder has none then.
         small_files: a folder whose tokenizer, chat template and generation config come along as they are.

@@ -60,11 +60,11 @@ class Gather(Protocol):
     What a device holds of one weight, its shard, may be any tree of arrays.
     """
 
-    def __call__(self, rows: Weights, shards: Any) -> Weights:
-        """Whole weights of a tree; differentiable."""
+    def __call__(self, rows: Any, shards: Any) -> Any:
+        """Whole weights of a tree, or of one parameter; differentiable."""
 
     def join(self, row: Parameter, shard: Any) -> Array:
-        """The whole of one weight; not to be differentiated."""
+        """The whole of one weight, without a gradient; `gather(row, shard)` has one."""
 
     def split(self, row: Parameter, gradient: Array) -> Any:
         """The gradient of a shard, float32, summed over all devices: the transpose of `join`."""

@@ -13,6 +13,7 @@ import rich.text
 from jaxsp import attention
 from jaxsp.core import axes, processes
 from jaxsp.core import mesh as meshes
+from jaxsp.core.config import Run
 from jaxsp.data import account
 from jaxsp.data.account import count
 from jaxsp.data.dataset import DataSet
@@ -36,7 +37,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     held = f"one row at a time, {_shared(seq)}" if at_once == 1 else f"{at_once} rows at a time, each {_shared(seq)}"
     turns = rows_per_step // (groups * at_once)
     documents, schedule = material.train.documents, material.schedule
-    num_rows, to_come = int(schedule.count.sum()), ""
+    num_rows, to_come = schedule.num_rows, ""
     if material.start.step:
         to_come = f", {len(schedule):,} of them to come"
     per_epoch = account.num_steps_per_epoch(material.train, config)
@@ -45,7 +46,8 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
     others = "".join(f" or {one.batch.rows_per_step:,} of {one.data.longest_row:,}" for one in shorter)
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
     settings = config.optimizer
-    never = " (the run ends before)" if settings.warmup_steps >= program.num_steps else ""
+    num_warmup_steps = settings.num_warmup_steps(program.num_steps)
+    never = " (the run ends before)" if num_warmup_steps >= program.num_steps else ""
     clip = f", gradients clipped to {settings.max_grad_norm:g}" if settings.max_grad_norm else ""
     several = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return [
@@ -80,20 +82,26 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         (
             "optimizer",
             f"{settings.name}, learning rate {settings.learning_rate:g} {settings.schedule} after "
-            f"{count(settings.warmup_steps, 'step')} of warm-up{never}{clip}",
+            f"{count(num_warmup_steps, 'step')} of warm-up{never}{clip}",
         ),
-        *_evaluation(material, config.run.eval_every),
+        *_evaluation(material, config.run),
         *_beyond(model_fields=material.fields, longest=int(documents.lengths.max())),
         ("writes", f"{config.run.directory}: {_written(program, material)}"),
     ]
 
 
-def _evaluation(material: Material, every: int | None) -> list[tuple[str, str]]:
+def _evaluation(material: Material, run: Run) -> list[tuple[str, str]]:
     if not material.evals:
         return []
     sets = [f"{one.name} ({documents_of(one)})" for one in material.evals]
-    when = "after the last step" if every is None else f"every {count(every, 'step')} and after the last"
-    return [("evaluates", f"{when}: {', '.join(sets)}")]
+    times = ["before the first step"] if run.eval_at_start else []
+    if run.eval_every is not None:
+        times.append("after every epoch" if run.eval_every == "epoch" else f"every {count(run.eval_every, 'step')}")
+    sets_and_patience = ", ".join(sets)
+    if run.early_stopping_patience is not None:
+        sets_and_patience += f"; stops after {run.early_stopping_patience} without improvement"
+    before_last = f"{', '.join(times)} and " if times else ""
+    return [("evaluates", f"{before_last}after the last step: {sets_and_patience}")]
 
 
 def documents_of(data: DataSet) -> str:
@@ -106,6 +114,8 @@ def _written(program: Program, material: Material) -> str:
     settings = program.config
     every = settings.run.save_every
     when = {int: f"every {every} steps and at the end", str: f"every {str(every)[:-1]} minutes and at the end"}
+    if every == "epoch":
+        when[str] = "after every epoch"
     parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(material.evals)
     profiled = settings.logging.profile_steps
     parts += ["tensorboard/"] * settings.logging.tensorboard
@@ -160,22 +170,23 @@ def show(console: rich.console.Console, pairs: Iterable[tuple[str, str]]) -> Non
 
 
 class Progress:
-    """A bar with loss, tokens/s and time left; where output is no terminal, a line now and then."""
+    """Progress of a run: a bar on a terminal, otherwise a line every now and then, with the time."""
 
     SECONDS_BETWEEN_LINES = 10.0
+    WIDE = 120
+    """Columns of a terminal from which the bar is 40 columns long, otherwise 10."""
 
     def __init__(self, console: rich.console.Console, *, first_step: int, num_steps: int):
         self._console, self._first_step, self._num_steps = console, first_step, num_steps
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("step {task.completed}/{task.total}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("loss {task.fields[loss]}  {task.fields[speed]} tokens/s"),
-            rich.progress.TimeRemainingColumn(),
+            rich.progress.BarColumn(40 if console.width >= self.WIDE else 10),
+            rich.progress.TextColumn("{task.fields[numbers]}"),
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("steps", total=num_steps, completed=first_step, loss="-", speed="-")
-        self._printed = time.perf_counter()
+        self._task = self._bar.add_task("steps", total=num_steps, completed=first_step, numbers="")
+        self._began = self._printed = time.perf_counter()
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -186,17 +197,34 @@ class Progress:
 
     def show(self, line: metrics.Line) -> None:
         """Shows a finished step."""
-        loss_now, speed = "none" if line.loss is None else f"{line.loss:.4f}", f"{line.tokens_per_s:,.0f}"
-        self._bar.update(self._task, completed=line.step, loss=loss_now, speed=speed)
-        ends = line.step in (self._first_step + 1, self._num_steps)
-        if not self._console.is_terminal and (ends or time.perf_counter() - self._printed > self.SECONDS_BETWEEN_LINES):
-            self._printed = time.perf_counter()
-            self.say(f"step {line.step}/{self._num_steps}  loss {loss_now}  {speed} tokens/s")
+        now = time.perf_counter()
+        elapsed_s = now - self._began
+        num_done, num_left = line.step - self._first_step, self._num_steps - line.step
+        left = f"left {_duration(elapsed_s / num_done * num_left)}"
+        speed = f"{line.tokens_per_s:,.0f} tokens/s"
+        numbers = [f"loss {_number(line.loss, '.4f')}", f"lr {line.learning_rate:.3g}"]
+        memory = [] if line.device_peak_gib is None else [f"peak {line.device_peak_gib:.1f} GiB"]
+        bar_numbers = "  ".join([*numbers, speed, *memory, left])
+        self._bar.update(self._task, completed=line.step, numbers=bar_numbers)
+        is_due = now - self._printed > self.SECONDS_BETWEEN_LINES or num_done == 1 or num_left == 0
+        if not self._console.is_terminal and is_due:
+            self._printed = now
+            numbers.append(f"grad norm {_number(line.grad_norm, '.3g')}")
+            times = [f"elapsed {_duration(elapsed_s)}", left]
+            self.say("  ".join([f"step {line.step}/{self._num_steps}", *numbers, speed, *times]))
 
     def say(self, words: str) -> None:
-        """Prints a line, above the bar where there is one; where that goes to a disk that is full, the line is lost."""
+        """Prints a line: above the bar on a terminal, otherwise after the time of day.
+
+        A line is lost if it goes to a disk that is full.
+        """
+        time_of_day = "" if self._console.is_terminal else time.strftime("%H:%M:%S  ")
         with processes.though_deaf():
-            self._console.print(words, highlight=False, soft_wrap=True)
+            self._console.print(time_of_day + words, highlight=False, soft_wrap=True)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "none" if value is None else f"{value:{form}}"
 
 
 def result(result: evaluator.Result) -> str:
@@ -214,5 +242,11 @@ def _shared(seq: int) -> str:
 
 
 def _duration(seconds: float) -> str:
+    """Formats seconds. Examples: `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

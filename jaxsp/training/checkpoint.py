@@ -25,6 +25,9 @@ from jaxsp.training import digests, sharding, step
 CHECKPOINTS, DAMAGED = "checkpoints", "damaged"
 """The folders of a run's directory that they are in, and that those are moved to which cannot be used."""
 
+CONFIG = "config.yaml"
+"""File that marks a run's directory: once it exists, the run has begun."""
+
 MASTER, OPT, META = "master", "opt", "meta"
 """A checkpoint's items; a run without optimizer state (sgd) has no second."""
 
@@ -52,9 +55,14 @@ class Meta:
     """Rows consumed, by their length: with `data`, the whole state of the data."""
     num_tokens_total: int
     loss: float | None = None
-    """On the data set of checkpoint.best_by; None where nobody asked for it, or it is not finite."""
+    """Loss on the data set `loss_set`; None if it was not evaluated, or is not finite."""
+    loss_set: dict[str, str] | None = None
+    """Name and digest of the data set of `loss`, as evaluator.identity gives them. Losses of two checkpoints are compared
+    only if the digests are equal."""
     owes_evaluation: bool = False
-    """Whether one was due at this step, and a stop did not wait for it."""
+    """Whether an evaluation is missing that a stop did not wait for."""
+    early_stopping: dict[str, Any] | None = None
+    """Fields of `early_stopping.State`."""
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Digest, dtype and logical shape of each array, by its path."""
 
@@ -73,25 +81,37 @@ class Damaged(errors.UserError):
 
 def steps(folder: pathlib.Path) -> list[int]:
     """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
-    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir()]
+    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not _is_run(path)]
     return sorted(int(name) for name in names if name == str(int(name)))
 
 
 def newest(name: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
-    """The newest checkpoint of a run's directory, or the checkpoint that is named; None where there is none.
+    """Finds the latest checkpoint of a run's directory, or the checkpoint that is named.
 
-    Args: without: checkpoints that do not count.
+    Args:    without: checkpoints to skip.
+    Returns: None if there is none.
     """
     directory = pathlib.Path(name).resolve()
-    if directory.name.isdecimal() and ((directory / META).is_dir() or directory.parent.name == CHECKPOINTS):
+    is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS
+    has_items = (directory / META).is_dir() and (directory.name.isdecimal() or (directory / MASTER).is_dir())
+    if (is_numbered or has_items) and not _is_run(directory):
         return directory if directory.is_dir() and directory not in without else None
-    if (directory / META).is_dir() and (directory / MASTER).is_dir():
-        return directory if directory not in without else None
-    for folder in (directory / CHECKPOINTS, directory):
-        found = [folder / str(number) for number in steps(folder)]
-        if left := [path for path in found if path not in without]:
-            return left[-1]
-    return None
+    return newest_of_run(directory, without=without) or _newest_in(directory, without)
+
+
+def newest_of_run(directory: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """Finds the latest checkpoint of a run's directory, whatever the directory is called."""
+    return _newest_in(pathlib.Path(directory).resolve() / CHECKPOINTS, without)
+
+
+def _newest_in(folder: pathlib.Path, without: Sequence[pathlib.Path]) -> pathlib.Path | None:
+    paths = [folder / str(number) for number in steps(folder)]
+    return next((path for path in reversed(paths) if path not in without), None)
+
+
+def _is_run(directory: pathlib.Path) -> bool:
+    """Checks for what a run's directory holds and a checkpoint never does."""
+    return (directory / CHECKPOINTS).is_dir() or (directory / CONFIG).is_file()
 
 
 def before(checkpoint: pathlib.Path) -> pathlib.Path | None:

@@ -49,12 +49,19 @@ def on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]
     Args:   shapes: the logical ones.
     Memory: an array in host memory visits its device a part of a layer at a time, or whole where it has no layers.
     """
-    if not arrays:
-        return {}
-    names = list(arrays)
-    place: Any = arrays[names[0]].sharding
-    sums = np.asarray(_program(place.mesh)(tuple(arrays[name] for name in names), tuple(tuple(shapes[name]) for name in names)))
-    return {name: _words(of_array) for name, of_array in zip(names, sums.tolist(), strict=True)}
+    programs = compile_programs(arrays, shapes)
+    sums = {name: programs[name](array) for name, array in arrays.items()}
+    return {name: _words(of_array.tolist()) for name, of_array in jax.device_get(sums).items()}
+
+
+def compile_programs(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.stages.Compiled]:
+    """Compiles what `on_devices` runs. Arrays of one shape, dtype and sharding share a program.
+
+    A weight shares it with its moments: a third of the time of a program for all arrays at once.
+    Args: arrays: the arrays, or jax.ShapeDtypeStructs with shardings.
+    """
+    to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return {name: _compile(to_shape(array), tuple(shapes[name])) for name, array in arrays.items()}
 
 
 def on_host(array: np.ndarray) -> str:
@@ -78,11 +85,10 @@ def _words(sums: list[int]) -> str:
 
 
 @functools.cache
-def _program(mesh: jax.sharding.Mesh) -> Any:
-    def sums(arrays: tuple[Array, ...], shapes: tuple[tuple[int, ...], ...]) -> UInt32[Array, "leaves two"]:
-        return jnp.stack([_sums(x, shape) for x, shape in zip(arrays, shapes, strict=True)])
-
-    return jax.jit(sums, static_argnums=1, out_shardings=NamedSharding(mesh, PartitionSpec()))
+def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.Compiled:
+    place: Any = like.sharding
+    everywhere = NamedSharding(place.mesh, PartitionSpec())
+    return jax.jit(_sums, static_argnums=1, out_shardings=everywhere).lower(like, shape).compile()
 
 
 def _sums(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:

@@ -16,13 +16,11 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxsp.core import config, errors, notation
+from jaxsp.training.checkpoint import CONFIG
 from jaxsp.training.material import Material
 
 LOCK, HOLDER, HEARTBEAT = "lock", "lock.json", "heartbeat.json"
 """What is locked, who holds it, and what a running holder writes again every few seconds."""
-
-CONFIG = "config.yaml"
-"""Where it is, a run has begun."""
 
 NOT_A_RUN = (LOCK, HOLDER, HEARTBEAT, *(f"{name}{notation.PARTIAL}" for name in (HOLDER, HEARTBEAT, CONFIG)))
 """Files that a folder may hold though no run was ever written there."""

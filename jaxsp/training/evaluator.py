@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
+from jaxsp.core import config
 from jaxsp.core import mesh as meshes
 from jaxsp.data.dataset import DataSet
 from jaxsp.model import layers
@@ -37,6 +39,18 @@ class Result:
     """Without compiling."""
 
 
+def identity(data: DataSet, settings: config.Config) -> dict[str, str]:
+    """Name and digest of a data set.
+
+    The digest covers the tokens, the labels, and how documents longer than a row were cut: with
+    the same digest, the same weights have the same loss up to rounding.
+    """
+    parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
+    if any(source.had_long() for source in data.documents.sources):
+        parts += [settings.data.long_documents, str(settings.data.longest_row)]
+    return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
+
+
 class Evaluator:
     """Evaluates data sets, each by itself, as often as it is asked; compiles when it is asked first.
 
@@ -48,7 +62,8 @@ class Evaluator:
         slots = meshes.num_groups(program.mesh) * program.config.batch.rows_at_once
         settings = program.config.for_rows_of(program.config.data.longest_row)
         batch = settings.batch.model_copy(update={"rows_per_step": slots})
-        self._program = dataclasses.replace(program, config=settings.model_copy(update={"batch": batch}))
+        evaluated = settings.model_copy(update={"batch": batch})
+        self._program = dataclasses.replace(program, config=evaluated, has_weights=False)
         self._sets = sets
 
     def due(self, number: int) -> bool:
@@ -98,9 +113,9 @@ class Evaluator:
             )
 
 
-def due(every: int | None, number: int) -> bool:
-    """Whether what comes every so many steps follows this one."""
-    return every is not None and number % every == 0
+def due(every: int | str | None, number: int) -> bool:
+    """Whether what comes every so many steps follows this one; what comes every epoch is not counted in steps."""
+    return isinstance(every, int) and number % every == 0
 
 
 def _fetched(sent: Iterable[step.Totals]) -> Iterator[step.Totals]:

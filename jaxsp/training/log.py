@@ -1,8 +1,11 @@
 """What is noted of each step when it has ended."""
 
 import collections
+import contextlib
 import dataclasses
+import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +23,33 @@ class Running:
 
     numbers: step.Metrics
     counts: pipeline.Counts
-    data_wait_s: float
+    rows_asked: float
+    """When the loop asked for its rows, a time of time.perf_counter."""
+    rows_there: float
+    end: "EndTime"
+
+
+class EndTime:
+    """Time at which the results of a step were ready.
+
+    A thread notes it. The loop may read the results later, when the next step has ended too.
+    """
+
+    def __init__(self, results: Any):
+        self._at = 0.0
+        self._thread = threading.Thread(target=self._note, args=(results,), daemon=True)
+        self._thread.start()
+
+    def _note(self, results: Any) -> None:
+        # the loop raises the same error when it reads the results
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(results)
+        self._at = time.perf_counter()
+
+    def get(self) -> float:
+        """Waits for the results. Returns a time of time.perf_counter."""
+        self._thread.join()
+        return self._at
 
 
 class Log:
@@ -32,6 +61,7 @@ class Log:
         self._pace = pace
         self._program, self._material, self._writer, self._progress = program, material, writer, progress
         self._began = self._ended = time.perf_counter()
+        self._rows_asked = self._rows_there = self._began
         self._running: Running | None = None
         self._num_steps, self._num_tokens = material.start.step, material.start.num_tokens
         self._source_names = [source.name for source in material.train.documents.sources]
@@ -58,9 +88,23 @@ class Log:
         """From before the first step to the end of the last."""
         return self._ended - self._began
 
-    def sent(self, running: Running) -> None:
-        """Notes the step that was sent to the devices."""
-        assert self._running is None, "one at a time"
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measures how long the rows of the next step take."""
+        self._rows_asked = time.perf_counter()
+        yield
+        self._rows_there = time.perf_counter()
+
+    def sent(self, numbers: step.Metrics, counts: pipeline.Counts) -> None:
+        """Records the step that was running, then notes the one that was sent to the devices."""
+        running = Running(
+            numbers=numbers,
+            counts=counts,
+            rows_asked=self._rows_asked,
+            rows_there=self._rows_there,
+            end=EndTime(numbers),
+        )
+        self.catch_up()
         self._running = running
 
     def catch_up(self) -> None:
@@ -69,8 +113,12 @@ class Log:
             return
         running, self._running = self._running, None
         numbers = jax.device_get(running.numbers)
-        now = time.perf_counter()
-        step_s, self._ended = now - self._ended, now
+        # threads may note the ends of two steps in either order
+        ended = max(running.end.get(), self._ended + 1e-6)
+        step_s = ended - self._ended
+        # rows that arrive while the step before runs cost nothing
+        data_wait_s = max(0.0, running.rows_there - max(running.rows_asked, self._ended))
+        self._ended = ended
         self._num_steps += 1
         self._pace.ended(self._num_steps, step_s)
         self._num_tokens += int(numbers.num_tokens)
@@ -80,7 +128,7 @@ class Log:
             self.bad.add(self._num_steps, numbers, feed, self._num_steps - material.start.step - 1)
             if self.goes_on:
                 self._progress.say(f"step {self._num_steps}  IS LEFT OUT: not finite; {metrics.BAD_STEPS} names its documents")
-        self.last = self._line(running, numbers, step_s)
+        self.last = self._line(running, numbers, step_s=step_s, data_wait_s=data_wait_s)
         if self._num_steps == self._material.start.step + 1:
             self.first = self.last
         if self.last.loss is not None:
@@ -112,7 +160,7 @@ class Log:
             num_tokens_total=self._num_tokens,
         )
 
-    def _line(self, running: Running, numbers: step.Metrics, step_s: float) -> metrics.Line:
+    def _line(self, running: Running, numbers: step.Metrics, *, step_s: float, data_wait_s: float) -> metrics.Line:
         config, mesh, counts = self._program.config, self._program.mesh, running.counts
         num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
         assert num_tokens == counts.piece_lengths.sum(), "the devices' count and the plan's"
@@ -122,7 +170,7 @@ class Log:
             step=self._num_steps,
             epoch=None if counts.epoch is None else counts.epoch + 1,
             loss=_finite(numbers.loss) if numbers.num_loss_tokens else None,
-            token_accuracy=_finite(numbers.token_accuracy) if numbers.num_loss_tokens else None,
+            token_accuracy=float(numbers.token_accuracy) if numbers.num_loss_tokens and numbers.finite else None,
             grad_norm=_finite(numbers.grad_norm),
             learning_rate=float(numbers.learning_rate),
             num_rows=int(numbers.num_rows),
@@ -134,7 +182,7 @@ class Log:
             padding_share=1 - num_tokens / (config.batch.rows_per_step * config.data.longest_row),
             attention_imbalance=counts.imbalance,
             step_s=step_s,
-            data_wait_s=running.data_wait_s,
+            data_wait_s=data_wait_s,
             save_s=self.save_s,
             tokens_per_s=num_tokens / step_s,
             tokens_per_s_per_device=num_tokens / step_s / num_devices,

@@ -24,6 +24,8 @@ class Start:
     """Tokens learned from before."""
     owes_evaluation: bool = False
     """Whether one was due at that step and was not done."""
+    early_stopping: Mapping[str, Any] | None = None
+    """Fields of `early_stopping.State`."""
     changed: tuple[str, ...] = ()
     """Fields of the config that are not those of the checkpoint, for people."""
 

@@ -33,7 +33,7 @@ class Line:
     loss: float | None
     """Mean over the step's loss tokens; None where there is none, or it is not finite."""
     token_accuracy: float | None
-    """Share of loss tokens that the model thought likeliest."""
+    """Fraction of loss tokens that were predicted right; None if there is none, or the step is not finite."""
     grad_norm: float | None
     """Global, before clipping; None where it is not finite."""
     learning_rate: float
@@ -55,7 +55,7 @@ class Line:
     step_s: float
     """Seconds between the end of the step before and the end of this one."""
     data_wait_s: float
-    """Of these, waiting for the next rows."""
+    """Seconds of these that the devices waited for the step's rows."""
     save_s: float | None
     """Seconds that checkpoints kept steps from beginning since the line before; None where none was written."""
     tokens_per_s: float

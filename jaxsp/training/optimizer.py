@@ -16,7 +16,7 @@ from jaxsp.training import host
 
 def learning_rates(settings: config.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
     """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
-    peak, warmup = settings.learning_rate, settings.warmup_steps
+    peak, warmup = settings.learning_rate, settings.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest),

@@ -15,8 +15,8 @@ from jaxsp.training.store import Outcome, Store
 class Saving:
     """Writes checkpoints, and knows when the next is due; the same in all processes.
 
-    A checkpoint that cannot be written does not end the run: it is said, and the next is tried RETRY_S later, or when it is
-    due in any case.
+    A checkpoint that cannot be written does not end the run: a line is printed, and the next is tried RETRY_S later, or
+    earlier if it is due.
 
     Args: say: prints a line for people.
     """
@@ -32,12 +32,18 @@ class Saving:
         self._failed: Outcome | None = None
         self._meta: checkpoint.Meta | None = None
         self._failed_at = 0.0
+        self._waited_s = 0.0
+        """Seconds that training waited for the write that was begun last."""
+        self._compile_s = 0.0
+        """Seconds of these that were spent compiling."""
+        self._waits: list[float] | None = None
+        """At the end of the run: seconds before each attempt that is left. None during training."""
         self.last_step = first_step
         """Of the newest checkpoint that is whole; 0 before the first."""
 
     def check(self) -> None:
         """Notices how the write that is under way has ended, if it has. To be called after every step."""
-        self._note(self._store.poll())
+        self._note(self._store.poll(), self._next_attempt())
 
     def due(self, number: int) -> bool:
         """Whether a checkpoint is to follow a step.
@@ -45,74 +51,77 @@ class Saving:
         Clocks of processes differ: process 0 has the word. To hear it all wait for the step that is running, so it is asked
         half way to when the time should be up, then half way of what is left: a few times for each checkpoint.
         """
-        if self._failed is not None and _of_first_process(time.monotonic() - self._failed_at) >= self.RETRY_S:
+        if self._failed is not None and of_first_process(time.monotonic() - self._failed_at) >= self.RETRY_S:
             return True
         if self._settings.save_minutes is None:
             return evaluator.due(self._settings.save_steps, number)
         if number < self._ask_at:
             return False
-        seconds = _of_first_process(time.monotonic() - self._saved_at)
+        seconds = of_first_process(time.monotonic() - self._saved_at)
         left = 60 * self._settings.save_minutes - seconds
         seconds_per_step = seconds / (number - self._from_step)
         self._ask_at = number + max(1, int(left / seconds_per_step / 2))
         return left <= 0
 
-    def __call__(self, state: step.State, meta: checkpoint.Meta) -> float:
-        """Begins to write a checkpoint, and returns the seconds that this took: the write before has to end first."""
+    def __call__(self, state: step.State, meta: checkpoint.Meta, *, is_last: bool = False) -> float:
+        """Begins to write a checkpoint, and returns the seconds that this took: the write before has to end first.
+
+        Args: is_last: no step follows.
+        """
         began = time.monotonic()
         self._note(self._store.poll(wait=True))
+        if is_last and self._waits is None:
+            self._waits = [*self.LAST_TRIES_S]
         self._meta = meta
         outcome = self._store.save(state, meta)
-        self._note(outcome)
-        self._from_step = meta.step
         self._saved_at, self._ask_at = time.monotonic(), meta.step + 1
-        seconds = self._saved_at - began
-        if outcome is None or outcome.failure is None:
-            self._say(f"step {meta.step}  checkpoint: training waited {seconds:.1f} s")
-        return seconds
-
-    def settle(self) -> None:
-        """Waits for the write that is under way."""
-        self._note(self._store.poll(wait=True))
+        self._from_step = meta.step
+        self._waited_s, self._compile_s = self._saved_at - began, self._store.compile_s
+        self._note(outcome, self._next_attempt())
+        return self._waited_s
 
     def finish(self, state: step.State, meta: checkpoint.Meta) -> None:
-        """Sees to it that the state is on the disk. Raises: Stopped where it was tried again and again, and could not be."""
-        self.settle()
+        """Writes the last state if it is not on the disk yet. Raises: Stopped if every attempt fails."""
         if self._meta is None or self._meta.step < meta.step:
-            self(state, meta)
-            self.settle()
-        for seconds in self.LAST_TRIES_S:
-            if self._failed is None:
-                return
-            time.sleep(seconds)
+            self(state, meta, is_last=True)
+        waits = self._waits = self._waits or [*self.LAST_TRIES_S]
+        self._note(self._store.poll(wait=True), self._next_attempt())
+        while self._failed is not None and waits:
+            time.sleep(waits.pop(0))
             self(state, self._meta or meta)  # with the loss of its evaluation
-            self.settle()
+            self._note(self._store.poll(wait=True), self._next_attempt())
         if self._failed is not None:
             raise errors.Stopped(
                 f"the checkpoint of the last step, {meta.step}, could not be written: {self._failed.failure}. "
-                f"{self._newest()}. Make room, and give the same command again."
+                f"{self._latest()}. Make room, and give the same command again."
             )
 
-    def _note(self, outcome: Outcome | None) -> None:
+    def _note(self, outcome: Outcome | None, next_attempt: str = "") -> None:
+        """Prints how a write ended, if it has. Args: next_attempt: when another follows a failure; empty: at once."""
         if outcome is None:
             return
         if outcome.failure is None:
             if self._failed is not None:
                 self._say(f"checkpoint {outcome.step} is written, after one that failed")
             self._failed, self.last_step = None, outcome.step
+            compiled = f" ({self._compile_s:.1f} s of it to compile its checksums)" if self._compile_s >= 0.1 else ""
+            self._say(f"step {outcome.step}  checkpoint: training waited {self._waited_s:.1f} s{compiled}")
             return
         self._failed, self._failed_at = outcome, time.monotonic()
-        self._say(
-            f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. {self._newest()}. Training goes on; the next "
-            f"is tried in {self.RETRY_S:g} s at the latest"
-        )
+        self._say(f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. {self._latest()}{next_attempt}")
 
-    def _newest(self) -> str:
-        newest = self._store.steps
-        return f"The newest that is whole is that of step {newest[-1]}" if newest else "There is none yet that is whole"
+    def _next_attempt(self) -> str:
+        if self._waits is None:
+            return f". Training continues; the next attempt is in at most {self.RETRY_S:g} s"
+        return f". The next attempt is in {self._waits[0]:g} s" if self._waits else ""
+
+    def _latest(self) -> str:
+        steps = self._store.steps
+        return f"The latest complete checkpoint is step {steps[-1]}" if steps else "There is no complete checkpoint yet"
 
 
-def _of_first_process(value: float) -> float:
+def of_first_process(value: float) -> float:
+    """Returns process 0's value in all processes."""
     if jax.process_count() == 1:
         return value
     return float(multihost_utils.broadcast_one_to_all(np.float32(value)))

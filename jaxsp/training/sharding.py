@@ -191,6 +191,21 @@ def shards(values: layers.Weights, slots: layers.Weights) -> layers.Weights:
     return jax.tree.map(lambda value, slot: Shard(value=value, slot=slot), values, slots)
 
 
+@jax.custom_jvp
+def _without_gradient(whole: Array, shard: Shard) -> Array:
+    """The weight, unchanged. The shard is an argument because its slot is what is differentiated:
+    without it, a joined weight would count as a constant, and its gradient would be zero."""
+    return whole
+
+
+@_without_gradient.defjvp
+def _no_gradient(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "Gather.join cannot be differentiated: it has no gradient, and the weight would never "
+        "learn. Use gather(row, shard), which returns the same weight and sums its gradient."
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gather:
     """Joins shards into whole weights, and sums whole gradients into shards; inside shard_map.
@@ -222,13 +237,17 @@ class Gather:
         return jax.tree.map(one, table, master)
 
     def join(self, row: layers.Parameter, shard: Shard) -> Float[Array, "..."]:
-        """The whole of one layer's weight in the compute dtype: cast, then all-gathered."""
+        """The whole of one layer's weight in the compute dtype: cast, then all-gathered.
+
+        For forward passes, and for the rules of a custom_vjp, which calls `split` itself.
+        Raises: TypeError when it is differentiated; `gather(row, shard)` is differentiable.
+        """
         dim = place(row, self.num_shards).dim
         whole = host.on_device(shard.value).astype(self.compute_dtype)
         if dim is not None:
             with jax.named_scope(SCOPE):
                 whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
-        return cut(row, whole)
+        return _without_gradient(cut(row, whole), shard)
 
     def split(self, row: layers.Parameter, gradient: Float[Array, "..."]) -> Shard:
         """This device's shard of the gradient's sum over all shards; of a whole weight, this device's own gradient."""
@@ -240,8 +259,8 @@ class Gather:
             own = jax.lax.psum_scatter(stored, axes.SHARDS, scatter_dimension=dim, tiled=True).astype(jnp.float32)
         return Shard(value=None, slot=self._to_its_place(row, own))
 
-    def __call__(self, rows: layers.Weights, shards: layers.Weights) -> layers.Weights:
-        """Whole weights of a tree; their gradients come back in the slots of the shards."""
+    def __call__(self, rows: Any, shards: Any) -> Any:
+        """Whole weights of a tree, or of one parameter. Gradients come back in the shards' slots."""
         return jax.tree.map(self._differentiable, rows, shards)
 
     def _differentiable(self, row: layers.Parameter, shard: Shard) -> Array:

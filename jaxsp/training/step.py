@@ -22,6 +22,7 @@ from jaxsp.core import mesh as meshes
 from jaxsp.model import decoder, layers, remat, tiling
 from jaxsp.model.config import ModelConfig
 from jaxsp.training import host, loss, optimizer, sharding, xla
+from jaxsp.training.loss import TokenLoss
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +43,7 @@ class Metrics:
     """What a step says of itself, summed over the whole mesh, each token once."""
 
     loss: batch.Leaf
-    """Mean over the step's loss tokens; 0 where there is none."""
+    """Mean over the step's loss tokens, weighted if rows have weights; 0 where there is none."""
     token_accuracy: batch.Leaf
     """Share of loss tokens that were the likeliest token."""
     grad_norm: batch.Leaf
@@ -53,6 +54,8 @@ class Metrics:
     num_loss_tokens: batch.Leaf
     finite: batch.Leaf
     """Loss and gradient norm are finite; else nothing was updated."""
+    loss_weight: batch.Leaf | None = None
+    """Sum of the loss tokens' weights, which the loss is divided by; None if the rows have none."""
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +69,7 @@ class Gradients:
     num_rows: batch.Leaf
     num_tokens: batch.Leaf
     num_loss_tokens: batch.Leaf
+    loss_weight: batch.Leaf | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +82,7 @@ class Totals:
     num_rows: batch.Leaf
     num_tokens: batch.Leaf
     num_loss_tokens: batch.Leaf
+    loss_weight: batch.Leaf | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,11 @@ class Program:
     mesh: Mesh
     attend: attention.Attend
     num_steps: int
+    loss: TokenLoss | None = None
+    """A loss per token, `logits_TV, labels_T -> losses_T`, computed in tiles of
+    `memory.loss_tile_tokens`; None: cross entropy. The step's loss is its mean over loss tokens."""
+    has_weights: bool = False
+    """Whether the compiled step takes `weights_BL`, a weight for each token's loss."""
 
     @property
     def table(self) -> layers.Weights:
@@ -225,6 +235,9 @@ def shapes(program: Program) -> tuple[State, batch.Batch]:
         )
         for name, spec in batch.SPECS.items()
     }
+    if program.has_weights:
+        labels = rows["labels_BL"]
+        rows["weights_BL"] = jax.ShapeDtypeStruct(labels.shape, jnp.float32, sharding=labels.sharding)
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return State(master=master, opt=opt, step=step), batch.Batch(**rows)
 
@@ -277,6 +290,8 @@ def gradients(program: Program, master: layers.Weights, rows: batch.Batch) -> Gr
 
         sums = _over_mesh(loss_sum, num_correct, rows)
         divisor = jnp.maximum(sums["num_loss_tokens"], 1).astype(jnp.float32)
+        if "loss_weight" in sums:
+            divisor = jnp.where(sums["loss_weight"] > 0, sums["loss_weight"], 1.0)
         return sums | {"loss": sums["loss"] / divisor, "gradients": gather.finish(table, grads, divisor)}
 
     weight_specs = sharding.specs(program.table, program.gather.num_shards)
@@ -318,7 +333,16 @@ def _turn_loss(program: Program, shards: layers.Weights, rows: batch.Batch) -> t
     )
     shard = decoder.head(shards)
     tile = min(program.loss_tile, rows.tokens_BL.size)
-    sums = loss.token_losses(hidden_BlD, rows.labels_BL, gather=program.gather, row=head, shard=shard, tile=tile)
+    sums = loss.token_losses(
+        hidden_BlD,
+        rows.labels_BL,
+        rows.weights_BL,
+        gather=program.gather,
+        row=head,
+        shard=shard,
+        tile=tile,
+        token_loss=program.loss,
+    )
     return sums.loss, sums.num_correct
 
 
@@ -329,13 +353,17 @@ def _over_mesh(loss_sum: Array, num_correct: Array, rows: batch.Batch) -> dict[s
         return jax.lax.psum(values.sum(dtype=jnp.int32), over)
 
     # Labels are split over the whole mesh; starts and lengths are the same along seq, where they count once.
-    return {
+    sums = {
         "loss": jax.lax.psum(loss_sum, axes.ALL),
         "num_correct": jax.lax.psum(num_correct, axes.ALL),
         "num_rows": count((rows.lengths_BM > 0).any(-1), axes.GROUPS),
         "num_tokens": count(rows.lengths_BM, axes.GROUPS),
         "num_loss_tokens": count(rows.labels_BL != batch.NO_LABEL, axes.ALL),
     }
+    if rows.weights_BL is not None:
+        of_labels = jnp.where(rows.labels_BL != batch.NO_LABEL, rows.weights_BL, 0.0)
+        sums["loss_weight"] = jax.lax.psum(of_labels.sum(), axes.ALL)
+    return sums
 
 
 def _on_mesh(
@@ -343,8 +371,10 @@ def _on_mesh(
 ) -> dict[str, Any]:
     """What `local` makes of each device's shards and rows: the fields of Totals, equal everywhere, and those of `out_specs`."""
     weight_specs = sharding.specs(program.table, program.gather.num_shards)
-    row_specs = jax.tree.unflatten(jax.tree.structure(rows), batch.SPECS.values())
+    row_specs = batch.specs(rows)
     everywhere = {field.name: PartitionSpec() for field in dataclasses.fields(Totals)}
+    if rows.weights_BL is None:
+        del everywhere["loss_weight"]
     on_mesh = jax.shard_map(
         local,
         mesh=program.mesh,
@@ -372,7 +402,8 @@ def make(program: Program) -> jax.stages.Wrapped:
         rate = rates(state.step)
         finite = jnp.isfinite(done.loss) & jnp.isfinite(norm)
         # without a single label there is nothing to learn, and decay and momentum alone should not move the weights
-        accept = finite & (done.num_loss_tokens > 0)
+        has_loss = done.num_loss_tokens > 0 if done.loss_weight is None else done.loss_weight > 0
+        accept = finite & has_loss
         master, opt = optimizer.update(
             settings, table, done.gradients, state.opt, state.master, rate=rate, scale=scale, accept=accept
         )
@@ -386,6 +417,7 @@ def make(program: Program) -> jax.stages.Wrapped:
             num_tokens=done.num_tokens,
             num_loss_tokens=done.num_loss_tokens,
             finite=finite,
+            loss_weight=done.loss_weight,
         )
         return State(master=master, opt=opt, step=state.step + 1), metrics
 

@@ -183,15 +183,11 @@ class Stopping:
             self._last = last
             self._changed.notify_all()
         if processes.here().index == 0:
-            known = all(place.save_s for place in places.values())
-            first = "" if known else " and what a checkpoint takes, the first of this process"
-            processes.say(
-                f"{self.reason}: stops after step {last}, in about {rest_s:.0f} s{first}; once more, and it leaves at once"
-            )
+            processes.say(stop_message(self.reason or "", last=last, rest_s=rest_s))
 
     def _lost(self, last: int) -> str:
         """What a run loses that leaves now."""
-        found = checkpoint.newest(self._settings.directory)
+        found = checkpoint.newest_of_run(self._settings.directory)
         if found is None:
             return f"No checkpoint has been written yet: the {_steps(last, 'begun so far')} lost."
         since = last - int(found.name)
@@ -206,3 +202,18 @@ class Stopping:
 
 def _steps(count: int, which: str) -> str:
     return f"1 step {which} is" if count == 1 else f"{count} steps {which} are"
+
+
+def stop_message(reason: str, *, last: int, rest_s: float) -> str:
+    """What a run that stops prints.
+
+    Args:
+        last: the step that it finishes.
+        rest_s: seconds until it has finished this step and written the checkpoint.
+    """
+    is_ctrl_c = reason == signal.SIGINT.name
+    who = "" if is_ctrl_c else f"{reason}: "
+    about = f" (about {rest_s:.0f} s)" if rest_s >= 1 else ""
+    again = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
+    again = "Ctrl-C again" if is_ctrl_c else again
+    return f"{who}stopping after step {last}, then writing a checkpoint{about}; {again}: leave at once without one"

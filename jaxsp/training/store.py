@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -21,11 +22,19 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxsp.core import config, errors, processes
 from jaxsp.model import layers
-from jaxsp.training import checkpoint, digests, host, step
+from jaxsp.training import checkpoint, digests, disk_space, host, step
 from jaxsp.training.pace import Pace, written
 
 PARTIAL, DELETING = ".partial", ".deleting"
 """Behind the step, in the name of a checkpoint that is being written, or deleted."""
+
+SLICED_BYTES = 2**20
+"""Minimum bytes that each device must write of a replicated array for its devices to share the work.
+
+orbax slices such arrays and compiles a program for each shape and device. For the small weights of
+2 layers on 8 virtual devices these were 56 programs, and the first checkpoint waited 5.7 s for them
+(2 shared CPU cores, 2026-11-23).
+"""
 
 LOOK_S = 5.0
 """Between two looks at a write that several processes wait for."""
@@ -69,15 +78,28 @@ class Store:
         keep: config.Checkpoint,
         pace: Pace | None = None,
         first: Callable[[], None] = lambda: None,
+        loss_set: dict[str, str] | None = None,
     ):
-        """Args: first: is done before each checkpoint; where it fails, none is written."""
+        """Args:
+        first: is done before each checkpoint; where it fails, none is written.
+        loss_set: the data set whose loss ranks checkpoints for keep.keep_best.
+        """
         self._directory, self._table, self._keep, self._pace = directory.absolute(), table, keep, pace or Pace()
-        self._first = first
+        self._first, self._loss_set = first, loss_set
+        self._num_bytes = 0
+        """Bytes of a checkpoint's arrays; known from the first save on."""
         self._mib = 0
         """MiB that all processes have written, when they last agreed."""
         self._write: _Write | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._handlers = {name: ocp.PyTreeCheckpointHandler() for name in (checkpoint.MASTER, checkpoint.OPT)}
+        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED_BYTES)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        self._handlers = {
+            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in (checkpoint.MASTER, checkpoint.OPT)
+        }
+        self._compiling: concurrent.futures.Future | None = None
+        self.compile_s = 0.0
+        """Seconds that the last `save` waited for the checksums to be compiled."""
         checkpoint.hush()
         self.write_s: float | None = None
         """What the last checkpoint took until it was whole, waiting for steps between its parts left out."""
@@ -108,6 +130,13 @@ class Store:
                 handler.close()
         self._pool.shutdown(wait=ends)
 
+    def compile_ahead(self, state: step.State) -> None:
+        """Compiles the checksums while the first steps run, so that the first `save` need not wait for it."""
+        to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        like = jax.tree.map(to_shape, _items(state))  # the first step takes the arrays' memory
+        shapes = {name: leaf.shape for name, leaf in self._logical(state).items()}
+        self._compiling = self._pool.submit(digests.compile_programs, digests.by_name(like), shapes)
+
     def save(self, state: step.State, meta: checkpoint.Meta) -> Outcome | None:
         """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
 
@@ -116,8 +145,9 @@ class Store:
         began = time.monotonic()
         assert self._write is None, "one at a time"
         assert meta.step not in self.steps, f"step {meta.step} is there already"
-        items = {checkpoint.MASTER: state.master} | ({checkpoint.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
-        meta = dataclasses.replace(meta, leaves=self._leaves(state, items))
+        items = _items(state)
+        self._num_bytes = disk_space.num_bytes(items)
+        meta = dataclasses.replace(meta, leaves=self._leaves(state))
         partial, alone = self._partial(meta.step), jax.process_count() == 1
 
         def write() -> concurrent.futures.Future:
@@ -153,6 +183,26 @@ class Store:
         self._write = dataclasses.replace(self._write, then=None if alone else finish)
         # orbax writes what is in host memory out of that memory, which the next step takes for the new state
         return self.poll(wait=any(leaf.sharding.memory_kind == host.KIND for leaf in jax.tree.leaves(items)))
+
+    def record_loss(self, number: int, loss: float | None, *, early_stopping: dict[str, Any] | None) -> None:
+        """Records the loss of a checkpoint that was evaluated after it was written. Process 0 does it for all.
+
+        Args: early_stopping: fields of `early_stopping.State` after that evaluation.
+
+        A failure is printed: the checkpoint is then ranked as one without a loss.
+        """
+        if jax.process_index() > 0:
+            return
+        try:
+            self._first()
+            path = self._directory / str(number)
+            meta = checkpoint.read_meta(path)
+            meta = dataclasses.replace(
+                meta, loss=loss, loss_set=self._loss_set, owes_evaluation=False, early_stopping=early_stopping
+            )
+            _write_meta(path, meta)
+        except (OSError, errors.UserError) as error:
+            processes.say(f"checkpoint {number}: its loss could not be recorded: {checkpoint.line(error)}")
 
     def poll(self, *, wait: bool = False) -> Outcome | None:
         """How the write ended, once, when it has; before that, and where there is none, None. All processes hear the same.
@@ -190,22 +240,33 @@ class Store:
     def _failure(self, write: _Write, first: int) -> str:
         """What went wrong; what was written so far is removed, for the room that it takes."""
         index, error = jax.process_index(), write.job.exception()
-        reason = f"process {first} could not write its part" if error is None else checkpoint.line(error)
+        reason = f"process {first} could not write its part" if error is None else _reason(error)
         if error is not None and index > 0:
             processes.say(f"checkpoint {write.meta.step}: {reason}")
         if index == 0:
             # what cannot be removed now is when the next is written
             shutil.rmtree(self._partial(write.meta.step), ignore_errors=True)
+            reason += disk_space.shortage(self._directory, self._num_bytes)
         return reason
 
     def _partial(self, number: int) -> pathlib.Path:
         return self._directory / f"{number}{PARTIAL}"
 
-    def _leaves(self, state: step.State, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def _logical(self, state: step.State) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the state's arrays without padding, by name."""
         whole = digests.logical(self._table, state.master, state.opt)
-        like = digests.by_name({item: whole[item] for item in items})
+        return digests.by_name({item: whole[item] for item in _items(state)})
+
+    def _leaves(self, state: step.State) -> dict[str, dict[str, Any]]:
+        like, arrays = self._logical(state), digests.by_name(_items(state))
+        shapes = {name: leaf.shape for name, leaf in like.items()}
+        began = time.monotonic()
         with self._pace.compiles("digests") if self.write_s is None else contextlib.nullcontext():
-            found = digests.on_devices(digests.by_name(items), {name: leaf.shape for name, leaf in like.items()})
+            if self._compiling is not None:
+                self._compiling.result()
+            digests.compile_programs(arrays, shapes)
+        self.compile_s = time.monotonic() - began
+        found = digests.on_devices(arrays, shapes)
         return {
             name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for name, leaf in like.items()
         }
@@ -221,10 +282,7 @@ class Store:
         for name, handler in self._handlers.items():
             if (partial / name).is_dir():
                 handler.finalize(epath.Path(partial / name))
-        with (partial / checkpoint.META / "metadata").open("w", encoding="utf-8") as file:
-            file.write(checkpoint.to_json(meta))
-            file.flush()
-            os.fsync(file.fileno())
+        _write_meta(partial, meta)
         partial.rename(final)
         # it is whole from here on, whatever becomes of others
         try:
@@ -248,7 +306,7 @@ class Store:
         ours = [
             path for number in self.steps if ((path := self._directory / str(number)) / checkpoint.META / "metadata").is_file()
         ]
-        infos = [_Info.of(path) for path in ours]
+        infos = [_Info.of(path, self._loss_set) for path in ours]
         kept = policy.should_preserve(infos, context=policies.PreservationContext())
         return [info.step for info, keeps in zip(infos, kept, strict=True) if not keeps]
 
@@ -262,12 +320,26 @@ class _Info:
     metrics: float | None
 
     @classmethod
-    def of(cls, path: pathlib.Path) -> "_Info":
-        try:
-            loss = checkpoint.read_meta(path).loss
-        except errors.UserError:  # not one of the best; LatestN decides
-            loss = None
+    def of(cls, path: pathlib.Path, loss_set: dict[str, str] | None) -> "_Info":
+        """Reads a checkpoint's loss. One without a loss on this data set is never among the best; LatestN decides."""
+        loss = None
+        with contextlib.suppress(errors.UserError):
+            meta = checkpoint.read_meta(path)
+            if loss_set is not None and meta.loss_set is not None and meta.loss_set["digest"] == loss_set["digest"]:
+                loss = meta.loss
         return cls(step=int(path.name), time=datetime.datetime.fromtimestamp(path.stat().st_mtime), metrics=loss)
+
+
+def leftover_bytes(directory: pathlib.Path) -> int:
+    """Bytes of unfinished checkpoints in a folder, which the next Store deletes."""
+    files = (file for path in filter(_is_left, directory.glob("*")) for file in path.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _reason(error: BaseException) -> str:
+    """Says why a write failed. tensorstore puts the operating system's code at the end of several paths."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else checkpoint.line(error)
 
 
 def _is_left(path: pathlib.Path) -> bool:
@@ -275,6 +347,11 @@ def _is_left(path: pathlib.Path) -> bool:
     number, _, ending = path.name.partition(".")
     ours = {checkpoint.MASTER, checkpoint.OPT, checkpoint.META}
     return number.isdecimal() and f".{ending}" in (PARTIAL, DELETING) and {child.name for child in path.iterdir()} <= ours
+
+
+def _items(state: step.State) -> dict[str, Any]:
+    """What is written of a state; a run without optimizer state (sgd) has one item."""
+    return {checkpoint.MASTER: state.master} | ({checkpoint.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
 
 
 def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
@@ -285,6 +362,18 @@ def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
         shutil.rmtree(partial)
     for name in (*items, checkpoint.META):
         (partial / name).mkdir(parents=True)
+
+
+def _write_meta(path: pathlib.Path, meta: checkpoint.Meta) -> None:
+    """Writes a checkpoint's metadata: after a crash at any moment, the old or the new file is there."""
+    folder = path / checkpoint.META
+    partial = folder / f"metadata{PARTIAL}"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(checkpoint.to_json(meta))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / "metadata")
+    _sync(folder)
 
 
 def _now(do: Callable[[], Any]) -> concurrent.futures.Future:

@@ -11,16 +11,16 @@ import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.core import errors, processes
+from jaxsp.core import config, errors, processes
 from jaxsp.data import account
-from jaxsp.training import banner, checkpoint, directory, evaluator, levers, metrics, selfcheck, step
-from jaxsp.training.log import Log, Running
+from jaxsp.training import banner, checkpoint, directory, disk_space, evaluator, levers, metrics, saving, selfcheck, step
+from jaxsp.training.early_stopping import EarlyStopping
+from jaxsp.training.log import Log
 from jaxsp.training.material import Material
 from jaxsp.training.pace import Pace
-from jaxsp.training.saving import Saving
 from jaxsp.training.step import Program
 from jaxsp.training.stopping import Stopping
-from jaxsp.training.store import Store
+from jaxsp.training.store import Store, leftover_bytes
 
 
 def train(
@@ -49,11 +49,22 @@ def train(
         console.print(f"{folder}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer.")
         return
 
+    loss_set = _loss_set(program, material)
+    early_stopping = EarlyStopping(settings.run, loss_set, before=start.early_stopping)
+    if early_stopping.is_over():
+        console.print(
+            f"{folder}: stopped early at step {start.step}: {early_stopping.reason}. "
+            "Raise run.early_stopping_patience, or set it to null, to train longer."
+        )
+        return
+
     # What will happen, in words
     lines = banner.before(program, material)
     banner.show(console, lines)
     for words in selfcheck.before_training(program, material.choice):
         console.print(words, soft_wrap=True, highlight=False)
+    if warning := _check_disk(program, folder, num_steps=program.num_steps - start.step):
+        console.print(warning, soft_wrap=True, highlight=False)
 
     # Program, weights and rows
     run_step = _compile(program, material, console)
@@ -74,13 +85,18 @@ def train(
     # Steps; the numbers of one are fetched when the next is under way
     with (
         lock,
-        metrics.Writer(folder, from_step=start.step, tensorboard=settings.logging.tensorboard) as writer,
+        metrics.Writer(
+            folder,
+            from_step=-1 if start.checkpoint is None else start.step,  # a new run drops a step 0
+            tensorboard=settings.logging.tensorboard,
+        ) as writer,
         Store(
             folder / checkpoint.CHECKPOINTS,
             table=program.table,
             keep=settings.checkpoint,
             pace=pace,
             first=writer.settle,  # a step that a checkpoint counts has its line
+            loss_set=loss_set,
         ) as store,
         banner.Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
         metrics.Trace(folder / "profile", settings.logging.profile_steps) as trace,
@@ -91,23 +107,35 @@ def train(
             """Losses of the data sets after a step."""
             with pace.compiles("the evaluation"):
                 evaluate.compile()
-            pace.does(f"the evaluation after step {number}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
+            when = f"after step {number}" if number else "before step 1"
+            pace.does(f"the evaluation {when}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
             asked, losses = time.perf_counter(), {}
             for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
                 losses[result.data] = result.loss
                 writer.write_result(result)
                 progress.say(banner.result(result))
             pace.evaluation_s = time.perf_counter() - asked
+            early_stopping.record(number, losses)
             return losses
 
-        if start.owes_evaluation:
-            evaluated(start.step)
-        owes_evaluation = False
+        store.compile_ahead(state)
+        # process 0 may have recorded the loss in a file that another node still has cached
+        owed = bool(material.evals) and bool(saving.of_first_process(float(start.owes_evaluation)))
+        if owed or (settings.run.eval_at_start and start.checkpoint is None):
+            losses = evaluated(start.step)
+            if start.checkpoint == folder.resolve() / checkpoint.CHECKPOINTS / str(start.step):
+                assert loss_set is not None, "something was evaluated"
+                store.record_loss(start.step, losses[loss_set["name"]], early_stopping=early_stopping.state)
+        if early_stopping.is_over():  # by the evaluation that a stop did not wait for
+            progress.say(f"stopped early after step {start.step}: {early_stopping.reason}")
+            return
+        owes_evaluation = stops_early = False
         log = Log(program, material, writer, progress, pace)
-        save = Saving(store, settings.run, first_step=start.step, say=progress.say)
+        save = saving.Saving(store, settings.run, first_step=start.step, say=progress.say)
         pace.waits(start.step)
-        following = next(steps, None)
-        while following is not None:
+        with log.waiting():
+            following = next(steps, None)
+        while following is not None and not stops_early:
             if pace.is_slow:
                 log.catch_up()
             number = log.num_sent + 1
@@ -119,46 +147,65 @@ def train(
                 trace.begin()
             pace.sent(number, counts.row_tokens)
             state, numbers = run_step[counts.row_tokens](state, rows)
-            log.catch_up()
-            # the step just sent off is running: its time holds this wait, and the rows travel meanwhile
-            asked = time.perf_counter()
-            following = next(steps, None)
-            log.sent(Running(numbers=numbers, counts=counts, data_wait_s=time.perf_counter() - asked))
+            log.sent(numbers, counts)
+            with log.waiting():  # the step is running, and the rows travel meanwhile
+                following = next(steps, None)
             save.check()
             pace.save_s = store.write_s
             last = following is None
-            saves = save.due(number) or last
-            evaluates = evaluate.due(number) or last or (saves and settings.checkpoint.keep_best > 0)
+            ends_epoch = not last and _ends_epoch(material, settings.run, number)
+            saves = save.due(number) or last or (ends_epoch and settings.run.save_every == "epoch")
+            evaluates = evaluate.due(number) or last or (ends_epoch and settings.run.eval_every == "epoch")
+            evaluates = evaluates or (saves and settings.checkpoint.keep_best > 0)
             if not (saves or evaluates or trace.ends(number)):
                 continue
             # nothing is running while these are done, and their time is no step's
             log.catch_up()
             if trace.ends(number):
                 trace.end()
-            losses = {}
-            if evaluates and log.goes_on:
-                # a stop waits for no evaluation: all processes have let the next step go by now, or none has
-                owes_evaluation = not (last or stop.lets(number + 1))
-                losses = {} if owes_evaluation else evaluated(number)
-            if saves:  # after the results, which would be lost if the run was killed between the two
+            losses, owes_evaluation = {}, evaluates
+            # a stop waits for no evaluation: all processes have let the next step go by now, or none has
+            if evaluates and log.goes_on and (last or stop.lets(number + 1)):
+                losses, owes_evaluation = evaluated(number), False
+                stops_early = early_stopping.is_over()
+            if saves or stops_early:  # after the results, which would be lost if the run was killed between the two
                 pace.does(f"the checkpoint of step {number}", expected_s=pace.step_s, writes=True)
-                best_by = settings.checkpoint.best_by or next(iter(losses), "")
-                meta = dataclasses.replace(log.meta(), loss=losses.get(best_by), owes_evaluation=owes_evaluation)
-                log.save_s = save(state, meta)
+                meta = dataclasses.replace(
+                    log.meta(),
+                    loss=losses.get(loss_set["name"]) if loss_set else None,
+                    loss_set=loss_set,
+                    owes_evaluation=owes_evaluation,
+                    early_stopping=early_stopping.state,
+                )
+                log.save_s = save(state, meta, is_last=last or stops_early or stop.reason is not None)
             log.go_on()
         log.catch_up()
         pace.does("the last checkpoint", expected_s=pace.step_s, writes=True)
-        save.finish(state, dataclasses.replace(log.meta(), owes_evaluation=owes_evaluation))
+        owes_evaluation |= settings.checkpoint.keep_best > 0  # each checkpoint is to have a loss
+        meta = dataclasses.replace(log.meta(), owes_evaluation=owes_evaluation, early_stopping=early_stopping.state)
+        save.finish(state, meta)
 
     # What is left behind
     if not log.goes_on:
         raise errors.Stopped(log.bad.why(saved=save.last_step))
-    if stop.reason is not None and save.last_step < program.num_steps:
+    if stops_early and save.last_step < program.num_steps:
+        with processes.though_deaf():
+            console.print(
+                f"stopped early after step {save.last_step}: {early_stopping.reason}", soft_wrap=True, highlight=False
+            )
+    elif stop.reason is not None and save.last_step < program.num_steps:
         with processes.though_deaf():
             console.print(f"stopped by {stop.reason} after step {save.last_step}; the same command goes on from there")
         return
     with processes.though_deaf():
         banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
+
+
+def _ends_epoch(material: Material, run: config.Run, number: int) -> bool:
+    """Whether an epoch ends with a step, if something is to be done at the end of each."""
+    if "epoch" not in (run.save_every, run.eval_every):
+        return False
+    return material.train.ends_epoch(material.schedule, number - material.start.step)
 
 
 def _compile(program: Program, material: Material, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
@@ -178,6 +225,27 @@ def _compile(program: Program, material: Material, console: rich.console.Console
         host_bytes = max(host_bytes, ready.needs.host)
     levers.reserve(program, host_bytes)
     return compiled
+
+
+def _check_disk(program: Program, folder: pathlib.Path, *, num_steps: int) -> str | None:
+    """Warns if the disk may become full. Raises: UserError if no checkpoint fits. Process 0 does it for all."""
+    if jax.process_index() > 0:
+        return None
+    state = step.shapes(program)[0]
+    checkpoint_bytes = disk_space.num_bytes((state.master, state.opt))
+    return disk_space.check(
+        program.config,
+        checkpoint_bytes=checkpoint_bytes,
+        num_steps=num_steps,
+        leftover_bytes=leftover_bytes(folder / checkpoint.CHECKPOINTS),
+    )
+
+
+def _loss_set(program: Program, material: Material) -> dict[str, str] | None:
+    """Name and digest of the data set whose loss ranks checkpoints; None if nothing is evaluated."""
+    best_by = program.config.checkpoint.best_by
+    chosen = [data for data in material.evals if best_by in (None, data.name)]
+    return evaluator.identity(chosen[0], program.config) if chosen else None
 
 
 def _agree(program: Program, material: Material) -> None:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
 from jaxsp.core import config, errors
+from jaxsp.core import mesh as meshes
 
 Options = dict[str, bool | int | float | str]
 
@@ -182,7 +183,11 @@ _BACKWARD = r"__cudnn\$fmha\w*Backward$"
 
 
 def _names(flags: str) -> list[str]:
-    """Names that XLA_FLAGS sets: it holds flags, or is the name of a file that does."""
+    """Names that XLA_FLAGS sets, without our own flags for CPU devices.
+
+    The variable holds flags or the name of a file of flags.
+    """
+    flags = " ".join(flag for flag in flags.split() if flag not in meshes.collective_timeout_flags())
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())
         flags = file.read_text(encoding="utf-8") if file.is_file() else ""

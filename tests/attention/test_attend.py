@@ -129,8 +129,8 @@ EACH = pytest.mark.parametrize(
     ("devices", "kernel"),
     [
         *WHOLE,
-        *((kind, "blockwise") for kind in (RING, GATHER, HYBRID_GATHER)),
-        pytest.param(HYBRID, "blockwise", marks=pytest.mark.slow),
+        *((kind, "blockwise") for kind in (RING, HYBRID_GATHER)),
+        *(pytest.param(kind, "blockwise", marks=pytest.mark.slow) for kind in (GATHER, HYBRID)),
     ],
     ids=lambda one: f"{one.inner} x {one.degree} {one.outer}" if isinstance(one, kinds.Kind) else str(one),
 )

@@ -60,15 +60,17 @@ KINDS = [
 ]
 
 
+TIERS = {
+    ("ulysses", "full"): (),
+    ("ulysses", "none"): (),
+    ("ring", "none"): pytest.mark.e2e,
+    ("hybrid", "none"): pytest.mark.e2e,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "H", "G", "remat"),
-    [
-        pytest.param(
-            *one, remat, marks=[pytest.mark.slow] * (remat == "attention" or (remat == "full" and one[0].name == "hybrid"))
-        )
-        for one in KINDS
-        for remat in KEPT
-    ],
+    [pytest.param(*one, remat, marks=TIERS.get((one[0].name, remat), pytest.mark.slow)) for one in KINDS for remat in KEPT],
     ids=lambda one: getattr(one, "words", None),
 )
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):

@@ -112,12 +112,12 @@ def test_whole_rows_of_a_group_go_through_cudnn():
 
 
 KINDS = [
-    ("many", kinds.Kind(seq=2, inner=1), 4, 2, 2),
+    pytest.param("many", kinds.Kind(seq=2, inner=1), 4, 2, 2, marks=pytest.mark.slow),
     ("two", kinds.Kind(seq=2, inner=1), 4, 1, 1),
     ("one", kinds.Kind(seq=2, inner=1), 3, 3, 1),
-    ("many", kinds.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1),
+    pytest.param("many", kinds.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1, marks=pytest.mark.slow),
     ("one", kinds.Kind(seq=2, inner=1, outer="gather", kv_heads=2), 4, 2, 2),
-    ("many", kinds.Kind(seq=4, inner=2), 4, 2, 1),
+    pytest.param("many", kinds.Kind(seq=4, inner=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
 
@@ -131,8 +131,9 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
 
+@pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn uses the same halves
 @pytest.mark.parametrize("outer", ["ring", "gather"])
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.slow] * (one != "many")) for one in PIECES])
+@pytest.mark.parametrize("kind", PIECES)
 def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
     found, right = results(attention.in_halves("cudnn", head_chunks=2, outer=outer), *inputs), run("reference", *inputs)

@@ -10,6 +10,8 @@ import pytest
 from jaxsp.attention.kernels import cudnn, cudnn_calls, limits, packed
 from jaxsp.planner import compiled
 
+pytestmark = pytest.mark.e2e
+
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
 L, H, G = 8192, 4, 2

@@ -1,7 +1,11 @@
 """Sizes of the mesh's axes, and where its devices stand."""
 
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -80,6 +84,68 @@ def test_devices_that_share_rows_are_neighbours():
     ids = np.vectorize(lambda device: device.id)(made.devices)
     assert (ids == np.arange(8).reshape(2, 2, 2)).all()
     assert (mesh.num_groups(made), mesh.num_shards(made)) == (4, 4)
+
+
+OWN_TIMEOUT = "--xla_cpu_collective_call_terminate_timeout_seconds=7"
+
+
+def test_collectives_on_cpu_devices_wait_for_a_day_unless_the_user_set_a_limit(tmp_path):
+    ours = mesh.collective_timeout_flags()
+    environ = {"XLA_FLAGS": OWN_TIMEOUT}
+    mesh._raise_collective_timeouts(environ)
+    assert environ["XLA_FLAGS"].split() == [OWN_TIMEOUT, *ours[1:]]
+    environ = {}
+    mesh._raise_collective_timeouts(environ)
+    assert environ["XLA_FLAGS"].split() == ours
+    mesh._raise_collective_timeouts(environ)
+    assert environ["XLA_FLAGS"].split() == ours, "a second call adds nothing"
+    environ = {"XLA_FLAGS": str(tmp_path / "flags")}
+    mesh._raise_collective_timeouts(environ)
+    assert environ == {"XLA_FLAGS": str(tmp_path / "flags")}, "a file of flags cannot be extended"
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_only_cpu_devices_get_flags_for_their_collectives(monkeypatch, platform):
+    environ = {"JAX_PLATFORMS": platform}
+    monkeypatch.setattr(mesh.os, "environ", environ)
+    monkeypatch.setattr(mesh.jobs, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
+    mesh.choose_platform(virtual_cpu_devices=None)
+    assert ("XLA_FLAGS" in environ) == (platform == "cpu")
+
+
+ONE_DEVICE_IS_LATE = """
+import sys, time
+import jax, numpy as np
+from jaxsp.core import mesh
+mesh.COLLECTIVE_TIMEOUT_S = int(sys.argv[1])
+mesh.choose_platform(virtual_cpu_devices=2)
+
+def late(device):
+    time.sleep(3 * int(device == 0))
+    return np.float32(2)
+
+def total(x):
+    device = jax.lax.axis_index("seq")
+    factor = jax.pure_callback(late, jax.ShapeDtypeStruct((), "float32"), device)
+    return jax.lax.psum(x * factor, "seq")
+
+devices = mesh.make({"replica": 1, "data": 1, "seq": 2})
+specs = {"in_specs": jax.P("seq"), "out_specs": jax.P(), "check_vma": False}
+print(jax.jit(jax.shard_map(total, mesh=devices, **specs))(np.ones(2, "float32")))
+"""
+
+
+@pytest.mark.e2e
+def test_a_device_that_is_late_does_not_abort_the_process():
+    """With a limit of one second it does, as it did after 40 s with XLA's default."""
+    environ = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", ONE_DEVICE_IS_LATE]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    limits = (1, mesh.COLLECTIVE_TIMEOUT_S)
+    jobs = [subprocess.Popen([*command, str(limit)], env=environ, **pipes) for limit in limits]
+    printed = [job.communicate() for job in jobs]
+    assert [job.returncode for job in jobs] == [-signal.SIGABRT, 0], printed
+    assert printed[1][0].strip() == "[4.]"
 
 
 GIB = 2**30

@@ -6,9 +6,12 @@ import socket
 import subprocess
 import sys
 
+import pytest
+
 JOIN = "import os; from jaxsp.core import jobs, processes; processes.start(jobs.find(os.environ), seconds={})"
 
 
+@pytest.mark.e2e
 def test_a_process_that_never_starts_is_not_waited_for_for_ever():
     # of one job process 0 is missing, of another process 1
     waiting = {
@@ -63,3 +66,17 @@ def test_words_that_nobody_hears_end_nothing():
     program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); from jaxsp.core import processes; processes.say('a')"
     done = subprocess.run([sys.executable, "-c", f"{program}; print('went on')"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "went on\n")
+
+
+def test_output_of_gloo_is_discarded_and_ours_is_printed():
+    program = """
+import os
+from jaxsp.core import processes
+print("before")
+processes._discard_gloo_output()
+os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
+print("after")
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["before", "after"]

@@ -5,6 +5,7 @@ import unicodedata
 import numpy as np
 import pytest
 from tokenizers import normalizers, processors
+from transformers.utils import chat_template_utils
 
 from jaxsp.core import batch, config, errors
 from jaxsp.data import chat, encoding, turns, wording
@@ -97,6 +98,34 @@ def test_turns_that_change_when_others_follow_are_found(tokenizer):
         expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
         found = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
         assert [tokenizer.decode(run) for run in found] == expected
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.HEADERS])
+def test_masks_of_long_conversations_take_a_constant_number_of_renders(tokenizer, monkeypatch, template):
+    """Rendering a prefix for each turn takes quadratic time: 28 times TRL's at 300 turns. Also where a turn is only a call."""
+    call = {"role": "assistant", "tool_calls": [chats.CALL]}
+    messages = [TALK[0], TALK[1], TALK[0], call, {"role": "tool", "content": "t"}] * 10 + TALK
+    render, calls = chat_template_utils.render_jinja_template, []
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", lambda *a, **k: calls.append(0) or render(*a, **k))
+    tokens, labels = encode({"messages": messages}, tokenizer, template)
+    assert len(learned(tokens, labels)) == 21
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["chatml", "headers"])
+def test_prefixes_and_insertion_find_the_same_parts(tokenizer, name):
+    template, _ = SHOWN[name]
+    for messages in chats.conversations(20):
+
+        def render(messages, *, prompt=False):
+            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+            return tokenizer.apply_chat_template(list(messages), **options)
+
+        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        whole = render(messages)
+        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        ways = [way(messages, spoken, whole, render) for way in (turns._by_prefixes, turns._by_insertion)]
+        assert [part.span for part in ways[0]] == [part.span for part in ways[1]]
 
 
 def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
@@ -441,3 +470,53 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
     own.chat_template = chats.CHATML
     data = config.Data.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
     assert chat.template(data, own) is None
+
+
+def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
+    """In OpenAI's older format; dropped, an empty answer would be learned."""
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    talk = [TALK[0], {"role": "assistant", "content": "", "function_call": call}, *TALK]
+    for template in (chats.CHATML, chats.MARKED):
+        with pytest.raises(wording.Refused, match=r"drops what message 2 .* as tool_calls"):
+            encode({"messages": talk}, tokenizer, template)
+        if template == chats.CHATML:
+            template = template.replace("(message.content or '')", "message.content + (message.function_call | string)")
+        else:
+            template = template.replace("message.content or ''", "message.content + (message.function_call | string)")
+        (first, _) = learned(*encode({"messages": talk}, tokenizer, template))
+        assert "Rome" in tokenizer.decode(first)
+
+
+THOUGHT = chats.MARKED.replace(
+    "{% generation %}{{ message.content or '' }}",
+    "{% generation %}{{ message.thinking or '' }}{% endgeneration %}{% generation %}{{ message.content or '' }}",
+)
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED, chats.THINKING, THOUGHT])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, mark):
+    call = {"role": "assistant", "tool_calls": [chats.CALL], **mark}
+    talk = [*TALK, TALK[0], {"role": "assistant", "content": "two", **mark}, TALK[0], call, TALK[0]]
+    talk.append({"role": "assistant", "content": "three", "weight": 1, "train": True})
+    if template == THOUGHT:
+        talk = [message | {"thinking": "hm"} if message["role"] == "assistant" else message for message in talk]
+    plain = [{key: value for key, value in one.items() if key not in ("weight", "train")} for one in talk]
+    tokens, labels = encode({"messages": talk}, tokenizer, template)
+    whole, every = encode({"messages": plain}, tokenizer, template)
+    np.testing.assert_array_equal(tokens, whole)
+    one, _, _, three = learned(whole, every)
+    assert [run.tolist() for run in learned(tokens, labels)] == [one.tolist(), three.tolist()]
+
+
+def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
+    silent = {**TALK[1], "weight": 0}
+    across = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    for record, template, train_on, reason in (
+        ({"messages": [TALK[0], silent]}, chats.CHATML, "assistant", "every turn of the role assistant has weight 0"),
+        ({"messages": [*TALK, silent]}, chats.CHATML, "all", "message 3 has weight 0 .*train_on=assistant"),
+        ({"prompt": TALK[:1], "completion": [silent]}, chats.CHATML, "assistant", "use format: messages"),
+        ({"messages": [TALK[1], silent]}, across, "assistant", "marks do not tell apart turns with loss"),
+    ):
+        with pytest.raises(wording.Refused, match=reason):
+            encode(record, tokenizer, template, train_on)

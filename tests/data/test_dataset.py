@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core import config, errors
-from jaxsp.data import account, dataset, rows, sources, text
+from jaxsp.data import account, dataset, packing, rows, sources, text
 from tests.data import test_pipeline
 
 
@@ -116,6 +116,11 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
     for line, weight, one in zip(lines, (0.6, 0.3, 0.1), data.documents.sources, strict=True):
         times = float(line.split("repeated ")[1].split()[0])
         assert times == pytest.approx(weight * total / one.num_tokens, rel=0.03)
+
+
+def test_very_large_weights_are_shares_too():
+    settings = test_pipeline.settings_of(row_tokens=16)
+    assert data_of([[3, 4], [5]], settings, weights=[1e308, 1e308]).weights == (0.5, 0.5)
 
 
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
@@ -262,6 +267,37 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
     ]
     assert dataset.changes(fingerprints[0], fingerprints[1]) == []
     assert dataset.changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
+
+
+@pytest.mark.parametrize("row_tokens", [32, [16, 64]])
+@pytest.mark.parametrize("rows_per_step", [2, 6])
+def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tokens, rows_per_step):
+    settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
+    data = data_of([lengths_of(60, 60)], settings)
+    schedule = data.schedule(settings, epochs=3)
+    needed = [[stream.rows_in(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
+    consumed = {step: np.array(schedule.consumed(step)) for step in range(1, len(schedule) + 1)}
+    # one step may complete two short epochs
+    expected = sorted({min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed})
+    found = [step for step in range(1, len(schedule) + 1) if data.ends_epoch(schedule, step)]
+    assert found == expected
+    assert found[-1] == len(schedule)
+    # and after a resume the same steps
+    done = 3
+    begin = dict(zip([stream.row_tokens for stream in data.streams], schedule.consumed(done), strict=True))
+    rest = data.schedule(settings, consumed=begin, epochs=3)
+    found = [done + step for step in range(1, len(rest) + 1) if data.ends_epoch(rest, step)]
+    assert found == [step for step in expected if step > done]
+
+
+def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
+    planned, plan = [], packing.plan
+    monkeypatch.setattr(packing, "plan", lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how))
+    settings = test_pipeline.settings_of(rows_per_step=1)
+    data = data_of([[32] * 4], settings)
+    schedule = data.schedule(settings, epochs=2)
+    assert [step for step in range(1, 9) if data.ends_epoch(schedule, step)] == [4, 8]
+    assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
 def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():

@@ -57,7 +57,7 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
     assert kept(record)["messages"][1]["tool_calls"] == [
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": expected}},
         {"name": "f", "arguments": {}},
-        CALLED,
+        CALL,
         {"name": "g"},
     ]
 
@@ -70,7 +70,6 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     columns = formats.columns(config.Source(source="x", format="messages"), field="f.source")
     table = [record for _, record, _ in files.records(str(tmp_path / "a.parquet"), columns)]
-    assert None in table[0]["messages"][0].values(), "or this test tests nothing"
     assert [kept(record) for record in table] == [
         {
             "messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}],
@@ -79,7 +78,25 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
         },
         {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
     ]
-    assert [kept(record) for record in records] == [kept(record) for record in table], "lines of JSON give the same"
+
+
+def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
+    """In arguments of calls and in tools they are data; a message's own null field is one that it lacks."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
+    record = {"messages": [USER, said], "tools": [tool], "chat_template_kwargs": {"a": None, "b": 1}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    columns = formats.columns(config.Source(source="x", format="messages"), field="f.source")
+    ((_, line, _),) = files.records(str(tmp_path / "a.jsonl"), columns)
+    assert kept(line) == {
+        "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
+        "tools": [tool],
+        "chat_template_kwargs": {"b": 1},
+    }
+    json_table = pa.table({name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()})
+    parquet.write_table(json_table, tmp_path / "a.parquet")
+    ((_, row, _),) = files.records(str(tmp_path / "a.parquet"), columns)
+    assert kept(row) == kept(line)
 
 
 def test_names_and_roles_are_the_users():
@@ -222,3 +239,12 @@ def test_half_a_pair_is_named_by_the_half_that_is_missing(tmp_path):
     columns = formats.columns(config.Source(source="x", format="prompt_completion"), field="f.source")
     ((_, record, _),) = files.records(str(tmp_path / "a.parquet"), columns)
     assert problem(record, "prompt_completion") == "has no completion; it has answer, prompt"
+
+
+def test_weight_and_train_of_a_message_are_0_or_1():
+    for fields in ({"weight": 0}, {"weight": 1.0}, {"train": False}, {"train": True}, {"weight": None}):
+        kept({"messages": [USER, ASSISTANT | fields]})
+    for fields, says in (({"weight": 0.5}, "weight is 0.5: it must be 0"), ({"train": "no"}, "train is 'no': it must be")):
+        assert says in problem({"messages": [USER, ASSISTANT | fields]})
+    assert "train is true, and only turns of the role assistant" in problem({"messages": [USER | {"train": True}, ASSISTANT]})
+    assert "function_call" in kept({"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]})["messages"][1]

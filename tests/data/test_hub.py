@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 
 from jaxsp.core import config, errors
-from jaxsp.data import sources
+from jaxsp.data import rows, sources, text
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
@@ -63,6 +63,11 @@ def test_a_saved_data_set_that_was_made_again_is_read_again_though_it_says_it_is
     assert read("one")["text"] == TEST["text"]
 
 
+def test_a_saved_data_set_without_splits_is_refused(tmp_path):
+    datasets.DatasetDict().save_to_disk("none")
+    assert problem("none").startswith("data.train.0.source = none: has no splits")
+
+
 def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
     datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
     datasets.DatasetDict(test=TEST).save_to_disk("single")
@@ -75,11 +80,71 @@ def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("split", "indices"),
+    [
+        ("train[:2]", [0, 1]),
+        ("train[2:]", [2, 3, 4]),
+        ("train[:50%]", [0, 1]),
+        ("train[50%:]", [2, 3, 4]),
+        ("train[-1:]", [4]),
+        ("train[1:3]+train[4:5]", [1, 2, 4]),
+        ("train[3:100]", [3, 4]),
+    ],
+)
+def test_a_part_of_a_split_is_the_same_for_every_kind_of_source(tmp_path, split, indices):
+    """`datasets` itself is the oracle of the rows: 50% of 5 is 2."""
+    TRAIN.save_to_disk("one")
+    datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
+    TRAIN.to_json("file.jsonl")
+    assert datasets.load_dataset("json", data_files="file.jsonl", split=split)["text"] == [
+        TRAIN["text"][row] for row in indices
+    ]
+    for source in ("one", "both", "file.jsonl"):
+        assert read(source, split=split)["text"] == [TRAIN["text"][row] for row in indices], source
+    assert [place.rpartition(" ")[2] for place in read("file.jsonl", split=split)["place"]] == [str(row + 1) for row in indices]
+    assert read("both", split=split)["place"][0] == f"both ({split}), row 1"
+    assert read("file.jsonl")["text"] == TRAIN["text"], "the whole is cached apart from its parts"
+
+
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        ("train[:95", "is neither a split nor a part of one. Use for example train[:95%] or train[100:200]."),
+        ("train[:200%]", "is neither a split nor a part of one."),
+        ("train[7:9]", "holds no record, train has 5. Use for example train[:95%]."),
+        ("train[3:2]", "holds no record"),
+        ("train[:5%](pct1_dropremainder)", 'Using "pct1_dropremainder" rounding on a split with less than 100'),
+        ("dev[:5]", "there is no such split. Set data.train.0.split to train"),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(tmp_path, split, says):
+    TRAIN.save_to_disk("one")
+    TRAIN.to_json("file.jsonl")
+    for source in ("one", "file.jsonl"):
+        assert problem(source, split=split).startswith(f"data.train.0.split = {split}: {says}")
+
+
+def test_parts_of_a_source_become_their_own_tokens(tmp_path):
+    datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet("file.parquet")
+    made = []
+    for split in ("train[:3]", "train[3:]"):
+        source = config.Source(source="file.parquet", format="tokens", split=split)
+        data = config.Data(train=[source], row_tokens=8)
+        found = sources.read(source, data=data, field="data.train.0.source")
+        made.append(text.tokenize(found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"))
+    assert rows.Documents([one.dataset for one in made]).lengths.tolist() == list(range(1, 10))
+    assert made[0].digest != made[1].digest
+
+
 def test_what_would_do_nothing_for_a_saved_folder_is_refused(tmp_path):
     TRAIN.save_to_disk("one")
     assert problem("one", subset="en") == "data.train.0.subset = en: only data sets of the hub have one. Leave it out."
     assert problem("one", revision="main").startswith("data.train.0.revision = main: only data sets of the hub")
-    assert problem("one", split="train").startswith("data.train.0.split = train: the folder holds one data set, not several.")
+    assert problem("one", split="dev").startswith(
+        "data.train.0.split = dev: there is no such split. Set data.train.0.split to train."
+    )
+    assert read("one", split="train")["text"] == TRAIN["text"]
 
 
 def test_a_saved_folder_that_is_broken_is_named(tmp_path):
@@ -116,6 +181,8 @@ def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
 def test_a_name_is_the_hubs_data_set_where_no_file_is_called_so(tmp_path):
     cached(tmp_path, "default")
     assert read("org/name")["text"] == TRAIN["text"]
+    found = read("org/name", split="test[:1]+train[4:]")
+    assert found["text"] == [TEST["text"][0], TRAIN["text"][4]]
     found = read("org/name", split="test", revision=COMMIT)
     assert (found["text"], found["place"][0]) == (TEST["text"], "org/name, row 1")
     assert problem("org/name", split="dev").startswith("data.train.0.split = dev: there is no such split. Set")

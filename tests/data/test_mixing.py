@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from jaxsp.core import errors
 from jaxsp.data import mixing, packing
 
 SHARES = (0.55, 0.3, 0.15)
@@ -78,22 +79,27 @@ def schedule(**changed):
     return mixing.schedule(**fields | changed)
 
 
+def laid_out(found):
+    """Stream, first row and number of rows of each step. Shapes: [steps]."""
+    return np.array([found.rows(step) for step in range(len(found))], np.int64).reshape(-1, 3).T
+
+
 def test_steps_of_each_length_come_in_proportion_and_in_an_order_that_the_seed_decides():
-    found = schedule()
+    stream, _, _ = laid_out(schedule())
     for end in range(1, 401):
-        assert abs(int((found.stream[:end] == 1).sum()) - end / 4) < 2
-    streams = found.stream.tolist()
-    assert streams == schedule().stream.tolist()
-    assert streams != schedule(seed=1).stream.tolist()
+        assert abs(int((stream[:end] == 1).sum()) - end / 4) < 2
+    streams = stream.tolist()
+    assert streams == laid_out(schedule())[0].tolist()
+    assert streams != laid_out(schedule(seed=1))[0].tolist()
     assert len({tuple(streams[place : place + 4]) for place in range(0, 400, 4)}) == 4, "not one pattern again and again"
 
 
 def test_a_stream_s_steps_follow_each_other_without_a_gap():
-    found = schedule()
+    streams, firsts, num_rows = laid_out(schedule())
     for stream, per_step in ((0, 8), (1, 2)):
-        first = found.first[found.stream == stream]
+        first = firsts[streams == stream]
         assert first.tolist() == [per_step * number for number in range(len(first))]
-    assert set(found.count.tolist()) == {8, 2}
+    assert set(num_rows.tolist()) == {8, 2}
 
 
 @pytest.mark.parametrize("many", [{"num_steps": 60}, {"num_steps": None, "ends": (301, 33)}])
@@ -102,22 +108,31 @@ def test_a_schedule_goes_on_from_what_was_consumed(many):
     for done in range(len(straight) + 1):
         rest = many if many.get("ends") else {"num_steps": 60 - done}
         after = schedule(**rest, begin=straight.consumed(done))
-        for name in ("stream", "first", "count"):
-            assert getattr(after, name).tolist() == getattr(straight, name)[done:].tolist()
+        np.testing.assert_array_equal(laid_out(after), laid_out(straight)[:, done:])
 
 
 def test_at_the_end_of_the_data_every_row_was_there_once():
     found = schedule(num_steps=None, ends=(301, 33))
     assert len(found) == 38 + 17
     assert found.consumed(len(found)) == (301, 33)
+    assert found.num_rows == 301 + 33
     for stream, end in ((0, 301), (1, 33)):
-        steps = np.flatnonzero(found.stream == stream)
-        taken = [index for step in steps for index in range(found.first[step], found.first[step] + found.count[step])]
-        assert taken == list(range(end))
+        steps = [rows for rows in map(found.rows, range(len(found))) if rows.stream == stream]
+        assert [index for rows in steps for index in range(rows.first, rows.first + rows.num_rows)] == list(range(end))
 
 
 def test_one_length_is_one_integer():
     found = mixing.schedule(begin=[10], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])
-    assert (found.first.tolist(), found.count.tolist()) == ([10, 14, 18], [4, 4, 1])
+    assert laid_out(found).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
     assert [found.consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
     assert len(mixing.schedule(begin=[20], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])) == 0
+
+
+def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
+    found = mixing.schedule(begin=[5], rows_per_step=[4], shares=[1.0], seed=0, num_steps=10**9)
+    assert found.rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
+    assert (found.consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
+    assert sum(stream_of(7, 5, 3).num_rows(10**12)) == 10**12
+    for fields in ({"begin": [0], "rows_per_step": [4], "shares": [1.0], "num_steps": 10**20}, {"num_steps": 10**9}):
+        with pytest.raises(errors.UserError, match=r"run.steps: makes 1[0,]* steps; there can be at most"):
+            schedule(**fields)

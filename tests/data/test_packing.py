@@ -112,6 +112,26 @@ def test_threads_may_share_it(monkeypatch):
     assert found == [pieces(straight.row(i)) for i in order]
 
 
+def test_many_epochs_are_counted_after_four_plans(monkeypatch):
+    """Each has every token once, in an order of its own; later ones have the rows of one of the first four."""
+    plan, seeds = packing.plan, []
+    monkeypatch.setattr(packing, "plan", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k))
+    sequence = epochs()
+    assert sequence.rows_in(1) > 0
+    assert seeds == [(0, 0)]
+    assert sequence.rows_in(1000) == 250 * sequence.rows_in(4)
+    assert seeds == [(0, epoch) for epoch in range(4)]
+    found = []
+    for epoch in range(20):
+        numbers = range(sequence.rows_in(epoch), sequence.rows_in(epoch + 1))
+        assert [sequence.epoch_of(number) for number in numbers] == [epoch] * len(numbers)
+        found.append([pieces(sequence.row(number)) for number in numbers])
+        assert sorted(map(str, found[-1])) == sorted(map(str, found[epoch % 4]))
+    assert len({str(rows) for rows in found}) == 20
+    assert sequence.epoch_of(sequence.rows_in(10**6)) == 10**6
+    assert len(seeds) == 4
+
+
 def test_no_document_is_no_sequence():
     with pytest.raises(AssertionError, match="no document"):
         epochs(lengths=(0,))

@@ -61,15 +61,17 @@ def ragged(count=60, seed=1):
 def undealt(given, *, groups, rows_at_once=1):
     """A step's rows in their own order, whatever the mesh."""
     found = {}
-    for field in dataclasses.fields(given):
-        array = np.asarray(getattr(given, field.name))
+    for name in (field.name for field in dataclasses.fields(given)):
+        if getattr(given, name) is None:
+            continue
+        array = np.asarray(getattr(given, name))
         turns, slots, _ = array.shape
         order = {
             batch.row_of_step(turn, slot, num_groups=groups, rows_at_once=rows_at_once): array[turn, slot]
             for turn in range(turns)
             for slot in range(slots)
         }
-        found[field.name] = np.stack([order[row] for row in range(turns * slots)])
+        found[name] = np.stack([order[row] for row in range(turns * slots)])
     return found
 
 
@@ -262,3 +264,22 @@ def test_reading_ahead_ends_with_the_iterator():
     given.close()
     reader.join(10)
     assert not reader.is_alive()
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [((1, 1, 2), 1), ((1, 2, 4), 4)])
+def test_weights_go_with_their_labels(mesh, layout):
+    """A token's weight is its number plus one half: of a row, whatever its cuts, every label's weight is known."""
+    tokens = [list(range(100 * i, 100 * i + n)) for i, n in enumerate([40, 7, 33, 1, 20, 64])]
+    weights = [[token + 0.5 for token in document] for document in tokens]
+    table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
+        "weights", datasets.LargeList(datasets.Value("float32"))
+    )
+    feed = pipeline_of(rows.Documents([table]), mesh=mesh, layout=layout, epochs=1)
+    num_labels = 0
+    for given, _ in feed.batches():
+        labels, found = np.asarray(given.labels_BL), np.asarray(given.weights_BL)
+        assert found.dtype == np.float32
+        assert given.weights_BL.sharding == given.labels_BL.sharding
+        assert np.array_equal(found, np.where(labels == batch.NO_LABEL, 0, labels + 0.5))
+        num_labels += int(np.sum(labels != batch.NO_LABEL))
+    assert num_labels == sum(len(document) - 1 for document in tokens)

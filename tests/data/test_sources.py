@@ -296,7 +296,7 @@ def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
         ),
         ({"fields": {"role": "from"}}, "data.train.0.fields: format text has no role. Use text"),
         ({"roles": {"human": "user"}}, "data.train.0.roles: format text has no roles. Leave it out"),
-        ({"split": "train"}, "data.train.0.split = train: files have no split. Leave it out."),
+        ({"split": "test"}, "data.train.0.split = test: there is no such split. Set data.train.0.split to train."),
         ({"subset": "en"}, "data.train.0.subset = en: files have no subset. Leave it out."),
         ({"revision": "main"}, "data.train.0.revision = main: files have no revision. Leave it out."),
         (
@@ -321,3 +321,52 @@ def test_what_is_read_of_the_same_file_in_another_way_is_read_again(tmp_path):
     assert read("a.jsonl")["text"] == ["x"]
     assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
     assert read("a.jsonl")["text"] == ["x"]
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x.txt", "a" * 300 + ".txt"])
+def test_a_path_that_cannot_exist_is_the_users_mistake(source):
+    (problem,) = problems(source)
+    assert problem.startswith("~nosuchuser" if "~" in source else "has a name of 304 bytes")
+
+
+@pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
+def test_a_glob_reads_each_file_once(tmp_path, pattern):
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "b.txt").write_text("x")
+    (tmp_path / "top" / "a.txt").symlink_to("b.txt")
+    (tmp_path / "top" / "me").symlink_to(".")
+    assert read(pattern)["place"] == ["top/a.txt"]
+
+
+def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "body": "y"}')
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+
+    def check(*given):
+        made = {f"data.train.{number}": config.Source(format="text", **one) for number, one in enumerate(given)}
+        sources.check_distinct(made)
+
+    check({"source": "a.jsonl"}, {"source": "b.jsonl"}, {"source": "a.jsonl", "fields": {"text": "body"}})
+    check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
+    for other in ("./a.jsonl", "*.jsonl"):
+        with pytest.raises(errors.UserError) as caught:
+            check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
+        assert caught.value.problems[0].startswith(f"data.train.1.source = {other}: has the file ")
+
+
+def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    assert read("*.txt")["place"] == ["caf\\udce9.txt"]
+    (tmp_path / "a.jsonl").write_text('{"\\ud800": 1}\n{"text": "x"}\n{"\\ud800": 1, "\\ud800": 2}')
+    found = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert found["problem"] == ["has no text; it has \\ud800", None, "has \\ud800 twice"]
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
+    """As `cp -p`, `rsync -t` and tar leave it."""
+    for text in ("AAAA", "BBBB"):
+        (tmp_path / "new.txt").write_text(text)
+        os.utime(tmp_path / "new.txt", (1, 1))
+        (tmp_path / "new.txt").replace(tmp_path / "a.txt")
+        assert read("a.txt")["text"] == [text]
+        time.sleep(0.02)  # file systems count time in steps of some milliseconds

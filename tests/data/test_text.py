@@ -204,6 +204,7 @@ def test_the_lowest_and_the_highest_id_are_known_by_their_records():
     assert text._count(datasets.concatenate_datasets(parts))["ids"] == {"tokens": [(3, 2), (9, 3)]}
 
 
+@pytest.mark.e2e
 def test_workers_change_nothing(tmp_path):
     """Also where JAX has its threads already, which a fork would not survive (it warns)."""
     write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
@@ -266,3 +267,15 @@ def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
     strict = settings.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(errors.UserError, match=r"line 1: has no turn of the role assistant.*on_bad_record=skip"):
         text.first(records, data=strict, **how)
+
+
+def test_other_users_may_read_the_cache(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    before = os.umask(0o022)
+    try:
+        tokenize("a.txt")
+    finally:
+        os.umask(before)
+    made = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
+    assert any(file.name.startswith("counted-") for file in made)
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in made if file.suffix != ".lock")

@@ -16,6 +16,8 @@ from jaxsp.training import checkpoint, digests, sharding
 from tests import batches
 from tests.faults import damage
 
+pytestmark = pytest.mark.e2e
+
 FLIPS, TRUNCATIONS = 30, 5
 
 
@@ -31,6 +33,7 @@ def kept(tmp_path_factory):
     return damage.Kept(tmp_path_factory.mktemp("kept"))
 
 
+@pytest.mark.slow
 def test_damage_is_noticed_or_harmless(kept):
     damages = damage.random_damages(kept.files(), flips=FLIPS, truncations=TRUNCATIONS, seed=1)
     found = {(kept.kind(one.path), one.what, one.at): kept.outcome(one) for one in damages}
@@ -38,6 +41,7 @@ def test_damage_is_noticed_or_harmless(kept):
     assert list(found.values()).count(damage.NOTICED) > FLIPS / 4
 
 
+@pytest.mark.slow
 def test_files_that_are_missing_are_noticed_or_harmless(kept):
     """Of orbax's files some are there for readers that do not know what they look for."""
     found = {kept.kind(path): kept.outcome(damage.Damage(path, "remove")) for path in kept.files()}
@@ -180,6 +184,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run):
     assert lines(run) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_moved_in_a_run_that_another_goes_on_from(finished, run, capfd):
     flip(run / "run/checkpoints/4")
     more = [f"run.directory={run}/second", f"run.resume={run}/run"]

@@ -20,6 +20,8 @@ from jaxsp.training import banner, checkpoint, directory, metrics, records, savi
 from jaxsp.training.store import Store
 from tests import batches
 
+pytestmark = pytest.mark.e2e
+
 STEPS = 16
 
 
@@ -97,7 +99,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
     said = train(settings(tmp_path, small_disk / "run"))
     assert whole["then"] == "2"
     assert "checkpoint 4 COULD NOT BE WRITTEN" in said
-    assert "The newest that is whole is that of step 2. Training goes on" in said
+    assert "The latest complete checkpoint is step 2. Training continues" in said
     assert "checkpoint 12 is written, after one that failed" in said
     lines = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
@@ -173,6 +175,7 @@ def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_f
     assert "60,000 bytes of it ARE LOST" in said
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeypatch):
     save = Store.save
 

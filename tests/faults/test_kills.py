@@ -6,6 +6,8 @@ import pytest
 
 from tests.faults import kills
 
+pytestmark = pytest.mark.e2e
+
 STEPS = 12
 
 

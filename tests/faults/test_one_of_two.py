@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 SCRIPT = """
 import os, pathlib, sys
 import jax

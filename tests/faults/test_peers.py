@@ -8,7 +8,7 @@ from jaxsp.core import processes
 from tests import test_launch
 from tests.faults import peers
 
-pytestmark = pytest.mark.usefixtures("hearing")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +17,25 @@ def straight(tmp_path_factory):
     return peers.Job(tmp_path_factory.mktemp("straight")).all_steps()
 
 
-def test_both_processes_stop_after_the_same_step_when_one_is_asked_to(tmp_path, straight):
-    job = peers.Job(tmp_path)
+def stop_one_of_two(folder):
+    """A job of two processes of which one received SIGTERM."""
+    job = peers.Job(folder)
     outcome = peers.happen(job, peers.Case(event="SIGTERM", victim=1, launched=False))
     assert outcome.codes == [0, 0], outcome.said
     assert outcome.saved == [outcome.steps[-1]]
     assert f"stopped by SIGTERM to process 1 after step {outcome.steps[-1]};" in outcome.said
     # one step that was running, and one that the test's slow steps let be sent behind it
     assert outcome.steps[-1] <= peers.AT + 3
-    assert job.all_steps() == straight
+    return job
+
+
+def test_both_processes_stop_after_the_same_step_when_one_is_asked_to(tmp_path):
+    stop_one_of_two(tmp_path)
+
+
+@pytest.mark.slow  # test_resume.py resumes one process
+def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_not(tmp_path, straight):
+    assert stop_one_of_two(tmp_path).all_steps() == straight
 
 
 @pytest.mark.slow  # training/test_watchdog.py and test_launch.py have its parts

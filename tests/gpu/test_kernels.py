@@ -11,6 +11,8 @@ from jaxsp import attention
 from jaxsp.attention.kernels import blockwise, cudnn, limits, packed, pieces, reference
 from tests import batches, tolerances
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.fixture(autouse=True)
 def takes(gpu):

@@ -18,6 +18,8 @@ from jaxsp.training import checkpoint, host, levers, memory_fit, selfcheck, shar
 from jaxsp.training.store import Store
 from tests import batches, tolerances
 
+pytestmark = pytest.mark.gpu
+
 TOKENS = 4096
 MODEL = batches.model(
     vocab_size=2048, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1408

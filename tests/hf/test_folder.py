@@ -413,6 +413,7 @@ def test_what_the_hub_answers_is_one_line_with_a_way_out(tmp_path, monkeypatch, 
     assert problem.startswith(says)
 
 
+@pytest.mark.e2e
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' account of a process's memory in /proc/self/status")
 def test_one_process_of_two_holds_its_own_shards_and_one_tensor():
     """`python -m tests.hf.memory 2` says the same of 2 GB."""

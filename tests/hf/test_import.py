@@ -88,6 +88,7 @@ def test_of_a_tied_embedding_and_head_one_is_enough_under_either_name(tmp_path):
         assert batches.same_bits(found, right)
 
 
+@pytest.mark.e2e
 def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(tmp_path):
     fields = oracle.MODELS["llama3"]
     source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")

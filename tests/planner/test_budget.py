@@ -7,6 +7,8 @@ from jaxsp.training import memory_fit
 from tests import tolerances
 from tests.planner import programs
 
+pytestmark = pytest.mark.e2e
+
 
 @pytest.fixture(scope="module", params=[pytest.param((1, 8), marks=pytest.mark.slow), (2, 4)], ids=["1x8", "2x4"])
 def wide(request):

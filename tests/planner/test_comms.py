@@ -36,6 +36,7 @@ def check(step, *, dtype, remat="attention"):
     assert over["all-gather"] == over["reduce-scatter"] == {tuple(axis for axis in axes.SHARDS if sizes[axis] > 1)}
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("data", "seq", "num_heads", "turns"),
     [(2, 4, 32, 3), *(pytest.param(1, *one, 1, marks=pytest.mark.slow) for one in ((32, 32), (8, 64), (32, 64)))],
@@ -45,6 +46,7 @@ def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
     check(programs.gpu_step(data=data, seq=seq, num_heads=num_heads, turns=turns), dtype="bf16")
 
 
+@pytest.mark.e2e
 def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
     step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
     groups = {frozenset(one.group) for one in comms.sent(step.written.text)}
@@ -52,6 +54,7 @@ def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
     assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "attention")), "full"])
 def test_a_cpu_program_sends_what_the_formulas_say(remat):
     # float32, because XLA's CPU programs send bfloat16 as float32; one turn, because they gather embedding and head before the

@@ -8,6 +8,8 @@ from jaxsp.training import levers, memory_fit, sharding
 from tests import tolerances
 from tests.planner import programs
 
+pytestmark = pytest.mark.e2e
+
 DEGREES = (8, 16, 32)
 
 
@@ -78,7 +80,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
     assert needs.host == pytest.approx(memory_fit.offloaded_by(step.program).total, rel=tolerances.CAUSE)
 
 
-@pytest.mark.parametrize("microbatches", [1, pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("microbatches", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 8])
 def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatches):
     """With gradients that are added up after the backward pass, XLA keeps two microbatches' of both."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")

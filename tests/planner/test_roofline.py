@@ -83,12 +83,14 @@ def kernels_s(found):
     return found.seconds[roofline.PRODUCTS] + found.seconds[roofline.MEMORY]
 
 
+@pytest.mark.e2e
 def test_attention_takes_its_arithmetic_forward_and_two_and_a_half_times_that_backward(step):
     found = estimate(step)
     forward = metrics.attention_flops(step.program.model, programs.pieces(step)) / 8
     assert found.seconds[roofline.ATTENTION] == pytest.approx(forward / 400e12 + 2.5 * forward / 200e12)
 
 
+@pytest.mark.e2e
 def test_shorter_documents_need_less_attention_and_as_many_products(step):
     whole = programs.pieces(step)
     short = np.repeat(whole // 16, 16)
@@ -98,11 +100,13 @@ def test_shorter_documents_need_less_attention_and_as_many_products(step):
     assert other.flops_executed < one.flops_executed
 
 
+@pytest.mark.e2e
 def test_kernels_take_their_products_or_their_memory_whichever_is_more(step):
     fast, wide, both = (kernels_s(estimate(step, **rates)) for rates in ({"products_tflops": 1e9}, {"memory_gb_s": 1e9}, {}))
     assert max(fast, wide) < both < fast + wide
 
 
+@pytest.mark.e2e
 def test_the_causes_add_up_to_the_step_and_its_collectives_take_what_their_bytes_do(step):
     found, sent = estimate(step), comms.sent(step.written.text)
     causes = (roofline.PRODUCTS, roofline.MEMORY, roofline.ATTENTION, roofline.WAITED, roofline.HOST_WAITED)
@@ -114,6 +118,7 @@ def test_the_causes_add_up_to_the_step_and_its_collectives_take_what_their_bytes
     assert all(0 <= one.waited_s <= one.seconds * 1.001 for one in found.transfers)
 
 
+@pytest.mark.e2e
 def test_slower_links_are_waited_for_and_change_nothing_else(step):
     one, other = estimate(step), estimate(step, link_gb_s=1.0)
     assert kernels_s(other) == pytest.approx(kernels_s(one))
@@ -121,6 +126,7 @@ def test_slower_links_are_waited_for_and_change_nothing_else(step):
     assert roofline.limiting(other.seconds) == roofline.WAITED
 
 
+@pytest.mark.e2e
 def test_kernels_hide_the_gathers_and_the_scatters_of_all_layers(step):
     """As XLA has scheduled them, with the options of training/xla.py."""
     found = estimate(step, ceilings=gpus.KINDS["h100-80gb"].ceilings)
@@ -140,6 +146,7 @@ def test_kernels_hide_the_gathers_and_the_scatters_of_all_layers(step):
         assert timed.waited_s <= 0.1 * timed.seconds, timed
 
 
+@pytest.mark.e2e
 def test_without_ceilings_for_its_kernel_or_dtype_there_is_no_estimate(step):
     other = dataclasses.replace(step, choice=dataclasses.replace(step.choice, kernel="blockwise"))
     assert estimate(other) is None

@@ -104,6 +104,7 @@ def test_an_update_that_runs_beside_others_counts_once():
     assert (one.from_host, one.to_host) == (0, 4 * MEGA)
 
 
+@pytest.mark.e2e
 def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wants():
     """Of layers all but the last product, whose result nobody wants, is computed twice forward, and the head's logits too."""
     step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)

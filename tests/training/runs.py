@@ -79,6 +79,13 @@ def plain(model: ModelConfig = MODEL):
     return lambda weights, arrays: both(weights, batch.Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
 
 
+def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
+    """Cross entropy with label smoothing, and a loss on the log of the partition function."""
+    log_probs_TV = jax.nn.log_softmax(logits_TV)
+    label_T = jnp.take_along_axis(log_probs_TV, labels_T[:, None], axis=-1)[:, 0]
+    return -0.9 * label_T - 0.1 * log_probs_TV.mean(-1) + 0.01 * jax.nn.logsumexp(logits_TV, -1) ** 2
+
+
 def cut(row: layers.Parameter, stored: jax.Array) -> np.ndarray:
     """A weight without the zeros it is stored with."""
     return np.asarray(stored)[(..., *(slice(size) for size in row.shape))]

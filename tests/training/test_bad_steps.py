@@ -16,6 +16,8 @@ from jaxsp.training import checkpoint, levers, metrics, step, trainer
 from tests import batches, tolerances
 from tests.training import runs
 
+pytestmark = pytest.mark.e2e
+
 MODEL = batches.SMALL_LLAMA
 NEW = 256
 """A token that the model was given, and whose embedding nobody has filled: NaN."""
@@ -107,6 +109,7 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     all_lines, bad = lines(directory), {line["step"] for line in lines(directory, metrics.BAD_STEPS)}
     assert [line["step"] for line in all_lines] == [*range(1, STEPS + 1)]
     assert {line["step"] for line in all_lines if line["loss"] is None} == bad
+    assert {line["step"] for line in all_lines if line["token_accuracy"] is None} == bad
     assert 2 <= len(bad) < STEPS / 2
     assert [line["learning_rate"] for line in all_lines] == pytest.approx([0.01 * (1 - n / STEPS) for n in range(STEPS)])
     program, _ = prepare.training(settings(folder), devices=jax.devices()[:1])

@@ -16,7 +16,7 @@ def of(inner, degree, outer="ring", kv_heads=1):
     return kinds.Kind(seq=inner * degree, inner=inner, outer=outer, kv_heads=kv_heads)
 
 
-QUICK = {
+CASES = {
     "ring, 8 and 2 heads on 8": (8, 2, (1, 1), of(1, 8)),
     "ring, 7 and 1 heads on 4": (7, 1, (1, 1), of(1, 4)),
     "ring, 5 and 5 heads on 3, two groups": (5, 5, (1, 2), of(1, 3)),
@@ -29,10 +29,6 @@ QUICK = {
     "hybrid 3 x 2, 6 and 3 heads on 6": (6, 3, (1, 1), of(3, 2)),
     "hybrid 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "gather")),
     "Ulysses, 6 and 2 heads on 6": (6, 2, (1, 1), of(6, 1)),
-}
-"""Query and K/V heads, replica x data, kind. CI looks at these."""
-
-OTHERS = {
     "ring, 8 and 8 heads on 2, four groups": (8, 8, (1, 4), of(1, 2)),
     "ring, 28 and 2 heads on 6": (28, 2, (1, 1), of(1, 6)),
     "ring, 6 and 3 heads on 3, replicas": (6, 3, (2, 1), of(1, 3)),
@@ -46,8 +42,14 @@ OTHERS = {
     "Ulysses, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(4, 1)),
     "ring, 7 and 7 heads on 8": (7, 7, (1, 1), of(1, 8)),
 }
+"""Query and K/V heads, replica x data, kind."""
 
-ALL = QUICK | OTHERS
+E2E = (
+    "Ulysses, 6 and 2 heads on 6",
+    "ring, 7 and 1 heads on 4",
+    "hybrid 2 x 4, 6 and 2 heads on 8",
+)
+"""Each compiles for 15 s. `attention/test_kinds.py` has more cases without the rest of the step."""
 
 
 STEEP = batches.settings(learning_rate=1e3)
@@ -55,9 +57,12 @@ STEEP = batches.settings(learning_rate=1e3)
 
 
 @pytest.mark.usefixtures("small_shards")
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.e2e if name in E2E else pytest.mark.slow) for name in CASES],
+)
 def test_every_kind_gives_the_step_of_one_device(name, record_property):
-    H, G, (replica, data), kind = ALL[name]
+    H, G, (replica, data), kind = CASES[name]
     model = batches.model(num_heads=H, num_kv_heads=G)
     weights = runs.whole_weights(model)
     at_once = 2 if data * replica < 4 else 1

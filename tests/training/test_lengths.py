@@ -74,6 +74,7 @@ def losses(chosen):
     return found
 
 
+@pytest.mark.e2e
 def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
     (folder / "train.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:8]))  # none is cut
     one, several = (losses(settings(folder, row_tokens=row_tokens)) for row_tokens in (128, [32, 64, 128]))
@@ -102,6 +103,7 @@ def train(chosen):
         return [json.loads(line) for line in file]
 
 
+@pytest.mark.e2e
 def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(folder, tmp_path):
     straight = train(settings(folder, "run.directory=" + str(tmp_path / "straight"), row_tokens=[64, 128]))
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)

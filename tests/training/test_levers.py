@@ -51,7 +51,7 @@ CASES = {
 
 
 QUICK = ("all", "attention and MLP kept")
-"""The first has the parts of the others, except for the second; CI runs them."""
+"""The first has the parts of the others, except for the second."""
 
 
 def model_of(name):
@@ -65,7 +65,9 @@ def works_here(memory):
 each_case = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK) + ([] if works_here(memory) else [NEEDS_HOST]))
+        pytest.param(
+            name, marks=[pytest.mark.e2e if name in QUICK else pytest.mark.slow] + ([] if works_here(memory) else [NEEDS_HOST])
+        )
         for name, (_, memory) in CASES.items()
     ],
 )
@@ -119,6 +121,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
 ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5)
 
 
+@pytest.mark.e2e
 @NEEDS_HOST
 def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
     """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""

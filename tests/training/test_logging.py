@@ -10,6 +10,8 @@ import sys
 import pytest
 from tensorboardX.proto import event_pb2
 
+pytestmark = pytest.mark.e2e
+
 WORDS = (
     "run.steps=4",
     "run.eval_every=2",

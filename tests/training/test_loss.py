@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.core import batch
+from jaxsp.core import batch, errors
 from jaxsp.model import layers
 from jaxsp.training import loss
 from tests import batches, tolerances, whole
+from tests.training import runs
 
 V, D, B, L = 37, 12, 2, 50
 ROW = layers.Parameter(shape=(V, D), hf_name="lm_head.weight")
@@ -26,10 +27,12 @@ def inputs(tokens=L):
     return jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def tiled(hidden, head, labels, tile, dtype="float32"):
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
     def total(hidden, head):
-        return loss.token_losses(hidden, labels, gather=whole.Whole(dtype), row=ROW, shard=head, tile=tile)
+        return loss.token_losses(
+            hidden, labels, gather=whole.Whole(dtype), row=ROW, shard=head, tile=tile, token_loss=token_loss
+        )
 
     value, pull = jax.vjp(total, hidden, head)
     zero = np.zeros((), jax.dtypes.float0)
@@ -83,6 +86,47 @@ def test_the_heads_gradient_is_summed_over_tiles_in_float32():
     right = np.full((V, D), tokens / V)
     right[0] -= tokens
     assert batches.difference(gradient, right) < tolerances.BF16 / 2
+
+
+@pytest.mark.parametrize("tile", [7, 100])
+def test_a_custom_loss_has_its_own_value_and_gradients(tile):
+    hidden, head, labels = inputs()
+    has_label = labels != batch.NO_LABEL
+
+    def total(hidden, head):
+        logits = jnp.einsum("BLD,VD->BLV", hidden, head).reshape(-1, V)
+        losses = runs.smoothed(logits, jnp.where(has_label, labels, 0).reshape(-1))
+        return (losses * has_label.reshape(-1).astype(jnp.float32)).sum()
+
+    found, gradients = tiled(hidden, head, labels, tile, "float32", runs.smoothed)
+    right, right_gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
+    assert batches.difference(found.loss, right) < tolerances.TILES
+    assert int(found.num_correct) == int(tiled(hidden, head, labels, tile)[0].num_correct)
+    for mine, theirs in zip(gradients, right_gradients, strict=True):
+        assert batches.difference(mine, theirs) < tolerances.TILES
+
+
+def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinite():
+    hidden, head, labels = inputs()
+    unlabelled = jnp.full_like(labels, batch.NO_LABEL)
+    infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
+    found, gradients = tiled(hidden, head, unlabelled, 7, "float32", infinite)
+    assert float(found.loss) == 0
+    assert all((np.asarray(gradient) == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    "token_loss",
+    [
+        lambda logits_TV, labels_T: logits_TV.sum(),
+        lambda logits_TV, labels_T: logits_TV,
+        lambda logits_TV, labels_T: logits_TV[:, 0].astype(jnp.bfloat16),
+    ],
+    ids=["a sum", "logits", "bfloat16"],
+)
+def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
+    with pytest.raises(errors.UserError, match=r"Program\.loss: .* Return one loss per token, float32\[7\]"):
+        tiled(*inputs(), 7, "float32", token_loss)
 
 
 @pytest.mark.parametrize(

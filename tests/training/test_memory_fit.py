@@ -375,6 +375,7 @@ def check_formula(made):
     assert 0.9 < formula / budget.needs_of(made).total < memory_fit.SKIPPED_ABOVE
 
 
+@pytest.mark.e2e
 def test_the_formula_is_close_to_what_is_compiled():
     check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, turns=1))
 

@@ -15,11 +15,14 @@ from tests.training import runs
 MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, (2, 2, 2): 1}
 """replica x data x seq, and rows at once: 16 rows are 16, 2, 2, 8, 4 and 4 turns."""
 
-TIED_MESHES = [pytest.param((1, 2, 4), marks=pytest.mark.slow), (2, 2, 2)]
+MARKS = {(1, 2, 4): (), (1, 8, 1): pytest.mark.e2e, (2, 2, 2): pytest.mark.e2e}
+"""`test_own_loss.py` has three meshes in the default tier, with an embedding in place of the decoder."""
+
+TIED_MESHES = [pytest.param((1, 2, 4), marks=pytest.mark.slow), pytest.param((2, 2, 2), marks=pytest.mark.e2e)]
 
 each_mesh = pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=[pytest.mark.slow] * (sizes not in [(1, 2, 4), (2, 2, 2)])) for sizes in MESHES],
+    [pytest.param(sizes, marks=MARKS.get(sizes, pytest.mark.slow)) for sizes in MESHES],
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 
@@ -32,10 +35,10 @@ def run_on(small_shards):
     """The run on a mesh."""
 
     @functools.cache
-    def run(sizes, tied_head=False):
-        if tied_head:
-            return runs.compiling(sizes, model=TIED, want=("gradients",)).result()
-        return runs.compiling(sizes, rows_at_once=MESHES[sizes]).result()
+    def run(sizes, want, tied_head=False):
+        model = TIED if tied_head else runs.MODEL
+        rows_at_once = 1 if tied_head else MESHES[sizes]
+        return runs.compiling(sizes, rows_at_once=rows_at_once, model=model, want=(want,)).result()
 
     return run
 
@@ -47,13 +50,14 @@ def weights():
 
 @each_mesh
 def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_on, sizes, weights, record_property):
-    runs.check_gradients(run_on(sizes), weights, runs.ROWS, record_property)
+    runs.check_gradients(run_on(sizes, "gradients"), weights, runs.ROWS, record_property)
 
 
+@pytest.mark.e2e
 @each_mesh
 def test_weights_after_three_steps_are_those_of_a_plain_program(run_on, sizes, weights, record_property):
     """SGD with learning rate 1: each step subtracts the gradient."""
-    run, right = run_on(sizes), weights
+    run, right = run_on(sizes, "step"), weights
     state = run.state(weights)
     for number in range(3):
         (loss, _), gradients = runs.plain()(right, runs.ROWS)
@@ -72,14 +76,15 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(run_on, sizes, w
     assert min(moved.values()) > 1e-3, moved
 
 
+@pytest.mark.e2e
 @each_mesh
 def test_the_zeros_that_fill_up_a_shard_stay_zero(run_on, sizes, weights):
     """So they add nothing to the norm of the gradients either."""
-    run = run_on(sizes)
+    run = run_on(sizes, "step")
     state = run.state(weights)
     for _ in range(3):
         state, _ = run.step(state, run.rows(runs.ROWS))
-    gradients = run.gradients(state.master, run.rows(runs.ROWS)).gradients
+    gradients = run_on(sizes, "gradients").gradients(state.master, run.rows(runs.ROWS)).gradients
     filled = []
     for tree in (state.master, gradients):
         for row, stored in zip(jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True):
@@ -109,18 +114,18 @@ def without_labels(where):
     ids=["one share", "a turn", "every row of one group", "a tile", "uneven rows"],
 )
 def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_property):
-    runs.check_gradients(run_on((1, 2, 4)), weights, without_labels(where), record_property)
+    runs.check_gradients(run_on((1, 2, 4), "gradients"), weights, without_labels(where), record_property)
 
 
 def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
     for name, array in arrays.items():
         array[5] = batch.NO_LABEL if name == "labels_BL" else 0
-    runs.check_gradients(run_on((1, 2, 4)), weights, arrays, record_property)
+    runs.check_gradients(run_on((1, 2, 4), "gradients"), weights, arrays, record_property)
 
 
 @pytest.mark.parametrize("sizes", TIED_MESHES)
 def test_a_tied_head_gets_both_gradients_on_every_mesh(run_on, sizes, record_property):
-    run = run_on(sizes, tied_head=True)
+    run = run_on(sizes, "gradients", tied_head=True)
     assert "head" not in run.program.table
     runs.check_gradients(run, runs.whole_weights(TIED), runs.ROWS, record_property)

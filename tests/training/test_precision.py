@@ -47,6 +47,7 @@ def compiling(small_shards):
     return run
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=[pytest.mark.slow] * (family != "llama")) for family in FAMILIES]
 )

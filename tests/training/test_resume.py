@@ -95,6 +95,7 @@ def check(found, expected, *, exact):
                 assert line[name] == pytest.approx(other[name], rel=tolerances.MESH), (name, line["step"])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("mesh", [(2, 4), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 2)))])
 def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, stopped, mesh):
     words = [f"mesh.data={mesh[0]}", f"mesh.seq={mesh[1]}"]
@@ -120,6 +121,7 @@ def prepare_table(folder):
     return prepare.training(chosen, devices=jax.devices())[0].table
 
 
+@pytest.mark.e2e
 def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     before = lines(straight / "run", "eval.jsonl")
     out = straight / "again.jsonl"
@@ -144,6 +146,7 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     )
 
 
+@pytest.mark.e2e
 def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
     run = str(straight / "run")
     with pytest.raises(errors.UserError, match=r"model\.config: the model is that of .*run\. Name another in its place"):
@@ -155,6 +158,7 @@ def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
         evaluation.main([run, *text])
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
     assert checkpoint.run_of(straight / "run/checkpoints/9") == straight / "run"
     shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
@@ -164,6 +168,7 @@ def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
     assert not (tmp_path / "eval.jsonl").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_directory(straight, stopped):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
@@ -172,6 +177,8 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
     assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, "the first run's files are left alone"
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(straight, stopped, monkeypatch):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     with monkeypatch.context() as patch:
@@ -234,12 +241,14 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
 
 
+@pytest.mark.e2e
 def test_a_finished_run_is_left_alone(straight):
     before = {path: path.stat().st_mtime_ns for path in (straight / "run").rglob("*")}
     train(settings(straight))
     assert {path: path.stat().st_mtime_ns for path in (straight / "run").rglob("*")} == before
 
 
+@pytest.mark.e2e
 def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stopped):
     train(settings(stopped, "batch.rows_per_step=4", "run.steps=14"))
     found, expected = lines(stopped / "run"), lines(straight / "run")
@@ -264,10 +273,17 @@ REFUSED = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("then", "words", "begins", "said"),
     [
-        ("restart", ["data.row_tokens=128"], 0, "data.row_tokens = 128, and was 64: begins with the first of the new rows"),
+        pytest.param(
+            "restart",
+            ["data.row_tokens=128"],
+            0,
+            "data.row_tokens = 128, and was 64: begins with the first of the new rows",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "restart",
             ["run.seed=1"],
@@ -296,6 +312,7 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
     }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("words", "says"), REFUSED)
 def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
     before = (straight / "run/metrics.jsonl").read_bytes()
@@ -305,5 +322,6 @@ def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
     assert (straight / "run/metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.e2e
 def test_the_newest_checkpoints_are_kept(straight):
     assert sorted(int(path.name) for path in (straight / "run/checkpoints").iterdir()) == [6, 9, 10]

@@ -67,7 +67,14 @@ WRONG = {
 """Kernels, and what of theirs is at least wrong."""
 
 
-@pytest.mark.parametrize("kernel", WRONG, ids=lambda kernel: kernel.__name__)
+DEFAULT = (whole_row, no_dk, one_nan)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [pytest.param(kernel, marks=[pytest.mark.slow] * (kernel not in DEFAULT)) for kernel in WRONG],
+    ids=lambda kernel: kernel.__name__,
+)
 def test_a_wrong_kernel_is_refused(kernel):
     found = differences(kernel)
     assert WRONG[kernel] <= {name for name, value in found.items() if not value <= selfcheck.TOLERANCE}, found
@@ -75,7 +82,15 @@ def test_a_wrong_kernel_is_refused(kernel):
         selfcheck.refuse_attention(found, jax.devices()[0])
 
 
-@pytest.mark.parametrize(("max_pieces", "window"), [(64, None), (64, 4096), (3, None), (1, 4096)])
+@pytest.mark.parametrize(
+    ("max_pieces", "window"),
+    [
+        pytest.param(64, None, marks=pytest.mark.slow),
+        (64, 4096),
+        (3, None),
+        pytest.param(1, 4096, marks=pytest.mark.slow),
+    ],
+)
 def test_a_right_kernel_passes_with_room(max_pieces, window):
     kernel = functools.partial(blockwise.attention, window=window and 100)
     found = differences(kernel, max_pieces=max_pieces, window=window, sharing=1)
@@ -88,6 +103,7 @@ def test_a_kernel_without_the_window_is_refused():
     assert min(found.values()) > selfcheck.TOLERANCE
 
 
+@pytest.mark.e2e
 def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(monkeypatch):
     cudnn_contract.on_cpu()
     passed = differences("cudnn")

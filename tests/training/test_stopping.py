@@ -11,7 +11,7 @@ import pytest
 from jaxsp.core import config
 from jaxsp.training import pace, stopping
 
-pytestmark = pytest.mark.usefixtures("hearing")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
 
 PROGRAM = """
 import os, sys, time
@@ -78,8 +78,7 @@ def test_a_step_that_was_let_go_and_not_sent_yet_counts_as_one_to_wait_for(tmp_p
 def test_after_a_signal_no_further_step_is_sent(tmp_path, name):
     code, printed, said, _ = run(tmp_path, number=getattr(signal, name))
     assert (code, printed) == (0, "next step: False\n")
-    assert re.search(rf"{name}: stops after step 3, in about \d s and what a checkpoint takes, the first", said)
-    assert "; once more, and it leaves at once" in said
+    assert "stopping after step 3, then writing a checkpoint" in said
 
 
 def test_before_the_first_step_a_signal_leaves_at_once(tmp_path):
@@ -119,7 +118,7 @@ def test_signals_at_the_same_time_are_one(tmp_path):
 def test_a_run_stops_when_its_time_is_up_however_long_the_step_takes(tmp_path):
     code, printed, said, _ = run(tmp_path, stop_after=0.01, step_s=100.0)
     assert (code, printed) == (0, "next step: False\n")
-    assert "run.stop_after = 0.01: stops after step 3" in said
+    assert "run.stop_after = 0.01: stopping after step 3" in said
 
 
 def test_processes_that_are_started_do_not_inherit_the_signals(tmp_path):
@@ -135,3 +134,19 @@ with stopping.Stopping(config.Run(directory="x"), pace.Pace()) as stop:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == f"{-signal.SIGTERM} None\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "rest_s", "message"),
+    [
+        (
+            "SIGINT",
+            0.2,
+            "stopping after step 74, then writing a checkpoint; Ctrl-C again: leave at once without one",
+        ),
+        ("SIGTERM to process 1", 9.7, r"SIGTERM to process 1: stopping .* \(about 10 s\); a second SIGTERM: .*"),
+        ("run.stop_after = 30", 0.2, "run.stop_after = 30: stopping .*; Ctrl-C: leave at once .*"),
+    ],
+)
+def test_a_stop_names_its_step_and_how_to_leave_at_once(reason, rest_s, message):
+    assert re.fullmatch(message, stopping.stop_message(reason, last=74, rest_s=rest_s))

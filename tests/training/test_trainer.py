@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import io
 import json
 import pathlib
 import re
@@ -51,6 +52,7 @@ class Recorded(Store):
     """Writes nothing, and notes the steps."""
 
     steps = ()
+    compile_s = 0.0
 
     def __init__(self):
         self.steps = []
@@ -78,18 +80,27 @@ def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     assert due == store.steps == [3, 6], "after 150 s, the first step's end past 120"
 
 
-@pytest.mark.parametrize(("save_every", "steps"), [("4", [4, 6]), ("null", [6]), ("30m", [6])])
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("save_every", "steps"),
+    [
+        ("4", [4, 6]),
+        pytest.param("null", [6], marks=pytest.mark.slow),
+        pytest.param("30m", [6], marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_are_written_when_asked_and_at_the_end(folder, save_every, steps):
     train(settings(folder, f"run.save_every={save_every}"))
     assert sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir()) == steps
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     """The next step takes over the memory of the state that is being written."""
     constant = "optimizer.schedule=constant"
     train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
     table = prepare.training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
-    for num_steps in (1, 3, 5):
+    for num_steps in (1, 4):
         train(settings(folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant))
         one, other = (checkpoint.read_weights(folder / f"{name}/checkpoints/{num_steps}", table) for name in ("run", num_steps))
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -104,8 +115,8 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     save = saving.Saving(store, config.Run(directory="x", steps=9), first_step=1, say=said.append)
     save.check()
     assert said == [
-        "checkpoint 2 COULD NOT BE WRITTEN: no space left on device. There is none yet that is whole. Training goes on; the "
-        "next is tried in 60 s at the latest"
+        "checkpoint 2 COULD NOT BE WRITTEN: no space left on device. There is no complete checkpoint yet. Training continues; "
+        "the next attempt is in at most 60 s"
     ]
     now += 59
     save.check()
@@ -113,8 +124,27 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     now += 2
     assert save.due(4)
     save.check()
-    assert said[1:] == ["checkpoint 3 is written, after one that failed"]
+    assert said[1:] == ["checkpoint 3 is written, after one that failed", "step 3  checkpoint: training waited 0.0 s"]
     assert (save.last_step, save.due(4)) == (3, False)
+
+
+def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(monkeypatch):
+    said, slept, store = [], [], Recorded()
+    monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
+    monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (5.0, 10.0))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    full = Outcome(step=9, failure="No space left on device")
+    # before and after each of three attempts
+    outcomes = [None, full, None, full, None, full]
+    state = step.State(master={}, opt={}, step=np.int32(0))
+    meta = checkpoint.Meta(config={}, model={}, data={}, step=9, rows={}, num_tokens_total=0)
+    save = saving.Saving(store, config.Run(directory="x", steps=9), first_step=0, say=said.append)
+    save(state, meta, is_last=True)
+    assert not said, "nobody knows yet how the write ends"
+    with pytest.raises(errors.Stopped, match="No space left on device"):
+        save.finish(state, meta)
+    assert (store.steps, slept, len(said)) == ([9, 9, 9], [5.0, 10.0], 3)
+    assert not [line for line in said if "training" in line.lower()]
 
 
 def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypatch):
@@ -127,12 +157,52 @@ def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypa
     monkeypatch.setattr(Store, "_finish", fail)
     monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (0.1, 0.1))
     with pytest.raises(
-        errors.Stopped, match=r"of the last step, 6, could not be written: no space left.*none yet that is whole"
+        errors.Stopped, match=r"of the last step, 6, could not be written: no space left.*no complete checkpoint yet"
     ):
         train(settings(folder, "run.save_every=4"))
     assert tried == [4, 6, 6, 6]
     assert not list((folder / "run/checkpoints").iterdir()), "what was written of them is removed"
     assert len((folder / "run/metrics.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.e2e
+def test_a_run_evaluates_by_epoch_and_stops_early(folder):
+    """A run that learns ever worse: its best evaluation is the one before the first step."""
+
+    def train_once(*more):
+        console = rich.console.Console(file=io.StringIO(), width=200)
+        words = ["run.steps=null", "run.epochs=9", "run.eval_at_start=true", "data.eval_fraction=0.3"]
+        words += ["run.eval_every=epoch", "run.save_every=epoch", "checkpoint.keep_latest=9"]
+        words += ["run.early_stopping_patience=2", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
+        program, material = prepare.training(settings(folder, *words, *more), devices=jax.devices()[:1])
+        trainer.train(program, material, console)
+        return console.file.getvalue()
+
+    def steps():
+        results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+        assert {line["data"] for line in results} == {"held_out"}
+        saved = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
+        return [line["step"] for line in results], saved, results[0]["num_documents"]
+
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").touch()
+    (folder / "run/eval.jsonl").write_text('{"step": 0}\n')  # of a run that was killed before its first checkpoint
+    said = train_once()
+    evaluated, saved, num_held_out = steps()
+    assert 0 < num_held_out < 8
+    epoch = 8 - num_held_out  # each document fills a row
+    assert (evaluated, saved) == ([0, epoch, 2 * epoch], [epoch, 2 * epoch])
+    assert f"stopped early after step {2 * epoch}: the loss on held_out has not improved for 2 evaluations" in said
+    banner = (folder / "run/banner.txt").read_text()
+    assert f"{num_held_out} documents held out for evaluation" in banner
+    assert "evaluates  before the first step, after every epoch and after the last step: held_out (" in banner
+    assert checkpoint.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping["num_since"] == 1
+
+    assert f"stopped early at step {2 * epoch}" in train_once()
+    train_once("run.early_stopping_patience=3")
+    assert steps()[:2] == ([0, epoch, 2 * epoch, 3 * epoch], [epoch, 2 * epoch, 3 * epoch])
+    with pytest.raises(errors.UserError, match=r"data\.eval_fraction = 0\.5, and was 0\.3"):
+        train_once("data.eval_fraction=0.5")
 
 
 def test_a_run_that_broke_is_evaluated_no_more(folder):
@@ -145,6 +215,7 @@ def test_a_run_that_broke_is_evaluated_no_more(folder):
     assert [line["step"] for line in results] == list(range(1, broken))
 
 
+@pytest.mark.e2e
 def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder))
     before = (folder / "run/metrics.jsonl").read_text()
@@ -154,6 +225,8 @@ def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder, "run.steps=8"))
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_what_changed_since_the_checkpoint_is_said(folder):
     train(settings(folder))
     train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
@@ -215,6 +288,8 @@ def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, mon
     assert "checkpoint 6 is whole, but an older one could not be deleted: [Errno 16]" in capfd.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.e2e
 def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
     train(settings(folder, "run.save_every=2"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
@@ -230,6 +305,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
 
 
+@pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     asked = []
     monkeypatch.setattr(stopping.Stopping, "lets", lambda self, number: asked.append(number) or number <= 4)
@@ -244,6 +320,25 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     train(settings(folder, *words))
     found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert found == [2, 4, 6]
+
+
+@pytest.mark.e2e
+def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, monkeypatch):
+    """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
+    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "checkpoint.keep_best=1"]
+    words += ["checkpoint.keep_latest=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
+    monkeypatch.setattr(stopping.Stopping, "lets", lambda self, number: number <= 3)
+    train(settings(folder, *words))
+    meta = checkpoint.read_meta(folder / "run/checkpoints/3")
+    assert (meta.loss, meta.owes_evaluation) == (None, True)
+    monkeypatch.undo()
+    train(settings(folder, *words))
+    results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in results] == [3, 6]
+    metas = [checkpoint.read_meta(path) for path in sorted((folder / "run/checkpoints").iterdir())]
+    found = [(meta.step, meta.loss, meta.owes_evaluation) for meta in metas]
+    assert found == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
+    assert metas[0].loss < metas[1].loss
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):

@@ -28,17 +28,12 @@ ADAMW = batches.settings(
 CLIPPED = batches.settings(max_grad_norm=0.25)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiling(small_shards):
-    return {
-        "adamw": runs.compiling((1, 2, 4), settings=ADAMW),
-        "clipped": runs.compiling((2, 2, 2), settings=CLIPPED, want=("step",)),
-    }
+pytestmark = pytest.mark.usefixtures("small_shards")
 
 
 @pytest.fixture(scope="module")
-def adamw(compiling):
-    return compiling["adamw"].result()
+def adamw(small_shards):
+    return runs.compiling((1, 2, 4), settings=ADAMW, want=("step",)).result()
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +45,11 @@ def is_matrix(name):
     return not name.endswith("bias") and "norm" not in name
 
 
+@pytest.mark.e2e
 def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     """Clipping, schedule and decay included. Optax sees each stacked weight as one array; gradients are those of the mesh."""
     state, rows = adamw.state(weights), adamw.rows(runs.ROWS)
+    with_gradients = runs.compiling((1, 2, 4), settings=ADAMW, want=("gradients",)).result()
     decays = {name: is_matrix(name) for name in batches.by_name(weights)}
     rates = optax.join_schedules([optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2])
     theirs = optax.chain(
@@ -62,7 +59,7 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     with jax.numpy_dtype_promotion("standard"):
         opt, update = theirs.init(right), jax.jit(theirs.update)
         for _ in range(3):
-            gradients = adamw.whole(adamw.gradients(state.master, rows).gradients)
+            gradients = adamw.whole(with_gradients.gradients(state.master, rows).gradients)
             moves, opt = update({name: jnp.asarray(array) for name, array in gradients.items()}, opt, right)
             right = optax.apply_updates(right, moves)
             state, metrics = adamw.step(state, rows)
@@ -99,8 +96,22 @@ def test_learning_rates(schedule, after_warmup):
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
 
 
-def test_an_update_is_as_long_as_the_limit(compiling, weights):
-    run = compiling["clipped"].result()
+@pytest.mark.parametrize(
+    ("fraction", "num_steps", "num_warmup_steps"),
+    [(0, 100, 0), (0.03, 100, 3), (0.03, 101, 4), (0.07, 100, 7), (0.5, 1, 1), (1e-9, 10**6, 1)],
+)
+def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
+    as_fraction, as_steps = (
+        optimizer.learning_rates(batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps)
+        for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
+    )
+    steps = [jnp.int32(i) for i in (0, 1, num_warmup_steps, num_warmup_steps + 1)]
+    assert [float(as_fraction(i)) for i in steps] == [float(as_steps(i)) for i in steps]
+
+
+@pytest.mark.e2e
+def test_an_update_is_as_long_as_the_limit(weights):
+    run = runs.compiling((2, 2, 2), settings=CLIPPED, want=("step",)).result()
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     before = batches.by_name(weights)
     moved = {name: after - before[name] for name, after in run.whole(state.master).items()}
@@ -111,6 +122,7 @@ def test_an_update_is_as_long_as_the_limit(compiling, weights):
     assert norm > 0.5
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e38, 1e20], ids=["nan", "inf", "infinite loss", "infinite norm"])
 def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
@@ -125,6 +137,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     assert int(after.step) == 2
 
 
+@pytest.mark.e2e
 def test_a_step_without_labels_changes_nothing(adamw, weights):
     """Neither decay nor the averages of earlier gradients move the weights."""
     state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
@@ -138,6 +151,7 @@ def test_a_step_without_labels_changes_nothing(adamw, weights):
     assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
 
 
+@pytest.mark.e2e
 def test_the_state_is_updated_in_place(adamw):
     """Every byte of the state is an output's too, so that no second copy of it exists."""
     state = adamw.state(runs.whole_weights(runs.MODEL))
@@ -149,6 +163,7 @@ def test_the_state_is_updated_in_place(adamw):
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.e2e
 def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
     program = step.Program(
         config=runs.SGD,

@@ -46,6 +46,7 @@ def test_ten_times_the_usual_and_ten_minutes_are_too_long_unless_the_config_says
     assert dog.limit_s(now) == seconds
 
 
+@pytest.mark.e2e
 def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
     began = time.monotonic()
     hanging = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60, check=False)
@@ -59,6 +60,7 @@ def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
     assert abs(heartbeat["written_at"] - time.time()) < 60
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("stuck", ["notation.write", "processes.say"])
 def test_a_disk_that_does_not_answer_does_not_hold_the_watchdog(tmp_path, stuck):
     before = f"import time\nfrom jaxsp.core import notation, processes\n{stuck} = lambda *_: time.sleep(100)\n"
@@ -69,6 +71,7 @@ def test_a_disk_that_does_not_answer_does_not_hold_the_watchdog(tmp_path, stuck)
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.e2e
 def test_a_process_that_was_stopped_and_goes_on_has_not_hung(tmp_path):
     lives = HANGS.replace("time.sleep(100)", "[now.alive() or time.sleep(0.05) for _ in range(60)]")
     lives = lives.replace("    sits_here()", "    print('ready', flush=True)\n    sits_here()")
@@ -94,6 +97,7 @@ def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
     assert now.now.since > began.since
 
 
+@pytest.mark.e2e
 def test_signs_of_life_keep_a_run_alive(tmp_path):
     now, settings = pace.Pace(), config.Run(directory=str(tmp_path), step_timeout=0.02)
     with watchdog.Watchdog(settings, now, beats=True):
@@ -115,6 +119,7 @@ def test_compiling_is_not_watched_whatever_the_config_says():
     assert now.now.since > began.since + 0.005
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
     now, settings = pace.Pace(), config.Run(directory=str(tmp_path), step_timeout=0.02)
     with watchdog.Watchdog(settings, now, beats=False):

@@ -1,6 +1,7 @@
 """Where weights lie, and what random ones are."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -94,3 +95,20 @@ def test_another_seed_gives_other_weights():
     table = {"a": layers.Parameter(shape=(30, 40), hf_name="a", std=1.0)}
     one, two = (sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"] for seed in (1, 2))
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
+
+
+def test_join_raises_when_it_is_differentiated_and_gather_has_a_gradient():
+    """Slots are differentiated, not values: otherwise the gradient of a joined weight would be zero."""
+    row = layers.Parameter(shape=(2, 3), hf_name="a")
+    gather = sharding.Gather(num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32"))
+    value = jnp.arange(6.0).reshape(2, 3)
+
+    def loss(slot, join):
+        return (join(row, sharding.Shard(value=value, slot=slot)) ** 2).sum()
+
+    slot = jnp.zeros((2, 3))
+    assert float(jax.jit(loss, static_argnums=1)(slot, gather.join)) == 55
+    assert (jax.grad(loss)(slot, gather) == 2 * value).all()
+    for differentiate in (jax.grad(loss), jax.grad(jax.checkpoint(loss, static_argnums=1))):
+        with pytest.raises(TypeError, match=r"gather\(row, shard\)"):
+            differentiate(slot, gather.join)

@@ -167,6 +167,7 @@ def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
@@ -178,3 +179,9 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
     scatters = [line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)]
     assert all("unique_indices=true" in line for line in scatters), scatters
+
+
+def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
+    flags = " ".join(["--xla_dump_to=there", *meshes.collective_timeout_flags()])
+    found = xla.options(programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags})
+    assert found.words == "XLA_FLAGS: xla_dump_to"

@@ -1,0 +1,261 @@
+"""Fine-tuning from Python: load a Hugging Face model, pack token lists, train, save.
+
+Example:
+    import transformers
+    from jaxsp import library
+    from jaxsp.training import step
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained("models/base")
+    texts = open("texts.txt").readlines()
+    documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
+    settings = {
+        "run": {"steps": 10},
+        "mesh": {"seq": 4},  # four devices share each row
+        "data": {"row_tokens": 512},
+        "batch": {"rows_per_step": 8},
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    program, weights = library.load_model("models/base", settings)
+    state, run_step = step.with_weights(program, weights), step.compile(program)
+    for rows in library.pack(documents, program):
+        state, metrics = run_step(state, rows)
+        print(int(state.step), float(metrics.loss))
+    library.save_model(state.master, "models/tuned", program)
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+import pyarrow as pa
+
+from jaxsp import cli, prepare
+from jaxsp.core import config, errors
+from jaxsp.core import mesh as meshes
+from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.data import dataset
+from jaxsp.data.rows import Documents
+from jaxsp.hf import folder
+from jaxsp.hf import weights as hf_weights
+from jaxsp.model import layers
+from jaxsp.training import host
+from jaxsp.training.loss import TokenLoss
+from jaxsp.training.step import Program
+
+if TYPE_CHECKING:
+    import datasets
+
+Lists = Sequence[Any]
+"""One list or array of numbers per document."""
+
+
+def load_model(
+    source: str,
+    settings: Mapping[str, Mapping[str, Any]],
+    *,
+    loss: TokenLoss | None = None,
+    has_weights: bool = False,
+) -> tuple[Program, layers.Weights]:
+    """Loads a Hugging Face model onto a device mesh.
+
+    Call it before anything else in the process uses JAX's devices if `settings` has
+    `mesh.virtual_cpu_devices`.
+
+    Args:
+        source: folder with config.json and safetensors, or name of a model on the Hugging Face hub.
+        settings: groups of fields as in a config file (`python -m jaxsp.train --help` documents
+            them). Required: run.steps, data.row_tokens, batch.rows_per_step and
+            optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
+            checkpoint, logging) have no effect.
+        loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
+        has_weights: whether the training step takes a weight for each token's loss.
+    Returns:
+        The program, which describes the training step, and the float32 weights, sharded over the
+        mesh. `step.with_weights(program, weights)` adds an optimizer, `step.compile(program)`
+        compiles the step.
+    Raises: UserError with all problems: of the settings, the model's files, the mesh.
+    Example: `program, weights = load_model("Qwen/Qwen3-0.6B", settings)`; see the top of the file.
+    """
+    asked = _config(source, settings)
+    try:
+        meshes.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
+    except RuntimeError as error:  # JAX has started with other devices
+        raise errors.UserError(
+            f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "
+            "Call load_model before anything uses JAX's devices."
+        ) from None
+    problems = cli.Problems()
+    read = prepare.read(asked, devices=jax.devices(), problems=problems, with_training=False)
+    assert read.folder is not None, "model.source is set"
+    program = dataclasses.replace(read.program, loss=loss, has_weights=has_weights)
+    sizes, degree = dict(program.mesh.shape), program.attend.layout
+    problems += meshes.divisions(program.config, sizes, degree=degree)
+    problems.check()
+    return program, prepare.weight_loader(program, read.folder)()
+
+
+def pack(
+    documents: Lists,
+    program: Program,
+    *,
+    labels: Lists | None = None,
+    weights: Lists | None = None,
+) -> Iterator[Batch]:
+    """Packs documents of token ids into rows, and yields the batches of a run on their devices.
+
+    The rows and their order depend on the documents, run.seed and the row length, and not on the
+    mesh: documents are shuffled and packed again in each epoch. The next two batches are prepared
+    while one is used. With several processes, pass the same documents in each; every process
+    copies only its own devices' shards.
+
+    Args:
+        documents: token ids of each document; one longer than a row is split, or what
+            data.long_documents says. The first token of a document is never a label.
+        program: from `load_model`; its config has row_tokens, rows_per_step and steps.
+        labels: a label for each token, not shifted: the token itself, or -100 for no loss. None:
+            every token is learned.
+        weights: a weight for the loss of predicting each token, finite and at least 0; needs
+            `load_model(..., has_weights=True)`.
+    Returns: run.steps batches. Shapes: see `core.batch.Batch`.
+    Raises: UserError for ids outside the vocabulary, lists of another length than their document's,
+        and bad weights.
+    Example: `for rows in pack([[5, 6, 7], [8, 9]], program): ...`
+    """
+    settings = program.config
+    if (weights is not None) != program.has_weights:
+        advice = "Call load_model with has_weights=True."
+        if program.has_weights:
+            advice = "Pass weights to pack."
+        raise errors.UserError(f"weights: the program was made with has_weights={program.has_weights}. {advice}")
+    packed = Documents(
+        [_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
+        names=["documents"],
+        longest=settings.data.longest_row,
+        long_documents=settings.data.long_documents,
+        field="documents",
+    )
+    data = dataset.of("documents", packed, settings, digests=[""])
+    schedule = data.schedule(settings, num_steps=program.num_steps)
+    feed = data.feed(settings, program.mesh, schedule, layout=program.attend.layout)
+    return (rows for rows, _ in feed.batches())
+
+
+def save_model(
+    weights: layers.Weights,
+    directory: str | pathlib.Path,
+    program: Program,
+    *,
+    dtype: Literal["bfloat16", "float32"] | None = None,
+) -> None:
+    """Saves weights as a Hugging Face folder that transformers loads.
+
+    Config, tokenizer and chat template are those of the model that the program was loaded from. The
+    folder appears under its name when it is complete.
+
+    Args:
+        weights: float32, sharded or whole, such as `state.master`.
+        directory: a folder that does not exist or is empty.
+        dtype: of the saved weights; None: model.compute_dtype.
+    Memory: one file of weights (5 GB) at a time on the host; weights that are offloaded to host
+        memory are copied there once more.
+    Raises: UserError if the folder has files or cannot be written, and with several processes.
+    Example: `save_model(state.master, "models/tuned", program)`
+    """
+    leaves = jax.tree.leaves(weights)
+    if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
+        raise errors.UserError(
+            "save_model: works in one process that drives all devices; this is one of "
+            f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
+        )
+    settings = program.config.model
+    source = None if settings.source is None else folder.find(settings.source)
+    fields = settings.config if source is None else source.fields
+    assert fields is not None, "model.source or model.config is set"
+
+    def from_host(leaf: Any) -> Any:
+        """Copies an array out of JAX's host memory, where it cannot be sliced."""
+        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host.holds(leaf) else leaf
+
+    hf_weights.export(
+        jax.tree.map(from_host, weights),
+        table=program.table,
+        fields=fields,
+        tokenizer=None,
+        small_files=None if source is None else source.path,
+        directory=directory,
+        dtype=dtype or settings.compute_dtype,
+    )
+
+
+def _config(source: str, settings: Mapping[str, Mapping[str, Any]]) -> config.Config:
+    """A whole config: what training from files needs is filled in. Raises: UserError."""
+    run = settings.get("run", {})
+    if run.get("epochs") is not None:
+        raise errors.UserError(f"run.epochs = {run['epochs']}: must not be set here. Set run.steps.")
+    unused = {"train": [{"source": "unused", "format": "tokens"}], "eval": []}
+    fields: dict[str, Any] = {name: dict(group) for name, group in settings.items()}
+    fields["run"] = dict(run) | {"directory": "unused"}
+    model = {"source": source, "config": None, "tokenizer": None}
+    fields["model"] = dict(settings.get("model", {})) | model
+    fields["data"] = dict(settings.get("data", {})) | unused
+    return config.parse(fields)
+
+
+def _dataset(documents: Lists, labels: Lists | None, weights: Lists | None, *, vocab_size: int) -> "datasets.Dataset":
+    """The documents as a table in memory, as those that are read from files. Raises: UserError."""
+    import datasets
+
+    lengths = [len(document) for document in documents]
+    if not lengths:
+        raise errors.UserError("documents: must not be empty. Give documents of at least two tokens.")
+
+    def is_id(values: np.ndarray) -> np.ndarray:
+        return (values >= 0) & (values < vocab_size) & (values == np.floor(values))
+
+    def is_label(values: np.ndarray) -> np.ndarray:
+        return is_id(values) | (values == NO_LABEL)
+
+    def is_weight(values: np.ndarray) -> np.ndarray:
+        return np.isfinite(values) & (values >= 0)
+
+    ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
+    columns = {"tokens": _column("documents", documents, lengths, np.int32, is_id, ids)}
+    if labels is not None:
+        rule = f"{ids}, or {NO_LABEL}"
+        columns["labels"] = _column("labels", labels, lengths, np.int32, is_label, rule)
+    if weights is not None:
+        rule = "finite and at least 0"
+        columns["weights"] = _column("weights", weights, lengths, np.float32, is_weight, rule)
+    columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
+    return datasets.Dataset(pa.table(columns))
+
+
+def _column(
+    name: str,
+    lists: Lists,
+    lengths: Sequence[int],
+    dtype: type[np.number],
+    is_valid: Callable[[np.ndarray], np.ndarray],
+    rule: str,
+) -> pa.LargeListArray:
+    """Lists as one column. Raises: UserError for one whose length or numbers are wrong."""
+    found = [len(values) for values in lists]
+    if found != list(lengths):
+        pairs = zip(found, lengths, strict=False)
+        differ = [number for number, (one, right) in enumerate(pairs) if one != right]
+        first = min([*differ, len(found), len(lengths)])
+        raise errors.UserError(
+            f"{name}[{first}]: must have one number for each token of documents[{first}]. "
+            f"Give {len(lengths)} lists, each as long as its document."
+        )
+    values = np.concatenate([np.asarray(one) for one in lists])
+    ends = np.cumsum([0, *lengths])
+    wrong = np.flatnonzero(~is_valid(values))
+    if len(wrong):
+        number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
+        place = int(wrong[0] - ends[number])
+        raise errors.UserError(f"{name}[{number}][{place}] = {values[wrong[0]]}: must be {rule}.")
+    return pa.LargeListArray.from_arrays(ends, values.astype(dtype))

@@ -1,0 +1,93 @@
+"""Early stopping: ends a run whose loss on an eval set no longer improves."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxsp.core import config
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class State:
+    """Evaluations so far; a checkpoint stores it as JSON."""
+
+    data: str
+    """Name of the eval set."""
+    digest: str
+    """Digest of its tokens. Losses on other tokens are not compared; a new name alone changes nothing."""
+    best_loss: float | None = None
+    """None before the first finite loss."""
+    best_step: int | None = None
+    num_since: int = 0
+    """Evaluations since the best."""
+
+
+class EarlyStopping:
+    """Counts evaluations without improvement on one eval set.
+
+    An improvement is a loss that is lower than the best by more than run.early_stopping_min_delta.
+    A loss that is not finite is no improvement.
+
+    Args:
+        loss_set: name and digest of the eval set, as `evaluator.identity` gives them.
+        before: `state` of the checkpoint that the run resumes from. It is ignored if it is about
+            another eval set or other tokens.
+    """
+
+    def __init__(
+        self,
+        settings: config.Run,
+        loss_set: Mapping[str, str] | None,
+        *,
+        before: Mapping[str, Any] | None = None,
+    ):
+        self._patience = settings.early_stopping_patience
+        self._min_delta = settings.early_stopping_min_delta
+        self._state: State | None = None
+        if self._patience is None:
+            return
+        assert loss_set is not None, "config asks for an eval set"
+        self._state = State(data=loss_set["name"], digest=loss_set["digest"])
+        if before is not None and State(**before).digest == self._state.digest:
+            self._state = dataclasses.replace(State(**before), data=self._state.data)
+
+    @property
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint stores; None without early stopping."""
+        return None if self._state is None else dataclasses.asdict(self._state)
+
+    def record(self, step: int, losses: Mapping[str, float | None]) -> None:
+        """Records an evaluation. Args: losses: by eval set."""
+        if self._state is None:
+            return
+        loss, best = losses[self._state.data], self._state.best_loss
+        if loss is not None and (best is None or loss < best - self._min_delta):
+            self._state = dataclasses.replace(self._state, best_loss=loss, best_step=step, num_since=0)
+        else:
+            self._state = dataclasses.replace(self._state, num_since=self._state.num_since + 1)
+
+    def is_over(self) -> bool:
+        """Whether the run must stop. Process 0 decides; all processes must call this together."""
+        if self._state is None or self._patience is None:
+            return False
+        is_over = self._state.num_since >= self._patience
+        if jax.process_count() == 1:
+            return is_over
+        return bool(multihost_utils.broadcast_one_to_all(np.int32(is_over)))
+
+    @property
+    def reason(self) -> str:
+        """Why the run stops, for people."""
+        assert self._state is not None, "asked only after is_over"
+        best = "it was never finite"
+        if self._state.best_loss is not None:
+            best = f"the best was {self._state.best_loss:.4f} at step {self._state.best_step}"
+        margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        return (
+            f"the loss on {self._state.data} has not improved{margin} for {self._state.num_since} "
+            f"evaluations (run.early_stopping_patience = {self._patience}); {best}"
+        )

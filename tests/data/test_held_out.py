@@ -1,0 +1,84 @@
+"""data.eval_fraction: which documents are held out, and that none is both learned and evaluated."""
+
+import datasets
+import numpy as np
+import pytest
+
+from jaxsp.core import errors
+from jaxsp.data import account, dataset, held_out, rows
+from tests.data import test_dataset, test_pipeline
+
+LENGTHS = [2 + number % 7 for number in range(1000)]
+
+
+def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
+    tokenized = [test_dataset.tokenized(lengths)]
+    return held_out.choose(tokenized, names=[name], fraction=fraction, seed=seed)[0]
+
+
+def test_the_choice_depends_on_seed_name_and_index_only():
+    chosen = choose()
+    assert 150 < chosen.sum() < 250
+    assert np.flatnonzero(chosen)[:6].tolist() == [25, 27, 32, 35, 37, 39], "with every version of NumPy"
+    assert np.array_equal(choose([9] * 500), chosen[:500]), "neither length nor number of documents"
+    for other in (choose(seed=1), choose(name="b")):
+        assert 0.1 < np.mean(other & chosen) / np.mean(chosen) < 0.3, "independent"
+    assert not np.any(chosen & ~choose(fraction=0.3)), "a larger fraction contains the smaller"
+
+
+def test_every_document_is_learned_or_held_out():
+    problems = ["bad" if number % 100 == 5 else None for number in range(1000)]
+    lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
+    lengths[1] = 0
+    tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
+    chosen = held_out.choose([tokenized], names=["a"], fraction=0.2, seed=0)
+    parts = [
+        rows.Documents([tokenized], names=["a"], held_out=chosen, use_held_out=which, longest=7) for which in (False, True)
+    ]
+    places = [{parts[k].origin(document).place for document in range(len(parts[k].lengths))} for k in (0, 1)]
+    assert not places[0] & places[1]
+    assert len(places[0] | places[1]) == np.count_nonzero(lengths)
+    assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
+    (train,), (held,) = parts[0].sources, parts[1].sources
+    assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, held.num_tokens)
+    assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
+    assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
+    said = f"{held.num_documents} documents held out for evaluation, with {held.num_tokens} tokens"
+    assert account.not_as_they_are([train]).startswith(said)
+    assert held.num_held_out == 0
+
+
+def test_another_fraction_is_a_change_of_the_data():
+    before, now = (
+        dataset.of(
+            "train",
+            rows.Documents([test_dataset.tokenized(LENGTHS)], names=["a"], longest=64),
+            (settings := test_pipeline.settings_of(eval_fraction=fraction)),
+            digests=["same"],
+        ).fingerprint(settings)
+        for fraction in (None, 0.1)
+    )
+    assert dataset.changes(before, now) == ["data.eval_fraction = 0.1, and was None"]
+    assert dataset.changes(before, before) == []
+    assert held_out.digest("x", choose(), is_held_out=False) != held_out.digest("x", choose(name="b"), is_held_out=False)
+
+
+@pytest.mark.parametrize(("count", "fraction"), [(20, 1e-6), (20, 0.9999), (2, 1e-6), (2, 0.9999)])
+def test_a_fraction_that_leaves_one_side_empty_is_answered_with_one_that_works(count, fraction):
+    with pytest.raises(errors.UserError, match=r"(no|every) document of data\.train would be held out") as caught:
+        choose([5] * count, fraction=fraction)
+    suggestion = float(str(caught.value).split("data.eval_fraction=")[1].split(",")[0])
+    assert 0 < choose([5] * count, fraction=suggestion).sum() < count
+
+
+def test_one_document_cannot_be_divided():
+    with pytest.raises(errors.UserError, match=r"Name data sets in data\.eval instead\.$"):
+        choose([5, 0, 0], fraction=0.5)
+
+
+def test_a_stored_dataset_of_several_chunks_is_counted_through():
+    parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
+    joined = datasets.concatenate_datasets(parts)
+    chosen = held_out.choose([joined], names=["a"], fraction=0.2, seed=0)
+    found = rows.Documents([joined], names=["a"], held_out=chosen, use_held_out=True).lengths
+    assert found.tolist() == np.array(LENGTHS)[choose()].tolist()

@@ -1,0 +1,165 @@
+"""jaxsp.library: a Hugging Face folder is loaded, token lists are packed, and a folder is saved."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxsp import library
+from jaxsp.core import errors
+from jaxsp.data import tokenizers
+from jaxsp.hf import families, weights
+from jaxsp.model import decoder
+from jaxsp.training import host, levers, sharding, step, xla
+from tests import batches
+
+SETTINGS = {
+    "run": {"steps": 3},
+    "model": {"compute_dtype": "float32"},
+    "mesh": {"replica": 1, "data": 2, "seq": 4},
+    "data": {"row_tokens": 32, "max_documents_per_row": 4},
+    "batch": {"rows_per_step": 4},
+    "optimizer": {"learning_rate": 0.01},
+}
+FIELDS = batches.UNEVEN_LLAMA
+
+
+def make_folder(path, fields=FIELDS):
+    """A Hugging Face folder of random weights, with the tokenizer of bytes."""
+    table = decoder.table(families.model_config(fields, field="fields"))
+    rng = np.random.default_rng(3)
+    master = jax.tree.map(lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table)
+    weights.export(master, table=table, fields=fields, tokenizer=tokenizers.of_bytes(), directory=path, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "base"
+    make_folder(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def loaded(base):
+    return library.load_model(base, SETTINGS)
+
+
+def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
+    """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
+    program, master = loaded
+    stored = [sharding.place(row, 8) for row in jax.tree.leaves(program.table)]
+    assert any(place.stored != row.shape for place, row in zip(stored, jax.tree.leaves(program.table), strict=True))
+    assert dict(program.mesh.shape) == SETTINGS["mesh"]
+    assert program.num_steps == 3
+    library.save_model(master, tmp_path / "out", program)
+    before, after = pathlib.Path(base), tmp_path / "out"
+    assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
+    old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (before, after))
+    assert batches.same_bits(new, old)
+    assert json.loads((after / "config.json").read_text()) == json.loads((before / "config.json").read_text())
+    library.save_model(master, tmp_path / "bfloat16", program, dtype="bfloat16")
+    (name,) = {str(tensor.dtype) for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()}
+    assert name == "bfloat16"
+
+
+@pytest.mark.skipif(xla.numbers(jax.__version__) < levers.HOST_STATE_FROM, reason="needs jax 0.11.1")
+def test_weights_in_host_memory_are_saved(base, tmp_path):
+    program, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
+    assert any(host.holds(leaf) for leaf in jax.tree.leaves(master))
+    library.save_model(master, tmp_path / "out", program)
+    old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (pathlib.Path(base), tmp_path / "out"))
+    assert batches.same_bits(new, old)
+
+
+def pieces(rows):
+    """Tokens, labels, positions and weights of each piece of a batch."""
+    names = ("tokens_BL", "labels_BL", "positions_BL", "weights_BL")
+    arrays = [np.asarray(getattr(rows, name)) for name in names]
+    for place in np.argwhere(np.asarray(rows.lengths_BM)):
+        start, length = (np.asarray(x)[tuple(place)] for x in (rows.starts_BM, rows.lengths_BM))
+        yield [array[place[0], place[1], start : start + length].tolist() for array in arrays]
+
+
+def test_documents_are_packed_with_labels_and_weights(loaded):
+    """Each piece of a row is a whole document; labels and weights are shifted by one token."""
+    program = dataclasses.replace(loaded[0], has_weights=True)
+    documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 1, 8, 7, 10, 2])]
+    labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
+    factors = [np.array(document) + 0.5 for document in documents]
+    found = list(library.pack(documents, program, labels=labels, weights=factors))
+    assert len(found) == 3
+    described = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows) for rows in (found[0], step.shapes(program)[1])]
+    assert described[0] == described[1]
+    right = [
+        [document, [*marks[1:], -100], list(range(len(document))), [*weights_of[1:].tolist(), 0.0]]
+        for document, marks, weights_of in zip(documents, labels, factors, strict=True)
+    ]
+    for rows in found:
+        step_pieces = list(pieces(rows))
+        assert all(piece in right for piece in step_pieces)
+        assert all(document in step_pieces for document in right), "four rows are at least one epoch"
+
+
+BAD = {
+    "documents[1][2] = 257: must be an id from 0 to 256, the model's vocabulary.": {"documents": [[1, 2], [3, 4, 257]]},
+    "documents[0][1] = 1.5": {"documents": [[1, 1.5], [3, 4]]},
+    "documents[0][0] = -100": {"documents": [[-100, 2]]},
+    "documents: must not be empty": {"documents": []},
+    "labels[1][0] = -1: must be an id from 0 to 256, the model's vocabulary, or -100.": {"labels": [[1, -100], [-1, 3]]},
+    "labels[1]: must have one number for each token of documents[1]. Give 2 lists": {"labels": [[1, 2]]},
+    "weights[0]: must have": {"weights": [[1.0], [1, 1]]},
+    "weights[1][1] = -1.0: must be finite and at least 0.": {"weights": [[0, 1], [1, -1.0]]},
+    "weights[1][0] = nan": {"weights": [[0, 1], [np.nan, 1]]},
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_bad_lists_are_refused(loaded, says):
+    given = {"documents": [[1, 2], [3, 4]]} | BAD[says]
+    program = dataclasses.replace(loaded[0], has_weights="weights" in given)
+    with pytest.raises(errors.UserError) as raised:
+        library.pack(given.pop("documents"), program, **given)
+    assert says in str(raised.value)
+
+
+def test_weights_are_refused_where_the_step_has_none(loaded):
+    with pytest.raises(errors.UserError, match="Call load_model with has_weights=True"):
+        library.pack([[1, 2]], loaded[0], weights=[[1, 1]])
+
+
+def test_settings_that_do_not_work_are_refused(base):
+    """Three rows cannot be shared by two groups of devices; a number of epochs would not be known before packing."""
+    with pytest.raises(errors.UserError) as raised:
+        library.load_model(base, SETTINGS | {"batch": {"rows_per_step": 3}})
+    assert [problem.partition(" = ")[0] for problem in raised.value.problems] == ["batch.rows_per_step"]
+    with pytest.raises(errors.UserError, match=r"run\.epochs = 2"):
+        library.load_model(base, SETTINGS | {"run": {"epochs": 2}})
+
+
+@pytest.mark.e2e
+def test_the_example_trains_and_saves(tmp_path):
+    """The code at the top of the module, as it stands there, on four CPU devices."""
+    code = textwrap.dedent(library.__doc__.partition("Example:\n")[2])
+    make_folder(tmp_path / "models/base", batches.SMALL_LLAMA)
+    (tmp_path / "texts.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    steps = [line.split() for line in done.stdout.splitlines()]
+    assert [int(number) for number, _ in steps] == list(range(1, 11))
+    assert float(steps[0][1]) > 5, "ln 257 is 5.5"
+    assert float(steps[-1][1]) < float(steps[0][1]) - 0.2
+    before, after = (
+        safetensors.numpy.load_file(tmp_path / "models" / name / "model.safetensors") for name in ("base", "tuned")
+    )
+    assert before.keys() == after.keys()
+    assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}
+    assert tokenizers.load(str(tmp_path / "models/tuned"))("abc")["input_ids"] == [97, 98, 99]

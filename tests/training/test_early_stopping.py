@@ -1,0 +1,73 @@
+"""Early stopping counts evaluations without improvement, also across a resume."""
+
+import json
+
+import pytest
+
+from jaxsp.core import config
+from jaxsp.training.early_stopping import EarlyStopping
+
+LOSS_SET = {"name": "a", "digest": "tokens of a"}
+
+
+def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
+    settings = config.Run(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    return EarlyStopping(settings, loss_set, before=before)
+
+
+def stops_at(losses, **how):
+    """Index of the evaluation that ends the run; None: none."""
+    early_stopping = make(**how)
+    for step, loss in enumerate(losses):
+        early_stopping.record(step, {"a": None if loss is None else float(loss), "b": -float(step)})
+        if early_stopping.is_over():
+            return step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("losses", "how", "stop"),
+    [
+        ([3, 2, 1, 0, -1], {}, None),
+        ([3, 2, 2, 2, 1], {}, 3),
+        ([3, 2, 2.5, 1, 1.5, 1.2, 0], {}, 5),
+        ([3, 2, 2.5, 1, 1.5, 1.2, 0], {"patience": 3}, None),
+        ([3, 4], {"patience": 1}, 1),
+        ([3, 2.95, 2.85, 2.85, 2.85], {"min_delta": 0.1}, 4),
+        ([3, 2.95, 2.92], {"min_delta": 0.1}, 2),
+        ([3, None, 2, None, None], {}, 4),
+        ([None, None], {}, 1),
+        ([9, 9, 9, 9], {"loss_set": {"name": "b", "digest": "tokens of b"}}, None),
+        ([9, 9, 9, 9], {"patience": None}, None),
+    ],
+)
+def test_the_run_ends_after_as_many_evaluations_without_improvement(losses, how, stop):
+    assert stops_at(losses, **how) == stop
+
+
+def test_a_resumed_run_goes_on_counting():
+    first = make(patience=3)
+    for step, loss in enumerate([2.0, 1.0, 1.5]):
+        first.record(step, {"a": loss})
+    stored = json.loads(json.dumps(first.state))
+    resumed = make(patience=3, before=stored)
+    assert resumed.state == first.state
+    for step, loss in [(3, 1.2), (4, 1.1)]:
+        assert not resumed.is_over()
+        resumed.record(step, {"a": loss})
+    assert resumed.is_over()
+    assert "the best was 1.0000 at step 1" in resumed.reason
+    stored = resumed.state
+    assert make(patience=3, before=stored).is_over(), "the same command does not train on"
+    assert not make(patience=4, before=stored).is_over()
+
+
+def test_losses_of_another_eval_set_are_not_compared():
+    first = make()
+    first.record(1, {"a": 1.0})
+    assert make(before=first.state).state["best_loss"] == 1.0
+    other = {"name": "a", "digest": "other tokens"}
+    assert make(before=first.state, loss_set=other).state["best_loss"] is None
+    renamed = make(before=first.state, loss_set=LOSS_SET | {"name": "b"})
+    assert (renamed.state["data"], renamed.state["best_loss"]) == ("b", 1.0)
+    assert make(before=first.state, patience=None).state is None

@@ -1,0 +1,16 @@
+"""Which data sets have comparable losses."""
+
+from jaxsp.training import evaluator
+from tests.data import test_dataset, test_pipeline
+
+
+def digest_of(lengths, row_tokens, **fields):
+    settings = test_pipeline.settings_of(row_tokens=row_tokens)
+    return evaluator.identity(test_dataset.data_of([lengths], settings, **fields), settings)["digest"]
+
+
+def test_digest_of_a_data_set_changes_with_the_row_length_only_if_a_document_is_cut():
+    assert digest_of([3, 40], 64) == digest_of([3, 40], 128)
+    assert digest_of([3, 100], 64) != digest_of([3, 100], 128)
+    assert digest_of([3, 100], 64) != digest_of([3, 100], 64, long_documents="drop")
+    assert digest_of([3, 40], 64) != digest_of([3, 41], 64)

@@ -1,0 +1,93 @@
+"""Times of steps, and what the terminal and the log show of them."""
+
+import io
+import re
+import time
+
+import pytest
+import rich.console
+
+from jaxsp.core import processes
+from jaxsp.training import banner, log, metrics
+
+
+def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
+    class Results:
+        def block_until_ready(self):
+            time.sleep(0.05)
+            return self
+
+    began = time.perf_counter()
+    end = log.EndTime(Results())
+    time.sleep(0.3)
+    assert 0.05 <= end.get() - began < 0.25
+
+
+def metrics_line(step, **fields):
+    """A line of metrics.jsonl; fields that are not shown are zero."""
+    types = metrics.Line.__annotations__.items()
+    known = {name: 0.0 if "float" in str(kind) else 0 for name, kind in types}
+    shown = {
+        "loss": 6.26143,
+        "learning_rate": 1.2e-5,
+        "grad_norm": 0.844,
+        "tokens_per_s": 3222.4,
+        "num_tokens_by_source": {},
+        "device_peak_gib": None,
+    }
+    return metrics.Line(**(known | shown | fields | {"step": step}))
+
+
+def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400):
+    """What is printed of finished steps from step 17 on."""
+    now = [1000.0]
+    monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=terminal, width=width, color_system=None, markup=False)
+    progress = banner.Progress(console, first_step=17, num_steps=num_steps)
+    with progress:
+        for line in lines:
+            now[0] += seconds_per_step
+            progress.show(line)
+    return file.getvalue()
+
+
+def test_a_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
+    printed = shown(monkeypatch, metrics_line(18), metrics_line(19)).splitlines()
+    assert len(printed) == 2
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d  step 19/400  loss 6\.2614  lr 1\.2e-05  grad norm 0\.844  3,222 tokens/s  "
+        r"elapsed 1 min 0 s  left 3 h 10 min",
+        printed[1],
+    )
+    assert len(printed[1]) <= 120
+
+
+def test_log_lines_are_at_least_ten_seconds_apart_except_for_the_first_and_last(monkeypatch):
+    lines = [metrics_line(step) for step in range(18, 31)]
+    printed = shown(monkeypatch, *lines, seconds_per_step=4.0, num_steps=30)
+    assert re.findall(r"step (\d+)/30", printed) == ["18", "21", "24", "27", "30"]
+
+
+def test_a_step_without_finite_numbers_has_a_log_line(monkeypatch):
+    printed = shown(monkeypatch, metrics_line(18, loss=None, grad_norm=None))
+    assert "loss none  lr 1.2e-05  grad norm none" in printed
+
+
+@pytest.mark.parametrize(("peak_gib", "memory"), [(61.53, "  peak 61.5 GiB"), (None, "")])
+@pytest.mark.parametrize("width", [90, 130])
+def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(monkeypatch, peak_gib, memory, width):
+    line = metrics_line(18, device_peak_gib=peak_gib)
+    printed = shown(monkeypatch, line, terminal=True, width=width)
+    drawn = re.findall(r"step 18/400 \S* *loss [^\r\n\x1b]*", printed)[-1].rstrip()
+    assert drawn.endswith(f"loss 6.2614  lr 1.2e-05  3,222 tokens/s{memory}  left 3 h 11 min")
+    assert len(drawn) <= width
+
+
+def test_a_message_on_a_terminal_replaces_what_is_on_its_line(monkeypatch):
+    written = []
+    monkeypatch.setattr(processes.os, "write", lambda _, data: written.append(data))
+    for is_terminal in (True, False):
+        monkeypatch.setattr(processes.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal)
+        processes.say("stopping")
+    assert written == [b"\r\x1b[2Kstopping\n", b"stopping\n"]

@@ -1,0 +1,114 @@
+"""Custom token losses and token weights give the same loss and gradients on every mesh as on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.core import batch
+from jaxsp.model import decoder
+from jaxsp.training import step
+from tests import batches, tolerances
+from tests.training import runs
+
+MODEL = batches.model(num_layers=1, vocab_size=67, hidden_size=20)
+ROWS = batches.ragged(num_rows=8, num_tokens=64, vocab_size=67, seed=1)
+RANDOM = np.random.default_rng(7)
+WEIGHTS = RANDOM.uniform(0, 3, ROWS["labels_BL"].shape) * (RANDOM.random(ROWS["labels_BL"].shape) < 0.7)
+"""Of all tokens, with a label or not; three in ten are 0, and so are those of the first two rows."""
+WEIGHTS[:2] = 0
+WEIGHTED = ROWS | {"weights_BL": WEIGHTS.astype(np.float32)}
+MESHES = {(1, 1, 4): 2, (1, 2, 2): 1, (2, 2, 2): 2}
+"""replica x data x seq, and rows per microbatch of a group: 4, 4 and 1 microbatches."""
+
+
+def embeddings(shards, rows, *, config, gather, dtype, **_):
+    """Hidden states of a model without layers, which compiles in a second."""
+    row = decoder.table(config)["embedding"]
+    return decoder.lookup(gather, row, shards["embedding"], rows.tokens_BL, dtype)
+
+
+@pytest.fixture(autouse=True)
+def _without_layers(small_shards, monkeypatch):
+    monkeypatch.setattr(step.decoder, "hidden_states", embeddings)
+
+
+def cross_entropy(logits_TV, labels_T):
+    """The default loss, as plain code."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits_TV), labels_T[:, None], axis=-1)[:, 0]
+
+
+def program(sizes, *, settings=runs.SGD, **changes):
+    """With loss tiles of 7 tokens."""
+    return step.Program(
+        config=settings,
+        model=MODEL,
+        mesh=batches.mesh(*sizes),
+        attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
+        num_steps=1,
+        **changes,
+    )
+
+
+def on_one_device(arrays, weights, token_loss):
+    """Loss and gradients in one piece by autodiff."""
+    tokens, labels = (jnp.asarray(arrays[name]).reshape(-1) for name in ("tokens_BL", "labels_BL"))
+    has_label = labels != batch.NO_LABEL
+    factors = jnp.asarray(arrays.get("weights_BL", np.ones_like(WEIGHTS, np.float32))).reshape(-1)
+
+    def mean(weights):
+        logits_TV = weights["embedding"][tokens] @ weights["head"].T
+        losses_T = token_loss(logits_TV, jnp.where(has_label, labels, 0))
+        return jnp.where(has_label, factors * losses_T, 0).sum() / jnp.where(has_label, factors, 0).sum()
+
+    return jax.value_and_grad(mean)(weights)
+
+
+CASES = [
+    ((2, 2, 2), runs.smoothed, ROWS),
+    ((1, 1, 4), None, WEIGHTED),
+    ((1, 2, 2), None, WEIGHTED),
+    ((2, 2, 2), runs.smoothed, WEIGHTED),
+]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "token_loss", "arrays"),
+    CASES,
+    ids=["2x2x2 loss", "1x1x4 weights", "1x2x2 weights", "2x2x2 both"],
+)
+def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
+    weights = runs.whole_weights(MODEL)
+    made = program(sizes, loss=token_loss)
+    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(step.gradients, made)), None)
+    found = run.gradients(run.state(weights).master, run.rows(arrays))
+    loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
+    assert batches.difference(found.loss, loss) < tolerances.MESH
+    gradients = run.whole(found.gradients)
+    for name in ("embedding", "head"):
+        assert batches.difference(gradients[name], right[name]) < tolerances.MESH, name
+    has_label = ROWS["labels_BL"] != batch.NO_LABEL
+    assert int(found.num_loss_tokens) == has_label.sum(), "tokens are counted, whatever their weight"
+    if "weights_BL" in arrays:
+        assert float(found.loss_weight) == pytest.approx(WEIGHTS[has_label].sum())
+    else:
+        assert found.loss_weight is None
+
+
+def test_a_step_whose_weights_are_all_0_changes_nothing():
+    """Even if a token's loss is infinite. The compiled step takes weights because the program has them."""
+    decays = batches.settings(name="adamw", weight_decay=0.1)
+    infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
+    made = program((1, 1, 2), settings=decays, loss=infinite, has_weights=True)
+    run = runs.Run(made, 8, None, step.make(made))
+    state = run.state(runs.whole_weights(MODEL))
+    before = jax.tree.map(np.asarray, state.master)
+    state, metrics = run.step(state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)}))
+    assert batches.same_bits(state.master, before)
+    assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.finite)) == (0, 0, True)
+    plain, weighted = (step.shapes(one)[1] for one in (program((1, 1, 2)), made))
+    assert len(jax.tree.leaves(plain)) == 5
+    assert weighted.weights_BL.sharding == weighted.labels_BL.sharding
