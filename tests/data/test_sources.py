@@ -1,6 +1,7 @@
 """Files become records; whatever cannot be used is named with its file and line."""
 
 import concurrent.futures
+import errno
 import json
 import os
 import threading
@@ -370,3 +371,19 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path
         (tmp_path / "new.txt").replace(tmp_path / "a.txt")
         assert read("a.txt")["text"] == [text]
         time.sleep(0.02)  # file systems count time in steps of some milliseconds
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is_wrapped):
+    cached = tmp_path / "jaxsp" / "0123" / "records.arrow"
+    cached.parent.mkdir(parents=True)
+    with pytest.raises(errors.UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.made_once(cached):
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError as error:
+            if is_wrapped:
+                raise RuntimeError("while generating") from error
+            raise
+    with pytest.raises(IsADirectoryError), sources.made_once(cached):
+        raise IsADirectoryError(errno.EISDIR, "another error")
