@@ -191,6 +191,13 @@ def test_the_values_that_errors_propose_are_accepted(file):
         config.load(file, [example, *other.get(key, [])])
 
 
+def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
+    sets = "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
+    assert config.load(file, [sets]).data.eval[0].name == "held_out"
+    (found,) = problems(file, sets, "data.eval_fraction=0.1")
+    assert found.startswith("data.eval.0.name = held_out: ")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

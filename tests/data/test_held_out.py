@@ -61,6 +61,9 @@ def test_another_fraction_is_a_change_of_the_data():
     assert dataset.changes(before, now) == ["data.eval_fraction = 0.1, and was None"]
     assert dataset.changes(before, before) == []
     assert held_out.digest("x", choose(), is_held_out=False) != held_out.digest("x", choose(name="b"), is_held_out=False)
+    nothing = np.zeros(9, bool)
+    assert held_out.digest("x", nothing, is_held_out=False) == "x"
+    assert held_out.digest("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(20, 1e-6), (20, 0.9999), (2, 1e-6), (2, 0.9999)])

@@ -378,12 +378,11 @@ def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path
 def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is_wrapped):
     cached = tmp_path / "jaxsp" / "0123" / "records.arrow"
     cached.parent.mkdir(parents=True)
+    error = OSError(number, os.strerror(number))
+    if is_wrapped:
+        cause, error = error, RuntimeError("while generating")
+        error.__cause__ = cause
     with pytest.raises(errors.UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.made_once(cached):
-        try:
-            raise OSError(number, os.strerror(number))
-        except OSError as error:
-            if is_wrapped:
-                raise RuntimeError("while generating") from error
-            raise
+        raise error
     with pytest.raises(IsADirectoryError), sources.made_once(cached):
         raise IsADirectoryError(errno.EISDIR, "another error")
