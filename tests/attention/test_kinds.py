@@ -167,7 +167,7 @@ PER_GATHER = "attention.kv_heads_per_gather"
         (8, 28, 4, {"kind": "ulysses"},
          "mesh.seq = 8: ", ["28", "mesh.seq=1, 2, 4, 7, 14 or 28", "attention.kind=auto"]),
         (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3},
-         f"{PER_GATHER} = 3: ", ["4", "1, 2 or 4"]),
+         f"{PER_GATHER} = 3: ", ["1, 2 or 4"]),
         (8, 28, 4, {"kind": "ring", "kv_heads_per_gather": 2},
          f"{PER_GATHER} = 2: ", ["ring of 8", f"{PER_GATHER}=null"]),
         (4, 28, 4, {"kv_heads_per_gather": 2},
