@@ -40,11 +40,7 @@ def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_p
     (limit,) = [line for line in panel.lines if len(set(line.get_ydata())) == 1 and line.get_ydata()[0] > 0]
     assert limit.get_ydata()[0] == pytest.approx(72.8 + 6.3)
     assert panel.get_xlim() == (100.0, 200.0)
-    assert {text.get_text() for text in one.legends[0].get_texts()} == {
-        budget.WEIGHTS,
-        budget.ATTENTION,
-        budget.RESERVED,
-    }
+    assert {text.get_text() for text in one.legends[0].get_texts()} == {"weights", "attention", "kept free"}
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
