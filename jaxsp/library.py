@@ -54,7 +54,7 @@ Lists = Iterable[Any]
 
 def load_model(
     source: str,
-    settings: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
@@ -190,7 +190,7 @@ def save_model(
     )
 
 
-def _config(source: str, settings: Mapping[str, Mapping[str, Any]]) -> config.Config:
+def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
     """A whole config: what training from files needs is filled in. Raises: UserError."""
     if wrong := [name for name, group in settings.items() if not isinstance(group, Mapping)]:
         raise errors.UserError(
