@@ -148,7 +148,6 @@ def test_documents_may_come_from_a_generator(loaded):
     [
         ({"steps": 10}, "steps = 10"),
         ({"run": None}, "run = None"),
-        ({"steps": 10}, "steps = 10"),
         ({"data": {"eval_fraction": 0.1}}, "data.eval_fraction = 0.1"),
     ],
 )
