@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,6 +16,7 @@ from jaxsp.core import jobs
 from jaxsp.hf import families
 from jaxsp.training import metrics
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
+from tests import messages
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -64,7 +66,7 @@ def test_a_case_has_its_numbers(benchmark):
     assert (case["kernel_used"], case["remat"], case["remat_used"]) == ("blockwise", "full", "full")
     assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == ("none", "none", 0)
     assert 0 < case["planned_gib"] < 1
-    assert "256 tokens per device: layers all tokens at once" in case["memory_used"]
+    assert re.search(messages.holding("256 tokens"), case["memory_used"])
     assert case["workspace_gib"] is None, "no cuDNN here"
     assert case["compile_s"] < case["wall_s"]
     assert case["from_cache"] is False
@@ -82,7 +84,7 @@ def test_running_out_of_memory_is_written_down_and_the_rest_goes_on(benchmark):
     case = results["cases"][0]
     assert (case["status"], case["step_s"]) == (report.OUT_OF_MEMORY, None)
     assert case["message"].startswith("RESOURCE_EXHAUSTED: Out of memory")
-    assert f"out of memory: {case['message']}" in printed
+    assert re.search(messages.holding(report.OUT_OF_MEMORY, case["message"]), printed)
     assert results["cases"][1]["status"] == report.OK
 
 
@@ -99,7 +101,8 @@ GOOD = step.Result(status=report.OK, step_s=0.5, peak_gib=4.0, tflops_per_device
 
 def test_a_case_that_fails_fails_the_benchmark_after_the_others(monkeypatch, tmp_path):
     failed = step.ended(-6, "")
-    assert (failed.status, failed.message) == (report.FAILED, "exit code -6: without a word")
+    assert failed.status == report.FAILED
+    assert "-6" in failed.message
     code, results = run(monkeypatch, tmp_path, [failed, GOOD])
     assert code == 1
     assert [case["status"] for case in results["cases"]] == [report.FAILED, report.OK]
@@ -122,7 +125,7 @@ def test_cases_beyond_the_time_are_named(monkeypatch, tmp_path, capsys):
     code, results = run(monkeypatch, tmp_path, [], "--seconds", "0")
     assert code == 0
     assert [case["status"] for case in results["cases"]] == [report.NOT_RUN] * 2
-    assert capsys.readouterr().out.count("not run") == 2
+    assert capsys.readouterr().out.count(report.NOT_RUN) == 2
 
 
 def test_a_comparison_says_how_much_faster(monkeypatch, tmp_path, capsys):
@@ -130,15 +133,19 @@ def test_a_comparison_says_how_much_faster(monkeypatch, tmp_path, capsys):
     run(monkeypatch, tmp_path, [dataclasses.replace(GOOD, step_s=1.0, peak_gib=2.0), GOOD])
     (tmp_path / "results.json").rename(old)
     run(monkeypatch, tmp_path, [GOOD, step.Result(status=report.OUT_OF_MEMORY)], "--compare", str(old))
-    words = "tiny 256 one auto auto none none: 1.0000 s -> 0.5000 s, 2.00 times as fast, 2.00 times the memory"
-    assert capsys.readouterr().out.splitlines()[-1] == words
+    numbers = ("1.0000 s", "0.5000 s", "2.00", "2.00")
+    says = messages.holding("tiny 256 one auto auto none none", *numbers)
+    assert re.match(says, capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
     results = [GOOD, GOOD, dataclasses.replace(GOOD, mfu=0.5), step.Result(status=report.OUT_OF_MEMORY)]
     _, found = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
-    expected = "tiny 512 one blockwise auto 0.500 s, 1 TFLOP/s (MFU 50.0 %), 4.0 GiB; tiny 512 packed out of memory"
-    assert report.summary(found) == expected
+    figures = ("0.500 s", "1 TFLOP/s", "50.0 %", "4.0 GiB")
+    packed = ("tiny 512 packed", report.OUT_OF_MEMORY)
+    says = messages.holding("tiny 512 one", "blockwise", "auto", *figures, *packed)
+    assert re.match(says, report.summary(found))
+    assert "256" not in report.summary(found)
 
 
 def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
@@ -203,8 +210,9 @@ def test_files_without_tiles_are_compared_with_new_ones(monkeypatch, tmp_path):
         for name in (*report.TILES, "xla_options"):
             del case[name]
     _, tiled = run(monkeypatch, tmp_path, [GOOD, GOOD], "--mlp-tile-tokens", "64")
-    assert report.comparison(new, new).count("times as fast") == 2
-    assert report.comparison(new, tiled).endswith("no case has numbers in both")
+    numbers = messages.holding("0.5000 s", "0.5000 s", "1.00")
+    assert len(re.findall(numbers, report.comparison(new, new))) == 2
+    assert not re.search(numbers, report.comparison(new, tiled))
 
 
 def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
@@ -257,7 +265,8 @@ def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path):
     never = dataclasses.replace(case, remat="full", offload_activations="residual_and_attention")
     found = step.measure(never, tmp_path)
     assert (found.status, found.step_s) == (report.REFUSED, None)
-    assert found.message.startswith("memory.offload_activations = residual_and_attention: with memory.remat = full nothing")
+    fields = ("memory.offload_activations = residual_and_attention", "memory.remat = full")
+    assert re.match(messages.holding(*fields), found.message)
 
 
 def test_the_kernel_is_read_from_the_program():
@@ -265,7 +274,7 @@ def test_the_kernel_is_read_from_the_program():
     assert step.kernel_used(calls, "cudnn") == "cudnn"
     assert step.kernel_used("fusion", "reference") == "reference"
     for program, chosen in ((calls, "blockwise"), ("fusion", "cudnn")):
-        with pytest.raises(AssertionError, match=f"{chosen} was chosen"):
+        with pytest.raises(AssertionError, match=chosen):
             step.kernel_used(program, chosen)
 
 
@@ -280,15 +289,16 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(jobs, "num_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
-        assert machine.missing() == "JAX uses cpu, not the NVIDIA GPU here: JAX_PLATFORMS = cpu. Use JAX_PLATFORMS=cuda."
+        says = messages.holding("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
+        assert re.search(says, machine.missing())
 
     def broken():
         raise RuntimeError("Unable to initialize backend 'cuda': no driver")
 
     monkeypatch.setattr(jax, "devices", broken)
-    assert "Unable to initialize backend 'cuda': no driver. Install jax[cuda13]" in machine.missing()
+    assert re.search(messages.holding("no driver", "jax[cuda13]"), machine.missing())
     monkeypatch.setattr(jobs, "num_gpus", lambda environ: 0)
-    assert "/dev/nvidia0 is missing" in machine.missing()
+    assert "/dev/nvidia0" in machine.missing()
 
 
 def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch):
@@ -316,7 +326,8 @@ def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch)
     assert [case["documents"] for case in found["cases"][:4]] == [2000, 2000, 500, 500]
     printed = capsys.readouterr().out
     assert printed.splitlines()[0] == packing.HEADER
-    assert "trl is not installed: left out" in printed
+    assert "trl" in printed
+    assert not [case for case in found["cases"] if "trl" in case["packer"]]
 
 
 def test_trl_packs_every_document(monkeypatch):

@@ -1,6 +1,7 @@
 """A chat file, trained on, evaluated and exported: what is learned is counted by hand, and the template goes along."""
 
 import json
+import re
 
 import jax
 import pytest
@@ -11,7 +12,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export, prepare
 from jaxsp.core import config
 from jaxsp.training import trainer
-from tests import batches
+from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
 
@@ -56,7 +57,8 @@ def chat_run(tmp_path_factory):
 def test_what_the_assistant_says_is_learned_and_nothing_else(chat_run):
     lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
-    assert f"{10 * ANSWERS:,} with a loss" in (chat_run / "run/banner.txt").read_text()
+    banner = (chat_run / "run/banner.txt").read_text()
+    assert re.search(messages.holding(f"{10 * ANSWERS:,}"), banner)
 
 
 def test_the_export_writes_chats_as_they_were_learned(chat_run):
@@ -70,8 +72,8 @@ def test_a_run_is_evaluated_without_its_template_s_file(chat_run, capsys):
     words = ["mesh.data=4", "data.on_bad_record=skip", f"data.eval=[{_with_a_bad_record(chat_run)}]"]
     evaluation.main([str(chat_run / "run"), *words])
     said = capsys.readouterr().out
-    assert f"over {ANSWERS:,} loss tokens" in said
-    assert "1 bad record skipped" in said, "no record is left out without a word"
+    assert re.search(messages.holding("loss", f"{ANSWERS:,}"), said)
+    assert re.search(messages.holding(1, "skip"), said), "a record that is left out is counted"
 
 
 def _with_a_bad_record(folder):

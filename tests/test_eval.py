@@ -13,7 +13,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export, prepare
 from jaxsp.core import config, errors
 from jaxsp.training import trainer
-from tests import tolerances
+from tests import messages, tolerances
 
 oracle = pytest.importorskip("tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of")
 
@@ -101,7 +101,8 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
 
 def test_all_that_is_missing_is_said_at_once(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(errors.UserError, match=r"data\.eval: missing.*data\.eval='\[\{source") as found:
+    suggestion = "data.eval='[{source: "
+    with pytest.raises(errors.UserError, match=messages.holding("data.eval", suggestion)) as found:
         evaluation.main([str(tmp_path), "mesh.sq=4"])
     assert [problem.split(":")[0] for problem in found.value.problems] == ["mesh.sq = 4", "data.row_tokens", "data.eval"]
 
@@ -109,7 +110,8 @@ def test_all_that_is_missing_is_said_at_once(tmp_path):
 def test_what_is_nothing_to_evaluate_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").touch()
-    with pytest.raises(errors.UserError, match="run: holds no checkpoint yet"):
+    says = messages.holding(tmp_path / "run", "run.save_every")
+    with pytest.raises(errors.UserError, match=says):
         evaluation.main([str(tmp_path / "run")])
-    with pytest.raises(errors.UserError, match="there is no such folder"):
+    with pytest.raises(errors.UserError, match=messages.holding(tmp_path / "run/checkpoints/249")):
         evaluation.main([str(tmp_path / "run/checkpoints/249")])

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from jaxsp.core import jobs
 from scripts import gpu_check, junit_log
 from scripts.bench import peer_transformers, plan_error, report, step, workspace
-from tests import noise
+from tests import messages, noise
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -35,7 +36,7 @@ def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
     done = subprocess.run(command, env={"PATH": path}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = noise.without(done.stderr)
-    assert line.startswith("There is no NVIDIA GPU here")
+    assert "GPU" in line
     assert not (tmp_path / "results").exists()
 
 
@@ -47,7 +48,7 @@ def test_without_a_stage_it_lists_them(capsys):
 
 def test_only_a_stage_with_a_table_can_be_resumed(capsys):
     assert gpu_check.main(["kernels", "--resume", "old.json"]) == 2
-    assert "Use it with speed" in capsys.readouterr().err
+    assert re.search(messages.holding("--resume", "kernels", "speed"), capsys.readouterr().err)
 
 
 class Parsed(Exception):
@@ -132,7 +133,8 @@ def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path,
     ends = [(part["status"], part["exit_code"]) for part in index["parts"]]
     assert ends == [(report.FAILED, 1), (report.OK, 0)]
     assert (index["stage"], index["commit"], index["jax"]) == ("mine", "abc", "0.11.2")
-    assert "first: result of first (failed); second: result of second" in line
+    ends = ("first: result of first", report.FAILED, "second: result of second")
+    assert re.search(messages.holding(*ends), line)
     (log,) = out.glob("*-mine.txt")
     assert log.read_text().splitlines().count("a line") == 2
 
@@ -146,7 +148,8 @@ def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(monkeypatch, 
     assert time.monotonic() - began < 20
     assert code == 1
     assert [part["status"] for part in index["parts"]] == [report.TIMED_OUT, report.NOT_RUN]
-    assert "slow: result of slow (timed out); late: no results (not run)" in line
+    ends = ("slow: result of slow", report.TIMED_OUT, "late", report.NOT_RUN)
+    assert re.search(messages.holding(*ends), line)
 
 
 def test_a_part_without_its_input_does_not_run(monkeypatch, tmp_path, benchmark):
@@ -225,7 +228,7 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
     }
     assert code == 1
     assert (index["parts"][0]["status"], index["parts"][0]["exit_code"]) == (report.FAILED, 0)
-    assert "tests: 2 passed, 3 failed, 1 skipped, 1 not finished in " in line
+    assert re.search(messages.holding("2 passed", "3 failed", "1 skipped", 1), line)
     (log,) = out.glob("*-mine.txt")
     starts = log.read_text().count("test session starts")
     assert starts == 3, "running out of memory leaves the process usable"
@@ -246,11 +249,12 @@ def test_skipping_every_test_is_a_failure(monkeypatch, tmp_path, pytest_part):
     text = "import pytest\n@pytest.mark.skip(reason='no GPU')\ndef test_one(): pass\n"
     code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part(text))
     assert (code, index["parts"][0]["exit_code"]) == (1, 0)
-    assert "tests: 1 skipped in 0 s (failed)" in line
+    assert re.search(messages.holding("1 skipped", report.FAILED), line)
 
 
 def test_a_test_that_crashes_again_and_again_ends_the_stage(monkeypatch, tmp_path, pytest_part):
     """A crash before the first test, such as one on import, would repeat without end."""
     code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part("import os\nos.abort()\n"))
     assert (code, index["parts"][0]["status"]) == (1, report.FAILED)
-    assert "no results" in line
+    assert re.search(messages.holding("tests", report.FAILED), line)
+    assert not re.search(r"\d+ (passed|failed|skipped)", line)

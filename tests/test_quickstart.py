@@ -60,10 +60,9 @@ def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
 def test_it_says_what_it_does_and_what_to_type_next(quickstart):
     directory, printed = quickstart
     for words in (
-        "2 groups of 4",
-        "one row at a time, shared by 4 devices",
+        "data 2 x seq 4",
         "Ulysses",
-        "step 400/400",
+        "400/400",
         f"python -m jaxsp.export {directory}",
         "AutoModelForCausalLM.from_pretrained",
     ):

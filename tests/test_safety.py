@@ -16,7 +16,7 @@ import pytest
 from jaxsp import cli, export, prepare, train
 from jaxsp.core import config, errors, notation
 from jaxsp.data import chat, tokenizers, wording
-from tests import batches
+from tests import batches, messages
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -93,7 +93,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
 )
 def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(wording.Refused, match="the chat template refuses it"):
+    with pytest.raises(wording.Refused, match="chat template"):
         chat.render(CHAT, tokenizer=tokenizers.of_bytes(), template=template, train_on="all")
     assert not any(tmp_path.iterdir())
 
@@ -106,9 +106,7 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
     with pytest.raises(errors.UserError) as found:
         prepare.training(fields, devices=jax.devices()[:1])
     first, _ = found.value.problems
-    assert re.fullmatch(
-        r".*a\.jsonl, line 1: the chat template refuses it: access to attribute '__class__' .* is unsafe\.", first
-    )
+    assert re.search(messages.holding("a.jsonl, line 1", "__class__"), first)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +121,10 @@ def test_aliases_are_values_and_not_bombs():
     assert notation.load("a: &a {b: 1}\nc: [*a, *a]") == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
-    with pytest.raises(notation.yaml.YAMLError, match="more than 100,000 values"):
+    with pytest.raises(notation.yaml.YAMLError, match="100,000"):
         notation.load("\n".join(lines))
     assert len(notation.load("\n".join(lines[:3]))) == 3
-    with pytest.raises(notation.yaml.YAMLError, match="inside what it stands for"):
+    with pytest.raises(notation.yaml.YAMLError, match="alias"):
         notation.load("a: &a [*a]")
 
 
@@ -139,14 +137,16 @@ def test_a_saved_data_set_stays_in_its_folder(tmp_path, name):
         state = json.loads((tmp_path / folder / "state.json").read_text())
         state["_data_files"] = [{"filename": name}]
         (tmp_path / folder / "state.json").write_text(json.dumps(state))
-        refuses(tmp_path, folder.split("/")[0], f"names {name}, which is not in its folder")
+        refuses(tmp_path, folder.split("/")[0], name)
     (tmp_path / "several/dataset_dict.json").write_text('{"splits": ["../other"]}')
-    refuses(tmp_path, "several", "names ../other, which is not in its folder")
+    refuses(tmp_path, "several", "../other")
 
 
-def refuses(folder, source, says):
+def refuses(folder, source, name):
+    """A source is refused because of a name in it, before a run begins."""
     fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
-    with pytest.raises(errors.UserError, match=re.escape(says)):
+    says = messages.holding(f"data.train.0.source = {folder}/{source}", name)
+    with pytest.raises(errors.UserError, match=says):
         prepare.training(fields, devices=jax.devices()[:1])
 
 

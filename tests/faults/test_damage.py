@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import re
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export, train
 from jaxsp.core import config, errors
 from jaxsp.training import checkpoint, digests, sharding
-from tests import batches
+from tests import batches, messages
 from tests.faults import damage
 
 pytestmark = pytest.mark.e2e
@@ -57,7 +58,8 @@ def test_a_digest_that_differs_names_the_array(kept, name, tmp_path):
     leaf = next(one for one in meta.leaves if one.startswith(name))
     meta.leaves[leaf]["digest"] = "0" * 16
     (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
-    with pytest.raises(checkpoint.Damaged, match=f"{leaf}: bits have changed"):
+    says = messages.holding(copy, leaf, "0" * 16)
+    with pytest.raises(checkpoint.Damaged, match=says):
         checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
@@ -68,7 +70,8 @@ def test_another_dtype_is_refused(kept, tmp_path):
     leaf = next(iter(meta.leaves))
     meta.leaves[leaf]["dtype"] = "bfloat16"
     (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
-    with pytest.raises(checkpoint.Damaged, match=f"{leaf} was written as bfloat16.*, not float32"):
+    says = messages.holding(copy, leaf, "bfloat16", "float32")
+    with pytest.raises(checkpoint.Damaged, match=says):
         checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
@@ -76,7 +79,7 @@ def test_a_count_that_was_changed_is_noticed(kept, tmp_path):
     copy = shutil.copytree(kept.path, tmp_path / "2")
     path = copy / checkpoint.META / "metadata"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(checkpoint.Damaged, match="meta/metadata says other things than were written"):
+    with pytest.raises(checkpoint.Damaged, match=messages.holding(copy, "meta/metadata")):
         checkpoint.read_meta(copy)
 
 
@@ -154,12 +157,12 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, 
     train.main(words(run))
     said = [line for line in capfd.readouterr().err.splitlines() if "cudart_stub" not in line and "absl" not in line]
     assert len(said) == 1
-    assert f"{run}/run/checkpoints/4 IS DAMAGED: " in said[0]
-    assert f"set aside, in {run}/run/damaged/4; the run goes on from the one before it" in said[0]
+    assert re.match(messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4"), said[0])
     assert lines(run) == lines(finished), "steps 3 to 6 were made again"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
     assert checkpoint.newest(run / "run").name == "6"
-    assert f"begins     step 2 of {run}/run/checkpoints/2" in (run / "run/banner.txt").read_text()
+    begins = messages.holding("step 2", f"{run}/run/checkpoints/2")
+    assert re.search(begins, (run / "run/banner.txt").read_text())
 
 
 @pytest.mark.slow
@@ -176,9 +179,8 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run):
         flip(run / f"run/checkpoints/{step}")
     before = lines(run)
     for _ in range(2):
-        with pytest.raises(
-            errors.UserError, match=r"none of its checkpoints is whole; the damaged ones lie in .*/damaged\. Put"
-        ):
+        says = messages.holding(f"run.directory = {run}/run", f"{run}/run/damaged")
+        with pytest.raises(errors.UserError, match=says):
             train.main(words(run))
     assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["2", "4"]
     assert lines(run) == before
@@ -189,8 +191,9 @@ def test_nothing_is_moved_in_a_run_that_another_goes_on_from(finished, run, capf
     flip(run / "run/checkpoints/4")
     more = [f"run.directory={run}/second", f"run.resume={run}/run"]
     train.main(words(run, *more))
-    assert "checkpoints/4 IS DAMAGED: " in (said := capfd.readouterr().err)
-    assert "It is left where it is" in said
+    said = capfd.readouterr().err
+    assert f"{run}/run/checkpoints/4" in said
+    assert f"{run}/run/damaged" not in said, "it is left where it is"
     assert sorted(path.name for path in (run / "run/checkpoints").iterdir()) == ["2", "4"]
     second = [json.loads(line) for line in (run / "second/metrics.jsonl").read_text().splitlines()]
     assert [(line["step"], line["loss"]) for line in second] == lines(finished)[2:]
@@ -198,14 +201,17 @@ def test_nothing_is_moved_in_a_run_that_another_goes_on_from(finished, run, capf
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(run):
     flip(run / "run/checkpoints/4")
-    with pytest.raises(errors.UserError, match=r"checkpoints/4: the checkpoint is damaged: .*before it: .*checkpoints/2"):
+    checkpoints = run / "run/checkpoints"
+    says = messages.holding(checkpoints / "4", checkpoints / "2")
+    with pytest.raises(errors.UserError, match=says):
         train.main(words(run, f"run.directory={run}/third", f"run.resume={run}/run/checkpoints/4"))
     assert checkpoint.newest(run / "run").name == "4"
 
 
 def test_export_and_evaluation_name_the_one_before(run):
     flip(run / "run/checkpoints/4", "master")
-    says = r"checkpoints/4: the checkpoint is damaged: .*Name the one before it: .*checkpoints/2\."
+    checkpoints = run / "run/checkpoints"
+    says = messages.holding(checkpoints / "4", checkpoints / "2")
     with pytest.raises(errors.UserError, match=says):
         export.main([str(run / "run"), str(run / "out")])
     asked = f"data.eval=[{{source: {run}/data.jsonl, format: tokens}}]"

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests import messages
+
 pytestmark = pytest.mark.e2e
 
 SCRIPT = """
@@ -92,13 +94,14 @@ def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_pat
     assert [one.returncode for one in both] == [0, 0], said
     found = [re.findall("SAID (.*)", out) for out, _ in said]  # Gloo prints in the middle of lines
     if fault == "read":
-        assert [lines[1] for lines in found] == ["damaged: process 1 cannot read it", "damaged: bad block"]
+        assert "process 1" in found[0][1]
+        assert "bad block" in found[1][1]
         assert [lines[2] for lines in found] == ["moved: 4 None"] * 2
         return
-    reasons = ["[Errno 28] No space left on device", f"process {int(fault == '_copy')} could not write its part"]
-    first = [f"first: {reason}" for reason in (reasons if fault == "_finish" else reasons[::-1])]
-    assert [lines[0] for lines in found] == first
+    failed = int(fault == "_copy")
+    assert "[Errno 28]" in found[failed][0]
+    assert f"process {failed}" in found[1 - failed][0]
     assert [lines[1] for lines in found] == ["then: Outcome(step=4, failure=None) ['4']"] * 2
     assert [lines[2] for lines in found] == ["restored"] * 2
     if fault == "_copy":
-        assert "process 1: checkpoint 2: [Errno 28] No space left on device" in said[1][1]
+        assert re.search(messages.holding("process 1", "checkpoint 2", "[Errno 28]"), said[1][1])

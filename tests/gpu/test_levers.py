@@ -167,8 +167,8 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activat
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
-    checked = ["self-check: cuDNN"] * (choice.kernel == "cudnn") + ["self-check: gradients"] * (activations != "none")
-    assert [line[: len(word)] for line, word in zip(said, checked, strict=True)] == checked
+    checked = ["cuDNN"] * (choice.kernel == "cudnn") + ["offload"] * (activations != "none")
+    assert all(word in line for line, word in zip(said, checked, strict=True))
 
 
 def test_the_check_sees_that_attention_forgets_the_pieces(gpu):

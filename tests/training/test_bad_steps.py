@@ -1,6 +1,7 @@
 """A step whose numbers are not finite changes nothing, is told with its documents, and stops the run or is skipped."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ from jaxsp.data import tokenizers
 from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.training import checkpoint, levers, metrics, step, trainer
-from tests import batches, tolerances
+from tests import batches, messages, tolerances
 from tests.training import runs
 
 pytestmark = pytest.mark.e2e
@@ -121,11 +122,11 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
 @pytest.mark.parametrize(
     ("words", "which", "says"),
     [
-        (["run.on_nan=stop"], 0, "is not finite. The step"),
+        (["run.on_nan=stop"], 0, "run.on_nan=skip"),
         pytest.param(
             ["run.on_nan=skip", "run.max_bad_steps=1"],
             1,
-            "more often since the process began than run.max_bad_steps = 1. The step",
+            "run.max_bad_steps = 1",
             marks=pytest.mark.slow,
         ),
     ],
@@ -135,9 +136,8 @@ def test_a_run_stops_where_it_was_asked_to_and_goes_on_behind_the_step(folder, s
     chosen = settings(folder, f"run.directory={tmp_path}/run", *words)
     with pytest.raises(errors.Stopped) as stopped:
         train(chosen)
-    assert f"step {bad[which]}: the loss or the gradient norm" in str(stopped.value)
-    assert says in str(stopped.value)
-    assert f"{tmp_path}/run/{metrics.BAD_STEPS} names its documents" in str(stopped.value)
+    for part in (f"step {bad[which]}", says, f"{tmp_path}/run/{metrics.BAD_STEPS}"):
+        assert re.search(messages.holding(part), str(stopped.value))
     assert [line["step"] for line in lines(tmp_path / "run", metrics.BAD_STEPS)][: which + 1] == bad[: which + 1]
     train(settings(folder, f"run.directory={tmp_path}/run", "run.on_nan=skip"))
     ours, straight = ([line | {"step_s": 0} for line in lines(path)] for path in (tmp_path / "run", skipped[0]))

@@ -18,6 +18,7 @@ import pytest
 
 from jaxsp.core import errors
 from jaxsp.training import directory
+from tests import messages
 
 HOLDS = """
 import pathlib, sys, time
@@ -52,15 +53,16 @@ def test_the_holder_is_named_while_it_lives_and_recognised_as_dead(tmp_path, cap
         told = json.loads((tmp_path / directory.HOLDER).read_text())
         assert set(told) == {"host", "pid", "began", "job", "config"}
         assert "canary" not in str(told)
-        named = rf"another process is writing this run: pid {process.pid} on {re.escape(platform.node())} since 20"
-        with pytest.raises(errors.UserError, match=rf"{named}.* \(SLURM job 77, configs/a\.yaml\)\. Wait"):
+        named = (process.pid, platform.node(), told["began"][:10], 77, "configs/a.yaml")
+        asked = f"run.directory = {tmp_path}"
+        with pytest.raises(errors.UserError, match=messages.holding(asked, *named)):
             directory.hold(tmp_path).__enter__()
         assert json.loads((tmp_path / directory.HOLDER).read_text()) == told, "nothing was touched"
         process.send_signal(signal.SIGKILL)
         process.wait()
     with directory.hold(tmp_path):
         assert json.loads((tmp_path / directory.HOLDER).read_text())["pid"] == os.getpid()
-        assert f"the run of pid {process.pid} on" in capsys.readouterr().out
+        assert re.search(messages.holding(process.pid, platform.node()), capsys.readouterr().out)
     assert not (tmp_path / directory.HOLDER).exists()
     with directory.hold(tmp_path):
         assert capsys.readouterr().out == "", "the run before ended by itself"
@@ -71,14 +73,17 @@ def test_a_holder_of_whom_nothing_is_known_is_one_all_the_same(tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX)
         for text in ("", '{"host": "a', "[]"):
             (tmp_path / directory.HOLDER).write_text(text)
-            with pytest.raises(errors.UserError, match=r"another process is writing this run\. Wait for it"):
+            asked = messages.holding(f"run.directory = {tmp_path}", "process")
+            with pytest.raises(errors.UserError, match=asked) as found:
                 directory.hold(tmp_path).__enter__()
+            assert "None" not in str(found.value)
 
 
 def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, monkeypatch, capsys):
     """As on a file system whose locks other nodes do not see."""
     monkeypatch.setattr(directory, "SILENCE_S", 0.5)
     holder(tmp_path, host="node-7")
+    named = (123, "node-7", "2026-03-01 13:05:00")
     (tmp_path / directory.HEARTBEAT).write_text('{"step": 4}')
 
     def beat():
@@ -87,12 +92,14 @@ def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, mon
 
     beating = threading.Thread(target=beat)
     beating.start()
-    with pytest.raises(errors.UserError, match=r"this run: pid 123 on node-7 since 2026-03-01 13:05:00\. Wait"):
+    with pytest.raises(errors.UserError, match=messages.holding(*named)):
         directory.hold(tmp_path).__enter__()
     beating.join()
-    assert "waits 0.5 s for a sign of pid 123 on node-7" in capsys.readouterr().out
+    assert re.search(messages.holding("0.5 s", *named), capsys.readouterr().out)
     with directory.hold(tmp_path):
-        assert "the run of pid 123 on node-7 since 2026-03-01 13:05:00 was cut off" in capsys.readouterr().out
+        *_, last = capsys.readouterr().out.splitlines()
+        assert re.search(messages.holding(*named), last)
+        assert "0.5 s" not in last
 
 
 def test_a_file_system_without_locks_is_refused_with_a_way_out(tmp_path, monkeypatch):
@@ -100,7 +107,8 @@ def test_a_file_system_without_locks_is_refused_with_a_way_out(tmp_path, monkeyp
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    with pytest.raises(errors.UserError, match=r"cannot lock files \(No locks available\), .* Name a folder on another one"):
+    says = messages.holding(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
+    with pytest.raises(errors.UserError, match=says):
         directory.hold(tmp_path / "run").__enter__()
 
 
@@ -120,7 +128,8 @@ def test_what_was_made_for_the_lock_goes_where_no_run_began(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(errors.UserError, match=rf"run\.directory = {tmp_path}/file/run: cannot be made: Not a directory"):
+    says = messages.holding(f"run.directory = {tmp_path}/file/run", "Not a directory")
+    with pytest.raises(errors.UserError, match=says):
         directory.hold(tmp_path / "file/run").__enter__()
 
 

@@ -1,11 +1,13 @@
 """Early stopping counts evaluations without improvement, also across a resume."""
 
 import json
+import re
 
 import pytest
 
 from jaxsp.core import config
 from jaxsp.training.early_stopping import EarlyStopping
+from tests import messages
 
 LOSS_SET = {"name": "a", "digest": "tokens of a"}
 
@@ -59,7 +61,8 @@ def test_a_resumed_run_goes_on_counting():
         resumed.expect()
         resumed.record(step, {"a": loss})
     assert resumed.is_over()
-    assert "the best was 1.0000 at step 1" in resumed.reason
+    says = messages.holding("run.early_stopping_patience = 3", "1.0000", "step 1")
+    assert re.search(says, resumed.reason)
     stored = resumed.state
     assert make(patience=3, before=stored).is_over(), "the same command does not train on"
     assert not make(patience=4, before=stored).is_over()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ import rich.console
 from jaxsp import attention, prepare
 from jaxsp.core import batch, config
 from jaxsp.training import checkpoint, step, trainer
-from tests import batches, tolerances
+from tests import batches, messages, tolerances
 
 MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}
 WEIGHTS = {"train.jsonl": 3.0, "short.jsonl": 1.0}
@@ -109,7 +110,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
     banner = (tmp_path / "straight/banner.txt").read_text()
-    assert "2 rows of 128 tokens or 4 of 64 (256 in all)" in banner
+    assert re.search(messages.holding(2, 128, 4, 64, 256), banner)
 
     other = train(settings(folder, "run.directory=" + str(tmp_path / "1x4"), row_tokens=[64, 128], data=1, seq=4))
     go_on = settings(

@@ -10,7 +10,7 @@ import pytest
 from jaxsp.core import batch, errors
 from jaxsp.model import layers
 from jaxsp.training import loss
-from tests import batches, tolerances, whole
+from tests import batches, messages, tolerances, whole
 from tests.training import runs
 
 V, D, B, L = 37, 12, 2, 50
@@ -125,7 +125,7 @@ def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinit
     ids=["a sum", "logits", "bfloat16"],
 )
 def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
-    with pytest.raises(errors.UserError, match=r"Program\.loss: .* Return one loss per token, float32\[7\]"):
+    with pytest.raises(errors.UserError, match=messages.holding("Program.loss", "float32[7]")):
         tiled(*inputs(), 7, "float32", token_loss)
 
 

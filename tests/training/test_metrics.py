@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import kinds
 from jaxsp.training import metrics, records
-from tests import batches
+from tests import batches, messages
 
 
 def test_flops_are_those_counted_by_hand():
@@ -72,16 +73,18 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "seq", "says"),
+    ("num_heads", "num_kv_heads", "seq", "heads"),
     [
-        (32, 8, 4, "8 of 32 query heads and 2 of 8 K/V heads"),
-        (32, 8, 16, "2 of 32 query heads and 1 of 8 K/V heads"),
-        (24, 6, 4, "6 of 24 query heads and 3 of 6 K/V heads"),  # 6 is repeated to 12, the least that 4 divides
-        (32, 8, 1, "all heads on each device"),
+        (32, 8, 4, [8, 32, 2, 8]),
+        (32, 8, 16, [2, 32, 1, 8]),
+        (24, 6, 4, [6, 24, 3, 6]),  # 6 is repeated to 12, the least that 4 divides
+        (32, 8, 1, []),  # all heads on each device
     ],
 )
-def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, says):
+def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, heads):
     kind = kinds.Kind(seq=seq, inner=seq)
     nothing = {"why": "", "uncounted_bytes": 0, "statistic_bytes": 0, "window": None, "bytes": 0, "others": ()}
     choice = attention.Choice(kind=kind, kernel="blockwise", head_chunks=1, slot_room=4, **nothing)
-    assert says in attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    said = attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    assert re.search(messages.holding(*heads), said)
+    assert bool(re.search(r"\d", said)) == bool(heads)

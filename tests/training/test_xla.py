@@ -11,6 +11,7 @@ from jaxsp.core import mesh as meshes
 from jaxsp.hf import families
 from jaxsp.planner import compiled
 from jaxsp.training import xla
+from tests import messages
 from tests.planner import programs
 
 BASE = {"xla_disable_hlo_passes": "rematerialization"}
@@ -56,7 +57,7 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
     data, seq = sizes
     found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
     assert found.options == expected
-    assert ("prefetched from host memory" in found.words) == (PREFETCH.items() <= expected.items())
+    assert ("prefetch" in found.words) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
@@ -73,7 +74,7 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
     found = told(gpus, OFFLOAD, version=version, is_tiled=True)
     assert found.options == {}
-    assert found.words == f"defaults, because options were not tested with jaxlib {version}"
+    assert re.search(messages.holding(version), found.words)
 
 
 def test_cpus_get_no_options():
@@ -112,29 +113,29 @@ def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        ("{--xla_gpu_autotune_level: 0}", "--xla_gpu_autotune_level is no name that begins with xla_."),
-        ("{xla_gpu_autotune_level: null}", "xla_gpu_autotune_level must be true or false, a number, or text."),
+        ("{--xla_gpu_autotune_level: 0}", ["--xla_gpu_autotune_level", "xla_"]),
+        ("{xla_gpu_autotune_level: null}", ["xla_gpu_autotune_level", "true", "false"]),
     ],
 )
 def test_what_can_be_no_option_is_refused_before_anything_is_compiled(asked, says):
-    with pytest.raises(errors.UserError, match=re.escape(f"run.xla_options = {asked}: {says}")):
+    says = messages.holding(f"run.xla_options = {asked}", *says)
+    with pytest.raises(errors.UserError, match=says):
         programs.settings(f"run.xla_options={asked}")
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
-        (
-            {"xla_gpu_nonesuch": 3},
-            f"run.xla_options.xla_gpu_nonesuch = 3: XLA of jaxlib {jax.lib.__version__} has no such option.",
-        ),
-        ({"xla_gpu_autotune_level": True}, "run.xla_options.xla_gpu_autotune_level = true: is not a valid int32 value."),
-        ({"xla_gpu_deterministic_ops": 1}, "run.xla_options.xla_gpu_deterministic_ops = 1: is not a valid bool value."),
+        ({"xla_gpu_nonesuch": 3}, ["xla_gpu_nonesuch = 3", jax.lib.__version__]),
+        ({"xla_gpu_autotune_level": True}, ["xla_gpu_autotune_level = true", "int32"]),
+        ({"xla_gpu_deterministic_ops": 1}, ["xla_gpu_deterministic_ops = 1", "bool"]),
     ],
 )
 def test_an_option_that_xla_does_not_take_is_named(asked, says):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
-    with pytest.raises(errors.UserError, match=re.escape(says)):
+    field, *rule = says
+    says = messages.holding(f"run.xla_options.{field}", *rule)
+    with pytest.raises(errors.UserError, match=says):
         xla.compiled(lowered, xla.Told(options=asked, words=""))
 
 
@@ -150,19 +151,20 @@ def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
     found = told(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
     assert found.options == expected
     assert found.deterministic
-    assert "each of these can cost speed, and the last memory" in found.words
+    assert "deterministic" in found.words
 
 
 def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
     found = xla.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={})
     assert (found.options, found.deterministic) == ({}, False)
-    assert found.words == "run.deterministic has no effect: CPUs are always deterministic"
+    assert "run.deterministic" in found.words
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
-    says = "run.xla_options.xla_gpu_deterministic_ops = false: run.deterministic = true sets it to true. Leave one of them out."
-    with pytest.raises(errors.UserError, match=re.escape(says)):
+    field = "run.xla_options.xla_gpu_deterministic_ops = false"
+    says = messages.holding(field, "run.deterministic = true")
+    with pytest.raises(errors.UserError, match=says):
         told(gpus, *words)
     told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
