@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxsp.core import advice, errors, given, notation
+from jaxsp.core import advice, errors, given, notation, paths, port
 
 
 class Group(pydantic.BaseModel):
@@ -34,6 +34,14 @@ def _is_count(value: Any) -> bool:
 
 def _like(*examples: Any, **rules: Any) -> Any:
     return pydantic.Field(examples=list(examples), **rules)
+
+
+def _expand_home(value: str | None) -> str | None:
+    """Replaces a leading `~`. Raises: ValueError for a path that cannot exist."""
+    if value is None:
+        return None
+    path = paths.expanded(value)
+    return str(path) if value.startswith("~") else value
 
 
 class Run(Group):
@@ -100,6 +108,8 @@ class Run(Group):
     """XLA's options for compiling the step, beside those that the banner names or in their place; they win over XLA_FLAGS.
     Names as in XLA_FLAGS, without the dashes."""
 
+    _expand_home = pydantic.field_validator("directory", "resume")(_expand_home)
+
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _steps_or_minutes(cls, value: Any) -> Any:
@@ -151,6 +161,8 @@ class Model(Group):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, of gathered weights and of weights on the wire. Master weights are float32."""
 
+    _expand_home = pydantic.field_validator("source", "tokenizer")(_expand_home)
+
 
 class Mesh(Group):
     """How the devices are arranged: replica x data x seq of them."""
@@ -159,7 +171,7 @@ class Mesh(Group):
     """Copies of the whole arrangement; weights are repeated over it and sharded over data x seq."""
     data: Annotated[int, pydantic.Field(ge=-1)] = -1
     """Groups of devices within a replica, each with rows of its own. -1: as many as the devices allow."""
-    seq: Positive = 1
+    seq: Annotated[Positive, _like(4)] = 1
     """Devices that share each row of a group (the degree of sequence parallelism)."""
     virtual_cpu_devices: Annotated[Positive | None, _like(8)] = None
     """Split the CPU into so many devices, where there is no accelerator; for trying a mesh without GPUs."""
@@ -308,7 +320,7 @@ class Optimizer(Group):
     """The peak, reached after warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """After warm-up: cosine or linear towards 0, which the step after the last would have, or constant."""
-    warmup_steps: NotNegative = 0
+    warmup_steps: Annotated[NotNegative, _like(100)] = 0
     """Steps of linear growth; the first has learning_rate / warmup_steps."""
     warmup_fraction: Annotated[Share | None, _like(0.03)] = None
     """Warm-up as a fraction of all steps of the run, rounded up to whole steps. Give this or warmup_steps."""
@@ -322,6 +334,22 @@ class Optimizer(Group):
     """adamw: added to the root of the squared gradient's average."""
     max_grad_norm: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Gradients are scaled down to this global norm, of the whole step; null: never."""
+
+    @pydantic.field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _no_fraction(cls, value: Any) -> Any:
+        if isinstance(value, float) and 0 < value < 1:
+            raise ValueError(
+                f"must be a whole number of steps. For a fraction of all steps, set optimizer.warmup_fraction={value}"
+            )
+        return value
+
+    @pydantic.field_validator("warmup_fraction", mode="before")
+    @classmethod
+    def _no_steps(cls, value: Any) -> Any:
+        if _is_count(value):
+            raise ValueError(f"must be less than 1. For a number of steps, set optimizer.warmup_steps={value}")
+        return value
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Number of warm-up steps in a run of `num_steps` steps."""
@@ -430,12 +458,27 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
     return parse(read(path), overrides)
 
 
+def _start() -> str:
+    """How to get a config, at the end of an error about its file."""
+    ours = pathlib.Path(__file__).parents[2] / "configs/quickstart.yaml"
+    here = pathlib.Path("configs/quickstart.yaml")
+    for path in (here, ours):
+        if path.is_file():
+            return f"Try {path}."
+    return "Write one such as this, with the fields of python -m jaxsp.train --help:"
+
+
+def _starter() -> list[str]:
+    """A small config, where no file of the repository is there to start from."""
+    return port.starter(Config) if _start().endswith(":") else []
+
+
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """The nested fields of a YAML file, not checked yet. Raises: UserError where it holds none."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise errors.UserError(f"{path}: no such file. Try configs/quickstart.yaml.") from None
+        raise errors.UserError([f"{path}: no such file. {_start()}", *_starter()]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UserError(f"{path}: cannot be read: {error}.") from None
     try:
@@ -443,21 +486,31 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
         raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
-        raise errors.UserError(f"{path}: holds no `group: {{field: value}}` pairs. See configs/quickstart.yaml.")
+        raise errors.UserError([f"{path}: holds no `group: {{field: value}}` pairs. {_start()}", *_starter()])
     return fields
 
 
 def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The config that nested fields describe, with some changed by `key.path=value`. Raises: UserError with all problems."""
     fields = copy.deepcopy(fields)
-    problems = [problem for word in overrides if (problem := given.change(fields, word))]
+    problems = []
+    for word in overrides:
+        if problem := given.change(fields, word, example=example(word.partition("=")[0]) or "mesh.seq=4"):
+            problems.append(problem)
     problems += given.across(fields)
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:
-        found = error.errors()
         # a list whose only entry is bad counts as empty
-        problems += [advice.problem(Config, one) for one in found if not (one["type"] == "too_short" and one["input"])]
+        found = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
+        foreign = port.foreign(Config, fields)
+        if len(foreign) >= port.FEWEST_NAMES:
+            top = {name.partition(".")[0] for name in foreign}
+            found = [
+                one for one in found if one["loc"][0] not in top and not (one["type"] == "missing" and len(one["loc"]) == 1)
+            ]
+            problems = [*port.page(Config, foreign, start=[_start(), *_starter()]), *problems]
+        problems += advice.problems(Config, found)
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
     return config
@@ -467,6 +520,11 @@ def save(config: Config, path: pathlib.Path) -> None:
     """Writes the config with every default filled in, so that `load(path, [])` gives it back."""
     text = notation.dump(config.model_dump(mode="json"))
     notation.write(path, text)
+
+
+def example(name: str) -> str | None:
+    """Returns a `field=value` that works for a name without its group, or of another system."""
+    return advice.example(Config, name)
 
 
 def describe() -> str:

@@ -8,12 +8,15 @@ import yaml
 from jaxsp.core import errors, notation
 
 
-def change(fields: dict[str, Any], word: str) -> str | None:
-    """Sets one `key.path=value` in `fields`, or returns the problem with it."""
+def change(fields: dict[str, Any], word: str, *, example: str = "mesh.seq=4") -> str | None:
+    """Sets one `key.path=value` in `fields`, or returns the problem with it.
+
+    Args: example: of a word that works, for a word that is none.
+    """
     key, equals, text = word.partition("=")
     *groups, name = key.split(".")
     if not equals or not all([*groups, name]):
-        return f"{word}: is not key.path=value, for example mesh.seq=4."
+        return f"{word}: is not key.path=value, for example {example}."
     try:
         value = notation.load(text)
     except (yaml.YAMLError, ValueError):
