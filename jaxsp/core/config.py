@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxsp.core import advice, errors, given, notation, paths, port
+from jaxsp.core import advice, errors, foreign_config, given, notation, paths
 
 
 class Group(pydantic.BaseModel):
@@ -470,7 +470,7 @@ def _start() -> str:
 
 def _starter() -> list[str]:
     """A small config, where no file of the repository is there to start from."""
-    return port.starter(Config) if _start().endswith(":") else []
+    return foreign_config.starter(Config) if _start().endswith(":") else []
 
 
 def read(path: str | pathlib.Path) -> dict[str, Any]:
@@ -503,13 +503,13 @@ def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     except pydantic.ValidationError as error:
         # a list whose only entry is bad counts as empty
         found = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
-        foreign = port.foreign(Config, fields)
-        if len(foreign) >= port.FEWEST_NAMES:
+        foreign = foreign_config.foreign(Config, fields)
+        if len(foreign) >= foreign_config.FEWEST_NAMES:
             top = {name.partition(".")[0] for name in foreign}
             found = [
                 one for one in found if one["loc"][0] not in top and not (one["type"] == "missing" and len(one["loc"]) == 1)
             ]
-            problems = [*port.page(Config, foreign, start=[_start(), *_starter()]), *problems]
+            problems = [*foreign_config.page(Config, foreign, start=[_start(), *_starter()]), *problems]
         problems += advice.problems(Config, found)
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
