@@ -22,14 +22,17 @@ class Group(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-Positive = Annotated[int, pydantic.Field(ge=1)]
-NotNegative = Annotated[int, pydantic.Field(ge=0)]
+_MAX_COUNT = 2**31 - 1
+"""Largest count: arrays on the devices have 32-bit integers."""
+
+Positive = Annotated[int, pydantic.Field(ge=1, le=_MAX_COUNT)]
+NotNegative = Annotated[int, pydantic.Field(ge=0, le=_MAX_COUNT)]
 Number = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX_COUNT
 
 
 def _like(*examples: Any, **rules: Any) -> Any:
@@ -169,7 +172,7 @@ class Mesh(Group):
 
     replica: Positive = 1
     """Copies of the whole arrangement; weights are repeated over it and sharded over data x seq."""
-    data: Annotated[int, pydantic.Field(ge=-1)] = -1
+    data: Annotated[int, pydantic.Field(ge=-1, le=_MAX_COUNT)] = -1
     """Groups of devices within a replica, each with rows of its own. -1: as many as the devices allow."""
     seq: Annotated[Positive, _like(4)] = 1
     """Devices that share each row of a group (the degree of sequence parallelism)."""
@@ -275,6 +278,8 @@ class Data(Group):
     def _lengths(cls, value: Any) -> Any:
         several = isinstance(value, list | tuple)
         lengths = list(value) if several else [value]
+        if any(isinstance(length, int) and length > _MAX_COUNT for length in lengths):
+            raise ValueError(f"must be at most {_MAX_COUNT} tokens")
         if not lengths or not all(map(_is_count, lengths)):
             raise ValueError("must be a number of tokens, or a list of them")
         if len(set(lengths)) < len(lengths):

@@ -217,8 +217,9 @@ def _of_sources(fields: dict[str, Any]) -> list[str]:
                 "data.train.0.weight: with weights, sources end at different times and are repeated, so that there are no "
                 "epochs. Give run.steps, or leave the weights out."
             )
-    formats = {one.get("format") for group in sources.values() for one in group}
-    if data.get("chat_template") is not None and formats <= {"text", "tokens"}:
+    formats = [one.get("format") for group in sources.values() for one in group]
+    has_messages = any(name not in ("text", "tokens") for name in formats)
+    if data.get("chat_template") is not None and not has_messages:
         found.append(
             f"data.chat_template = {notation.line(data['chat_template'])}: no source has messages or prompt_completion to "
             "write with it. Leave it out."

@@ -117,7 +117,7 @@ SAID = {
     "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text', 'messages', .* or 'tokens'. .*=text.",
     "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: has a length twice. .* For example data.row_tokens=8192.",
     "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: every step has .* Use [256, 512, 1024]. .*",
-    "data.row_tokens=[7, 10000000000]": "data.row_tokens = .*: every step has .* Use [8, 10000000000]. .*",
+    "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: every step has .* Use [8, 2000000000]. .*",
     "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
     "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: must be a number of tokens, or a list of them. .*",
     "data.train.1.weight=1": "data.train.0.weight: missing. All sources have a weight, or none: data.train.0.weight=1.",
@@ -162,6 +162,18 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
         assert f"For example {name}=" in line
     assert "model: missing. What is trained. Its fields: source, config, tokenizer, compute_dtype." in found
     assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
+
+
+def test_no_count_is_larger_than_the_devices_can_count():
+    """On the devices, counts are 32-bit integers; larger ones ended in an OverflowError."""
+    counts = [f"{group}.{name}" for group, name, _ in fields() if advice.accepted(config.Config, f"{group}.{name}", 7) == 7]
+    whole = [key for key in counts if advice.accepted(config.Config, key, 7.5) is None]
+    assert len(whole) >= 20
+    for key in whole:
+        largest = 2**32 - 1 if key == "run.seed" else 2**31 - 1
+        assert advice.accepted(config.Config, key, largest) == largest, key
+        for value in (largest + 1, 10**30, 1e30):
+            assert advice.accepted(config.Config, key, value) is None, (key, value)
 
 
 def test_the_example_of_every_field_is_valid():
