@@ -29,9 +29,10 @@ class _Parser(argparse.ArgumentParser):
         """Prints the usage and the problem, and exits with 2."""
         _, _, unknown = message.partition("unrecognized arguments: ")
         options = [word.partition("=")[0] for word in unknown.split() if word.startswith("--")]
-        examples = [example for option in options if (example := config.example(option)) is not None]
+        examples = dict.fromkeys(filter(None, map(config.example, options)))
         if examples:
-            message += f"\nFields of the config are written without dashes, for example {' '.join(dict.fromkeys(examples))}"
+            message += "\nFields of the config are written without dashes, for example "
+            message += " ".join(examples)
         super().error(message)
 
 

@@ -491,7 +491,8 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
         raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
-        raise errors.UserError([f"{path}: holds no `group: {{field: value}}` pairs. {_start()}", *_starter()])
+        problem = f"{path}: holds no `group: {{field: value}}` pairs. {_start()}"
+        raise errors.UserError([problem, *_starter()])
     return fields
 
 
@@ -500,25 +501,33 @@ def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     fields = copy.deepcopy(fields)
     problems = []
     for word in overrides:
-        if problem := given.change(fields, word, example=example(word.partition("=")[0]) or "mesh.seq=4"):
+        works = example(word.partition("=")[0]) or "mesh.seq=4"
+        if problem := given.change(fields, word, example=works):
             problems.append(problem)
     problems += given.across(fields)
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:
-        # a list whose only entry is bad counts as empty
-        found = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
-        foreign = foreign_config.foreign(Config, fields)
-        if len(foreign) >= foreign_config.FEWEST_NAMES:
-            top = {name.partition(".")[0] for name in foreign}
-            found = [
-                one for one in found if one["loc"][0] not in top and not (one["type"] == "missing" and len(one["loc"]) == 1)
-            ]
-            problems = [*foreign_config.page(Config, foreign, start=[_start(), *_starter()]), *problems]
-        problems += advice.problems(Config, found)
+        problems += _problems(fields, error)
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
     return config
+
+
+def _problems(fields: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
+    """A line for each finding, or one page for a config of another system."""
+    # a list whose only entry is bad counts as empty
+    found = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
+    foreign = foreign_config.foreign(Config, fields)
+    if len(foreign) < foreign_config.FEWEST_NAMES:
+        return list(advice.problems(Config, found))
+    start = [_start(), *_starter()]
+    page = foreign_config.page(Config, foreign, start=start)
+    # the page says which groups there are
+    known = [one for one in found if one["type"] != "missing" or len(one["loc"]) > 1]
+    top = {name.partition(".")[0] for name in foreign}
+    own = [one for one in known if one["loc"][0] not in top]
+    return [*page, *advice.problems(Config, own)]
 
 
 def save(config: Config, path: pathlib.Path) -> None:

@@ -95,8 +95,9 @@ def _num_epochs(stream: mixing.Stream, num_rows: int) -> int:
 
 def _default(name: str) -> Any:
     """Default of a field of the config."""
-    group, field = name.split(".")
-    return config.Config.model_fields[group].annotation.model_fields[field].get_default()  # type: ignore[union-attr]
+    _, field = name.split(".")
+    group = config.Run if name.startswith("run.") else config.Data
+    return group.model_fields[field].get_default()
 
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
