@@ -141,7 +141,7 @@ def _add(
     key = counterpart.name or counterpart.note
     note = counterpart.note if counterpart.name else ""
     row = rows.setdefault(key, _Row(ours=key, note=note))
-    row.names.append(name)
+    row.names.append(name if len(name) <= _NAMES_WIDTH else name.rpartition(".")[2])
     if row.ours == counterpart.name:
         row.ours = advice.assignment(root, counterpart, value) or row.ours
 

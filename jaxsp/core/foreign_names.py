@@ -120,16 +120,16 @@ not offered: rope_scaling rope_theta rope_type overrides_of_model_config overrid
 not offered: special_tokens add_special_tokens new_special_tokens added_tokens_overrides
     resize_token_embeddings_to_32x (prepare the model's folder with
     transformers first; set model.source to it)
-model.compute_dtype=bfloat16: bf16 use_bf16 (the default)
+model.compute_dtype=bfloat16: bf16 bf16.enabled use_bf16 (the default)
 model.compute_dtype: torch_dtype dtype mixed_precision mixed_precision_param precision
     compute_type (bfloat16 or float32; master weights are float32)
-model.compute_dtype=bfloat16: fp16 half_precision float16 (float16 is not offered)
+model.compute_dtype=bfloat16: fp16 fp16.enabled half_precision float16 (float16 is not offered)
 model.compute_dtype=float32: fp32
 not needed: tf32 (model.compute_dtype decides, bfloat16 or float32)
 not offered: fp8 fp8_format fp8_recipe enable_fp8 quantization (use model.compute_dtype=bfloat16)
 data.train=...: datasets dataset data dataset_name dataset_path dataset_type dataset_mixer
-    train_dataset train_file train_files train_data_path data_path ([{source: chats.jsonl, format:
-    messages}])
+    train_dataset train_file train_files train_data_path data_path hf_path
+    ([{source: chats.jsonl, format: messages}])
 data.eval=...: test_datasets eval_dataset eval_datasets val_dataset validation_file val_data_path
     eval_data_path ([{source: held-out.jsonl, format: messages}])
 data.train.0.source: data.train.0.path data.train.0.data_files data.train.0.dataset
@@ -206,14 +206,16 @@ attention.kernel: attn_implementation attn_impl attention attention_backend attn
 optimizer.name: optim optim_type optimizer optimizer.type optimizer_type opt_type (adamw or sgd)
 optimizer.learning_rate: lr peak_lr max_lr base_lr
 optimizer.schedule: lr_scheduler lr_scheduler_type lr_schedule lr_schedule_type lr_decay_style
-    scheduler scheduler_type decay_type (cosine, linear or constant)
+    scheduler scheduler.type scheduler_type decay_type (cosine, linear or constant)
 optimizer.warmup_fraction: warmup_ratio lr_warmup_fraction warmup_steps_fraction
 optimizer.warmup_steps: warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps
+    warmup_num_steps
 not offered: min_lr min_lr_ratio min_lr_factor cosine_min_lr_ratio cosine_constant_lr_ratio
-    lr_scheduler_kwargs lr_decay_iters learning_rate_final_fraction decay_ratio
+    lr_scheduler_kwargs lr_decay_iters cosine_learning_rate_final_fraction decay_ratio
     (optimizer.schedule ends near 0, or is constant)
 optimizer.weight_decay: wd adam_weight_decay
 optimizer.beta1: adam_beta1 adam_b1 beta_1 b1
+optimizer.beta1=...: betas adam_betas (and optimizer.beta2)
 optimizer.beta2: adam_beta2 adam_b2 beta_2 b2
 optimizer.eps: adam_epsilon adam_eps epsilon
 optimizer.max_grad_norm: clip_grad grad_clip clip_grad_norm gradient_clipping gradient_clip_val
@@ -239,11 +241,14 @@ checkpoint.keep_latest: save_total_limit keep_latest_k max_to_keep max_num_check
 checkpoint.keep_best=1: load_best_model_at_end save_best_model (the best stays beside the latest)
 checkpoint.best_by=...: metric_for_best_model greater_is_better (an eval set's name; the lowest
     loss is best)
-not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf (python -m
-    jaxsp.export makes a Hugging Face folder of a checkpoint)
+not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf
+    last_save_model_only (python -m jaxsp.export makes a Hugging Face folder of a checkpoint)
+not needed: async_checkpointing async_mode async_save enable_checkpointing checkpoint.enable
+    checkpoint.folder (checkpoints are written to run.directory while training goes on)
 logging.tensorboard: report_to log_with tensorboard use_tensorboard enable_tensorboard
     (TensorBoard and metrics.jsonl only, both always on by default)
-not needed: logging_dir tensorboard_dir tensorboard_path (it is run.directory/tensorboard)
+not needed: logging_dir tensorboard_dir tensorboard_path save_tb_folder (it is
+    run.directory/tensorboard)
 not offered: wandb wandb_* use_wandb enable_wandb mlflow_* use_mlflow comet_* use_comet swanlab_*
     trackio_* (TensorBoard and metrics.jsonl only; both are in run.directory)
 logging.profile_steps=...: profile profiler profiler_steps enable_profiling profile_step_start

@@ -238,6 +238,21 @@ def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
     assert sum(re.search(rf"\b{name}\b", text) is None for name in names) <= hidden
 
 
+def test_a_page_names_the_options_of_nested_groups_by_their_last_word_if_they_are_long():
+    group = {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": -1,
+        "context_parallel_degree": 8,
+        "tensor_parallel_degree": 2,
+        "seq_len": 4096,
+    }
+    page = problems({"parallelism": group})
+    for name in group:
+        shown = "parallelism.seq_len" if name == "seq_len" else name
+        assert any(line.startswith(f"  {shown} ") or f", {shown} " in line for line in page), name
+    assert max(map(len, page)) <= 100
+
+
 def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
     names = {"lr": 1.0, "seq_len": 8, "lora_r": 4, "packing": True}
     found = problems(names)
