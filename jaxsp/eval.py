@@ -92,7 +92,11 @@ def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.
     names_sets = any(word.startswith("data.eval=") for word in changes)
     if meta is not None and file is None and names_sets:
         # they replace those of the run, held-out documents included: its training data may be elsewhere
-        fields = fields | {"data": fields["data"] | {"eval_fraction": None}}
+        fields = fields | {
+            "data": fields["data"] | {"eval_fraction": None},
+            "checkpoint": fields["checkpoint"] | {"best_by": None},
+            "run": fields["run"] | {"early_stopping_patience": None, "early_stopping_min_delta": 0},
+        }
     problems, settings = cli.Problems(), None
     with problems.collect():
         settings = config.parse(fields | {"model": fields.get("model", {}) | model}, changes)

@@ -25,7 +25,7 @@ Example:
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -48,13 +48,13 @@ from jaxsp.training.step import Program
 if TYPE_CHECKING:
     import datasets
 
-Lists = Sequence[Any]
+Lists = Iterable[Any]
 """One list or array of numbers per document."""
 
 
 def load_model(
     source: str,
-    settings: Mapping[str, Mapping[str, Any]],
+    settings: Mapping[str, Any],
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
@@ -69,7 +69,7 @@ def load_model(
         settings: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
-            checkpoint, logging) have no effect.
+            checkpoint, logging.tensorboard) have no effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
         has_weights: whether the training step takes a weight for each token's loss.
     Returns:
@@ -112,7 +112,7 @@ def pack(
     copies only its own devices' shards.
 
     Args:
-        documents: token ids of each document; one longer than a row is split, or what
+        documents: token ids of each document, an iterable of lists or arrays; one longer than a row is split, or what
             data.long_documents says. The first token of a document is never a label.
         program: from `load_model`; its config has row_tokens, rows_per_step and steps.
         labels: a label for each token, not shifted: the token itself, or -100 for no loss. None:
@@ -190,24 +190,36 @@ def save_model(
     )
 
 
-def _config(source: str, settings: Mapping[str, Mapping[str, Any]]) -> config.Config:
+def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
     """A whole config: what training from files needs is filled in. Raises: UserError."""
-    run = settings.get("run", {})
-    if run.get("epochs") is not None:
-        raise errors.UserError(f"run.epochs = {run['epochs']}: must not be set here. Set run.steps.")
-    unused = {"train": [{"source": "unused", "format": "tokens"}], "eval": []}
+    if wrong := [name for name, group in settings.items() if not isinstance(group, Mapping)]:
+        raise errors.UserError(
+            f"settings: {wrong[0]} = {settings[wrong[0]]!r}: must be a group of fields, for example {{'run': {{'steps': 10}}}}."
+        )
     fields: dict[str, Any] = {name: dict(group) for name, group in settings.items()}
-    fields["run"] = dict(run) | {"directory": "unused"}
-    model = {"source": source, "config": None, "tokenizer": None}
-    fields["model"] = dict(settings.get("model", {})) | model
-    fields["data"] = dict(settings.get("data", {})) | unused
-    return config.parse(fields)
+    for group, name, suggestion in _NOT_HERE:
+        if (value := fields.get(group, {}).get(name)) is not None:
+            raise errors.UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
+    unused = {
+        "run": {"directory": "unused"},
+        "model": {"source": source, "config": None, "tokenizer": None},
+        "data": {"train": [{"source": "unused", "format": "tokens"}], "eval": []},
+    }
+    return config.parse(fields | {name: fields.get(name, {}) | group for name, group in unused.items()})
+
+
+_NOT_HERE = (
+    ("run", "epochs", "Set run.steps."),
+    ("data", "eval_fraction", "Leave documents out of the list that you pass to pack."),
+)
+"""Fields that `load_model` refuses, with suggestions."""
 
 
 def _dataset(documents: Lists, labels: Lists | None, weights: Lists | None, *, vocab_size: int) -> "datasets.Dataset":
     """The documents as a table in memory, as those that are read from files. Raises: UserError."""
     import datasets
 
+    documents = _arrays("documents", documents)
     lengths = [len(document) for document in documents]
     if not lengths:
         raise errors.UserError("documents: must not be empty. Give documents of at least two tokens.")
@@ -225,17 +237,38 @@ def _dataset(documents: Lists, labels: Lists | None, weights: Lists | None, *, v
     columns = {"tokens": _column("documents", documents, lengths, np.int32, is_id, ids)}
     if labels is not None:
         rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _column("labels", labels, lengths, np.int32, is_label, rule)
+        columns["labels"] = _column("labels", _arrays("labels", labels), lengths, np.int32, is_label, rule)
     if weights is not None:
         rule = "finite and at least 0"
-        columns["weights"] = _column("weights", weights, lengths, np.float32, is_weight, rule)
+        columns["weights"] = _column("weights", _arrays("weights", weights), lengths, np.float32, is_weight, rule)
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     return datasets.Dataset(pa.table(columns))
 
 
+def _arrays(name: str, lists: Lists) -> list[np.ndarray]:
+    """Each list as an array of numbers, [T]. Raises: UserError for what is not a list of lists of numbers."""
+    if isinstance(lists, str | Mapping):
+        raise errors.UserError(
+            f"{name}: must be a list with one list of numbers per document, not a {type(lists).__name__}. "
+            "Of a tokenizer's output, pass its input_ids."
+        )
+    arrays = []
+    for number, values in enumerate(lists):
+        try:
+            array = np.asarray(values)
+        except ValueError:  # lists of different lengths
+            array = np.zeros((0, 0))
+        if not len(array.shape) == 1 or not (array.dtype.kind in "biuf" or array.size == 0):
+            raise errors.UserError(
+                f"{name}[{number}]: must be a list of numbers. Give one list of token ids per document: [[5, 6, 7], [8, 9]]."
+            )
+        arrays.append(array)
+    return arrays
+
+
 def _column(
     name: str,
-    lists: Lists,
+    lists: Sequence[np.ndarray],
     lengths: Sequence[int],
     dtype: type[np.number],
     is_valid: Callable[[np.ndarray], np.ndarray],
@@ -251,7 +284,7 @@ def _column(
             f"{name}[{first}]: must have one number for each token of documents[{first}]. "
             f"Give {len(lengths)} lists, each as long as its document."
         )
-    values = np.concatenate([np.asarray(one) for one in lists])
+    values = np.concatenate(lists)
     ends = np.cumsum([0, *lengths])
     wrong = np.flatnonzero(~is_valid(values))
     if len(wrong):

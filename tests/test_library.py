@@ -118,6 +118,12 @@ BAD = {
     "weights[0]: must have": {"weights": [[1.0], [1, 1]]},
     "weights[1][1] = -1.0: must be finite and at least 0.": {"weights": [[0, 1], [1, -1.0]]},
     "weights[1][0] = nan": {"weights": [[0, 1], [np.nan, 1]]},
+    "documents[1]: must be a list": {"documents": [[1, 2], "ab"]},
+    "documents[0]: must be a list": {"documents": [1, 2]},
+    "documents[0]: must be": {"documents": [None]},
+    "documents[1]: must be": {"documents": [[1, 2], [[1, 2], [3]]]},
+    "documents: must be a list": {"documents": {"input_ids": [[1, 2]]}},
+    "weights[0]: must be a list": {"weights": [0.5, 0.5]},
 }
 
 
@@ -128,6 +134,26 @@ def test_bad_lists_are_refused(loaded, says):
     with pytest.raises(errors.UserError) as raised:
         library.pack(given.pop("documents"), program, **given)
     assert says in str(raised.value)
+
+
+def test_documents_may_come_from_a_generator(loaded):
+    of_list, of_generator = (
+        next(library.pack(documents, loaded[0])) for documents in ([[1, 2], [3, 4]], (d for d in [[1, 2], [3, 4]]))
+    )
+    assert np.array_equal(of_list.tokens_BL, of_generator.tokens_BL)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"steps": 10}, "steps = 10"),
+        ({"run": None}, "run = None"),
+        ({"data": {"eval_fraction": 0.1}}, "data.eval_fraction = 0.1"),
+    ],
+)
+def test_settings_of_files_are_refused(changes, field):
+    with pytest.raises(errors.UserError, match=field):
+        library.load_model("base", SETTINGS | changes)
 
 
 def test_weights_are_refused_where_the_step_has_none(loaded):

@@ -105,7 +105,8 @@ def _eval_names(data: Any) -> list[Any]:
 def _of_evaluation(run: Any, data: Any) -> list[str]:
     """Problems of options that need something to evaluate."""
     names = _eval_names(data)
-    if "held_out" in names[:-1]:
+    holds_out = isinstance(data, dict) and data.get("eval_fraction") is not None
+    if holds_out and "held_out" in names[:-1]:
         number = names.index("held_out")
         return [
             f"data.eval.{number}.name = held_out: is the name of the documents that data.eval_fraction holds out. Use "

@@ -143,9 +143,15 @@ def of(
     tokens = np.bincount(source_of, lengths, minlength=len(pools))
     if not tokens.all():
         empty = int(np.argmin(tokens))
+        source = documents.sources[empty]
+        reason = "see data.long_documents and data.on_bad_record"
+        if source.num_held_out:
+            reason = (
+                f"hold out fewer documents (data.eval_fraction = {settings.data.eval_fraction:g} "
+                f"holds out {source.num_held_out:,} of this source)"
+            )
         raise errors.UserError(
-            f"data.train.{empty} ({documents.sources[empty].name}): no document is left of it, and it has a weight. "
-            "Leave it out, or see data.long_documents and data.on_bad_record."
+            f"data.train.{empty} ({source.name}): no document is left of it, and it has a weight. Leave it out, or {reason}."
         )
     streams, shares = [], []
     for number, row_tokens in enumerate(row_lengths):

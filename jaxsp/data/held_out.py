@@ -42,6 +42,8 @@ def choose(tokenized: "Sequence[datasets.Dataset]", *, names: Sequence[str], fra
 
 def digest(source: str, chosen: np.ndarray, *, is_held_out: bool) -> str:
     """Digest of one of the two parts of a source. Args: source: digest of the whole source."""
+    if not chosen.any() and not is_held_out:
+        return source  # nothing is held out of it
     return hashlib.sha256(f"{source} {is_held_out} ".encode() + np.packbits(chosen).tobytes()).hexdigest()
 
 

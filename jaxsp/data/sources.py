@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import glob
 import itertools
 import os
 import pathlib
+import shutil
 import sysconfig
 import tempfile
 import time
@@ -153,6 +155,7 @@ def made_once(cached: pathlib.Path) -> Iterator[None]:
     """Lets one process at a time look for a file and make it; the others wait, and find it made.
 
     Process 0 goes first where it can: its progress is the one that is seen.
+    Raises: UserError if the disk is full while the file is made.
     """
     lock = cached.with_name(f"{cached.name}.lock")
     if not os.access(cached.parent, os.W_OK):  # a cache that is only read: nothing can be made there
@@ -163,8 +166,26 @@ def made_once(cached: pathlib.Path) -> Iterator[None]:
         while not lock.exists() and time.monotonic() < until:
             time.sleep(0.05)
         time.sleep(0.2)  # the lock's file is made first, and then locked
-    with filelock.FileLock(lock):
-        yield
+    try:
+        with filelock.FileLock(lock):
+            yield
+    except Exception as error:
+        if not _is_disk_full(error):
+            raise
+        free = shutil.disk_usage(cached.parent).free
+        raise errors.UserError(
+            f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk is full; {free / 2**20:,.0f} MiB are free. "
+            "Make room there, or set HF_DATASETS_CACHE to a folder on a larger disk."
+        ) from error
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """True if `error`, or an error that caused it, is a full disk or an exhausted quota. `datasets` wraps them."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,5 +1,6 @@
 """What a run says of itself in plain words, before its first step and after its last."""
 
+import pathlib
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -94,7 +95,8 @@ def _evaluation(material: Material, run: Run) -> list[tuple[str, str]]:
     if not material.evals:
         return []
     sets = [f"{one.name} ({documents_of(one)})" for one in material.evals]
-    times = ["before the first step"] if run.eval_at_start else []
+    is_first = run.eval_at_start and not material.start.is_in(pathlib.Path(run.directory))
+    times = ["before the first step"] if is_first else []
     if run.eval_every is not None:
         times.append("after every epoch" if run.eval_every == "epoch" else f"every {count(run.eval_every, 'step')}")
     sets_and_patience = ", ".join(sets)

@@ -24,6 +24,9 @@ class State:
     best_step: int | None = None
     num_since: int = 0
     """Evaluations since the best."""
+    is_due: bool = False
+    """The next evaluation counts. Others, such as that of a checkpoint that a stop wrote, do not:
+    otherwise a run that was stopped more often would end earlier."""
 
 
 class EarlyStopping:
@@ -60,10 +63,16 @@ class EarlyStopping:
         """What a checkpoint stores; None without early stopping."""
         return None if self._state is None else dataclasses.asdict(self._state)
 
+    def expect(self) -> None:
+        """Marks the next evaluation as one that counts."""
+        if self._state is not None:
+            self._state = dataclasses.replace(self._state, is_due=True)
+
     def record(self, step: int, losses: Mapping[str, float | None]) -> None:
-        """Records an evaluation. Args: losses: by eval set."""
-        if self._state is None:
+        """Records an evaluation if it counts. Args: losses: by eval set."""
+        if self._state is None or not self._state.is_due:
             return
+        self._state = dataclasses.replace(self._state, is_due=False)
         loss, best = losses[self._state.data], self._state.best_loss
         if loss is not None and (best is None or loss < best - self._min_delta):
             self._state = dataclasses.replace(self._state, best_loss=loss, best_step=step, num_since=0)

@@ -9,6 +9,7 @@ from jaxsp import attention
 from jaxsp.data import mixing
 from jaxsp.data.dataset import DataSet
 from jaxsp.model import layers
+from jaxsp.training.checkpoint import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,10 @@ class Start:
     """Fields of `early_stopping.State`."""
     changed: tuple[str, ...] = ()
     """Fields of the config that are not those of the checkpoint, for people."""
+
+    def is_in(self, directory: pathlib.Path) -> bool:
+        """True if the run resumes from a checkpoint of its own, in `directory`."""
+        return self.checkpoint is not None and self.checkpoint.parent.resolve() == (directory / CHECKPOINTS).resolve()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,8 @@ def train(
         return
 
     loss_set = _loss_set(program, material)
-    early_stopping = EarlyStopping(settings.run, loss_set, before=start.early_stopping)
+    is_own = start.is_in(folder)
+    early_stopping = EarlyStopping(settings.run, loss_set, before=start.early_stopping if is_own else None)
     if early_stopping.is_over():
         console.print(
             f"{folder}: stopped early at step {start.step}: {early_stopping.reason}. "
@@ -87,7 +88,8 @@ def train(
         lock,
         metrics.Writer(
             folder,
-            from_step=-1 if start.checkpoint is None else start.step,  # a new run drops a step 0
+            # a new run drops the evaluation before its first step, which it makes again
+            from_step=start.step if is_own else start.step - 1,
             tensorboard=settings.logging.tensorboard,
         ) as writer,
         Store(
@@ -107,7 +109,7 @@ def train(
             """Losses of the data sets after a step."""
             with pace.compiles("the evaluation"):
                 evaluate.compile()
-            when = f"after step {number}" if number else "before step 1"
+            when = f"before step {number + 1}" if number == start.step else f"after step {number}"
             pace.does(f"the evaluation {when}", expected_s=pace.step_s, takes_s=pace.evaluation_s)
             asked, losses = time.perf_counter(), {}
             for result in evaluate.run(state.master, num_steps=number, alive=pace.alive):
@@ -120,10 +122,13 @@ def train(
 
         store.compile_ahead(state)
         # process 0 may have recorded the loss in a file that another node still has cached
-        owed = bool(material.evals) and bool(saving.of_first_process(float(start.owes_evaluation)))
-        if owed or (settings.run.eval_at_start and start.checkpoint is None):
+        owed = saving.of_first_process(float(is_own and start.owes_evaluation))
+        is_first = settings.run.eval_at_start and not is_own
+        if is_first:
+            early_stopping.expect()
+        if material.evals and (owed or is_first):
             losses = evaluated(start.step)
-            if start.checkpoint == folder.resolve() / checkpoint.CHECKPOINTS / str(start.step):
+            if is_own:
                 assert loss_set is not None, "something was evaluated"
                 store.record_loss(start.step, losses[loss_set["name"]], early_stopping=early_stopping.state)
         if early_stopping.is_over():  # by the evaluation that a stop did not wait for
@@ -156,7 +161,10 @@ def train(
             ends_epoch = not last and _ends_epoch(material, settings.run, number)
             saves = save.due(number) or last or (ends_epoch and settings.run.save_every == "epoch")
             evaluates = evaluate.due(number) or last or (ends_epoch and settings.run.eval_every == "epoch")
-            evaluates = evaluates or (saves and settings.checkpoint.keep_best > 0)
+            ranks = saves and settings.checkpoint.keep_best > 0
+            if evaluates or (ranks and settings.run.eval_every is None):
+                early_stopping.expect()
+            evaluates = evaluates or ranks
             if not (saves or evaluates or trace.ends(number)):
                 continue
             # nothing is running while these are done, and their time is no step's

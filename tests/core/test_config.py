@@ -69,15 +69,15 @@ def test_all_problems_are_told_at_once(file):
     file.write_text(SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace("steps: 3", "epochs: [1], steps: x"))
     found = problems(file, "mesh.seq=two", "mesh", "data.train.7.source=x", "nonsense=1", "data.train.0.format=json")
     starts = [
-        "mesh: is not key.path=value",
-        "data.train.7.source = x: data.train is a list of 2. Use data.train.0 or data.train.1.",
-        "run.steps = x, run.epochs = [1]: only one",
-        "run.steps = x: must be a valid integer",
-        "run.epochs = [1]: must be a valid integer",
-        "mesh.seq = two: must be a valid integer",
-        "data.train.0.format = json: must be 'text', 'messages', 'prompt_completion' or 'tokens'",
-        "batch.rows_per_step = 0: must be greater than or equal to 1",
-        "nonsense = 1: unknown",
+        "mesh: ",
+        "data.train.7.source = x: ",
+        "run.steps = x, run.epochs = [1]: ",
+        "run.steps = x: ",
+        "run.epochs = [1]: ",
+        "mesh.seq = two: ",
+        "data.train.0.format = json: ",
+        "batch.rows_per_step = 0: ",
+        "nonsense = 1: ",
     ]
     assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [True] * len(starts), found
 
@@ -92,57 +92,57 @@ SAID = {
     "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean data.train.0.source?",
     "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. For example run.steps=1000.",
-    "run.steps=null": "run.steps, run.epochs: both missing. .* for example run.epochs=1.",
-    "run.epochs=1": "run.steps = 3, run.epochs = 1: only one .* write run.steps=null or run.epochs=null.",
-    "run.save_every=0": "run.save_every = 0: must be a number of steps, or of minutes .*, or epoch, or null. .*=100.",
-    "run.eval_every=1m": "run.eval_every = 1m: must be a number of steps, or epoch, or null. .*=100.",
-    "run.early_stopping_patience=2": "run.early_stopping_patience = 2: there is no data set to evaluate on. .*",
-    "run.early_stopping_min_delta=0.1": "run.early_stopping_min_delta = 0.1: has no effect without .*=0.",
-    "run.save_every=epoch": "run.save_every = epoch: needs run.epochs. Use run.epochs=1 in place of run.steps, or .*=100.",
-    "run.eval_every=epoch": "run.eval_every = epoch: needs run.epochs. .*, or run.eval_every=100.",
-    "run.save_every=1h": "run.save_every = 1h: must be a number of steps, or of minutes .*",
-    "model.source=a/b": "model.source = a/b, model.config = .*: only one of them says what the model is. .*",
-    "model.config=null": "model.source, model.config: both missing. One of them says what the model is, for example .*",
-    "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: must be the first and the last step, .*",
-    "run.directory=7": "run.directory = 7: must be text, in quotes .* For example run.directory=runs/first.",
-    "run.directory=''": "run.directory = '': must not be empty. .*",
-    "mesh.data=0": "mesh.data = 0: there is no mesh of 0 groups. .* For example mesh.data=-1.",
-    "mesh.data=-2": "mesh.data = -2: must be greater than or equal to -1. .*",
-    "mesh.seq=2.0": "mesh.seq = 2.0: must be a valid integer. .*",
-    "mesh=4": "mesh = 4: must be a group of fields. .* Its fields: replica, data, seq, virtual_cpu_devices.",
-    "mesh=null": "mesh = null: must be a group of fields. .*",
-    "data.train=[]": "data.train = []: must have at least 1 entry. .* For example data.train=[{source: .*}].",
-    "data.train=a.txt": "data.train = a.txt: must be a list. .*",
-    "data.train=[a.txt]": "data.train.0 = a.txt: must be a group of fields. .* Its fields: source, format, name, weight, .*.",
-    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: must be 'text', 'messages', .* or 'tokens'. .*=text.",
-    "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: has a length twice. .* For example data.row_tokens=8192.",
+    "run.steps=null": "run.steps, run.epochs: .*missing.*run.epochs=1.",
+    "run.epochs=1": "run.steps = 3, run.epochs = 1: .*run.steps=null or run.epochs=null.",
+    "run.save_every=0": "run.save_every = 0: .*minutes.*epoch.*null.*=100.",
+    "run.eval_every=1m": "run.eval_every = 1m: .*epoch.*null.*=100.",
+    "run.early_stopping_patience=2": "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05.",
+    "run.early_stopping_min_delta=0.1": "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0.",
+    "run.save_every=epoch": "run.save_every = epoch: .*run.epochs=1.*run.save_every=100.",
+    "run.eval_every=epoch": "run.eval_every = epoch: .*run.epochs=1.*run.eval_every=100.",
+    "run.save_every=1h": "run.save_every = 1h: .*minutes.*=100.",
+    "model.source=a/b": "model.source = a/b, model.config = .*: .*model.source=null or model.config=null.",
+    "model.config=null": "model.source, model.config: .*missing.*model.source=.*.",
+    "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: .*first.*last.*=[3, 5].",
+    "run.directory=7": "run.directory = 7: .*text.*quotes.*run.directory=runs/first.",
+    "run.directory=''": "run.directory = '': .*empty.*=runs/first.",
+    "mesh.data=0": "mesh.data = 0: .*mesh.data=-1.",
+    "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
+    "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
+    "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
+    "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",
+    "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",
+    "data.train=a.txt": "data.train = a.txt: .*list.*data.train=[{source: .*}].",
+    "data.train=[a.txt]": "data.train.0 = a.txt: .*source, format, name, weight, .*.",
+    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text.",
+    "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: .*twice.*data.row_tokens=8192.",
     "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: every step has .* Use [256, 512, 1024]. .*",
     "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: every step has .* Use [8, 2000000000]. .*",
     "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
-    "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: must be a number of tokens, or a list of them. .*",
-    "data.train.1.weight=1": "data.train.0.weight: missing. All sources have a weight, or none: data.train.0.weight=1.",
-    "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: every data set is evaluated by itself.*",
-    "data.chat_template=a.jinja": "data.chat_template = a.jinja: no source has messages or prompt_completion .* Leave it out.",
-    "data.train.x=1": "data.train.x = 1: data.train is a list of 2. Use data.train.0 or data.train.1.",
-    "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: must be auto, or a number of tokens, at least 1. .*=4096.",
-    "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: must be auto, or a number of tokens, .*=1024.",
-    "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: must be auto, or a number of tokens, .*=1024.",
-    "data.train.2.source=c.txt": "data.train.2.source = c.txt: data.train is a list of 2. Use .*",
-    "data.train.²=1": "data.train.² = 1: data.train is a list of 2. Use .*",
-    "run.steps.x=1": "run.steps.x = 1: run.steps = 3 is a value, not a group of fields.",
-    "optimizer.learning_rate=.nan": "optimizer.learning_rate = nan: must be a finite number. .*",
-    "optimizer.learning_rate=fast": "optimizer.learning_rate = fast: must be a valid number. .*=1e-05.",
-    "optimizer.learning_rate=true": "optimizer.learning_rate = true: must be a valid number. .*",
-    "optimizer.eps=.inf": "optimizer.eps = inf: must be a finite number. .*",
-    "run.eval_at_start=true": "run.eval_at_start = true: there is no data set to evaluate on. .*",
+    "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
+    "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
+    "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
+    "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*messages or prompt_completion.*",
+    "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",
+    "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: .*auto.*=1024.",
+    "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: .*auto.*=1024.",
+    "data.train.2.source=c.txt": "data.train.2.source = c.txt: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "data.train.²=1": "data.train.² = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "run.steps.x=1": "run.steps.x = 1: .*run.steps = 3.*",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate = nan: .*finite.*=1e-05.",
+    "optimizer.learning_rate=fast": "optimizer.learning_rate = fast: .*number.*=1e-05.",
+    "optimizer.learning_rate=true": "optimizer.learning_rate = true: .*number.*=1e-05.",
+    "optimizer.eps=.inf": "optimizer.eps = inf: .*finite.*=1e-08.",
+    "run.eval_at_start=true": "run.eval_at_start = true: .*data.eval=.*data.eval_fraction=0.05.",
     "optimizer={learning_rate: 1, warmup_steps: 2, warmup_fraction: 0.1}": "optimizer.warmup_steps = 2, "
-    "optimizer.warmup_fraction = 0.1: only one .* Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null.",
-    "optimizer.beta1=1": "optimizer.beta1 = 1: must be less than 1. .* For example optimizer.beta1=0.9.",
-    "run.directory=2026-13-01": "run.directory = 2026-13-01: is not a YAML value. Quote it: 'run.directory=\"...\"'.",
-    "run.directory={a}/b": "run.directory = {a}/b: is not a YAML value. Quote it: .*",
-    "mesh.seq": "mesh.seq: is not key.path=value, for example mesh.seq=4.",
-    "=4": "=4: is not key.path=value, .*",
-    "mesh..seq=4": "mesh..seq=4: is not key.path=value, .*",
+    "optimizer.warmup_fraction = 0.1: .*optimizer.warmup_steps=0 or optimizer.warmup_fraction=null.",
+    "optimizer.beta1=1": "optimizer.beta1 = 1: .* 1.*optimizer.beta1=0.9.",
+    "run.directory=2026-13-01": "run.directory = 2026-13-01: .*YAML.*'run.directory=\"...\"'.",
+    "run.directory={a}/b": "run.directory = {a}/b: .*YAML.*'run.directory=\"...\"'.",
+    "mesh.seq": "mesh.seq: .*key.path=value.*mesh.seq=4.",
+    "=4": "=4: .*key.path=value.*",
+    "mesh..seq=4": "mesh..seq=4: .*key.path=value.*",
 }
 
 
@@ -158,9 +158,11 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
     found = problems(file)
     names = ["data.row_tokens", "data.train", "run.directory"]
     for name in names:
-        (line,) = [line for line in found if line.startswith(f"{name}: missing. ")]
-        assert f"For example {name}=" in line
-    assert "model: missing. What is trained. Its fields: source, config, tokenizer, compute_dtype." in found
+        (line,) = [line for line in found if line.startswith(f"{name}: ")]
+        assert "missing" in line
+        assert f" {name}=" in line
+    (line,) = [line for line in found if line.startswith("model: ")]
+    assert "source, config, tokenizer, compute_dtype" in line
     assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
 
 
@@ -221,22 +223,29 @@ def test_the_values_that_errors_propose_are_accepted(file):
         config.load(file, [example, *other.get(key, [])])
 
 
+def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
+    sets = "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
+    assert config.load(file, [sets]).data.eval[0].name == "held_out"
+    (found,) = problems(file, sets, "data.eval_fraction=0.1")
+    assert found.startswith("data.eval.0.name = held_out: ")
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"a: [1", "cannot be read as YAML: while parsing"),
-        (b"run: {}\nmesh: {}\nrun: {}\n", "cannot be read as YAML: run is there twice"),
-        (b"run: {seed: 1, seed: 2}\n", "cannot be read as YAML: seed is there twice"),
-        (b"run: 2026-13-01\n", "cannot be read as YAML: month must be in 1..12"),
-        (b"- 1\n", "holds no `group: {field: value}` pairs"),
-        (b"", "holds no `group: {field: value}` pairs"),
-        (b"\xff\xfe\xff", "cannot be read: "),
+        (b"a: [1", "YAML.*while parsing"),
+        (b"run: {}\nmesh: {}\nrun: {}\n", "YAML.*run.*twice"),
+        (b"run: {seed: 1, seed: 2}\n", "YAML.*seed.*twice"),
+        (b"run: 2026-13-01\n", "YAML.*month must be in 1..12"),
+        (b"- 1\n", "`group: {field: value}`"),
+        (b"", "`group: {field: value}`"),
+        (b"\xff\xfe\xff", "(utf-8|UTF-8|codec)"),
     ],
 )
 def test_a_file_that_holds_no_config_is_one_line(file, text, says):
     file.write_bytes(text)
     (found,) = problems(file)
-    assert found.startswith(f"{file}: {says}")
+    assert re.match(f"{re.escape(str(file))}: .*{says}", found), found
 
 
 def test_a_file_that_is_not_there_is_answered_with_one_that_is(tmp_path, monkeypatch):
@@ -326,8 +335,7 @@ def test_nothing_can_be_changed_afterwards(file):
 def test_weights_ask_for_steps(file):
     words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
     (found,) = problems(file, *words)
-    assert found.startswith("data.train.0.weight: with weights, sources end at different times and are repeated")
-    assert found.endswith("Give run.steps, or leave the weights out.")
+    assert re.match(r"data\.train\.0\.weight: .*run\.steps", found), found
     assert [one.weight for one in config.load(file, words[2:]).data.train] == [1, 3]
 
 

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.messages import assert_names
+
 JOIN = "import os; from jaxsp.core import jobs, processes; processes.start(jobs.find(os.environ), seconds={})"
 
 
@@ -15,12 +17,9 @@ JOIN = "import os; from jaxsp.core import jobs, processes; processes.start(jobs.
 def test_a_process_that_never_starts_is_not_waited_for_for_ever():
     # of one job process 0 is missing, of another process 1
     waiting = {
-        (0, "lonely"): "process 0 of 3: waited 3 s for the other 2 to come to 127.0.0.1:{port}. All 3 have to be started",
-        (2, "lonely"): "process 2 of 3: waited 3 s for process 0 at 127.0.0.1:{port}",
-        (
-            1,
-            "headless",
-        ): "process 1 of 3: waited 3 s for process 0 at 127.0.0.1:{port} (it does not answer: Connection refused).",
+        (0, "lonely"): ["2", "3"],
+        (2, "lonely"): ["process 0"],
+        (1, "headless"): ["process 0", "Connection refused"],
     }
     ports = {name: free_port() for name in ("lonely", "headless")}
     started = {}
@@ -32,7 +31,9 @@ def test_a_process_that_never_starts_is_not_waited_for_for_ever():
     for (index, name), process in started.items():
         _, printed = process.communicate(timeout=60)
         assert process.returncode == 1, printed
-        assert waiting[index, name].format(port=ports[name]) in printed
+        begins = f"process {index} of 3: "
+        (_, ended) = (line for line in printed.splitlines() if line.startswith(begins))
+        assert_names(ended, "3 s", f"127.0.0.1:{ports[name]}", *waiting[index, name], start=begins)
         assert "stack trace" not in printed, "before JAX ends it in its own words"
 
 

@@ -10,6 +10,7 @@ from transformers.utils import chat_template_utils
 from jaxsp.core import batch, config, errors
 from jaxsp.data import chat, encoding, turns, wording
 from tests.data import chats
+from tests.messages import assert_names
 
 SHOWN = {
     "chatml": (
@@ -169,7 +170,7 @@ def test_what_a_tokenizer_does_around_tokens_moves_no_label():
 
 def test_a_token_across_the_border_is_refused(tokenizer):
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
-    with pytest.raises(wording.Refused, match=r"one token holds the end of '.*assistant\\n' and the beginning of '\\nan ans"):
+    with pytest.raises(wording.Refused, match=r"token.*assistant\\n'.*'\\nan ans"):
         encode(record, tokenizer)
     assert encode(record, tokenizer, train_on="all")[1] is None
     theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
@@ -187,85 +188,133 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
 
 
 @pytest.mark.parametrize(
-    ("record", "template", "reason"),
+    ("record", "template", "parts"),
     [
-        ({"messages": []}, chats.CHATML, "messages is empty"),
-        ({"messages": "hi"}, chats.CHATML, "no list of messages"),
-        ({"messages": [{"content": "x"}]}, chats.CHATML, "no list of messages, each with a role"),
-        ({"messages": TALK[:1]}, chats.CHATML, "has no turn of the role assistant"),
-        ({"messages": TALK, "tools": TOOLS}, chats.CHATML, "ignores tools"),
+        ({"messages": []}, chats.CHATML, ["messages", "empty"]),
+        ({"messages": "hi"}, chats.CHATML, ["messages", "list"]),
+        ({"messages": [{"content": "x"}]}, chats.CHATML, ["messages", "list", "role"]),
+        ({"messages": TALK[:1]}, chats.CHATML, ["assistant", "user", "data.train_on=all"]),
+        ({"messages": TALK, "tools": TOOLS}, chats.CHATML, ["tools", "template"]),
         (
             {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": True}},
             chats.CHATML,
-            "kwargs cannot set add_gen",
+            ["chat_template_kwargs", "add_generation_prompt"],
         ),
         (
             {"messages": [{"role": "critic", "content": "x"}, *TALK]},
             chats.INST,
-            "refuses it: Only user, system, tool and assist",
+            ["Only user, system, tool and assistant roles are supported"],
         ),
-        ({"messages": TALK[:1] + TALK}, chats.TURNS, "refuses it: Conversation roles must alternate"),
-        ({"messages": TALK}, "{{ messages[0].content }}", r"drops what message 2 \(assistant\) says"),
-        ({"messages": TALK}, "{{ messages[1].content }}", r"drops what message 1 \(user\) says"),
+        ({"messages": TALK[:1] + TALK}, chats.TURNS, ["Conversation roles must alternate"]),
+        ({"messages": TALK}, "{{ messages[0].content }}", ["drops", "message 2", "assistant"]),
+        ({"messages": TALK}, "{{ messages[1].content }}", ["drops", "message 1", "user"]),
         (
             {"messages": [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]},
             chats.CHATML.replace("tool_calls", "calls"),
-            "drops what message 2",
+            ["drops", "message 2"],
         ),
-        ({"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]}, chats.CHATML, "drops the thinking"),
+        (
+            {"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]},
+            chats.CHATML,
+            ["thinking"],
+        ),
         (
             {"messages": TALK},
             PLAIN,
-            r"no end mark behind message 2 \(assistant\).*train_on=all.*trl/tree/main/trl/chat_templates",
+            [
+                "end",
+                "message 2",
+                "assistant",
+                "data.train_on=all",
+                "trl/tree/main/trl/chat_templates",
+            ],
         ),
-        ({"prompt": TALK[:1], "completion": TALK[1:]}, PLAIN, r"no end mark behind message 2 \(assistant\)"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, PLAIN, ["end", "message 2", "assistant"]),
         # a header that the prompt does not write, or half of it
         *(
-            ({"messages": messages}, template, "prompt ends before the words of message 2")
+            ({"messages": messages}, template, ["prompt", "header", "message 2"])
             for template in (UNPROMPTED, HALF_PROMPTED)
-            for messages in (TALK, TALK + TALK, CALLED, [TALK[0], {"role": "assistant", "content": ""}])
+            for messages in (
+                TALK,
+                TALK + TALK,
+                CALLED,
+                [TALK[0], {"role": "assistant", "content": ""}],
+            )
         ),
         *(
-            ({"prompt": TALK[:1], "completion": completion}, template, "prompt ends before the words of message 2")
+            (
+                {"prompt": TALK[:1], "completion": completion},
+                template,
+                ["prompt", "header", "message 2"],
+            )
             for template in (UNPROMPTED, HALF_PROMPTED)
             for completion in (TALK[1:], CALLED[1:])
         ),
         # arguments left out
-        ({"messages": CALLED}, chats.CHATML.replace("call.function |", "call.function.name |"), "drops what message 2"),
-        ({"messages": CALLED}, chats.MARKED.replace("call.function |", "{'arguments': 1} |"), "drops what message 2"),
-        ({"messages": TALK, "chat_template_kwargs": {"strftime_now": "x"}}, chats.CHATML, "kwargs cannot set strftime_now"),
-        ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, "it writes the date of today .* Write a date into it"),
+        (
+            {"messages": CALLED},
+            chats.CHATML.replace("call.function |", "call.function.name |"),
+            ["drops", "message 2"],
+        ),
+        (
+            {"messages": CALLED},
+            chats.MARKED.replace("call.function |", "{'arguments': 1} |"),
+            ["drops", "message 2"],
+        ),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"strftime_now": "x"}},
+            chats.CHATML,
+            ["chat_template_kwargs", "strftime_now"],
+        ),
+        ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, ["date", "strftime_now"]),
         (
             {"messages": CALLED},
             chats.CHATML.replace("call.function | tojson", "'' + call.function.name + call.function.arguments"),
-            "arguments of tool calls for strings, write them in it with | tojson",
+            ["arguments", "| tojson"],
         ),
-        ({"messages": TALK + TALK}, "{{ messages | length }}" + chats.CHATML, "cannot be told apart"),
+        (
+            {"messages": TALK + TALK},
+            "{{ messages | length }}" + chats.CHATML,
+            ["turns", "{% generation %}"],
+        ),
         # different with the turns that are put between, in as many characters, and different at its end
         (
             {"messages": TALK + TALK},
             "{{ 'A' if messages | length in (1, 10) else 'B' }}" + chats.CHATML,
-            "cannot be told apart",
+            ["turns", "{% generation %}"],
         ),
-        ({"messages": TALK + TALK}, chats.CHATML.replace(PROMPT, "{{ messages | length }}" + PROMPT), "cannot be told apart"),
+        (
+            {"messages": TALK + TALK},
+            chats.CHATML.replace(PROMPT, "{{ messages | length }}" + PROMPT),
+            ["turns", "{% generation %}"],
+        ),
         (
             {"messages": TALK},
             "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.content }}{% endfor %}",
-            "marks leave out what the assistant says",
+            ["{% generation %}", "leave out", "assistant"],
         ),
-        ({"prompt": TALK[:1], "completion": "x"}, chats.CHATML, "both have to be the same"),
-        ({"prompt": TALK[:1], "completion": []}, chats.CHATML, "completion is empty"),
-        ({"prompt": TALK[:1], "completion": TALK[1:]}, "{{ messages | length }}" + chats.CHATML, "the prompt differently"),
+        (
+            {"prompt": TALK[:1], "completion": "x"},
+            chats.CHATML,
+            ["prompt", "completion", "text", "messages"],
+        ),
+        ({"prompt": TALK[:1], "completion": []}, chats.CHATML, ["completion", "empty"]),
+        (
+            {"prompt": TALK[:1], "completion": TALK[1:]},
+            "{{ messages | length }}" + chats.CHATML,
+            ["prompt", "completion", "data.train_on=all"],
+        ),
     ],
 )
-def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, reason):
-    with pytest.raises(wording.Refused, match=reason):
+def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, parts):
+    with pytest.raises(wording.Refused) as raised:
         encode(record, tokenizer, template)
+    assert_names(raised.value, *parts)
 
 
 def test_a_part_without_the_turns_words_is_refused():
     whole = "ask another answ<|im_end|>\n"
-    with pytest.raises(wording.Refused, match=r"what message 2 \(assistant\) says is not where"):
+    with pytest.raises(wording.Refused, match=r"message 2 \(assistant\)"):
         turns.check(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), way_out="")
 
 
@@ -287,28 +336,40 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
 
 
 @pytest.mark.parametrize(
-    ("template", "reason"),
+    ("template", "parts"),
     [
         (
             "{% macro say(m) %}A: " + GENERATION + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
-            "a {% macro %}",
+            ["{% generation %}", "{% macro %}"],
         ),
         (
             "{% macro wrap() %}{{ caller() }}{% endmacro %}{% for m in messages %}{% call wrap() %}"
             + GENERATION
             + "{% endcall %}{% endfor %}",
-            "a {% call %}",
+            ["{% generation %}", "{% call %}"],
         ),
-        ("{% for m in messages %}{% filter trim %}" + GENERATION + "{% endfilter %}{% endfor %}", "a {% filter %}"),
-        ("{% for m in messages %}{% set x %}" + GENERATION + "{% endset %}{{ x }}{% endfor %}", "a {% set %}"),
-        ("{% for m in messages recursive %}" + GENERATION + "{% endfor %}", "a {% recursive for %}"),
-        ("{% for m in messages %}{% generation %}" + GENERATION + "{% endgeneration %}{% endfor %}", "a {% generation %}"),
+        (
+            "{% for m in messages %}{% filter trim %}" + GENERATION + "{% endfilter %}{% endfor %}",
+            ["{% generation %}", "{% filter %}"],
+        ),
+        (
+            "{% for m in messages %}{% set x %}" + GENERATION + "{% endset %}{{ x }}{% endfor %}",
+            ["{% generation %}", "{% set %}"],
+        ),
+        (
+            "{% for m in messages recursive %}" + GENERATION + "{% endfor %}",
+            ["{% generation %}", "{% recursive for %}"],
+        ),
+        (
+            "{% for m in messages %}{% generation %}" + GENERATION + "{% endgeneration %}{% endfor %}",
+            ["inside", "{% generation %}"],
+        ),
         # two letters of an earlier turn
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}"
             + GENERATION
             + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}{% endif %}{% endfor %}",
-            r"but a part of what message 2 \(assistant\) says",
+            ["{% generation %}", "part", "message 2", "assistant"],
         ),
         # its call but not its words
         (
@@ -316,23 +377,33 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
             "{% endgeneration %}{% elif m.role == 'assistant' %}"
             + GENERATION
             + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
-            r"but a part of what message 4 \(assistant\) says",
+            ["{% generation %}", "part", "message 4", "assistant"],
         ),
         # all but what a longer answer has
         (
             "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}{% endgeneration %}"
             "{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
-            r"but a part of what message 4 \(assistant\) says",
+            ["{% generation %}", "part", "message 4", "assistant"],
         ),
-        ("{% for m in messages %}" + GENERATION + "{% endfor %}", r"marks hold what message 1 \(user\) says"),
+        (
+            "{% for m in messages %}" + GENERATION + "{% endfor %}",
+            ["{% generation %}", "message 1", "user"],
+        ),
         (
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
-            r"hold what message 1 \(user\)",
+            ["{% generation %}", "message 1", "user"],
         ),
-        ("{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}", "drops what message 2"),
+        (
+            "{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
+            ["drops", "message 2"],
+        ),
     ],
 )
-def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(tokenizer, template, reason):
+def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
+    tokenizer,
+    template,
+    parts,
+):
     talk = [
         *TALK,
         TALK[0],
@@ -342,8 +413,9 @@ def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(token
     ]
     if "tool_calls" not in template:
         talk = [*TALK, TALK[0], talk[-1]]
-    with pytest.raises(wording.Refused, match=reason):
+    with pytest.raises(wording.Refused) as raised:
         encode({"messages": talk}, tokenizer, template)
+    assert_names(raised.value, *parts)
 
 
 def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
@@ -405,7 +477,7 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
         "{{ 'assistant:E' if add_generation_prompt }}"
     )
     said = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
-    with pytest.raises(wording.Refused, match=r"one token holds the end of .*:E' and the beginning of '\u0301x</s>'"):
+    with pytest.raises(wording.Refused, match=r"token.*:E'.*'\u0301x</s>'"):
         encode({"messages": said}, tokenizer, template)
     found = learned(*encode({"messages": TALK}, tokenizer, template))
     assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
@@ -445,7 +517,7 @@ def test_a_tokenizer_without_offsets_learns_all_or_nothing():
     from transformers import ByT5Tokenizer
 
     slow = ByT5Tokenizer()
-    with pytest.raises(wording.Refused, match="ByT5Tokenizer does not say where its tokens stand"):
+    with pytest.raises(wording.Refused, match=r"ByT5Tokenizer.*data\.train_on=all"):
         encode({"messages": TALK}, slow)
     tokens, labels = encode({"messages": TALK}, slow, train_on="all")
     assert (slow.decode(tokens).count("answer"), labels) == (1, None)
@@ -460,11 +532,17 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
     assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
-    with pytest.raises(errors.UserError, match=r"data\.chat_template = b\.jinja: no such file below .*data|\{\{ or \{%"):
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null",
+    ):
         given("b.jinja")
-    with pytest.raises(errors.UserError, match=r"is no Jinja template: line 2: unexpected '\}'"):
+    with pytest.raises(errors.UserError, match=r"Jinja.*line 2: unexpected '\}'"):
         given("{{ x }}\n{{ y }")
-    with pytest.raises(errors.UserError, match="null: the tokenizer has no chat template of its own"):
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja",
+    ):
         given(None)
     own = chats.tokenizer()
     own.chat_template = chats.CHATML
@@ -477,7 +555,7 @@ def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     talk = [TALK[0], {"role": "assistant", "content": "", "function_call": call}, *TALK]
     for template in (chats.CHATML, chats.MARKED):
-        with pytest.raises(wording.Refused, match=r"drops what message 2 .* as tool_calls"):
+        with pytest.raises(wording.Refused, match=r"message 2 .*tool_calls"):
             encode({"messages": talk}, tokenizer, template)
         if template == chats.CHATML:
             template = template.replace("(message.content or '')", "message.content + (message.function_call | string)")
@@ -512,11 +590,27 @@ def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, ma
 def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
     silent = {**TALK[1], "weight": 0}
     across = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
-    for record, template, train_on, reason in (
-        ({"messages": [TALK[0], silent]}, chats.CHATML, "assistant", "every turn of the role assistant has weight 0"),
-        ({"messages": [*TALK, silent]}, chats.CHATML, "all", "message 3 has weight 0 .*train_on=assistant"),
-        ({"prompt": TALK[:1], "completion": [silent]}, chats.CHATML, "assistant", "use format: messages"),
-        ({"messages": [TALK[1], silent]}, across, "assistant", "marks do not tell apart turns with loss"),
+    for record, template, train_on, parts in (
+        (
+            {"messages": [TALK[0], silent]},
+            chats.CHATML,
+            "assistant",
+            ["every turn", "assistant", "weight 0"],
+        ),
+        (
+            {"messages": [*TALK, silent]},
+            chats.CHATML,
+            "all",
+            ["message 3", "weight 0", "data.train_on=assistant"],
+        ),
+        (
+            {"prompt": TALK[:1], "completion": [silent]},
+            chats.CHATML,
+            "assistant",
+            ["weight 0", "format: messages"],
+        ),
+        ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
     ):
-        with pytest.raises(wording.Refused, match=reason):
+        with pytest.raises(wording.Refused) as raised:
             encode(record, tokenizer, template, train_on)
+        assert_names(raised.value, *parts)

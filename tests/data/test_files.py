@@ -14,6 +14,7 @@ from pyarrow import parquet
 
 from jaxsp.core import errors
 from jaxsp.data import files, tables
+from tests.messages import assert_names
 
 TEXT = tables.Columns(required=("text",), optional=("note",))
 
@@ -132,9 +133,7 @@ def test_half_a_file_is_an_error(tmp_path, name, cut):
     inner = {"a.txt.gz": "a.jsonl", "a.json.zst": "array.json"}.get(name, name.removesuffix(".gz").removesuffix(".zst"))
     content = compressed(CONTENT[inner], codec)
     (tmp_path / name).write_bytes(content[: -int(cut if cut >= 1 else cut * len(content))])
-    with pytest.raises(
-        errors.UserError, match=rf"^{name}: is broken (after|before).*nobody can say how many records are missing\.$"
-    ):
+    with pytest.raises(errors.UserError, match=rf"^{name}: .*broken"):
         read(name)
 
 
@@ -142,66 +141,102 @@ def test_a_stream_cut_between_two_batches_is_an_error(tmp_path):
     whole = CONTENT["stream.arrow"]
     ends = [whole.index(b"\xff\xff\xff\xff", start + 1) for start in [whole.index(b"\xff\xff\xff\xff", 5)]]
     (tmp_path / "a.arrow").write_bytes(whole[: ends[0]])
-    with pytest.raises(errors.UserError, match=r"a.arrow: is broken after row 70 \(the stream has no end\)"):
+    with pytest.raises(errors.UserError, match=r"^a\.arrow: .*broken.*row 70.*stream"):
         read("a.arrow")
 
 
 BROKEN = [
-    ("a.json", '[{"text": "x"}, {"text": "y"}', "after record 2 (the array has no end)"),
-    ("a.json", '[{"text": "x"},', "after record 1 (the array has no end)"),
-    ("a.json", '[{"text": "x"}, {"text": "y', "after record 1 (Unterminated string"),
-    ("a.json", '[{"text": "x"}, {"text": "y"},]', "after record 2 (Expecting value"),
-    ("a.json", '[{"text": "x"} {"text": "y"}]', "after record 1 (expecting , or ], and there is {)"),
-    ("a.json", '[{"text": "x"}] {"text": "y"}', "after record 1 (expecting nothing, and there is {)"),
-    ("a.json", '[{"text": "x"}, {"text": oops}, {"text": "y"}]', "after record 1 (Expecting value"),
-    ("a.json", "[" * 100_000, "before the end of its first record (maximum recursion"),
-    ("a.csv", 'text,note\nx,1\n"y,2\nz,3\n', "after line 2 (unexpected end of data)"),
-    ("a.csv", 'text,note\nx,1\n"y" z,2\n', "after line 2 (',' expected after '\"')"),
-    ("a.jsonl.gz", '{"text": "x"}', "before the end of its first record (zlib inflate failed: incorrect header check)"),
-    ("a.jsonl.zst", '{"text": "x"}', "before the end of its first record (ZSTD decompress failed: Unknown frame descriptor)"),
-    ("a.parquet", "PAR1 nonsense", "before the end of its first record ("),
-    ("a.arrow", "nonsense", "before the end of its first record ("),
-    ("a.arrow", "", "before the end of its first record ("),
+    ("a.json", '[{"text": "x"}, {"text": "y"}', ["record 2", "array", "end"]),
+    ("a.json", '[{"text": "x"},', ["record 1", "array", "end"]),
+    ("a.json", '[{"text": "x"}, {"text": "y', ["record 1", "Unterminated string"]),
+    ("a.json", '[{"text": "x"}, {"text": "y"},]', ["record 2", "Expecting value"]),
+    ("a.json", '[{"text": "x"} {"text": "y"}]', ["record 1", ", or ]", "{"]),
+    ("a.json", '[{"text": "x"}] {"text": "y"}', ["record 1", "nothing", "{"]),
+    ("a.json", '[{"text": "x"}, {"text": oops}, {"text": "y"}]', ["record 1", "Expecting value"]),
+    ("a.json", "[" * 100_000, ["first record", "maximum recursion"]),
+    ("a.csv", 'text,note\nx,1\n"y,2\nz,3\n', ["line 2", "unexpected end of data"]),
+    ("a.csv", 'text,note\nx,1\n"y" z,2\n', ["line 2", "',' expected after '\"'"]),
+    ("a.jsonl.gz", '{"text": "x"}', ["first record", "incorrect header check"]),
+    ("a.jsonl.zst", '{"text": "x"}', ["first record", "Unknown frame descriptor"]),
+    ("a.parquet", "PAR1 nonsense", ["first record"]),
+    ("a.arrow", "nonsense", ["first record"]),
+    ("a.arrow", "", ["first record"]),
 ]
 
 
 @pytest.mark.parametrize("size", [5, 2**20])
-@pytest.mark.parametrize(("name", "content", "says"), BROKEN)
-def test_where_a_file_breaks_is_said_and_nothing_is_guessed(tmp_path, monkeypatch, name, content, says, size):
+@pytest.mark.parametrize(("name", "content", "parts"), BROKEN)
+def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
+    tmp_path,
+    monkeypatch,
+    name,
+    content,
+    parts,
+    size,
+):
     monkeypatch.setattr(files, "_CHUNK", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(errors.UserError) as caught:
         read(name)
     (problem,) = caught.value.problems
-    assert problem.startswith(f"{name}: is broken {says}")
+    assert_names(problem, "broken", *parts, start=f"{name}: ")
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("name", "content", "parts"),
     [
-        ("a.csv", "", "a.csv: its first line is empty. It has to name the columns."),
-        ("a.csv", "text,text\nx,y", "a.csv: its first line names a column twice."),
-        ("a.jsonl.gz", "", "a.jsonl.gz: is empty, not even compressed."),
-        ("a.txt", "version https://git-lfs.github.com/spec/v1\noid sha256:0", "a.txt: is a pointer of git-lfs, not the file"),
+        ("a.csv", "", ["first line", "empty"]),
+        ("a.csv", "text,text\nx,y", ["first line", "twice"]),
+        ("a.jsonl.gz", "", ["empty", "compressed"]),
+        (
+            "a.txt",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            ["git-lfs", "git lfs pull"],
+        ),
     ],
 )
-def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, says):
+def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, parts):
     (tmp_path / name).write_text(content)
     with pytest.raises(errors.UserError) as caught:
         read(name)
-    assert str(caught.value).startswith(says)
+    assert_names(caught.value, *parts, start=f"{name}: ")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "count", "bad"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n{"text": "y"}', 3, {"a.jsonl, line 2": "is not UTF-8 text ("}),
-        ("a.json", b'[{"text": "x"}, {"text": "\xff"}, 1234, 5]', 4, {"a.json, record 2": "is not UTF-8 text"}),
-        ("b.json", b'[{"text": "x"}, {"text": "a", "text": "b"}, {"text": ""}]', 3, {"b.json, record 2": "has text twice"}),
-        ("a.txt", b"\xff\xfex\0", 1, {"a.txt": "is not UTF-8 text ("}),
-        ("a.csv", b"text,note\nx,\xff\ny,2\n", 2, {"a.csv, line 2": "is not UTF-8 text"}),
-        ("b.csv", b"text,note\nx\ny,2\nz,3,4\n", 3, dict.fromkeys(["b.csv, line 2", "b.csv, line 4"], "has ")),
-        ("c.jsonl", b"[" * 100_000 + b'\n{"text": "x"}', 2, {"c.jsonl, line 1": "is not JSON (maximum recursion"}),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff"}\n{"text": "y"}',
+            3,
+            {"a.jsonl, line 2": ["UTF-8"]},
+        ),
+        (
+            "a.json",
+            b'[{"text": "x"}, {"text": "\xff"}, 1234, 5]',
+            4,
+            {"a.json, record 2": ["UTF-8"]},
+        ),
+        (
+            "b.json",
+            b'[{"text": "x"}, {"text": "a", "text": "b"}, {"text": ""}]',
+            3,
+            {"b.json, record 2": ["text", "twice"]},
+        ),
+        ("a.txt", b"\xff\xfex\0", 1, {"a.txt": ["UTF-8"]}),
+        ("a.csv", b"text,note\nx,\xff\ny,2\n", 2, {"a.csv, line 2": ["UTF-8"]}),
+        (
+            "b.csv",
+            b"text,note\nx\ny,2\nz,3,4\n",
+            3,
+            {"b.csv, line 2": ["1", "2"], "b.csv, line 4": ["3", "2"]},
+        ),
+        (
+            "c.jsonl",
+            b"[" * 100_000 + b'\n{"text": "x"}',
+            2,
+            {"c.jsonl, line 1": ["JSON", "maximum recursion"]},
+        ),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2**20])
@@ -212,7 +247,8 @@ def test_a_record_that_cannot_be_read_is_one_all_the_same(tmp_path, monkeypatch,
     assert len(found) == count
     problems = {place: problem for place, _, problem in found if problem}
     assert list(problems) == list(bad)
-    assert all(problems[place].startswith(words) for place, words in bad.items())
+    for place, parts in bad.items():
+        assert_names(problems[place], *parts)
 
 
 def test_bytes_that_a_table_calls_text_are_one_bad_row(tmp_path):
@@ -280,9 +316,9 @@ def test_streams_that_follow_each_other_in_a_file_are_all_read(tmp_path):
     (tmp_path / "a.arrow").write_bytes(one + two)
     found = [(place.rpartition(" ")[2], record) for place, record, _ in read("a.arrow")]
     assert found == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
-    for rest, says in ((stream(pa.table({"x": [1]})), "other columns"), (two[:-4], "")):
+    for rest, noun in ((stream(pa.table({"x": [1]})), "columns"), (two[:-4], "")):
         (tmp_path / "a.arrow").write_bytes(one + rest)
-        with pytest.raises(errors.UserError, match=rf"a.arrow: is broken after row [23] \(.*{says}"):
+        with pytest.raises(errors.UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):
             read("a.arrow")
 
 
@@ -294,7 +330,7 @@ def test_a_table_with_a_wanted_column_twice_is_refused(tmp_path, name):
     else:
         with pa.ipc.new_file(str(tmp_path / name), table.schema) as writer:
             writer.write_table(table)
-    with pytest.raises(errors.UserError, match=f"{name}: has the column text twice"):
+    with pytest.raises(errors.UserError, match=rf"^{name}: .*text.*twice"):
         read(name)
     parquet.write_table(table.select([0, 2, 3]), tmp_path / "b.parquet")
     assert [record for _, record, _ in read("b.parquet")] == [{"text": "a"}]
@@ -306,7 +342,7 @@ def test_a_name_that_occurs_twice_among_many_is_found_at_once(tmp_path):
     (tmp_path / "a.jsonl").write_text("{" + ", ".join(f'"{name}": 0' for name in names) + "}")
     started = time.perf_counter()
     ((_, _, problem),) = read("a.jsonl")
-    assert problem == "has 7 twice"
+    assert_names(problem, "7", "twice")
     assert time.perf_counter() - started < 2
 
 

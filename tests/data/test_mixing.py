@@ -134,5 +134,5 @@ def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
     assert (found.consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
     assert sum(stream_of(7, 5, 3).num_rows(10**12)) == 10**12
     for fields in ({"begin": [0], "rows_per_step": [4], "shares": [1.0], "num_steps": 10**20}, {"num_steps": 10**9}):
-        with pytest.raises(errors.UserError, match=r"run.steps: makes 1[0,]* steps; there can be at most"):
+        with pytest.raises(errors.UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
             schedule(**fields)

@@ -103,12 +103,15 @@ def test_tokens_are_not_copied(tmp_path):
 
 def test_nothing_to_learn_is_an_error():
     for documents, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
-        with pytest.raises(errors.UserError, match=r"data\.train: no token has a label"):
+        with pytest.raises(errors.UserError, match=r"^data\.train: .*label.*-100"):
             rows.Documents([dataset(documents, labels)])
 
 
 def test_a_document_without_positions_is_an_error(monkeypatch):
     monkeypatch.setattr(batch, "MAX_POSITION", 4)
     assert len(rows.Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
-    with pytest.raises(errors.UserError, match="has 5 tokens"):
+    with pytest.raises(
+        errors.UserError,
+        match=r"^data\.train: .*\b5 tokens.*\b4\b.*data\.long_documents",
+    ):
         rows.Documents([dataset([[1, 2, 3, 4, 5]])])

@@ -107,7 +107,8 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
     how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": chats.TURNS}
     write(tmp_path / "b.jsonl", good, refused, good)
     with pytest.raises(
-        errors.UserError, match=r"b\.jsonl, line 2: the chat template refuses it: Conversation roles must alter"
+        errors.UserError,
+        match=r"b\.jsonl, line 2: .*Conversation roles must alternate",
     ):
         tokenize("b.jsonl", **how)
     for _ in range(2):  # from the cache too
@@ -240,17 +241,20 @@ def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 300]})
-    with pytest.raises(errors.UserError, match=r"data\.train\.0\.source = a\.jsonl.*line 3: tokens hold the id 300.*0 to 255"):
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.train\.0\.source = a\.jsonl: .*line 3: .*tokens.* 300\b.*vocab_size.* 255\b",
+    ):
         tokenize("a.jsonl", format="tokens", vocab_size=256)
     assert len(tokenize("a.jsonl", format="tokens", vocab_size=301).dataset) == 3
     write(tmp_path / "b.jsonl", {"input_ids": [1, -100], "labels": [1, -100]})
-    with pytest.raises(errors.UserError, match="line 1: tokens hold the id -100"):
+    with pytest.raises(errors.UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
         tokenize("b.jsonl", format="tokens", vocab_size=256)
     write(tmp_path / "c.jsonl", {"input_ids": [1], "labels": [-100]}, {"input_ids": [1, 2], "labels": [-100, -1]})
-    with pytest.raises(errors.UserError, match="line 2: labels hold the id -1"):
+    with pytest.raises(errors.UserError, match=r"c\.jsonl, line 2: .*labels.* -1\b"):
         tokenize("c.jsonl", format="tokens", vocab_size=256)
     (tmp_path / "d.txt").write_text("x")
-    with pytest.raises(errors.UserError, match=r"d\.txt: tokens hold the id 256.*vocab_size is 256"):
+    with pytest.raises(errors.UserError, match=r"d\.txt: .*tokens.* 256\b.*vocab_size.* 256\b"):
         tokenize("d.txt", vocab_size=256)
 
 
@@ -265,7 +269,7 @@ def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
     assert (place, tokens.tolist(), labels.tolist()) == (made["place"], made["tokens"], made["labels"])
     assert np.any(labels != -100)
     strict = settings.model_copy(update={"on_bad_record": "error"})
-    with pytest.raises(errors.UserError, match=r"line 1: has no turn of the role assistant.*on_bad_record=skip"):
+    with pytest.raises(errors.UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
         text.first(records, data=strict, **how)
 
 

@@ -22,15 +22,15 @@ def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     assert len(tokenizers.load("bytes")) == 257
-    with pytest.raises(errors.UserError, match=r"model\.tokenizer = nowhere: cannot be loaded"):
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = nowhere: "):
         tokenizers.load("nowhere")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(errors.UserError, match="broken: cannot be loaded"):
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*broken: "):
         tokenizers.load(str(tmp_path / "broken"))
     empty = library.Tokenizer(library.models.BPE())
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path / "empty")
-    with pytest.raises(errors.UserError, match="empty vocabulary"):
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*empty: .*vocabulary"):
         tokenizers.load(str(tmp_path / "empty"))
 
 

@@ -28,11 +28,13 @@ STEPS = 16
 def settings(folder, run, *words):
     random = np.random.default_rng(0)
     records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    source = folder / "data.jsonl"
+    if not source.exists():  # a file that is written again is read again
+        source.write_text("\n".join(records), encoding="utf-8")
     fields = {
         "run": {"directory": str(run), "steps": STEPS, "save_every": 2},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "data": {"train": [{"source": str(source), "format": "tokens"}], "row_tokens": 64},
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},

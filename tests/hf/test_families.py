@@ -8,6 +8,7 @@ from jaxsp.core import errors
 from jaxsp.hf import families
 from jaxsp.model.config import Llama3Rope, ModelConfig
 from scripts.bench import memory
+from tests.messages import assert_names
 
 LLAMA: dict[str, Any] = {name: value for name, value in memory.MODEL.items() if name != "rope_theta"}
 
@@ -217,57 +218,75 @@ def test_the_callers_fields_stay_as_they_are():
 
 
 REFUSED = [
-    ({"hidden_act": "gelu"}, "hidden_act = gelu: is not implemented: the MLP is gated by silu here"),
-    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: is not implemented"),
+    ({"hidden_act": "gelu"}, "hidden_act = gelu: ", ["silu"]),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1: ", ["0"]),
     (
         {"sliding_window": 512},
-        "sliding_window = 512: is not implemented: this family's layers see whole documents. Write null, or leave it out.",
+        "sliding_window = 512: ",
+        ["null"],
     ),
     (
         {"use_sliding_window": True},
-        "use_sliding_window = true: is not implemented: this family's layers see whole documents. Use",
+        "use_sliding_window = true: ",
+        ["false"],
     ),
-    ({"pretraining_tp": 2}, "pretraining_tp = 2: is not implemented"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: is not implemented"),
-    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: is not implemented'),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ["),
-    ({"layer_types": ["chunked_attention"] * 32}, "layer_types = ["),
+    ({"pretraining_tp": 2}, "pretraining_tp = 2: ", ["1"]),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: ", ["1"]),
+    ({"quantization_config": {"bits": 4}}, 'quantization_config = {"bits": 4}: ', ["null"]),
+    (
+        {"architectures": ["LlamaForSequenceClassification"]},
+        "architectures = [",
+        ["LlamaForCausalLM"],
+    ),
+    (
+        {"layer_types": ["chunked_attention"] * 32},
+        "layer_types = [",
+        ["full_attention or sliding_attention"],
+    ),
     (
         {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-        'layer_types = ["sliding_attention"]: differs from the other fields, by which no layer has a window. Leave it out.',
+        'layer_types = ["sliding_attention"]: ',
+        ["window"],
     ),
-    ({"per_layer_config": {"0": {}}}, "per_layer_config = {"),
-    ({"hiden_size": 512}, "hiden_size = 512: is no field of llama that jaxsp knows. Did you mean hidden_size?"),
-    ({"logit_scale": 0.1}, "logit_scale = 0.1: is no field of llama that jaxsp knows."),
+    ({"per_layer_config": {"0": {}}}, "per_layer_config = {", ["null"]),
+    ({"hiden_size": 512}, "hiden_size = 512: ", ["llama", "hidden_size"]),
+    ({"logit_scale": 0.1}, "logit_scale = 0.1: ", ["field", "llama"]),
     (
         {"attention_biass": False},
-        "attention_biass = false: is no field of llama that jaxsp knows. Did you mean attention_bias?",
+        "attention_biass = false: ",
+        ["llama", "attention_bias"],
     ),
-    ({"vocab_size": "many"}, "vocab_size = many: must be a whole number from 1."),
-    ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be a whole number from 1."),
-    ({"num_hidden_layers": True}, "num_hidden_layers = true: must be a whole number from 1."),
-    ({"head_dim": 64.0}, "head_dim = 64.0: must be a whole number from 1."),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: must be a number above 0."),
-    ({"rms_norm_eps": 1}, ": transformers refuses it: TypeError: Field 'rms_norm_eps' expected float, got int (value: 1)"),
-    ({"initializer_range": 2.0}, "initializer_range = 2.0: must be a number from 0 to 1."),
-    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no: must be true or false."),
-    ({"eos_token_id": [1, "x"]}, 'eos_token_id = [1, "x"]: must be a token id, a list of them, or null.'),
+    ({"vocab_size": "many"}, "vocab_size = many: ", ["1"]),
+    ({"num_hidden_layers": 0}, "num_hidden_layers = 0: ", ["1"]),
+    ({"num_hidden_layers": True}, "num_hidden_layers = true: ", ["1"]),
+    ({"head_dim": 64.0}, "head_dim = 64.0: ", ["1"]),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: ", ["0"]),
+    ({"rms_norm_eps": 1}, ": ", ["transformers", "TypeError: Field 'rms_norm_eps' expected float"]),
+    ({"initializer_range": 2.0}, "initializer_range = 2.0: ", ["0", "1"]),
+    ({"tie_word_embeddings": "no"}, "tie_word_embeddings = no: ", ["true", "false"]),
+    ({"eos_token_id": [1, "x"]}, 'eos_token_id = [1, "x"]: ', ["token", "list", "null"]),
     (
         {"num_key_value_heads": 5},
-        "num_key_value_heads = 5: must divide num_attention_heads, which is 32. Use 1, 2, 4, 8, 16 or 32.",
+        "num_key_value_heads = 5: ",
+        ["num_attention_heads", "32", "1, 2, 4, 8, 16 or 32"],
     ),
-    ({"hidden_size": 4100}, "hidden_size = 4100: must be a multiple of num_attention_heads, which is 32."),
-    ({"hidden_size": 4100, "head_dim": 128}, ": transformers refuses it: ValueError: The hidden size (4100) is not a multiple"),
-    ({"head_dim": 127}, "head_dim = 127: must be even"),
-    ({"hidden_size": 32 * 127}, "head_dim = 127: must be even"),
+    ({"hidden_size": 4100}, "hidden_size = 4100: ", ["num_attention_heads", "32"]),
+    (
+        {"hidden_size": 4100, "head_dim": 128},
+        ": ",
+        ["transformers", "ValueError: The hidden size (4100)"],
+    ),
+    ({"head_dim": 127}, "head_dim = 127: ", ["64 or 128"]),
+    ({"hidden_size": 32 * 127}, "head_dim = 127: ", ["64 or 128"]),
     (
         {"model_type": "qwen2", "attention_bias": True},
-        "attention_bias = true: is no field of qwen2 that jaxsp knows. Leave it out.",
+        "attention_bias = true: ",
+        ["field", "qwen2"],
     ),
     (
         {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64},
-        "max_window_layers = 28: is not implemented: all layers are alike here, and layer 0 would see whole documents, "
-        "layer 28 their last 64 tokens. Use use_sliding_window=false, which is the same for documents of up to 64 tokens.",
+        "max_window_layers = 28: ",
+        ["layer 0", "layer 28", "64 tokens", "use_sliding_window=false"],
     ),
     (
         {
@@ -276,73 +295,116 @@ REFUSED = [
             "use_sliding_window": True,
             "layer_types": ["full_attention", "sliding_attention"],
         },
-        'layer_types = ["full_attention", "sliding_attention"]: is not implemented: all layers are alike here, and layer 0 '
-        "would see whole documents, layer 1 their last 4096 tokens. Use use_sliding_window=false and no layer_types, which is "
-        "the same for documents of up to 4096 tokens.",
+        'layer_types = ["full_attention", "sliding_attention"]: ',
+        ["layer 0", "layer 1", "4096 tokens", "use_sliding_window=false", "layer_types"],
     ),
-    ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "layer_types = ["),
-    ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3}, ": transformers refuses it: "),
-    ({"model_type": "qwen2", "use_sliding_window": "yes"}, "use_sliding_window = yes: must be true or false."),
-    ({"model_type": "qwen3", "head_dim": None}, "head_dim: missing."),
-    ({"model_type": "gemma2"}, "model_type = gemma2: is not implemented. jaxsp has llama, mistral, qwen2 or qwen3."),
-    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0: must be a whole number from 1, or null."),
-    ({"model_type": "mistral", "sliding_window": 4.5}, "sliding_window = 4.5: must be a whole number from 1, or null."),
+    (
+        {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32},
+        "layer_types = [",
+        ["window"],
+    ),
+    (
+        {"model_type": "qwen2", "layer_types": ["full_attention"] * 3},
+        ": ",
+        ["transformers", "ValueError"],
+    ),
+    (
+        {"model_type": "qwen2", "use_sliding_window": "yes"},
+        "use_sliding_window = yes: ",
+        ["true", "false"],
+    ),
+    (
+        {"model_type": "qwen3", "head_dim": None},
+        "head_dim: ",
+        ["missing", "model.config.head_dim=128"],
+    ),
+    ({"model_type": "gemma2"}, "model_type = gemma2: ", ["llama, mistral, qwen2 or qwen3"]),
+    ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0: ", ["1", "null"]),
+    ({"model_type": "mistral", "sliding_window": 4.5}, "sliding_window = 4.5: ", ["1", "null"]),
     (
         {"model_type": "mistral", "use_sliding_window": False},
-        "use_sliding_window = false: is no field of mistral that jaxsp knows.",
+        "use_sliding_window = false: ",
+        ["field", "mistral"],
     ),
     (
         {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
-        'layer_types = ["full_attention"]: differs from the other fields, by which every layer has a window of 4096. Leave',
+        'layer_types = ["full_attention"]: ',
+        ["window", "4096"],
     ),
-    ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map = {"),
+    ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map = {", ["null"]),
     (
         {"model_type": "lama"},
-        "model_type = lama: is not implemented. jaxsp has llama, mistral, qwen2 or qwen3. Did you mean llama?",
+        "model_type = lama: ",
+        ["llama, mistral, qwen2 or qwen3", "mean llama"],
     ),
-    ({"model_type": ["llama"]}, 'model_type = ["llama"]: is not implemented.'),
-    ({"model_type": None}, "model_type: missing. jaxsp has llama, mistral, qwen2 or qwen3."),
+    ({"model_type": ["llama"]}, 'model_type = ["llama"]: ', ["llama, mistral, qwen2 or qwen3"]),
+    ({"model_type": None}, "model_type: ", ["missing", "llama, mistral, qwen2 or qwen3"]),
     *(
-        ({form: {"rope_type": kind, "factor": 2.0}}, f"{form}.rope_type = {kind}: is not implemented. Use default or llama3.")
+        (
+            {form: {"rope_type": kind, "factor": 2.0}},
+            f"{form}.rope_type = {kind}: ",
+            ["default or llama3"],
+        )
         for form in ("rope_parameters", "rope_scaling")
         for kind in ("linear", "dynamic", "yarn", "longrope", "mrope", "unheard of")
     ),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.rope_type = linear: is not implemented."),
-    ({"rope_scaling": {"type": "linear", "rope_type": "default"}}, "rope_scaling.rope_type = default or linear: is not"),
-    ({"rope_scaling": "linear"}, "rope_scaling = linear: must be a group of fields, or null."),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling.rope_type = linear: ",
+        ["default or llama3"],
+    ),
+    (
+        {"rope_scaling": {"type": "linear", "rope_type": "default"}},
+        "rope_scaling.rope_type = default or linear: ",
+        ["default or llama3"],
+    ),
+    ({"rope_scaling": "linear"}, "rope_scaling = linear: ", ["fields", "null"]),
     (
         {"rope_parameters": {"rope_theta": 1e4, "factor": 2.0}},
-        "rope_parameters.factor = 2.0: is not implemented for rope_type default.",
+        "rope_parameters.factor = 2.0: ",
+        ["rope_type", "default"],
     ),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention = {"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters.partial_rotary_factor = 0.5: is not implemented"),
-    ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters.rope_theta = big: must be a number above 0."),
-    ({"rope_theta": -1.0}, "rope_theta = -1.0: must be a number above 0."),
+    (
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+        "rope_parameters.full_attention = {",
+        ["rope_type", "default"],
+    ),
+    (
+        {"rope_parameters": {"partial_rotary_factor": 0.5}},
+        "rope_parameters.partial_rotary_factor = 0.5: ",
+        ["rope_type", "default"],
+    ),
+    ({"rope_parameters": {"rope_theta": "big"}}, "rope_parameters.rope_theta = big: ", ["0"]),
+    ({"rope_theta": -1.0}, "rope_theta = -1.0: ", ["0"]),
     (
         {"rope_theta": 2.0, "rope_parameters": {"rope_theta": 1.0}},
-        "rope_theta = 2.0: model.config.rope_parameters.rope_theta = 1.0 differs",
+        "rope_theta = 2.0: ",
+        ["model.config.rope_parameters.rope_theta = 1.0"],
     ),
     (
         {"rope_parameters": {"rope_theta": 1.0}, "rope_scaling": SCALING},
-        "rope_scaling: model.config.rope_parameters differs.",
+        "rope_scaling: ",
+        ["model.config.rope_parameters"],
     ),
-    ({"rope_scaling": {**SCALING, "factor": None}}, "rope_scaling.factor: missing."),
-    ({"rope_scaling": {**SCALING, "factor": "8"}}, "rope_scaling.factor = 8: must be a number above 0."),
+    ({"rope_scaling": {**SCALING, "factor": None}}, "rope_scaling.factor: ", ["missing"]),
+    ({"rope_scaling": {**SCALING, "factor": "8"}}, "rope_scaling.factor = 8: ", ["0"]),
     (
         {"rope_scaling": {**SCALING, "original_max_position_embeddings": 8192.5}},
-        "rope_scaling.original_max_position_embeddings = 8192.5: must be a whole number above 0.",
+        "rope_scaling.original_max_position_embeddings = 8192.5: ",
+        ["0"],
     ),
     (
         {"rope_scaling": {**SCALING, "low_freq_factor": 4.0}},
-        "rope_scaling.low_freq_factor = 4.0: must be below high_freq_factor",
+        "rope_scaling.low_freq_factor = 4.0: ",
+        ["high_freq_factor"],
     ),
 ]
 
 
-@pytest.mark.parametrize(("change", "says"), REFUSED)
-def test_what_is_not_implemented_is_refused_by_name(change, says):
+@pytest.mark.parametrize(("change", "start", "parts"), REFUSED)
+def test_what_is_not_implemented_is_refused_by_name(change, start, parts):
     (problem,) = problems(LLAMA | change)
-    assert problem.removeprefix("model.config").removeprefix(".").startswith(says)
+    assert_names(problem.removeprefix("model.config").removeprefix("."), *parts, start=start)
 
 
 @pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3])

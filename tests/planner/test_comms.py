@@ -7,6 +7,7 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner import comms
 from jaxsp.training import memory_fit, sharding
+from tests.messages import assert_names
 from tests.planner import programs
 
 FEW_BYTES = 1024
@@ -204,28 +205,32 @@ def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_e
     ]
     text = program(*lines, more=COUNTED.replace("GATHER", GATHER).replace(*change))
     if times is None:
-        with pytest.raises(ValueError, match="how often it runs is not known"):
+        with pytest.raises(ValueError, match=r"l .*loop"):
             comms.sent(text)
     else:
         assert [one.times for one in comms.sent(text)] == [times]
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "parts"),
     [
-        (["%x = f32[64]{0} ragged-all-to-all(%a)"], "ragged-all-to-all is not counted"),
-        (["%x = f32[64]{0} all-gather(%a), replica_groups=@groups"], "groups in a form that is not known"),
-        (["%x = f3[64]{0} all-gather(%a), replica_groups={}"], "f3"),
-        (["%x = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), replica_groups={}"], "does not end"),
-        (["%y = f32[64]{0} all-gather-done(%x)"], "does not begin"),
-        (["%x = f32[64]{0} collective-permute(%a), pairs={}"], "source_target_pairs"),
-        ([loop("gathers", "")], "how often it runs is not known"),
-        (["%x = f32[8]{0} conditional(%p, %a), branch_computations={%gathers, %less}"], "need not run"),
+        (["%x = f32[64]{0} ragged-all-to-all(%a)"], ["ragged-all-to-all", "x"]),
+        (["%x = f32[64]{0} all-gather(%a), replica_groups=@groups"], ["x", "groups", "@groups"]),
+        (["%x = f3[64]{0} all-gather(%a), replica_groups={}"], ["f3"]),
+        (["%x = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), replica_groups={}"], ["x", "end"]),
+        (["%y = f32[64]{0} all-gather-done(%x)"], ["y", "x", "begin"]),
+        (["%x = f32[64]{0} collective-permute(%a), pairs={}"], ["x", "source_target_pairs"]),
+        ([loop("gathers", "")], ["loop"]),
+        (
+            ["%x = f32[8]{0} conditional(%p, %a), branch_computations={%gathers, %less}"],
+            ["x", "conditional"],
+        ),
     ],
 )
-def test_what_cannot_be_understood_is_an_error(lines, says):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_understood_is_an_error(lines, parts):
+    with pytest.raises(ValueError, match=parts[0]) as caught:
         comms.sent(program(*lines, more=LESS + computation("gathers", GATHER)))
+    assert_names(caught.value, *parts)
 
 
 def test_a_text_without_a_program_is_an_error():
@@ -251,7 +256,7 @@ def test_groups_are_told_by_axes_and_others_are_an_error():
     assert comms.axes_of((0, 4), sizes) == ("data",)
     assert comms.axes_of((0, 1), sizes) == comms.axes_of((0, 2), sizes) == comms.axes_of((2, 0), sizes) == ("seq",)
     assert comms.axes_of(range(8), sizes) == ("data", "seq")
-    with pytest.raises(ValueError, match="no group along axes"):
+    with pytest.raises(ValueError, match=r"\(0, 1, 4\)"):
         comms.axes_of((0, 1, 4), sizes)
 
 

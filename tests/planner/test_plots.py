@@ -67,21 +67,22 @@ def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tm
     memory, times = drawn[0].axes
     assert [bar.get_width() for bar in times.patches] == [7.0, 5.0], "from the bottom up"
     assert [label.get_text() for label in memory.get_yticklabels()] == ["1 x 2 x 4  ring", "1 x 1 x 8  ulysses"]
-    assert {text.get_text() for text in times.texts} == {"7 s (does not fit)", "5 s"}
+    fits, does_not = sorted((text.get_text() for text in times.texts), key=len)
+    assert (fits, does_not[:4]) == ("5 s", "7 s ")
 
 
 def test_one_length_alone_is_no_picture(tmp_path):
-    with pytest.raises(ValueError, match="there is no line to draw"):
+    with pytest.raises(ValueError, match=r"^--plot = .*a\.png: .*lengths"):
         plots.lengths([grown(100_000)], tmp_path / "a.png", title="a title")
 
 
 def test_what_is_no_picture_is_said_before_anything_is_compiled():
     plots.check(pathlib.Path("a.pdf"))
-    with pytest.raises(ValueError, match="is no picture's name"):
+    with pytest.raises(ValueError, match=r"^--plot = a\.jpeg: .*\.png, \.svg or \.pdf"):
         plots.check(pathlib.Path("a.jpeg"))
 
 
 def test_without_matplotlib_it_is_said_before_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match="Use pip install matplotlib"):
+    with pytest.raises(ValueError, match=r"^--plot = a\.png: .*pip install matplotlib"):
         plots.check(pathlib.Path("a.png"))

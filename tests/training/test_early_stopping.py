@@ -19,6 +19,7 @@ def stops_at(losses, **how):
     """Index of the evaluation that ends the run; None: none."""
     early_stopping = make(**how)
     for step, loss in enumerate(losses):
+        early_stopping.expect()
         early_stopping.record(step, {"a": None if loss is None else float(loss), "b": -float(step)})
         if early_stopping.is_over():
             return step
@@ -48,12 +49,14 @@ def test_the_run_ends_after_as_many_evaluations_without_improvement(losses, how,
 def test_a_resumed_run_goes_on_counting():
     first = make(patience=3)
     for step, loss in enumerate([2.0, 1.0, 1.5]):
+        first.expect()
         first.record(step, {"a": loss})
     stored = json.loads(json.dumps(first.state))
     resumed = make(patience=3, before=stored)
     assert resumed.state == first.state
     for step, loss in [(3, 1.2), (4, 1.1)]:
         assert not resumed.is_over()
+        resumed.expect()
         resumed.record(step, {"a": loss})
     assert resumed.is_over()
     assert "the best was 1.0000 at step 1" in resumed.reason
@@ -64,6 +67,7 @@ def test_a_resumed_run_goes_on_counting():
 
 def test_losses_of_another_eval_set_are_not_compared():
     first = make()
+    first.expect()
     first.record(1, {"a": 1.0})
     assert make(before=first.state).state["best_loss"] == 1.0
     other = {"name": "a", "digest": "other tokens"}
@@ -71,3 +75,17 @@ def test_losses_of_another_eval_set_are_not_compared():
     renamed = make(before=first.state, loss_set=LOSS_SET | {"name": "b"})
     assert (renamed.state["data"], renamed.state["best_loss"]) == ("b", 1.0)
     assert make(before=first.state, patience=None).state is None
+
+
+def test_an_evaluation_that_no_schedule_asked_for_does_not_count():
+    first = make(patience=2)
+    for step, loss in enumerate([1.0, 2.0]):
+        first.expect()
+        first.record(step, {"a": loss})
+    for step in range(2, 9):  # of checkpoints that stops wrote
+        first.record(step, {"a": 2.0})
+    assert not first.is_over()
+    first.expect()
+    resumed = make(patience=2, before=first.state)  # a stop did not wait for one that was due
+    resumed.record(9, {"a": 2.0})
+    assert resumed.is_over()
