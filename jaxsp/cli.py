@@ -9,6 +9,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from jaxsp.core import config, errors, jobs, processes
 
@@ -21,6 +22,20 @@ _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote p
 computation ran, so it is printed with --verbose."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that answers `--lr 1e-5` with the field of the config."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the usage and the problem, and exits with 2."""
+        _, _, unknown = message.partition("unrecognized arguments: ")
+        options = [word.partition("=")[0] for word in unknown.split() if word.startswith("--")]
+        examples = dict.fromkeys(filter(None, map(config.example, options)))
+        if examples:
+            message += "\nFields of the config are written without dashes, for example "
+            message += " ".join(examples)
+        super().error(message)
+
+
 def parser(verb: str, about: str, *, fields: bool = False, several: bool = False) -> argparse.ArgumentParser:
     """A parser for `python -m jaxsp.VERB`.
 
@@ -28,7 +43,7 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
         fields: --help documents every field of the config.
         several: the command can be one of several processes, which `process` finds out.
     """
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog=f"python -m jaxsp.{verb}",
         description=about,
         epilog=f"fields of CONFIG.yaml:\n\n{config.describe()}" if fields else None,

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, notation, paths
 from jaxsp.data import dataset
 from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
@@ -57,6 +57,9 @@ def checkpoint_of(run: config.Run, *, without: Sequence[pathlib.Path] = ()) -> p
     Raises: UserError where there has to be one, or run.directory cannot be used.
     """
     directory = pathlib.Path(run.directory)
+    paths.check_folder(directory, field="run.directory")
+    if run.resume not in ("auto", "never"):
+        paths.check_folder(pathlib.Path(run.resume), field="run.resume")
     there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     asked = f"run.directory = {run.directory}"
     if not there.is_dir():
@@ -167,7 +170,7 @@ def start(
         problems.append(f"model: {said}. {way_out}")
     if saved.optimizer.name != settings.optimizer.name:
         problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
-    rows, changed = {int(length): count for length, count in meta.rows.items()}, _changed(meta, settings)
+    rows, changed = {int(length): count for length, count in meta.rows.items()}, _changed(saved, settings)
     if others := dataset.changes(meta.data, data.fingerprint(settings)):
         what, then = "; ".join(others), settings.run.on_data_change
         same_lengths = saved.data.row_lengths == settings.data.row_lengths
@@ -199,9 +202,10 @@ def start(
     )
 
 
-def _changed(meta: checkpoint.Meta, settings: config.Config) -> tuple[str, ...]:
+def _changed(saved: config.Config, settings: config.Config) -> tuple[str, ...]:
     """The fields that are not as they were, with both values: those that alter training, then the others, as one."""
-    before, now = (dict(_values(fields)) for fields in (meta.config, settings.model_dump(mode="json")))
+    # a checkpoint of an earlier version lacks fields; `saved` has their defaults
+    before, now = (dict(_values(either.model_dump(mode="json"))) for either in (saved, settings))
     not_said = ("run.directory", "run.resume", "run.on_data_change")
     words = {
         field: f"{field} {_short(before.get(field))} -> {_short(now.get(field))}"
@@ -225,5 +229,5 @@ def _values(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 def _short(value: Any) -> str:
     """A value in a few words: a chat template is pages."""
-    text = " ".join(str(value).split())
+    text = notation.line(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

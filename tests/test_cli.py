@@ -34,6 +34,26 @@ def test_what_somebody_has_to_look_at_has_a_code_of_its_own(error, code, words, 
     assert (ended.value.code, capsys.readouterr().err) == (code, words)
 
 
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        (["--lr", "1e-5"], "optimizer.learning_rate="),
+        (["--seq-len=5"], "data.row_tokens="),
+        (["--seed", "3"], "run.seed="),
+    ],
+)
+def test_an_option_of_another_system_is_answered_with_a_field(words, field, capsys):
+    parser = cli.parser("train", "about")
+    parser.add_argument("changes", nargs="*")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_intermixed_args(words)
+    assert ended.value.code == 2
+    assert field in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parser.parse_intermixed_args(["--nonsense"])
+    assert "=" not in capsys.readouterr().err.partition("error: ")[2]
+
+
 def test_an_error_of_ours_is_said_in_full(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run(fails(ZeroDivisionError("ours")))

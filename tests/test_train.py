@@ -311,6 +311,9 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     [
         (["jaxsp.train", "no-such.yaml"], 2, "no-such.yaml"),
         (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
+        (["jaxsp.train", "tests/core/foreign/axolotl.yaml"], 2, "data.row_tokens=65536"),
+        (["jaxsp.train", "configs/quickstart.yaml", "--lr", "1e-5"], 2, "optimizer.learning_rate="),
+        (["jaxsp.train", "configs/quickstart.yaml", "run.directory=~nosuchuser/x"], 2, "run.directory = ~nosuchuser/x"),
         (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run"),
         (["jaxsp.train", "--help"], 0, "optimizer.warmup_steps"),
     ],

@@ -1,39 +1,13 @@
-"""What to say of a config's fields: what they mean, what is wrong with a value, and what would work."""
+"""Help and error messages about a config's fields: meaning, rule, and a value that works."""
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import pydantic
 
-from jaxsp.core import errors, notation
-
-ELSEWHERE = {
-    "sp_size": "mesh.seq",
-    "sequence_parallel_degree": "mesh.seq",
-    "sequence_parallel_size": "mesh.seq",
-    "context_parallel_size": "mesh.seq",
-    "cp_size": "mesh.seq",
-    "dp_shard_size": "mesh.data",
-    "dp_replicate_size": "mesh.replica",
-    "max_seq_length": "data.row_tokens",
-    "max_length": "data.row_tokens",
-    "sequence_len": "data.row_tokens",
-    "gradient_checkpointing": "memory.remat",
-    "activation_checkpointing": "memory.remat",
-    "activation_offloading": "memory.offload_activations",
-    "offload_optimizer_device": "memory.offload_optimizer",
-    "tiled_mlp": "memory.mlp_tile_tokens",
-    "per_device_train_batch_size": "batch.rows_at_once",
-    "micro_batch_size": "batch.rows_at_once",
-    "train_micro_batch_size_per_gpu": "batch.rows_at_once",
-    "gradient_accumulation_steps": "batch.rows_per_step (the turns of a step follow from it and the mesh)",
-    "num_train_epochs": "run.epochs",
-    "max_steps": "run.steps",
-    "output_dir": "run.directory",
-    "lr": "optimizer.learning_rate",
-    "lr_scheduler_type": "optimizer.schedule",
-}
-"""What users of DeepSpeed, Accelerate, TRL and Axolotl look for, and what it is called here."""
+from jaxsp.core import errors, foreign_names, notation
+from jaxsp.core.foreign_names import Counterpart
 
 
 def describe(root: type[pydantic.BaseModel]) -> str:
@@ -68,17 +42,132 @@ def _type_name(annotation: Any) -> str:
     return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__
 
 
-def problem(root: type[pydantic.BaseModel], found: Any) -> str:
-    """One line for one of the findings of a pydantic.ValidationError: field, value, rule and a way out."""
-    path = [str(part) for part in found["loc"]]
-    key, given = ".".join(path), f"{'.'.join(path)} = {notation.line(found['input'])}"
+def problems(root: type[pydantic.BaseModel], found: Iterable[Any]) -> Iterator[str]:
+    """Yields a line for each finding of a pydantic.ValidationError.
+
+    A line has the field, its value, the rule and a suggestion.
+    """
+    listed: set[str] = set()
+    for finding in found:
+        path = [str(part) for part in finding["loc"]]
+        group, value = ".".join(path[:-1]), finding["input"]
+        if finding["type"] != "extra_forbidden":
+            yield _problem(root, path, finding)
+            continue
+        if near := near_group(root, path, value):
+            yield f"{_given(path[0], value)}: unknown. Did you mean {near}?"
+            continue
+        for name, inner in foreign_names.flatten(".".join(path), value):
+            line = unknown(root, name, inner)
+            if line is None:
+                line = f"{_given(name, inner)}: unknown."
+                known = _group(root, path)
+                if known is not None and group not in listed:
+                    listed.add(group)
+                    line += f" Known here: {', '.join(known.model_fields)}."
+            yield line
+
+
+def near_group(root: type[pydantic.BaseModel], path: list[str], value: Any) -> str | None:
+    """Returns the group whose name was mistyped, if that is what a field at the top is."""
+    if len(path) > 1 or not isinstance(value, dict):
+        return None
+    return errors.nearest(path[0], root.model_fields)
+
+
+def unknown(root: type[pydantic.BaseModel], name: str, value: Any) -> str | None:
+    """Returns the problem of a field that does not exist; None if there is no suggestion."""
+    counterpart = counterpart_of(root, name)
+    if counterpart is not None:
+        return f"{_given(name, value)}: {_instead(root, counterpart, value)}."
+    group = _group(root, name.split("."))
+    above, _, last = name.rpartition(".")
+    fields = _fields_named(root, foreign_names.normal(last))
+    if not fields and group is not None:
+        near = errors.nearest(last, group.model_fields)
+        fields = [f"{above}.{near}" if above else near] if near else []
+    if not fields:
+        return None
+    return f"{_given(name, value)}: unknown. Did you mean {errors.choices(fields)}?"
+
+
+def counterpart_of(root: type[pydantic.BaseModel], name: str) -> Counterpart | None:
+    """Returns what jaxsp has for another system's option.
+
+    Also for the name of a field without its group, or in a group that jaxsp does not have.
+    """
+    counterpart = foreign_names.find(name)
+    if counterpart is not None or ("." in name and name.partition(".")[0] in root.model_fields):
+        return counterpart
+    fields = _fields_named(root, foreign_names.normal(name.rpartition(".")[2]))
+    if len(fields) != 1:
+        return None
+    return Counterpart(names=(name,), field=fields[0], takes_value=True)
+
+
+def assignment(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str | None:
+    """Returns `field=value` for another system's option, or None if that value cannot be kept."""
+    field = counterpart.field
+    if field is None or "=" in field:
+        return None if value is False else field
+    if not counterpart.takes_value or (kept := accepted(root, field, value)) is None:
+        return None
+    text = notation.line(kept)
+    return None if text.endswith("...") else f"{field}={text}"
+
+
+def example(root: type[pydantic.BaseModel], name: str) -> str | None:
+    """Returns a `field=value` that works for the field that a name stands for, if that is clear."""
+    if (own := example_of(root, name)) is not None:
+        return own
+    counterpart = counterpart_of(root, name)
+    if counterpart is None or counterpart.field is None:
+        return None
+    return counterpart.field if "=" in counterpart.field else example_of(root, counterpart.field)
+
+
+def accepted(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
+    """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
+    *above, name = field.split(".")
+    group = _group(root, [*above, name])
+    candidates = [value]
+    if isinstance(value, float) and value.is_integer():
+        candidates.append(int(value))
+    for candidate in candidates:
+        if group is None:
+            break
+        try:
+            group.model_validate({name: candidate})
+        except pydantic.ValidationError as error:
+            if any(finding["loc"][0] == name for finding in error.errors()):
+                continue
+        return candidate
+    return None
+
+
+def _instead(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str:
+    """What to set in place of another system's option."""
+    if counterpart.name is None:
+        return counterpart.note
+    note = f" ({counterpart.note})" if counterpart.note else ""
+    if (kept := assignment(root, counterpart, value)) is not None:
+        return f"unknown. Use {kept}{note}"
+    works = ""
+    if counterpart.takes_value and (text := example_of(root, counterpart.name)) is not None:
+        works = f", for example {text}"
+    return f"unknown. Use {counterpart.name}{works}{note}"
+
+
+def _problem(root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]) -> str:
+    """One line for a finding about a field that exists."""
+    key, value = ".".join(path), found["input"]
+    given = _given(key, value)
     match found["type"]:
-        case "extra_forbidden" if path[-1] in ELSEWHERE:
-            return f"{given}: unknown. Here it is called {ELSEWHERE[path[-1]]}."
-        case "extra_forbidden":
-            return f"{given}: unknown.{_nearest_key(root, path)}"
         case "missing":
             return f"{key}: missing.{_meaning(root, path)}"
+        case "dict_type" | "model_type" if counterpart := foreign_names.find(key):
+            use = assignment(root, counterpart, value) or counterpart.name
+            rule = f"must be a group of fields; in place of this, set {use}"
         case "value_error":
             rule = str(found["ctx"]["error"])
         case "tuple_type":
@@ -93,7 +182,11 @@ def problem(root: type[pydantic.BaseModel], found: Any) -> str:
             rule = "must not be empty"
         case _:
             rule = found["msg"].replace("Input should be", "must be")
-    return f"{given}: {rule}.{_meaning(root, path)}"
+    return f"{given}: {rule}.{_meaning(root, path, value)}"
+
+
+def _given(name: str, value: Any) -> str:
+    return f"{name} = {notation.line(value)}"
 
 
 def _group(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.BaseModel] | None:
@@ -112,25 +205,45 @@ def _group(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.Bas
     return group
 
 
-def _nearest_key(root: type[pydantic.BaseModel], path: list[str]) -> str:
-    group = _group(root, path)
-    here = list(group.model_fields) if group else []
-    everywhere = {field: f"{name}.{field}" for name, other in _groups(root).items() for field in other.model_fields}
-    if path[-1] in everywhere:
-        return f" Did you mean {everywhere[path[-1]]}?"
-    return errors.nearest(path[-1], here) or errors.nearest(path[-1], everywhere) or f" Known here: {', '.join(here)}."
+def _fields_named(root: type[pydantic.BaseModel], name: str) -> list[str]:
+    """Dotted names of all fields of that name; a field of a list's entries with the number 0."""
+    found = []
+    listed: list[type[pydantic.BaseModel]] = []
+    for outer, group in _groups(root).items():
+        if name in group.model_fields:
+            found.append(f"{outer}.{name}")
+        for field in group.model_fields:
+            entry = _group(root, [outer, field, "0", ""])
+            # data.eval has the fields of data.train
+            if entry is not None and entry not in listed:
+                listed.append(entry)
+                found += [f"{outer}.{field}.0.{name}"] * (name in entry.model_fields)
+    return found
 
 
-def _meaning(root: type[pydantic.BaseModel], path: list[str]) -> str:
+def _meaning(root: type[pydantic.BaseModel], path: list[str], value: Any = None) -> str:
     """What a field means, in a sentence, and a value that works; of a group, what it is and its fields."""
     group, inner = _group(root, path), _group(root, [*path, ""])
     field = group.model_fields.get(path[-1]) if group else None
     if field and field.description:
-        works = field.examples[0] if field.examples else field.default
-        example = works if isinstance(works, str) else notation.line(works)
         means = re.split(r"(?<=\.)\s+(?=[A-Z(])", " ".join(field.description.split()))[0]
-        return f" {means} For example {'.'.join(path)}={example}."
+        return f" {means} For example {example_of(root, '.'.join(path), value)}."
     return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""
+
+
+def example_of(root: type[pydantic.BaseModel], name: str, value: Any = None) -> str | None:
+    """`field=value` with a value that works, the nearest to a wrong one that is known."""
+    group = _group(root, name.split("."))
+    field = group.model_fields.get(name.rpartition(".")[2]) if group else None
+    if field is None:
+        return None
+    works = field.examples[0] if field.examples else field.default
+    choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    if value is not None and (whole := accepted(root, name, value)) is not None:
+        works = whole
+    elif near := errors.nearest(str(value), choices):
+        works = near
+    return f"{name}={works if isinstance(works, str) else notation.line(works)}"
 
 
 def _groups(root: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:

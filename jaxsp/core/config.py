@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 import yaml
 
-from jaxsp.core import advice, errors, given, notation
+from jaxsp.core import advice, errors, foreign_config, given, notation, paths
 
 
 class Group(pydantic.BaseModel):
@@ -22,18 +22,29 @@ class Group(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
-Positive = Annotated[int, pydantic.Field(ge=1)]
-NotNegative = Annotated[int, pydantic.Field(ge=0)]
+_MAX_COUNT = 2**31 - 1
+"""Largest count: arrays on the devices have 32-bit integers."""
+
+Positive = Annotated[int, pydantic.Field(ge=1, le=_MAX_COUNT)]
+NotNegative = Annotated[int, pydantic.Field(ge=0, le=_MAX_COUNT)]
 Number = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _MAX_COUNT
 
 
 def _like(*examples: Any, **rules: Any) -> Any:
     return pydantic.Field(examples=list(examples), **rules)
+
+
+def _expand_home(value: str | None) -> str | None:
+    """Replaces a leading `~`. Raises: ValueError for a path that cannot exist."""
+    if value is None:
+        return None
+    path = paths.expanded(value)
+    return str(path) if value.startswith("~") else value
 
 
 class Run(Group):
@@ -100,6 +111,8 @@ class Run(Group):
     """XLA's options for compiling the step, beside those that the banner names or in their place; they win over XLA_FLAGS.
     Names as in XLA_FLAGS, without the dashes."""
 
+    _expand_home = pydantic.field_validator("directory", "resume")(_expand_home)
+
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _steps_or_minutes(cls, value: Any) -> Any:
@@ -151,15 +164,17 @@ class Model(Group):
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of activations, of gathered weights and of weights on the wire. Master weights are float32."""
 
+    _expand_home = pydantic.field_validator("source", "tokenizer")(_expand_home)
+
 
 class Mesh(Group):
     """How the devices are arranged: replica x data x seq of them."""
 
     replica: Positive = 1
     """Copies of the whole arrangement; weights are repeated over it and sharded over data x seq."""
-    data: Annotated[int, pydantic.Field(ge=-1)] = -1
+    data: Annotated[int, pydantic.Field(ge=-1, le=_MAX_COUNT)] = -1
     """Groups of devices within a replica, each with rows of its own. -1: as many as the devices allow."""
-    seq: Positive = 1
+    seq: Annotated[Positive, _like(4)] = 1
     """Devices that share each row of a group (the degree of sequence parallelism)."""
     virtual_cpu_devices: Annotated[Positive | None, _like(8)] = None
     """Split the CPU into so many devices, where there is no accelerator; for trying a mesh without GPUs."""
@@ -263,6 +278,8 @@ class Data(Group):
     def _lengths(cls, value: Any) -> Any:
         several = isinstance(value, list | tuple)
         lengths = list(value) if several else [value]
+        if any(isinstance(length, int) and length > _MAX_COUNT for length in lengths):
+            raise ValueError(f"must be at most {_MAX_COUNT} tokens")
         if not lengths or not all(map(_is_count, lengths)):
             raise ValueError("must be a number of tokens, or a list of them")
         if len(set(lengths)) < len(lengths):
@@ -308,7 +325,7 @@ class Optimizer(Group):
     """The peak, reached after warm-up."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """After warm-up: cosine or linear towards 0, which the step after the last would have, or constant."""
-    warmup_steps: NotNegative = 0
+    warmup_steps: Annotated[NotNegative, _like(100)] = 0
     """Steps of linear growth; the first has learning_rate / warmup_steps."""
     warmup_fraction: Annotated[Share | None, _like(0.03)] = None
     """Warm-up as a fraction of all steps of the run, rounded up to whole steps. Give this or warmup_steps."""
@@ -322,6 +339,22 @@ class Optimizer(Group):
     """adamw: added to the root of the squared gradient's average."""
     max_grad_norm: Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)] | None = 1.0
     """Gradients are scaled down to this global norm, of the whole step; null: never."""
+
+    @pydantic.field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _no_fraction(cls, value: Any) -> Any:
+        if isinstance(value, float) and 0 < value < 1:
+            raise ValueError(
+                f"must be a whole number of steps. For a fraction of all steps, set optimizer.warmup_fraction={value}"
+            )
+        return value
+
+    @pydantic.field_validator("warmup_fraction", mode="before")
+    @classmethod
+    def _no_steps(cls, value: Any) -> Any:
+        if _is_count(value):
+            raise ValueError(f"must be less than 1. For a number of steps, set optimizer.warmup_steps={value}")
+        return value
 
     def num_warmup_steps(self, num_steps: int) -> int:
         """Number of warm-up steps in a run of `num_steps` steps."""
@@ -430,12 +463,27 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
     return parse(read(path), overrides)
 
 
+def _start() -> str:
+    """How to get a config, at the end of an error about its file."""
+    ours = pathlib.Path(__file__).parents[2] / "configs/quickstart.yaml"
+    here = pathlib.Path("configs/quickstart.yaml")
+    for path in (here, ours):
+        if path.is_file():
+            return f"Try {path}."
+    return "Write one such as this, with the fields of python -m jaxsp.train --help:"
+
+
+def _starter() -> list[str]:
+    """A small config, where no file of the repository is there to start from."""
+    return foreign_config.starter(Config) if _start().endswith(":") else []
+
+
 def read(path: str | pathlib.Path) -> dict[str, Any]:
     """The nested fields of a YAML file, not checked yet. Raises: UserError where it holds none."""
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise errors.UserError(f"{path}: no such file. Try configs/quickstart.yaml.") from None
+        raise errors.UserError([f"{path}: no such file. {_start()}", *_starter()]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise errors.UserError(f"{path}: cannot be read: {error}.") from None
     try:
@@ -443,30 +491,54 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
         raise errors.UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(fields, dict):
-        raise errors.UserError(f"{path}: holds no `group: {{field: value}}` pairs. See configs/quickstart.yaml.")
+        problem = f"{path}: holds no `group: {{field: value}}` pairs. {_start()}"
+        raise errors.UserError([problem, *_starter()])
     return fields
 
 
 def parse(fields: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     """The config that nested fields describe, with some changed by `key.path=value`. Raises: UserError with all problems."""
     fields = copy.deepcopy(fields)
-    problems = [problem for word in overrides if (problem := given.change(fields, word))]
+    problems = []
+    for word in overrides:
+        works = example(word.partition("=")[0]) or "mesh.seq=4"
+        if problem := given.change(fields, word, example=works):
+            problems.append(problem)
     problems += given.across(fields)
     try:
         config = Config.model_validate(fields)
     except pydantic.ValidationError as error:
-        found = error.errors()
-        # a list whose only entry is bad counts as empty
-        problems += [advice.problem(Config, one) for one in found if not (one["type"] == "too_short" and one["input"])]
+        problems += _problems(fields, error)
     if problems:
         raise errors.UserError(dict.fromkeys(problems))
     return config
+
+
+def _problems(fields: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
+    """A line for each finding, or one page for a config of another system."""
+    # a list whose only entry is bad counts as empty
+    found = [one for one in error.errors() if not (one["type"] == "too_short" and one["input"])]
+    foreign = foreign_config.foreign(Config, fields)
+    if len(foreign) < foreign_config.FEWEST_NAMES:
+        return list(advice.problems(Config, found))
+    start = [_start(), *_starter()]
+    page = foreign_config.page(Config, foreign, start=start)
+    # the page says which groups there are
+    known = [one for one in found if one["type"] != "missing" or len(one["loc"]) > 1]
+    top = {name.partition(".")[0] for name in foreign}
+    own = [one for one in known if one["loc"][0] not in top]
+    return [*page, *advice.problems(Config, own)]
 
 
 def save(config: Config, path: pathlib.Path) -> None:
     """Writes the config with every default filled in, so that `load(path, [])` gives it back."""
     text = notation.dump(config.model_dump(mode="json"))
     notation.write(path, text)
+
+
+def example(name: str) -> str | None:
+    """Returns a `field=value` that works for a name without its group, or of another system."""
+    return advice.example(Config, name)
 
 
 def describe() -> str:

@@ -1,7 +1,6 @@
 """What a user did wrong, said in one line per problem."""
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -22,12 +21,43 @@ def choices(values: Iterable[object]) -> str:
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def nearest(word: str, known: Iterable[str] | Mapping[str, str]) -> str:
-    """` Did you mean x?`, or nothing when no known word is near. A mapping says what to call the word it finds."""
-    found = difflib.get_close_matches(word, list(known), n=1)
-    if not found:
-        return ""
-    return f" Did you mean {known[found[0]] if isinstance(known, Mapping) else found[0]}?"
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` Did you mean x?` for a word that is nearly a known one, otherwise nothing."""
+    near = nearest(word, known)
+    return f" Did you mean {near}?" if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word with the same letters, or with one typo (two from six letters on).
+
+    None if there is no such word, and if two are equally near: a wrong suggestion is worse than
+    none.
+    """
+    letters = _letters(word)
+    distances = sorted((_distance(letters, _letters(other)), other) for other in known)
+    most = 1 if len(letters) < 6 else 2
+    if not distances or distances[0][0] > most:
+        return None
+    is_tie = len(distances) > 1 and distances[0][0] == distances[1][0]
+    return None if is_tie else distances[0][1]
+
+
+def _letters(word: str) -> str:
+    return word.lower().replace("_", "").replace("-", "")
+
+
+def _distance(a: str, b: str) -> int:
+    """Number of typos between two words: letters added, left out, replaced, or two exchanged."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, last, row = row, before, [i]
+        for j, other in enumerate(b, 1):
+            typos = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                typos = min(typos, last[j - 2] + 1)
+            row.append(typos)
+    return row[-1]
 
 
 class Stopped(Exception):

@@ -8,12 +8,15 @@ import yaml
 from jaxsp.core import errors, notation
 
 
-def change(fields: dict[str, Any], word: str) -> str | None:
-    """Sets one `key.path=value` in `fields`, or returns the problem with it."""
+def change(fields: dict[str, Any], word: str, *, example: str = "mesh.seq=4") -> str | None:
+    """Sets one `key.path=value` in `fields`, or returns the problem with it.
+
+    Args: example: of a word that works, for a word that is none.
+    """
     key, equals, text = word.partition("=")
     *groups, name = key.split(".")
     if not equals or not all([*groups, name]):
-        return f"{word}: is not key.path=value, for example mesh.seq=4."
+        return f"{word}: is not key.path=value, for example {example}."
     try:
         value = notation.load(text)
     except (yaml.YAMLError, ValueError):
@@ -215,8 +218,9 @@ def _of_sources(fields: dict[str, Any]) -> list[str]:
                 "data.train.0.weight: with weights, sources end at different times and are repeated, so that there are no "
                 "epochs. Give run.steps, or leave the weights out."
             )
-    formats = {one.get("format") for group in sources.values() for one in group}
-    if data.get("chat_template") is not None and formats <= {"text", "tokens"}:
+    formats = [one.get("format") for group in sources.values() for one in group]
+    has_messages = any(name not in ("text", "tokens") for name in formats)
+    if data.get("chat_template") is not None and not has_messages:
         found.append(
             f"data.chat_template = {notation.line(data['chat_template'])}: no source has messages or prompt_completion to "
             "write with it. Leave it out."

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import stat
 
 from jaxsp.core import errors
 
@@ -15,18 +16,39 @@ def expand_user(text: str, *, field: str) -> pathlib.Path:
     Raises: UserError for a user who does not exist, and for a name that no file can have.
     """
     try:
+        return expanded(text)
+    except ValueError as error:
+        raise errors.UserError(f"{field} = {text}: {error}.") from None
+
+
+def expanded(text: str) -> pathlib.Path:
+    """Does what `expand_user` does. Raises: ValueError with the rule, for a field's validator."""
+    try:
         # pathlib drops a leading ./, so that ./~x would be taken for ~x
         path = pathlib.Path(text).expanduser() if text.startswith("~") else pathlib.Path(text)
     except RuntimeError:
         home = pathlib.Path(text).parts[0]
-        raise errors.UserError(
-            f"{field} = {text}: {home} is not a user's home folder on this machine. "
-            f"Write the whole path, or ./{text} for a name that begins with ~."
+        raise ValueError(
+            f"{home} is not a user's home folder on this machine. "
+            f"Write the whole path, or ./{text} for a name that begins with ~"
         ) from None
     longest = max((os.fsencode(part) for part in path.parts), key=len, default=b"")
     if len(longest) > _MAX_NAME_BYTES:
-        raise errors.UserError(
-            f"{field} = {text}: has a name of {len(longest)} bytes; a file's name has at most "
-            f"{_MAX_NAME_BYTES}. Correct the path."
-        )
+        raise ValueError(f"has a name of {len(longest)} bytes; a file's name has at most {_MAX_NAME_BYTES}. Correct the path")
     return path
+
+
+def check_folder(path: pathlib.Path, *, field: str) -> None:
+    """Checks that there is a folder at a path, or that one can be made there as far as is known.
+
+    Raises: UserError for a file, and for a path that the system refuses: links that lead back to
+        themselves, names that are too long, folders that may not be entered.
+    """
+    try:
+        is_file = not stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise errors.UserError(f"{field} = {path}: cannot be used: {error.strerror}. Name another folder.") from None
+    if is_file:
+        raise errors.UserError(f"{field} = {path}: is a file. Name a folder.")

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, errors, notation
 from jaxsp.data import mixing, packing, pipeline, rows
+
+_LONG_DOCUMENTS = "data.long_documents"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class DataSet:
             "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.longest_row,
             "data.max_documents_per_row": data.max_documents_per_row,
             # where no document is too long, they are the same rows
-            "data.long_documents": data.long_documents if any(map(rows.Source.had_long, self.documents.sources)) else None,
+            _LONG_DOCUMENTS: data.long_documents if any(map(rows.Source.had_long, self.documents.sources)) else None,
             "weights": None if self.weights is None else list(self.weights),
             "sources": [
                 {"name": one.name, "documents": one.num_documents, "tokens": one.num_tokens, "digest": digest}
@@ -91,11 +93,23 @@ def _num_epochs(stream: mixing.Stream, num_rows: int) -> int:
     return epoch + (num_rows == stream.rows_in(epoch + 1))
 
 
+def _default(name: str) -> Any:
+    """Default of a field of the config."""
+    _, field = name.split(".")
+    group = config.Run if name.startswith("run.") else config.Data
+    return group.model_fields[field].get_default()
+
+
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What makes other rows than before, in words; nothing where the rows are the same."""
-    said = [
-        f"{name} = {now[name]}, and was {before.get(name)}" for name in now if "." in name and now[name] != before.get(name)
-    ]
+    said = []
+    for name in (name for name in now if "." in name):
+        # an earlier version, which had no such field, did what its default does
+        was = before[name] if name in before else _default(name)
+        # null: no document was too long, and then the field decides nothing
+        is_idle = name == _LONG_DOCUMENTS and None in (was, now[name])
+        if now[name] != was and not is_idle:
+            said.append(f"{name} = {notation.line(now[name])}, and was {notation.line(was)}")
     if before["weights"] != now["weights"]:
         said.append(f"weights of data.train = {now['weights']}, and were {before['weights']}")
     if len(before["sources"]) != len(now["sources"]):

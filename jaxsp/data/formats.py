@@ -80,7 +80,7 @@ def columns(source: config.Source, *, field: str) -> tables.Columns:
         if name not in known:
             raise errors.UserError(
                 f"{group}.fields: format {source.format} has no {name}. Use {errors.choices(known)} "
-                f"for what the records call otherwise.{errors.nearest(name, known)}"
+                f"for what the records call otherwise.{errors.did_you_mean(name, known)}"
             )
     for names in ((*required, *optional), _OF_MESSAGES if chat else ()):
         asked = [source.fields.get(name, name) for name in names]

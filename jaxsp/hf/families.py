@@ -232,7 +232,7 @@ def _family(fields: dict[str, Any], path: str) -> Family:
     if given is None:
         raise errors.UserError(f"{path}.model_type: missing. jaxsp has {errors.choices(FAMILIES)}.")
     if not isinstance(given, str) or given not in FAMILIES:
-        hint = errors.nearest(str(given), list(FAMILIES))
+        hint = errors.did_you_mean(str(given), list(FAMILIES))
         raise errors.UserError(
             f"{path}.model_type = {values.text(given)}: is not implemented. jaxsp has {errors.choices(FAMILIES)}.{hint}"
         )
@@ -296,7 +296,7 @@ def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], 
             problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
         elif name not in read and (name not in defaults or value != defaults[name]):
             # a field of another family is no typing error
-            hint = "" if name in _PASSED else errors.nearest(name, sorted({*read, *_SWITCHES}))
+            hint = "" if name in _PASSED else errors.did_you_mean(name, sorted({*read, *_SWITCHES}))
             problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
     return problems
 

@@ -10,7 +10,7 @@ from typing import Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.core import errors
+from jaxsp.core import errors, paths
 
 INDEX = "model.safetensors.index.json"
 """Says which tensor lies in which file, where there are several."""
@@ -61,7 +61,7 @@ def find(source: str, *, field: str = "model.source", names: tuple[str, ...] = (
 
     Raises: UserError when there is neither, the hub does not give it, or it has no config.json.
     """
-    path = pathlib.Path(source).expanduser()
+    path = paths.expand_user(source, field=field)
     asked = f"{field} = {source}"
     if path.exists() and not path.is_dir():
         raise errors.UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")

@@ -51,7 +51,7 @@ def _of_group(given: dict[str, Any], kind: str, where: str) -> list[str]:
         if name == "partial_rotary_factor" and value in WHOLE_HEADS:
             continue
         if name not in numbers:
-            hint = errors.nearest(str(name), numbers)
+            hint = errors.did_you_mean(str(name), numbers)
             problems.append(
                 f"{where}.{name} = {values.text(value)}: is not implemented for rope_type {kind}.{hint or ' Leave it out.'}"
             )

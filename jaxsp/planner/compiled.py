@@ -81,9 +81,10 @@ def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_h
     Raises: UserError for a kind that is not known, and devices that do not fill their nodes.
     """
     if kind not in gpus.KINDS:
-        raise errors.UserError(
-            f"--device = {kind}: is not known. Use {errors.choices(gpus.KINDS)}.{errors.nearest(kind, list(gpus.KINDS))}"
-        )
+        longer = next((name for name in gpus.KINDS if name.startswith(f"{kind}-")), kind)
+        hint = errors.did_you_mean(longer, gpus.KINDS)
+        known = errors.choices(gpus.KINDS)
+        raise errors.UserError(f"--device = {kind}: is not known. Use {known}.{hint}")
     of_node = node_devices or math.gcd(num_devices, mesh.NODE_DEVICES)
     if num_devices % of_node:
         fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]

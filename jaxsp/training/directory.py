@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors, notation
+from jaxsp.core import config, errors, notation, paths
 from jaxsp.training.checkpoint import CONFIG
 from jaxsp.training.material import Material
 
@@ -45,6 +45,7 @@ def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
     Args:   asked: the config of the command, for whoever wants to know who holds the folder.
     Raises: UserError naming the holder where there is one, and where the folder cannot be made or locked.
     """
+    paths.check_folder(folder, field="run.directory")
     resolved = folder.resolve()
     if jax.process_index() > 0 or resolved in _held:
         yield

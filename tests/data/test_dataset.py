@@ -272,6 +272,9 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
         for what in ("split", "truncate")
     ]
     assert dataset.changes(fingerprints[0], fingerprints[1]) == []
+    for before, now in [(0, 2), (2, 0), (0, 3), (3, 0)]:
+        said = dataset.changes(fingerprints[before], fingerprints[now])
+        assert not any("long_documents" in line for line in said), "the documents changed"
     assert dataset.changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
 
 
@@ -341,6 +344,15 @@ def test_skipped_records_are_named(tmp_path):
     named = [words for word, words in said if word == "skipped"]
     for words, line in zip(named, (2, 3, 4), strict=True):
         assert_names(words, "input_ids", start=f"{tmp_path}/a.jsonl, line {line}: ")
+
+
+def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
+    settings = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
+    now = data_of([[3, 4]], settings).fingerprint(settings)
+    before = {name: value for name, value in now.items() if name not in ("data.max_documents_per_row", "run.seed")}
+    assert dataset.changes(before, now) == []
+    (line,) = dataset.changes(before, now | {"data.max_documents_per_row": 9})
+    assert line.startswith("data.max_documents_per_row = 9, and was 64")
 
 
 def test_changes_of_the_data_are_named():

@@ -60,7 +60,7 @@ def test_another_fraction_is_a_change_of_the_data():
         ).fingerprint(settings)
         for fraction in (None, 0.1)
     )
-    assert dataset.changes(before, now) == ["data.eval_fraction = 0.1, and was None"]
+    assert dataset.changes(before, now) == ["data.eval_fraction = 0.1, and was null"]
     assert dataset.changes(before, before) == []
     assert held_out.digest("x", choose(), is_held_out=False) != held_out.digest("x", choose(name="b"), is_held_out=False)
     nothing = np.zeros(9, bool)

@@ -133,6 +133,18 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
         directory.hold(tmp_path / "file/run").__enter__()
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("name", ["loop", "file"])
+def test_what_cannot_be_a_folder_is_refused_by_every_process(tmp_path, monkeypatch, name, index):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setattr("jax.process_index", lambda: index)
+    with pytest.raises(errors.UserError) as caught:
+        directory.hold(tmp_path / name).__enter__()
+    (line,) = caught.value.problems
+    assert line.startswith(f"run.directory = {tmp_path / name}: ")
+
+
 def test_a_process_of_several_that_is_not_the_first_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with directory.hold(tmp_path / "run"):

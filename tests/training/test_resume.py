@@ -16,10 +16,11 @@ from jaxsp import eval as evaluation
 from jaxsp import export, prepare, resume
 from jaxsp.core import config, errors
 from jaxsp.data import tokenizers
-from jaxsp.hf import weights
+from jaxsp.hf import families, weights
 from jaxsp.training import checkpoint, trainer
 from jaxsp.training.store import Store
 from tests import batches, messages, tolerances
+from tests.data import test_dataset
 
 COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
 STEPS, STOPPED = 10, 6
@@ -223,6 +224,38 @@ def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch
         resume.agree(run, None, ["is not empty"])
     with pytest.raises(errors.UserError, match=messages.holding(asked, "process 0")):
         resume.agree(run, tmp_path / "checkpoints/4", [])
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ([], []),
+        (["run.eval_at_start=true"], ["run.eval_at_start"]),
+        (
+            ["optimizer.warmup_fraction=0.1", "optimizer.warmup_steps=0"],
+            ["optimizer.warmup_steps", "optimizer.warmup_fraction"],
+        ),
+    ],
+)
+def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path, words, fields):
+    before, now = settings(tmp_path), settings(tmp_path, *words)
+    documents = test_dataset.data_of([[3, 4]], before)
+    written = before.model_dump(mode="json")
+    for group, name in (("run", "eval_at_start"), ("data", "eval_fraction"), ("optimizer", "warmup_fraction")):
+        del written[group][name]
+    meta = checkpoint.Meta(
+        config=written,
+        model=batches.UNEVEN_LLAMA,
+        data=documents.fingerprint(before) | {"data.long_documents": "split"},
+        step=4,
+        rows={"64": 32},
+        num_tokens_total=7,
+    )
+    model = families.model_config(batches.UNEVEN_LLAMA, field="model.config")
+    start = resume.start(meta, tmp_path, now, model=model, data=documents)
+    said = " ".join(start.changed)
+    assert re.findall(r"(\S+) \S+ -> ", said) == fields
+    assert "None" not in said
 
 
 @pytest.mark.slow
