@@ -19,6 +19,9 @@ _OF_LENGTH = ("data.row_tokens", "data.max_documents_per_row", "attention.head_c
 _MOST_TIMES = 16
 """How much longer the next row may be than the one that fitted, on the first plan's word alone."""
 
+USUAL = 8
+"""Number of lengths that are usually tried, for the time left."""
+
 _FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
 """Causes that do not grow with the row."""
 

@@ -124,7 +124,7 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     now += 2
     assert save.due(4)
     save.check()
-    assert said[1:] == ["checkpoint 3 is written, after one that failed", "step 3  checkpoint: training waited 0.0 s"]
+    assert said[1:] == ["checkpoint 3 is written, after one that failed", "step 3  checkpoint: training waited 0 s"]
     assert (save.last_step, save.due(4)) == (3, False)
 
 
