@@ -22,7 +22,7 @@ _MOST_TIMES = 16
 USUAL = 8
 """Number of lengths that are usually tried, for the time left."""
 
-_FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
+FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
 """Causes that do not grow with the row."""
 
 
@@ -155,7 +155,7 @@ def _crossing(tried: dict[int, Tried], below: int, above: int | None) -> float:
         if len(known) == 2:
             x, y = known[0].row_tokens, here(known[0])
         else:
-            x, y = 0, sum(taken(last).get(name, 0.0) for name in _FIXED)
+            x, y = 0, sum(taken(last).get(name, 0.0) for name in FIXED)
         slope = (here(last) - y) / (last.row_tokens - x)
         if slope > 0:
             crossings.append(last.row_tokens + (room - here(last)) / slope)
