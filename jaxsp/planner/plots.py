@@ -95,7 +95,10 @@ def tokens(number: float | int) -> str:
 
 
 def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
-    """Lists in what the program of a plan differs from that of a shorter row."""
+    """Lists in what the program of a plan differs from that of a shorter row.
+
+    The sizes of tiles are left out, because they follow from the length and change with most rows.
+    """
     found = []
     if after.kernel != before.kernel:
         found.append(after.kernel)
@@ -104,16 +107,15 @@ def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
     if after.head_chunks != before.head_chunks:
         found.append(f"{after.head_chunks} head chunk{'s' * (after.head_chunks > 1)}")
     for name, tile in (("MLP", "mlp_tile_tokens"), ("loss", "loss_tile_tokens")):
-        size = _tile(after, tile)
-        if size != _tile(before, tile):
-            found.append(f"no {name} tiles" if size is None else f"{name} tiles of {size:,}")
+        is_tiled = _is_tiled(after, tile)
+        if is_tiled != _is_tiled(before, tile):
+            found.append(f"{name} in tiles" if is_tiled else f"no {name} tiles")
     return found
 
 
-def _tile(plan: plans.Plan, name: str) -> int | None:
-    """The size of a plan's tiles; None if all tokens of a device are one."""
-    size = getattr(plan, name)
-    return None if size * plan.mesh[axes.SEQ] >= plan.row_tokens * plan.rows_at_once else size
+def _is_tiled(plan: plans.Plan, name: str) -> bool:
+    """Whether a tile is smaller than all tokens of a device."""
+    return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
 
 
 def _scaled(plan: plans.Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:

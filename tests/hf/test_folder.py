@@ -295,11 +295,21 @@ def test_what_is_no_folder_of_a_model_is_said(here):
 
 
 @pytest.mark.parametrize(
-    "source", ["./gone", "../gone", "gone", "m/gone", "runs/gone/hf", "gone/", "~/gone", "/gone/hf", "some~where"]
+    ("source", "num_requests"),
+    [(source, 0) for source in ("./gone", "../gone", "runs/gone/hf", "gone/", "~/gone", "/gone/hf")]
+    + [(source, 1) for source in ("gone", "m/gone", "some~where")],
 )
 @pytest.mark.usefixtures("here")
-def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, monkeypatch):
-    """Also a name beside which there are folders, though the hub cannot be reached."""
+def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, num_requests, monkeypatch):
+    """Also a name in a folder that exists, if the hub cannot be reached; only then the hub is asked."""
+    requests = []
+    real = huggingface_hub.snapshot_download
+
+    def download(name, **given):
+        requests.append(name)
+        return real(name, **given)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setenv("HOME", "/nowhere")
     (problem,) = problems(source=source)
     path = pathlib.Path(source).expanduser().absolute()
@@ -307,6 +317,7 @@ def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, monkeypatc
     assert "no folder" in problem
     assert "HF_HUB_OFFLINE" not in problem
     assert "cache" not in problem
+    assert len(requests) == num_requests
 
 
 @pytest.mark.usefixtures("here")

@@ -61,7 +61,7 @@ def test_what_the_host_holds_gets_a_panel(tmp_path, drawn):
         ({"remat": "full"}, ["remat full"]),
         ({"head_chunks": 2}, ["2 head chunks"]),
         ({"kernel": "blockwise"}, ["blockwise"]),
-        ({"mlp_tile_tokens": 4096, "loss_tile_tokens": 2048}, ["MLP tiles of 4,096", "loss tiles of 2,048"]),
+        ({"mlp_tile_tokens": 4096, "loss_tile_tokens": 2048}, ["MLP in tiles", "loss in tiles"]),
     ],
 )
 def test_changes_of_the_program_are_named(changed, words):
