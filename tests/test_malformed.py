@@ -270,7 +270,7 @@ CASES = {
     "text that is not UTF-8": (data(b"caf\xe9", "a.txt"), ["data.train.0.source=a.txt"], "a.txt: is not UTF-8 text"),
     "a pickle": (data(b"\x80\x04.", "a.pkl"), ["data.train.0.source=a.pkl"], "a.pkl: .pkl files are not read"),
     # Model folders
-    "no folder": (None, HF, "model.source = hf: there is no such folder"),
+    "no folder": (None, HF, "model.source = hf: there is no folder "),
     "a folder without config.json": (model(without=["config.json"]), HF, "hf holds no config.json"),
     "a config.json cut short": (model(file("config.json", b'{"model_type": "ll')), HF, "hf/config.json cannot be read as JSON"),
     "a config.json that is a list": (model(file("config.json", b"[]")), HF, "hf/config.json holds no fields"),

@@ -235,7 +235,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     shutil.rmtree(folder)
     train(settings(tmp_path, *words, "run.steps=3", f"run.directory={tmp_path}/second", f"run.resume={tmp_path}/run"))
     assert [line["step"] for line in lines(tmp_path / "second")] == [3]
-    with pytest.raises(errors.UserError, match="there is no such folder"):
+    with pytest.raises(errors.UserError, match=f"model.source = {folder}: "):
         train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
     export.main([str(tmp_path / "second"), str(tmp_path / "out")])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
