@@ -83,14 +83,17 @@ def main(arguments: list[str]) -> None:
 
 def _check_model(what: str) -> None:
     """Raises: UserError for what is not a run, and not a model either."""
+    path = pathlib.Path(what)
     try:
         folder.find(what, field="WHAT")
     except errors.UserError as error:
-        if (pathlib.Path(what) / "config.json").is_file():
+        if (path / "config.json").is_file():
             raise
         reason = str(error).removeprefix(f"WHAT = {what}: ")
+        if isinstance(error, folder.HubError) and not path.exists():
+            reason = f"there is no folder {path.absolute()}, and for a model {error.reason}."
         raise errors.UserError(
-            f"WHAT = {what}: must be a run's directory, a checkpoint, a folder with a model's "
+            f"{what}: must be a run's directory, a checkpoint, a folder with a model's "
             f"config.json, or the name of a model on the hub; {reason}"
         ) from None
 

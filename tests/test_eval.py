@@ -111,8 +111,9 @@ def test_what_is_nothing_to_evaluate_is_named(tmp_path):
     (tmp_path / "run/config.yaml").touch()
     with pytest.raises(errors.UserError, match="run: holds no checkpoint yet"):
         evaluation.main([str(tmp_path / "run")])
-    for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path):
+    for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):
         with pytest.raises(errors.UserError) as raised:
             evaluation.main([str(what)])
         (problem,) = raised.value.problems
         assert all(part in problem for part in (str(what), "run", "checkpoint", "config.json"))
+        assert "cache" not in problem

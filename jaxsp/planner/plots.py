@@ -189,7 +189,7 @@ def _mark_longest(panels: Sequence[Any], ordered: Sequence[plans.Plan]) -> None:
     if not fitting or ordered[-1].fits:
         return
     for panel in panels:
-        panel.axvline(fitting[-1], color="black", linewidth=1.2)
+        panel.axvline(fitting[-1], color="black", linewidth=1.2, zorder=4)
     panels[0].annotate(
         f"longest: {tokens(fitting[-1])}",
         (fitting[-1], 0.06),
