@@ -8,5 +8,5 @@ def describe(seconds: float | int) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
-    hours, minutes = divmod(round(seconds / 60), 60)
+    hours, minutes = divmod(minutes, 60)
     return f"{hours:,} h {minutes} min"
