@@ -340,7 +340,7 @@ def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(aske
 
 
 def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
-    """The processes that measure get them as changes of the config, so they do not ask the hub again."""
+    """The processes that measure get them as changes of the config."""
     given = []
 
     def here(path, changes, *, num_steps, num_heads, say):

@@ -125,7 +125,7 @@ def _missing(path: pathlib.Path) -> str:
 
 
 def _within(deadline_s: float | None, download: Callable[[], pathlib.Path], asked: str) -> pathlib.Path:
-    """Returns what a function downloads. Raises: HubError if it takes longer; what the function raises.
+    """Returns the folder that a function downloads. Raises: HubError if it takes longer.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.

@@ -20,7 +20,7 @@ SOURCES = {
     "nemo": "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py",
     "nim": "https://docs.api.nvidia.com/nim/reference/mistralai-mistral-small-24b-instruct",
 }
-"""Documents that the table was copied from, because the hub shows gated models only after a login."""
+"""Documents with the sizes; the hub shows those of gated models only after a login."""
 
 DEADLINE_S = 6.0
 """Longest wait for the hub before published sizes are used."""
@@ -182,14 +182,14 @@ class Sizes:
 
     @property
     def words(self) -> list[str]:
-        """Changes of the config that use the published sizes in place of the hub; none otherwise."""
+        """Changes of the config that use published sizes; none if they are not used."""
         if self.published is None:
             return []
         return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
 def read_sizes(model: config.Model) -> Sizes:
-    """Reads the sizes of a config's model: its own, or published ones if the hub does not give them.
+    """Reads the sizes of a config's model.
 
     Published sizes are used only if the hub cannot be reached within DEADLINE_S, or refuses the
     model to this login.

@@ -301,7 +301,7 @@ def test_what_is_no_folder_of_a_model_is_said(here):
 )
 @pytest.mark.usefixtures("here")
 def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, num_requests, monkeypatch):
-    """Also a name in a folder that exists, if the hub cannot be reached; only then the hub is asked."""
+    """Also a name that the hub could have, if it cannot be reached and a folder around it exists."""
     requests = []
     real = huggingface_hub.snapshot_download
 

@@ -22,7 +22,7 @@ REFUSED = folder.HubError("a problem with a suggestion", reason="a reason")
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Sets what a download from the hub gives: a folder, or an error. The working directory is empty."""
+    """Sets what a download gives: a folder, or an error. The working directory is empty."""
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
 

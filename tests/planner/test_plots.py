@@ -78,7 +78,7 @@ def test_changes_of_the_program_are_named(changed, words):
     ids=["where the shorter row's program is full", "in the middle, if that is further"],
 )
 def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
-    """At 1 GiB for 10,000 tokens, and 16.3 of other causes, the device's 79.1 are full at 628,000 tokens."""
+    """1 GiB for 10,000 tokens and 16.3 of other causes fill the device's 79.1 at 628,000 tokens."""
     plots.lengths([grown(200_000), grown(longer, remat="full", growth=0.5)], tmp_path / "a.png", title="a title")
     (panel,) = drawn[0].axes
     (attention,) = [area for area in panel.collections if area.get_label() == budget.ATTENTION]
