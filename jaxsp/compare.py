@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxsp import cli, measure
-from jaxsp.core import axes, config, errors
-from jaxsp.planner import report, shapes
+from jaxsp.core import axes, config, durations, errors
+from jaxsp.planner import progress, report, shapes
 
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-2}
 """How far the losses of two meshes may be apart in the first step, relative: float32 rounds, bfloat16 rounds more. In the n-th
@@ -59,6 +59,7 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, s
     first: measure.Measured | None = None
     all_of = shapes.all_of(settings, num_devices=_num_devices(settings), num_heads=num_heads)
     say(f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:")
+    counted = progress.Progress(len(all_of))
     for mesh, kind in all_of:
         words = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
         words += [f"attention.{key}={json.dumps(value)}" for key, value in kind.items()]
@@ -68,7 +69,8 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, s
         off, differs = (0.0, "")
         if measured is not None and first is not None:
             off, differs = _compared(first, measured, within=SAME_LOSS[settings.model.compute_dtype])
-        say(f"  {report.mesh(mesh)}, {shapes.name(kind)}: " + (f"{measured.step_s:.4g} s a step" if measured else why))
+        result = why if measured is None else f"{durations.describe(measured.step_s)} a step"
+        say(f"  [{counted.next()}] {report.mesh(mesh)}, {shapes.name(kind)}: {result}")
         found.append(Ran(mesh=mesh, kind=kind, measured=measured, why=why, off=off, differs=differs))
     if first is None:
         raise errors.UserError(

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         )
     meta = None if found is None else checkpoint.read_meta(found)
     if meta is None:
-        folder.find(given.what, field="WHAT")  # before anything is said of the fields that are missing
+        _check_model(given.what)  # before anything is said of the fields that are missing
     settings = _settings(given.what, given.config, given.changes, meta)
     # nothing waits for a backward pass that does not come, and there is no optimizer
     idle = settings.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
@@ -79,6 +79,23 @@ def main(arguments: list[str]) -> None:
             records.append(out, result)
     if out is not None:
         console.print(f"-> {out}", highlight=False, soft_wrap=True)
+
+
+def _check_model(what: str) -> None:
+    """Raises: UserError for what is not a run, and not a model either."""
+    path = pathlib.Path(what)
+    try:
+        folder.find(what, field="WHAT")
+    except errors.UserError as error:
+        if (path / "config.json").is_file():
+            raise
+        reason = str(error).removeprefix(f"WHAT = {what}: ")
+        if isinstance(error, folder.HubError) and not path.exists():
+            reason = f"there is no folder {path.absolute()}, and for a model {error.reason}."
+        raise errors.UserError(
+            f"{what}: must be a run's directory, a checkpoint, a folder with a model's "
+            f"config.json, or the name of a model on the hub; {reason}"
+        ) from None
 
 
 def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.Meta | None) -> config.Config:

@@ -15,6 +15,7 @@ import rich.console
 from jaxsp import cli, prepare
 from jaxsp.core import axes, config, errors
 from jaxsp.core import mesh as meshes
+from jaxsp.hf import published
 from jaxsp.planner import comms, compiled, gpus, roofline
 from jaxsp.training import levers, memory_fit, metrics, step
 
@@ -63,9 +64,13 @@ def main(arguments: list[str]) -> None:
     settings = config.load(given.config, given.changes)
     if given.json:
         cli.check_file(given.json, flag="--json")
+    console = rich.console.Console(markup=False)
+    sizes = published.read_sizes(settings.model)
+    if sizes.note:
+        console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
+        settings = config.load(given.config, [*given.changes, *sizes.words])
     meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
     found = of(settings, num_steps=given.steps)
-    console = rich.console.Console(markup=False)
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
         f"{found.num_devices} x {found.device}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "

@@ -1,7 +1,6 @@
 """python -m jaxsp.plan CONFIG.yaml [key.path=value ...]: what a run would take on GPUs that are not here."""
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import math
@@ -16,11 +15,11 @@ import jax
 import rich.console
 
 from jaxsp import cli, compare
-from jaxsp.core import config, errors
+from jaxsp.core import config, durations, errors
 from jaxsp.core import mesh as meshes
-from jaxsp.hf import families
+from jaxsp.hf import published
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import compiled, gpus, plans, plots, report, search, shapes
+from jaxsp.planner import compiled, gpus, plans, plots, progress, report, search, shapes
 
 _AROUND = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rows that a picture of memory is made of, over the config's."""
@@ -34,12 +33,11 @@ def main(arguments: list[str]) -> None:
     given = asked(arguments)
     settings = config.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-    model = families.read_model_config(settings.model)
+    sizes = published.read_sizes(settings.model)
+    if sizes.note:
+        console.print(sizes.note)
     if given.measure is not None:
-        ran = compare.here(given.config, given.changes, num_steps=given.measure, num_heads=model.num_heads, say=console.print)
-        console.print(compare.table(ran))
-        _write(given.json, {"meshes": [dataclasses.asdict(one) for one in ran]}, console)
-        compare.check(ran)
+        _measure(given, sizes, console)
         return
     _check_lengths(given, settings)
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
@@ -47,7 +45,7 @@ def main(arguments: list[str]) -> None:
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
     sites = [_site(kind, given, settings) for kind in given.device or ["h100-80gb"]]
-    asked_for = Asked(given=given, settings=settings, model=model, site=sites[0], console=console)
+    asked_for = Asked(given=given, settings=settings, sizes=sizes, site=sites[0], console=console)
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.assumed(sites[0])}")
     if given.meshes:
@@ -66,14 +64,20 @@ class Asked:
 
     given: argparse.Namespace
     settings: config.Config
-    model: ModelConfig
+    sizes: published.Sizes
     site: compiled.Site
     console: rich.console.Console
 
     @property
+    def model(self) -> ModelConfig:
+        """The model's sizes."""
+        return self.sizes.model
+
+    @property
     def name(self) -> str:
         """The model's name in output."""
-        return self.settings.model.source or "the config's model"
+        name = self.settings.model.source or "the config's model"
+        return f"{name} (published sizes)" if self.sizes.published else name
 
     @property
     def tokens(self) -> float | None:
@@ -84,17 +88,34 @@ class Asked:
         return None if run.steps is None else float(run.steps * step_tokens)
 
 
+def _measure(given: argparse.Namespace, sizes: published.Sizes, console: rich.console.Console) -> None:
+    """Runs every mesh of the devices of this machine."""
+    changes = [*given.changes, *sizes.words]
+    ran = compare.here(
+        given.config,
+        changes,
+        num_steps=given.measure,
+        num_heads=sizes.model.num_heads,
+        say=console.print,
+    )
+    console.print(compare.table(ran))
+    meshes = [dataclasses.asdict(one) for one in ran]
+    _write(given.json, {"meshes": meshes}, sizes, console)
+    compare.check(ran)
+
+
 def _one(asked: Asked) -> None:
     """Plans the config's step."""
     shown = plans.of(asked.settings, model=asked.model, site=asked.site, document_tokens=asked.given.document_tokens)
     asked.console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
-    _write(asked.given.json, dataclasses.asdict(shown), asked.console)
+    _write(asked.given.json, dataclasses.asdict(shown), asked.sizes, asked.console)
     _plot(asked, shown, [shown], _AROUND)
 
 
 def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     found, refused = [], []
+    counted = progress.Progress(len(sites) * len(asked.settings.data.row_lengths))
     for site in sites:
         for row_tokens in asked.settings.data.row_lengths:
             settings = asked.settings.for_rows_of(row_tokens)
@@ -103,32 +124,46 @@ def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
                 plan = plans.of(settings, model=asked.model, site=site, document_tokens=asked.given.document_tokens)
             except errors.UserError as error:
                 refused.append(f"{words}: {str(error).splitlines()[0]}")
+                asked.console.print(f"{words}: refused [{counted.next()}]")
                 continue
-            asked.console.print(f"{words}: compiled in {plan.plan_s:.0f} s")
+            spent = durations.describe(plan.plan_s)
+            asked.console.print(f"{words}: compiled in {spent} [{counted.next()}]")
             found.append(plan)
     if not found:
         raise errors.UserError(refused)
     asked.console.print(report.several(found, tokens=asked.tokens))
     for words in refused:
         asked.console.print(f"refused: {words}")
-    _write(asked.given.json, {"plans": [dataclasses.asdict(plan) for plan in found]}, asked.console)
+    result = {"plans": [dataclasses.asdict(plan) for plan in found]}
+    _write(asked.given.json, result, asked.sizes, asked.console)
 
 
 def _plot(asked: Asked, shown: plans.Plan, around: list[plans.Plan], factors: Sequence[float]) -> None:
     """Draws memory over the row's length around a plan, if asked for."""
     if not asked.given.plot:
         return
-    unit = 128 * asked.settings.mesh.seq
-    for factor in factors:
-        row_tokens = round(factor * shown.row_tokens / unit) * unit
-        if row_tokens and all(row_tokens != plan.row_tokens for plan in around):
-            of_length = search.with_rows_of(asked.settings, row_tokens)
-            with contextlib.suppress(errors.UserError):  # lengths that cuDNN cannot compute are left out
-                around.append(plans.of(of_length, model=asked.model, site=asked.site))
+    lengths = _lengths(asked, shown, around, factors)
+    counted = progress.Progress(len(lengths))
+    for row_tokens in lengths:
+        of_length = search.with_rows_of(asked.settings, row_tokens)
+        verdict = "planned"
+        try:
+            around.append(plans.of(of_length, model=asked.model, site=asked.site))
+        except errors.UserError:  # lengths that cuDNN cannot compute are left out
+            verdict = "refused, and left out"
+        asked.console.print(f"for the picture: {row_tokens:,} tokens {verdict} [{counted.next()}]")
     site = asked.site
     title = f"{asked.name} on {site.num_devices} x {site.kind}, {report.mesh(shown.mesh)}: planned, not measured"
     plots.lengths(around, asked.given.plot, title=title)
     asked.console.print(f"drawn: {asked.given.plot}")
+
+
+def _lengths(asked: Asked, shown: plans.Plan, around: Sequence[plans.Plan], factors: Sequence[float]) -> list[int]:
+    """Row lengths that a picture needs besides those that were planned."""
+    unit = 128 * asked.settings.mesh.seq
+    planned = {plan.row_tokens for plan in around}
+    lengths = [round(factor * shown.row_tokens / unit) * unit for factor in factors]
+    return [length for length in dict.fromkeys(lengths) if length and length not in planned]
 
 
 def asked(arguments: list[str]) -> argparse.Namespace:
@@ -253,7 +288,12 @@ def _longest(asked: Asked) -> None:
     console, site = asked.console, asked.site
     began = time.perf_counter()
     console.print(f"the longest row on {site.num_devices} x {site.kind}:")
-    found = search.longest(asked.settings, model=asked.model, site=site, say=lambda one: console.print(report.tried(one)))
+    counted = progress.Progress(search.USUAL, is_exact=False)
+
+    def show(one: search.Tried) -> None:
+        console.print(report.tried(one, progress=counted.next()))
+
+    found = search.longest(asked.settings, model=asked.model, site=site, say=show)
     console.print(report.longest(found, seconds=time.perf_counter() - began))
     shown = found.plan or found.beyond.plan
     result = {
@@ -263,7 +303,7 @@ def _longest(asked: Asked) -> None:
     if shown is not None:
         console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
         result = dataclasses.asdict(shown) | result
-    _write(asked.given.json, result, console)
+    _write(asked.given.json, result, asked.sizes, console)
     if shown is not None:
         _plot(asked, shown, [one.plan for one in found.tried if one.plan is not None], _BELOW)
 
@@ -273,14 +313,13 @@ def _meshes(asked: Asked) -> None:
     given, settings, site, console = asked.given, asked.settings, asked.site, asked.console
     count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
-    with console.status(f"compiling {count} steps") as status:
-        done = []
+    counted = progress.Progress(count)
 
-        def say(shape: shapes.Shape) -> None:
-            done.append(shape)
-            status.update(f"compiling {count} steps: {len(done)} done")
+    def show(shape: shapes.Shape) -> None:
+        console.print(report.planned(shape, progress=counted.next()))
 
-        found = shapes.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=say)
+    with console.status("compiling"):
+        found = shapes.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=show)
     rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"
     console.print(f"{rows} a step on {site.num_devices} x {site.kind}")
     console.print(report.ranked(found))
@@ -288,12 +327,19 @@ def _meshes(asked: Asked) -> None:
         where = f"{asked.name}, {rows} a step on {site.num_devices} x {site.kind}"
         plots.meshes(found, given.plot, title=f"{where}: planned, not measured")
         console.print(f"drawn: {given.plot}")
-    _write(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, console)
+    _write(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console)
 
 
-def _write(file: pathlib.Path | None, result: dict[str, Any], console: rich.console.Console) -> None:
+def _write(
+    file: pathlib.Path | None,
+    result: dict[str, Any],
+    sizes: published.Sizes,
+    console: rich.console.Console,
+) -> None:
+    """Writes the numbers, and whether they are of published sizes."""
     if file is not None:
-        file.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        whole = result | {"published_sizes": sizes.note or None}
+        file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         console.print(f"written: {file}")
 
 

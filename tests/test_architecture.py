@@ -17,17 +17,17 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 """From the ground up. A module imports from lower floors; rooms on one floor do not know each other."""
 
 PLACES = {
-    "core": "axes errors paths jobs processes notation foreign_names advice foreign_config given config mesh layout batch",
+    "core": "axes errors durations paths jobs processes notation foreign_names advice foreign_config given config mesh layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn_calls kernels.cudnn kernels.limits zigzag ulysses gather ring kinds __init__",
     "data": "tables wording files formats hub sources tokenizers turns chat encoding text "
     "packing mixing rows held_out pipeline dataset account",
     "model": "config layers remat tiling decoder",
-    "hf": "values rotation folder families names tensors weights",
+    "hf": "values rotation folder families published names tensors weights",
     "training": "host sharding loss optimizer xla pace step memory_fit digests checkpoint disk_space store records board "
     "metrics bad_steps material levers evaluator early_stopping selfcheck banner directory watchdog stopping saving log "
     "trainer",
-    "planner": "gpus compiled memory budget hlo comms work timeline roofline plans search shapes report plots",
+    "planner": "progress gpus compiled memory budget hlo comms work timeline roofline plans search shapes report plots",
     "commands": "cli resume prepare library example train measure compare plan export eval launch",
 }
 """The modules of a room in the order they build on each other: each imports only those before it, so there are no cycles."""

@@ -113,5 +113,9 @@ def test_what_is_nothing_to_evaluate_is_named(tmp_path):
     says = messages.holding(tmp_path / "run", "run.save_every")
     with pytest.raises(errors.UserError, match=says):
         evaluation.main([str(tmp_path / "run")])
-    with pytest.raises(errors.UserError, match=messages.holding(tmp_path / "run/checkpoints/249")):
-        evaluation.main([str(tmp_path / "run/checkpoints/249")])
+    for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):
+        with pytest.raises(errors.UserError) as raised:
+            evaluation.main([str(what)])
+        (problem,) = raised.value.problems
+        assert all(part in problem for part in (str(what), "run", "checkpoint", "config.json"))
+        assert "cache" not in problem

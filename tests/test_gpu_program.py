@@ -12,9 +12,8 @@ import pytest
 
 from jaxsp.attention.kernels import packed
 from jaxsp.core import config
-from jaxsp.hf import families
+from jaxsp.hf import families, published
 from jaxsp.planner import comms, compiled, hlo, plans
-from tests import published
 
 pytestmark = pytest.mark.e2e
 
@@ -114,11 +113,11 @@ def test_what_is_offloaded_is_in_host_memory_as_large_as_it_is():
 
 
 RECIPES = {
-    "llama31_8b_128k_8xh100": published.LLAMA31_8B,
-    "qwen25_7b_64k_8xh100": published.QWEN25_7B,
-    "qwen3_0p6b_32k_1xh100": published.QWEN3_06B,
+    "llama31_8b_128k_8xh100": published.MODELS["meta-llama/Llama-3.1-8B"].fields,
+    "qwen25_7b_64k_8xh100": published.MODELS["Qwen/Qwen2.5-7B"].fields,
+    "qwen3_0p6b_32k_1xh100": published.MODELS["Qwen/Qwen3-0.6B"].fields,
 }
-"""The published config.json of each recipe's model, as far as it matters here."""
+"""Published sizes of each recipe's model."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES])

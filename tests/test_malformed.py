@@ -286,7 +286,7 @@ CASES = {
     "text that is not UTF-8": (data(b"caf\xe9", "a.txt"), ["data.train.0.source=a.txt"], "a.txt ... UTF-8"),
     "a pickle": (data(b"\x80\x04.", "a.pkl"), ["data.train.0.source=a.pkl"], "a.pkl ... .jsonl"),
     # Model folders
-    "no folder": (None, HF, "model.source = hf ... HF_HUB_OFFLINE"),
+    "no folder": (None, HF, "model.source = hf"),
     "a folder without config.json": (model(without=["config.json"]), HF, "model.source = hf ... config.json"),
     "a config.json cut short": (model(file("config.json", b'{"model_type": "ll')), HF, "hf/config.json ... JSON"),
     "a config.json that is a list": (model(file("config.json", b"[]")), HF, "hf/config.json ... fields"),

@@ -1,7 +1,9 @@
 """python -m jaxsp.plan, on models small enough to be compiled in seconds."""
 
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,8 +11,9 @@ import jax
 import pytest
 import yaml
 
-from jaxsp import cli, plan
-from jaxsp.core import errors
+from jaxsp import cli, compare, measure, plan
+from jaxsp.core import config, errors
+from jaxsp.hf import published
 from jaxsp.planner import gpus, plans, search
 from jaxsp.training import levers, memory_fit
 from tests.planner import made
@@ -310,6 +313,109 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
     refused = list(gpus.KINDS)
     with pytest.raises(errors.UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"):
         asked(*words)
+
+
+GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
+"""The hub cannot be reached from tests."""
+
+
+def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(asked, monkeypatch):
+    layers = []
+
+    def of(settings, *, model, site, document_tokens):
+        layers.append(model.num_layers)
+        return made.plan()
+
+    monkeypatch.setattr(plans, "of", of)
+    said, found = asked(*GATED)
+    first = said.splitlines()[0]
+    sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
+    assert all(part in first for part in (sizes.name, "HF_HUB_OFFLINE", published.DATE, sizes.source))
+    assert found["published_sizes"] == first
+    assert f"{sizes.name} (published sizes)" in " ".join(said.split())
+    said, found = asked()
+    assert found["published_sizes"] is None
+    assert "published sizes" not in said
+    assert layers == [32, MODEL["num_hidden_layers"]]
+
+
+def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
+    """The processes that measure get them as changes of the config."""
+    given = []
+
+    def here(path, changes, *, num_steps, num_heads, say):
+        given.append(config.load(path, list(changes)).model)
+        return []
+
+    monkeypatch.setattr(compare, "here", here)
+    monkeypatch.setattr(compare, "table", lambda ran: "a table")
+    said, found = asked(*GATED, "--meshes", "--measure", "1")
+    assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
+    assert said.splitlines()[0] == found["published_sizes"]
+
+
+def test_a_measurement_with_published_sizes_has_random_weights_and_says_so(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def of(settings, *, num_steps):
+        given.append(settings.model)
+        raise errors.UserError("stopped here")
+
+    monkeypatch.setattr(measure, "of", of)
+    with pytest.raises(errors.UserError, match="stopped here"):
+        measure.main(["configs/quickstart.yaml", *GATED])
+    assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
+    said = capsys.readouterr().out.splitlines()[0]
+    assert "meta-llama/Llama-3.1-8B" in said
+    assert "random weights" in said
+
+
+@pytest.mark.parametrize(
+    ("flag", "least", "place"),
+    [("--meshes", 10, r"\[(\d+) of (\d+)"), ("--longest", 3, r"\[(\d+) of about (\d+)")],
+)
+def test_each_result_is_printed_before_the_next_is_planned(asked, monkeypatch, flag, least, place):
+    """With its number and how many there are."""
+
+    def of(settings, *, model, site, document_tokens=None):
+        print("planning", flush=True)
+        fits = settings.data.row_tokens < 200_000
+        short = "" if fits else "too long"
+        memory = {"weights": 10.0, "attention": 20.0 * settings.data.row_tokens / 65536, "kept free": 6.3}
+        lengths = {"row_tokens": settings.data.row_tokens, "device_gib": sum(memory.values()) - 6.3}
+        return made.plan(fits=fits, short=short, memory=memory, **lengths)
+
+    monkeypatch.setattr(plans, "of", of)
+    said, _ = asked(flag)
+    lines = [line for line in said.splitlines() if line == "planning" or re.search(place, line)]
+    assert lines[::2] == ["planning"] * (len(lines) // 2)
+    numbers = [tuple(map(int, re.search(place, line).groups())) for line in lines[1::2]]
+    assert [number for number, _ in numbers] == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= least
+    if flag == "--meshes":
+        assert {total for _, total in numbers} == {len(numbers)}
+
+
+@pytest.mark.e2e
+@pytest.mark.usefixtures("compiler")
+def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
+    """As a user runs it, without a cache and without a login. Nothing listens at port 9."""
+    own = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    own = {name: value for name, value in own.items() if name not in ("HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_TOKEN")}
+    config = "configs/llama31_8b_128k_8xh100.yaml"
+    words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
+    command = [sys.executable, "-m", "jaxsp.plan", config, *words]
+    done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.DONE, done.stderr
+    assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["published_sizes"] == done.stdout.splitlines()[0]
+    assert found["row_tokens"] == 16384
+    assert found["fits"] is True
+    command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.MISTAKE, "training needs the weights"
+    assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr
 
 
 @pytest.mark.e2e

@@ -109,14 +109,18 @@ _KINDS = ("full_attention", "sliding_attention")
 """Of layers, without and with a window."""
 
 
-def read_model_config(model: config.Model) -> ModelConfig:
+def read_model_config(model: config.Model, *, deadline_s: float | None = None) -> ModelConfig:
     """Reads the shapes of a config's model. Of a folder or a model of the Hub, only config.json is
     read.
 
-    Raises: UserError if it cannot be read, or is of a family that is not implemented.
+    Args:
+        deadline_s: longest wait for the hub; None: no limit.
+    Raises:
+        HubError if the hub cannot be reached or refuses the model to this login; other UserError if
+        it cannot be read, or is of a family that is not implemented.
     """
     if model.source is not None:
-        found = folder.find(model.source, names=("config.json",))
+        found = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
         return model_config(found.fields, field=str(found.path / "config.json"))
     assert model.config is not None, "core.config asks for one of them"
     return model_config(model.config, field="model.config")

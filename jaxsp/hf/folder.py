@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import pathlib
+import queue
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import huggingface_hub
@@ -36,6 +38,15 @@ _SMALL = (
 """What belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
 
 
+class HubError(errors.UserError):
+    """The hub cannot be reached, or refuses a model to this login."""
+
+    def __init__(self, problem: str, *, reason: str):
+        super().__init__(problem)
+        self.reason = reason
+        """The reason without suggestions, in the middle of a sentence."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Folder:
     """A folder that is there; its weights may still be on the hub."""
@@ -56,23 +67,88 @@ class Folder:
             _download(self.source, names, field=self.field, revision=self.path.name)
 
 
-def find(source: str, *, field: str = "model.source", names: tuple[str, ...] = (*_SMALL, INDEX)) -> Folder:
-    """The folder of that name, else the hub's model of that name, of which files of these names are downloaded: no weights.
+def find(
+    source: str,
+    *,
+    field: str = "model.source",
+    names: tuple[str, ...] = (*_SMALL, INDEX),
+    deadline_s: float | None = None,
+) -> Folder:
+    """Finds a folder, or else the hub's model of that name, and downloads files of these names.
 
-    Raises: UserError when there is neither, the hub does not give it, or it has no config.json.
+    Args:
+        names: names and patterns of files to download; weights are not among them.
+        deadline_s: longest wait for the hub; None: no limit.
+    Raises:
+        HubError if the hub cannot be reached or refuses the model; other UserError if there is no
+        such folder or model, or it has no config.json.
     """
     path = paths.expand_user(source, field=field)
     asked = f"{field} = {source}"
     if path.exists() and not path.is_dir():
         raise errors.UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
     on_hub = not path.is_dir()
+    if on_hub and _is_path(source):
+        raise errors.UserError(f"{asked}: {_missing(path)}")
     if on_hub:
-        path = _download(source, names, field=field, revision=None)
+        try:
+            path = _within(deadline_s, lambda: _download(source, names, field=field, revision=None), asked)
+        except HubError as error:
+            if not has_parent(source):
+                raise
+            raise HubError(f"{asked}: {_missing(path)}", reason=error.reason) from None
     if not (path / "config.json").is_file():
         complete = f" If a download was cut short, complete it with: hf download {source}." if on_hub else ""
         raise errors.UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")
     fields = read_json(path / "config.json", asked=asked)
     return Folder(source=source, field=field, path=path, fields=fields, on_hub=on_hub)
+
+
+def _is_path(source: str) -> bool:
+    """Whether a name can be only a path: the hub's have at most one slash, and do not begin so."""
+    return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
+
+
+def has_parent(source: str) -> bool:
+    """Whether a name may be meant as a folder because the folder around it exists."""
+    return pathlib.Path(source).expanduser().parent.is_dir()
+
+
+def _missing(path: pathlib.Path) -> str:
+    """The problem of a folder that is not there, and what to give."""
+    folders = [file.parent for file in path.parent.glob("*/config.json")]
+    known = {folder.name: str(folder) for folder in folders}
+    return (
+        f"there is no folder {path.absolute()}. Give a folder with the model's config.json, or the "
+        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{errors.nearest(path.name, known)}"
+    )
+
+
+def _within(deadline_s: float | None, download: Callable[[], pathlib.Path], asked: str) -> pathlib.Path:
+    """Returns the folder that a function downloads. Raises: HubError if it takes longer.
+
+    huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
+    does not answer. The thread goes on; the process does not wait for it.
+    """
+    if deadline_s is None:
+        return download()
+    results: queue.Queue[pathlib.Path | Exception] = queue.Queue()
+
+    def run() -> None:
+        try:
+            results.put(download())
+        except Exception as error:
+            results.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        result = results.get(timeout=deadline_s)
+    except queue.Empty:
+        reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
+        raise HubError(f"{asked}: {reason}. Try again, or give a folder.", reason=reason) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def read_json(path: pathlib.Path, *, asked: str) -> dict[str, Any]:
@@ -99,34 +175,46 @@ def copy_small_files(folder: pathlib.Path, directory: pathlib.Path, *, but: tupl
 def _download(source: str, names: Iterable[str], *, field: str, revision: str | None) -> pathlib.Path:
     """The snapshot of a hub model in the cache, with the files of these names or patterns, as far as there are any."""
     asked = f"{field} = {source}"
-    no_folder, example = "there is no such folder", "Give a folder with config.json, or a name such as Qwen/Qwen3-0.6B."
+    no_folder = "there is no such folder"
+    example = "Give a folder with config.json, or a name such as Qwen/Qwen3-0.6B."
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names)))
     except hub.HFValidationError:
-        raise errors.UserError(f"{asked}: {no_folder}, and no model on the hub can be called so. {example}") from None
+        raise errors.UserError(f"{asked}: {_missing(pathlib.Path(source).expanduser())}") from None
     except hub.GatedRepoError:
-        raise errors.UserError(
-            f"{asked}: is gated. Accept its terms on https://huggingface.co/{source}, and log in: hf auth login."
+        reason = "the hub shows it only to logins that have accepted its terms"
+        raise HubError(
+            f"{asked}: is gated. Accept its terms on https://huggingface.co/{source}, and log in: hf auth login.",
+            reason=reason,
         ) from None
     except hub.RepositoryNotFoundError:
         raise errors.UserError(
             f"{asked}: {no_folder}, and no such model on the hub. {example} If it is private, log in: hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        cause = error.__cause__ if isinstance(error, hub.LocalEntryNotFoundError) and error.__cause__ else error
-        if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-            problem = f"the hub refuses: {_reason(cause)}. Log in with a token that may read it: hf auth login."
-        elif isinstance(error, hub.LocalEntryNotFoundError):
-            offline = isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
-            why = "HF_HUB_OFFLINE is set" if offline else f"the hub cannot be reached ({_reason(cause)})"
-            problem = (
-                f"{no_folder}, the hub's cache does not hold it (or not all of it), and {why}. "
-                f"{'Unset it' if offline else 'Try again'}, or give a folder: where there is a network, "
-                f"hf download {source} --local-dir FOLDER makes one."
-            )
-        else:
-            problem = f"cannot be downloaded: {_reason(cause)}. Try again: what is there already is kept."
-        raise errors.UserError(f"{asked}: {problem}") from None
+        raise _failure(error, source, asked=asked) from None
+
+
+def _failure(error: Exception, source: str, *, asked: str) -> errors.UserError:
+    """The problem of a download that failed for another reason than the model's name."""
+    is_local = isinstance(error, hub.LocalEntryNotFoundError)
+    cause = error.__cause__ if is_local and error.__cause__ else error
+    if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
+        reason = f"the hub refuses: {_reason(cause)}"
+        return HubError(f"{asked}: {reason}. Log in with a token that may read it: hf auth login.", reason=reason)
+    if not is_local:
+        problem = f"{asked}: cannot be downloaded: {_reason(cause)}. Try again: what is there already is kept."
+        if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # of this machine's disk
+            return errors.UserError(problem)
+        return HubError(problem, reason=f"the download failed: {_reason(cause)}")
+    is_offline = isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
+    reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({_reason(cause)})"
+    advice = "Unset it" if is_offline else "Try again"
+    return HubError(
+        f"{asked}: there is no such folder, the hub's cache does not hold it (or not all of it), and {reason}. "
+        f"{advice}, or give a folder: where there is a network, hf download {source} --local-dir FOLDER makes one.",
+        reason=reason,
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,12 +1,15 @@
 """Plans as pictures: memory by cause over the row's length, and meshes side by side."""
 
+import dataclasses
 import importlib.util
+import itertools
+import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxsp.core import axes, errors
-from jaxsp.planner import budget, plans, shapes
+from jaxsp.core import axes, durations, errors
+from jaxsp.planner import budget, plans, search, shapes
 
 _COLORS = {
     budget.WEIGHTS: "#1b3a5c",
@@ -24,6 +27,9 @@ _COLORS = {
 }
 """What does not grow with the row in blues, attention and what it leaves in warm colours."""
 
+_BEHIND = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
+"""Background of text on colored areas."""
+
 _FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -38,10 +44,13 @@ def check(file: pathlib.Path) -> None:
 
 
 def lengths(found: Sequence[plans.Plan], file: pathlib.Path, *, title: str) -> None:
-    """Memory of a device and of a node, by cause, over the row's length, against what there is.
+    """Draws memory of a device and of a node, by cause, over the row's length.
+
+    Where different programs were compiled for two lengths, memory between them is drawn as a cliff
+    and not as a slope.
 
     Args:   found: plans that differ in row_tokens.
-    Raises: UserError where there is but one.
+    Raises: UserError if there are fewer than two.
     """
     ordered = sorted(found, key=lambda plan: plan.row_tokens)
     if len(ordered) < 2:
@@ -49,34 +58,165 @@ def lengths(found: Sequence[plans.Plan], file: pathlib.Path, *, title: str) -> N
             f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out."
         )
     last = ordered[-1]
-    hosts = max(plan.host_gib for plan in ordered) >= 0.05
-    figure, panels = _panels(2 if hosts else 1)
-    x = [plan.row_tokens / 1000 for plan in ordered]
-    _stacked(panels[0], x, [plan.memory for plan in ordered])
+    has_host = max(plan.host_gib for plan in ordered) >= 0.05
+    figure, panels = _panels(2 if has_host else 1)
+    cliffs = _cliffs(ordered)
+    _stacked(panels[0], ordered, cliffs, lambda plan: plan.memory)
     whole = last.room_gib + last.memory[budget.RESERVED]
-    panels[0].axhline(whole, color="black", linewidth=1.5)
-    panels[0].annotate(f"{last.device}: {whole:.1f} GiB", (x[0], whole), xytext=(4, 4), textcoords="offset points")
-    panels[0].set_ylabel("GiB of each device, when it is fullest")
-    # what runs beyond the device is no news
-    panels[0].set_ylim(0, min(1.35 * whole, 1.1 * max(whole, *(sum(plan.memory.values()) for plan in ordered))))
-    if hosts:
-        _stacked(panels[1], x, [plan.host_memory for plan in ordered])
-        panels[1].axhline(last.host_room_gib, color="black", linewidth=1.5)
-        panels[1].annotate(
-            f"host: {last.host_room_gib:,.0f} GiB", (x[0], last.host_room_gib), xytext=(4, 4), textcoords="offset points"
-        )
-        panels[1].set_ylabel("GiB of each node's memory, when it is fullest")
-    for plan, before in zip(ordered[1:], ordered, strict=False):
-        if plan.remat != before.remat:
-            for panel in panels:
-                panel.axvline(plan.row_tokens / 1000, color="black", linewidth=0.7, linestyle=":")
-            top = (plan.row_tokens / 1000, panels[0].get_ylim()[1])
-            panels[0].annotate(f"remat {plan.remat}", top, xytext=(3, -8), textcoords="offset points", fontsize=8)
+    peak = max(sum(plan.memory.values()) for plan in ordered)
+    _limit(panels[0], whole, f"{last.device}: {whole:.1f} GiB", peak=peak)
+    panels[0].set_ylabel("GiB per device, at its peak")
+    if has_host:
+        _stacked(panels[1], ordered, cliffs, lambda plan: plan.host_memory)
+        room, peak = last.host_room_gib, max(plan.host_gib for plan in ordered)
+        _limit(panels[1], room, f"host: {room:,.0f} GiB", peak=peak)
+        panels[1].set_ylabel("GiB of each node's memory, at its peak")
     for panel in panels:
-        panel.set_xlabel("tokens of a row, thousands")
-        panel.set_xlim(x[0], x[-1])
-        panel.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        panel.set_xlim(ordered[0].row_tokens, last.row_tokens)
+        panel.set_xlabel("tokens per row")
+        panel.xaxis.set_major_formatter(lambda value, _: tokens(value))
+    _mark_longest(panels, ordered)
+    notes = ["Triangles: compiled lengths; between them, memory is interpolated."]
+    if cliffs:
+        notes[0] += " Dotted lines: the program changes to:"
+    notes += _mark_cliffs(panels, cliffs)
+    figure.set_figheight(figure.get_figheight() + 0.17 * len(notes))
+    figure.supxlabel("\n".join(notes), fontsize=9, color="#444444")
     _save(figure, panels, file, title=title)
+
+
+def tokens(number: float | int) -> str:
+    """Formats a number of tokens. Examples: `512`, `131K`, `3.67M`."""
+    if number < 1000:
+        return f"{number:.3g}"
+    if number < 999_500:
+        return f"{number / 1e3:.3g}K"
+    return f"{number / 1e6:.3g}M"
+
+
+def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
+    """Lists in what the program of a plan differs from that of a shorter row.
+
+    The sizes of tiles are left out, because they follow from the length and change with most rows.
+    """
+    found = []
+    if after.kernel != before.kernel:
+        found.append(after.kernel)
+    if after.remat != before.remat:
+        found.append(f"remat {after.remat}")
+    if after.head_chunks != before.head_chunks:
+        found.append(f"{after.head_chunks} head chunk{'s' * (after.head_chunks > 1)}")
+    for name, tile in (("MLP", "mlp_tile_tokens"), ("loss", "loss_tile_tokens")):
+        is_tiled = _is_tiled(after, tile)
+        if is_tiled != _is_tiled(before, tile):
+            found.append(f"{name} in tiles" if is_tiled else f"no {name} tiles")
+    return found
+
+
+def _is_tiled(plan: plans.Plan, name: str) -> bool:
+    """Whether a tile is smaller than all tokens of a device."""
+    return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
+
+
+def _scaled(plan: plans.Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
+    """Memory by cause for a row of another length: an estimate for the same program."""
+    factor = row_tokens / plan.row_tokens
+    constant = (*search.FIXED, budget.RESERVED)
+    return {cause: size if cause in constant else factor * size for cause, size in parts.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cliff:
+    """A change of the program between two compiled lengths."""
+
+    before: plans.Plan
+    after: plans.Plan
+    row_tokens: float
+    """Where it is drawn."""
+    words: list[str]
+
+
+def _cliffs(ordered: Sequence[plans.Plan]) -> list[_Cliff]:
+    """Changes of the program, from short rows to long ones.
+
+    Each is drawn where the program of shorter rows would need all of the device, because jaxsp
+    chooses another one only if a step does not fit; or in the middle, if that is not between the
+    two compiled lengths.
+    """
+    found = []
+    for before, after in itertools.pairwise(ordered):
+        words = changes(before, after)
+        if not words:
+            continue
+        constant = sum(_scaled(before, before.memory, 0).values())
+        growing = sum(before.memory.values()) - constant
+        whole = before.room_gib + before.memory[budget.RESERVED]
+        place = before.row_tokens * (whole - constant) / growing if growing > 0 else 0.0
+        if not before.row_tokens < place < after.row_tokens:
+            place = (before.row_tokens + after.row_tokens) / 2
+        found.append(_Cliff(before=before, after=after, row_tokens=place, words=words))
+    return found
+
+
+def _mark_cliffs(panels: Sequence[Any], cliffs: Sequence[_Cliff]) -> list[str]:
+    """Marks and numbers changes of the program. Returns a line about each."""
+    notes: list[str] = []
+    raised, last_place = False, -math.inf
+    for number, cliff in enumerate(cliffs, 1):
+        left, right = panels[0].get_xlim()
+        # neighbors must not overlap
+        raised = not raised and cliff.row_tokens - last_place < 0.03 * (right - left)
+        last_place = cliff.row_tokens
+        for panel in panels:
+            panel.axvline(cliff.row_tokens, color="black", linewidth=0.8, linestyle=":")
+            panel.annotate(
+                str(number),
+                (cliff.row_tokens, 1.0),
+                xycoords=panel.get_xaxis_transform(),
+                xytext=(0, 13 if raised else 2),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
+        place = f"{tokens(cliff.before.row_tokens)} and {tokens(cliff.after.row_tokens)}"
+        notes.append(f"{number} (between {place}): {', '.join(cliff.words)}")
+    return notes
+
+
+def _mark_longest(panels: Sequence[Any], ordered: Sequence[plans.Plan]) -> None:
+    """Marks the longest row that fits, if a longer one does not."""
+    fitting = [plan.row_tokens for plan in ordered if plan.fits]
+    if not fitting or ordered[-1].fits:
+        return
+    for panel in panels:
+        panel.axvline(fitting[-1], color="black", linewidth=1.2, zorder=4)
+    panels[0].annotate(
+        f"longest: {tokens(fitting[-1])}",
+        (fitting[-1], 0.06),
+        xycoords=panels[0].get_xaxis_transform(),
+        xytext=(-4, 0),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        fontsize=9,
+        bbox=_BEHIND,
+    )
+
+
+def _limit(panel: Any, gib: float, words: str, *, peak: float) -> None:
+    """Draws the memory that there is, and sets the height of the panel."""
+    panel.axhline(gib, color="black", linewidth=1.5)
+    panel.annotate(
+        words,
+        (1.0, gib),
+        xycoords=panel.get_yaxis_transform(),
+        xytext=(-4, 4),
+        textcoords="offset points",
+        ha="right",
+        bbox=_BEHIND,
+    )
+    # how far rows that do not fit exceed the memory does not matter
+    panel.set_ylim(0, min(1.35 * gib, 1.1 * max(gib, peak)))
 
 
 def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> None:
@@ -103,7 +243,9 @@ def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> 
     colors = ["#2f6690" if plan.fits else "#cccccc" for _, plan in there]
     bars = panels[1].barh(names, times, color=colors)
     words = [
-        f"{plan.step_s_estimate:.3g} s" + " (does not fit)" * (not plan.fits) if plan.step_s_estimate else "no estimate"
+        durations.describe(plan.step_s_estimate) + " (does not fit)" * (not plan.fits)
+        if plan.step_s_estimate
+        else "no estimate"
         for _, plan in there
     ]
     panels[1].bar_label(bars, words, padding=3, fontsize=8)
@@ -123,12 +265,35 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
     return drawn, list(panels)
 
 
-def _stacked(panel: Any, x: list[float], parts: Sequence[Any]) -> None:
-    """Areas by cause, one upon another, those that do not grow at the bottom."""
+def _stacked(
+    panel: Any,
+    ordered: Sequence[plans.Plan],
+    cliffs: Sequence[_Cliff],
+    memory: Callable[[plans.Plan], Mapping[str, float]],
+) -> None:
+    """Draws areas by cause, stacked, those that do not grow at the bottom."""
+    points = [(float(plan.row_tokens), memory(plan)) for plan in ordered]
+    for cliff in cliffs:
+        for plan in (cliff.before, cliff.after):
+            points.append((cliff.row_tokens, _scaled(plan, memory(plan), cliff.row_tokens)))
+    points.sort(key=lambda point: point[0])  # stable: the side of shorter rows stays first
+    parts = [part for _, part in points]
     shown = [cause for cause in _COLORS if max(part.get(cause, 0.0) for part in parts) >= 0.005]
     heights = [[part.get(cause, 0.0) for part in parts] for cause in shown]
-    panel.stackplot(x, heights, colors=[_COLORS[cause] for cause in shown], labels=shown)
-    panel.plot(x, [0.0] * len(x), "|", color="black", clip_on=False, markersize=8)  # where it was compiled
+    colors = [_COLORS[cause] for cause in shown]
+    panel.stackplot([place for place, _ in points], heights, colors=colors, labels=shown)
+    compiled = [plan.row_tokens for plan in ordered]
+    height = 0.012
+    panel.plot(
+        compiled,
+        [height] * len(compiled),
+        "^",
+        color="black",
+        markeredgecolor="white",
+        markersize=7,
+        clip_on=False,
+        transform=panel.get_xaxis_transform(),
+    )
 
 
 def _save(figure: Any, panels: list[Any], file: pathlib.Path, *, title: str) -> None:

@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from jaxsp.core import axes
+from jaxsp.core import axes, durations
 from jaxsp.planner import budget, compiled, gpus, plans, roofline, search, shapes
 
 _LABEL = 12
@@ -19,7 +19,10 @@ def text(plan: plans.Plan, *, model: str, tokens: float | None = None) -> str:
     where = f"{plan.num_devices} x {plan.device}" + (f" in {nodes} nodes" if nodes > 1 else "")
     rows = f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)} of {plan.row_tokens:,} tokens"
     lines = [
-        ("plan", f"{model} on {where}, compiled in {plan.plan_s:.1f} s by jax {plan.jax}; nothing was run or measured"),
+        (
+            "plan",
+            f"{model} on {where}, compiled in {durations.describe(plan.plan_s)} by jax {plan.jax}; nothing was run or measured",
+        ),
         (
             "mesh",
             f"{mesh(plan.mesh)}; {rows} a step, {plan.rows_at_once} at a time, up to {plan.max_documents_per_row} documents in "
@@ -107,10 +110,11 @@ def speed(plan: plans.Plan) -> str:
     """The estimated time of a step, its range, and what limits it."""
     if plan.step_s_estimate is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
         return "no estimate: the published rates are for bfloat16 and cuDNN attention"
-    low, high = (duration(factor * plan.step_s_estimate) for factor in roofline.LIKELY)
+    low, high = (durations.describe(factor * plan.step_s_estimate) for factor in roofline.LIKELY)
     return (
-        f"about {duration(plan.step_s_estimate)} a step (likely {low} to {high}), {plan.tokens_per_s_estimate:,.0f} tokens/s, "
-        f"MFU {100 * plan.mfu_estimate:.0f} %, limited by {plan.limited_by}: an ESTIMATE from published rates "
+        f"about {durations.describe(plan.step_s_estimate)} a step (likely {low} to {high}), "
+        f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
+        f"limited by {plan.limited_by}: an ESTIMATE from published rates "
         "(planner/gpus.py); scripts/bench/anchors.py compares such estimates with published runs"
     )
 
@@ -127,17 +131,6 @@ def cost(plan: plans.Plan, tokens: float) -> str:
 def amount(number: float) -> str:
     """Formats a number. Examples: `1,234`, `12`, `1.2`, `0.012`."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds. Examples: `0.726 s`, `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes} min"
 
 
 def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
@@ -158,7 +151,7 @@ def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
             f"{plan.host_gib:,.0f}",
             plan.remat,
             f"{plan.mlp_tile_tokens:,}" if is_tiled else "-",
-            "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
+            "-" if plan.step_s_estimate is None else durations.describe(plan.step_s_estimate),
             number(plan.tokens_per_s_estimate, "{:,.0f}"),
             number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
             plan.limited_by or "-",
@@ -170,17 +163,42 @@ def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
     )
 
 
-def tried(one: search.Tried) -> str:
-    """A length that was tried, in a line."""
+def tried(one: search.Tried, *, progress: str) -> str:
+    """A length that was tried, in a line.
+
+    Args: progress: the count and the time left.
+    """
     if one.plan is None:
-        return f"  {one.row_tokens:>12,} tokens  {one.why}"
+        return f"  {one.row_tokens:>12,} tokens  {one.why} [{progress}]"
     plan = one.plan
-    host = f", {plan.host_gib:8,.1f} of {plan.host_room_gib:,.0f} of host" if plan.host_gib >= 0.05 else ""
-    verdict = "fits" if not one.why else f"too long for the {plan.binds}" if plan.short else one.why
-    return (
-        f"  {one.row_tokens:>12,} tokens  remat {plan.remat:<9}  {plan.device_gib:6.1f} of {plan.room_gib:.1f} GiB of device"
-        f"{host}: {verdict} ({plan.plan_s:.0f} s)"
-    )
+    verdict = "fits"
+    if one.why:
+        verdict = f"too long for the {plan.binds}" if plan.short else one.why
+    return f"  {one.row_tokens:>12,} tokens  {_taken(plan)}: {verdict} [{progress}]"
+
+
+def planned(shape: shapes.Shape, *, progress: str) -> str:
+    """A mesh that was planned, in a line.
+
+    Args: progress: the count and the time left.
+    """
+    words = f"  [{progress}] {mesh(shape.mesh)}, {shapes.name(shape.kind)}"
+    if shape.plan is None:
+        return f"{words}: {shape.why}"
+    step = ""
+    if shape.plan.step_s_estimate is not None:
+        step = f", about {durations.describe(shape.plan.step_s_estimate)} a step"
+    verdict = "fits" if shape.plan.fits else f"does not fit the {shape.plan.binds}"
+    return f"{words}: {verdict}, {_taken(shape.plan)}{step}"
+
+
+def _taken(plan: plans.Plan) -> str:
+    """The memory that a plan takes."""
+    host = ""
+    if plan.host_gib >= 0.05:
+        host = f", {plan.host_gib:8,.1f} of {plan.host_room_gib:,.0f} of host"
+    device = f"{plan.device_gib:6.1f} of {plan.room_gib:.1f} GiB of device"
+    return f"remat {plan.remat:<9}  {device}{host}"
 
 
 def longest(found: search.Longest, *, seconds: float) -> str:
@@ -193,7 +211,7 @@ def longest(found: search.Longest, *, seconds: float) -> str:
     why = f"not enough {binds} memory" if binds else beyond.why
     return (
         f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}; {beyond.row_tokens:,} do not fit: {why}. "
-        f"{len(found.tried)} lengths compiled in {seconds:.0f} s"
+        f"{len(found.tried)} lengths compiled in {durations.describe(round(seconds))}"
     )
 
 
@@ -218,7 +236,7 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
                 f"{plan.host_gib:,.0f}",
                 plan.remat,
                 plan.kernel,
-                "-" if plan.step_s_estimate is None else duration(plan.step_s_estimate),
+                "-" if plan.step_s_estimate is None else durations.describe(plan.step_s_estimate),
                 number(plan.tokens_per_s_estimate, "{:,.0f}"),
                 number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
                 str(ranks.get(id(shape), "-")),

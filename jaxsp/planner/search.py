@@ -19,7 +19,10 @@ _OF_LENGTH = ("data.row_tokens", "data.max_documents_per_row", "attention.head_c
 _MOST_TIMES = 16
 """How much longer the next row may be than the one that fitted, on the first plan's word alone."""
 
-_FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
+USUAL = 8
+"""Number of lengths that are usually tried, for the time left."""
+
+FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
 """Causes that do not grow with the row."""
 
 
@@ -152,7 +155,7 @@ def _crossing(tried: dict[int, Tried], below: int, above: int | None) -> float:
         if len(known) == 2:
             x, y = known[0].row_tokens, here(known[0])
         else:
-            x, y = 0, sum(taken(last).get(name, 0.0) for name in _FIXED)
+            x, y = 0, sum(taken(last).get(name, 0.0) for name in FIXED)
         slope = (here(last) - y) / (last.row_tokens - x)
         if slope > 0:
             crossings.append(last.row_tokens + (room - here(last)) / slope)

@@ -12,7 +12,7 @@ import rich.table
 import rich.text
 
 from jaxsp import attention
-from jaxsp.core import axes, processes
+from jaxsp.core import axes, durations, processes
 from jaxsp.core import mesh as meshes
 from jaxsp.core.config import Run
 from jaxsp.data import account
@@ -142,7 +142,7 @@ def after(
     at_first = "none" if first.loss is None else f"{first.loss:.4f}"
     at_last = f"{sum(recent_losses) / len(recent_losses):.4f}" if recent_losses else "none"
     return [
-        ("trained", f"{count(num_steps, 'step')}, {count(num_tokens, 'token')} in {_duration(seconds)}"),
+        ("trained", f"{count(num_steps, 'step')}, {count(num_tokens, 'token')} in {durations.describe(seconds)}"),
         (
             "loss",
             f"{at_first} at step {first.step}, {at_last} in the mean of the last {count(len(recent_losses), 'step')}",
@@ -202,7 +202,7 @@ class Progress:
         now = time.perf_counter()
         elapsed_s = now - self._began
         num_done, num_left = line.step - self._first_step, self._num_steps - line.step
-        left = f"left {_duration(elapsed_s / num_done * num_left)}"
+        left = f"left {durations.describe(elapsed_s / num_done * num_left)}"
         speed = f"{line.tokens_per_s:,.0f} tokens/s"
         numbers = [f"loss {_number(line.loss, '.4f')}", f"lr {line.learning_rate:.3g}"]
         memory = [] if line.device_peak_gib is None else [f"peak {line.device_peak_gib:.1f} GiB"]
@@ -212,7 +212,7 @@ class Progress:
         if not self._console.is_terminal and is_due:
             self._printed = now
             numbers.append(f"grad norm {_number(line.grad_norm, '.3g')}")
-            times = [f"elapsed {_duration(elapsed_s)}", left]
+            times = [f"elapsed {durations.describe(elapsed_s)}", left]
             self.say("  ".join([f"step {line.step}/{self._num_steps}", *numbers, speed, *times]))
 
     def say(self, words: str) -> None:
@@ -235,20 +235,9 @@ def result(result: evaluator.Result) -> str:
     perplexity = "" if result.perplexity is None else f", perplexity {result.perplexity:.4g}"
     return (
         f"step {result.step}  {result.data}: loss {loss_now}{perplexity}, token accuracy {result.token_accuracy:.4f} "
-        f"over {count(result.num_loss_tokens, 'loss token')} ({result.seconds:.1f} s)"
+        f"over {count(result.num_loss_tokens, 'loss token')} ({durations.describe(round(result.seconds, 1))})"
     )
 
 
 def _shared(seq: int) -> str:
     return f"shared by {seq} devices" if seq > 1 else "on one device"
-
-
-def _duration(seconds: float) -> str:
-    """Formats seconds. Examples: `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors
+from jaxsp.core import config, durations, errors
 from jaxsp.training import checkpoint, evaluator, step
 from jaxsp.training.store import Outcome, Store
 
@@ -104,8 +104,12 @@ class Saving:
             if self._failed is not None:
                 self._say(f"checkpoint {outcome.step} is written, after one that failed")
             self._failed, self.last_step = None, outcome.step
-            compiled = f" ({self._compile_s:.1f} s of it to compile its checksums)" if self._compile_s >= 0.1 else ""
-            self._say(f"step {outcome.step}  checkpoint: training waited {self._waited_s:.1f} s{compiled}")
+            compiled = ""
+            if self._compile_s >= 0.1:
+                spent = durations.describe(round(self._compile_s, 1))
+                compiled = f" ({spent} of it to compile its checksums)"
+            waited = durations.describe(round(self._waited_s, 1))
+            self._say(f"step {outcome.step}  checkpoint: training waited {waited}{compiled}")
             return
         self._failed, self._failed_at = outcome, time.monotonic()
         self._say(f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. {self._latest()}{next_attempt}")

@@ -10,7 +10,7 @@ import time
 
 import jax
 
-from jaxsp.core import config, processes
+from jaxsp.core import config, durations, processes
 from jaxsp.training import checkpoint, pace
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -213,7 +213,7 @@ def stop_message(reason: str, *, last: int, rest_s: float) -> str:
     """
     is_ctrl_c = reason == signal.SIGINT.name
     who = "" if is_ctrl_c else f"{reason}: "
-    about = f" (about {rest_s:.0f} s)" if rest_s >= 1 else ""
+    about = f" (about {durations.describe(round(rest_s))})" if rest_s >= 1 else ""
     again = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
     again = "Ctrl-C again" if is_ctrl_c else again
     return f"{who}stopping after step {last}, then writing a checkpoint{about}; {again}: leave at once without one"

@@ -11,7 +11,7 @@ import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config, errors, processes
+from jaxsp.core import config, durations, errors, processes
 from jaxsp.data import account
 from jaxsp.training import banner, checkpoint, directory, disk_space, evaluator, levers, metrics, saving, selfcheck, step
 from jaxsp.training.early_stopping import EarlyStopping
@@ -227,7 +227,9 @@ def _compile(program: Program, material: Material, console: rich.console.Console
             ready = levers.ready(of_length, uncounted=material.choice.uncounted_bytes)
         seconds = time.perf_counter() - began
         console.print(
-            f"the step{which} was compiled in {seconds:.1f} s; {levers.takes(ready)}", soft_wrap=True, highlight=False
+            f"the step{which} was compiled in {durations.describe(round(seconds, 1))}; {levers.takes(ready)}",
+            soft_wrap=True,
+            highlight=False,
         )
         compiled[row_tokens] = ready.run
         host_bytes = max(host_bytes, ready.needs.host)

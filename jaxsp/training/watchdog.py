@@ -9,7 +9,7 @@ import threading
 import time
 from types import TracebackType
 
-from jaxsp.core import config, notation, processes
+from jaxsp.core import config, durations, notation, processes
 from jaxsp.training import directory, pace
 
 BEAT_S = 5.0
@@ -89,8 +89,9 @@ class Watchdog:
         silent_s, limit_s = time.monotonic() - doing.since, self.limit_s(doing)
         if silent_s > limit_s:
             by = "run.step_timeout" if self._settings.step_timeout is not None else f"{TIMES} times the usual"
+            silent, limit = (durations.describe(round(value)) for value in (silent_s, limit_s))
             words = (
-                f"{doing.what}: no sign of life for {silent_s:.0f} s, and {limit_s:.0f} are too many ({by}). Where each thread "
+                f"{doing.what}: no sign of life for {silent}, and {limit} are too many ({by}). Where each thread "
                 f"is, is below. Ends with exit code {processes.AGAIN}: the same command goes on from the last checkpoint."
             )
             # in a thread: where they go may be a file on the disk that does not answer

@@ -44,7 +44,7 @@ def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     words = ("run.save_every=4", "run.step_timeout=0.15")
     outcome = peers.happen(job, peers.Case(event="hang", victim=1, launched=True, words=words))
     assert outcome.codes == [0], outcome.said
-    assert re.search(r"step \d+: no sign of life for \d+ s, and 9 are too many \(run.step_timeout\)", outcome.said)
+    assert re.search(r"step \d+: no sign of life for \d+ s, and 9 s are too many \(run.step_timeout\)", outcome.said)
     assert 'faulty.py", line' in outcome.said, "the stack of the thread that hangs"
     assert f"exit code {processes.AGAIN}" in outcome.said
     assert "all processes start again, from the checkpoint of step 4" in outcome.said

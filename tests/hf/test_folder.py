@@ -308,8 +308,6 @@ def test_what_is_no_folder_of_a_model_is_said(here):
         ("m/config.json", "is a file. Give the folder with the model's config.json: m."),
         ("m", "m/config.json cannot be read as JSON: Expecting property name"),
         ("empty", "empty holds no config.json. Give a folder that transformers loads."),
-        ("./gone", "there is no such folder, and no model on the hub can be called so. Give a folder with config.json, or"),
-        ("runs/gone/hf", "there is no such folder, and no model on the hub can be called so."),
         (
             "org/gone",
             "there is no such folder, the hub's cache does not hold it (or not all of it), and HF_HUB_OFFLINE is set. ",
@@ -317,6 +315,38 @@ def test_what_is_no_folder_of_a_model_is_said(here):
     ]:
         (problem,) = problems(source=source)
         assert problem.startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("source", "num_requests"),
+    [(source, 0) for source in ("./gone", "../gone", "runs/gone/hf", "gone/", "~/gone", "/gone/hf")]
+    + [(source, 1) for source in ("gone", "m/gone", "some~where")],
+)
+@pytest.mark.usefixtures("here")
+def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, num_requests, monkeypatch):
+    """Also a name that the hub could have, if it cannot be reached and a folder around it exists."""
+    requests = []
+    real = huggingface_hub.snapshot_download
+
+    def download(name, **given):
+        requests.append(name)
+        return real(name, **given)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setenv("HOME", "/nowhere")
+    (problem,) = problems(source=source)
+    path = pathlib.Path(source).expanduser().absolute()
+    assert str(path) in problem
+    assert "no folder" in problem
+    assert "HF_HUB_OFFLINE" not in problem
+    assert "cache" not in problem
+    assert len(requests) == num_requests
+
+
+@pytest.mark.usefixtures("here")
+def test_a_folder_with_a_similar_name_is_suggested():
+    pathlib.Path("m").rename("tiny-llama")
+    assert problems(source="tiny-lama")[0].endswith("Did you mean tiny-llama?")
 
 
 def cached(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:

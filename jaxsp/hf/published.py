@@ -1,0 +1,222 @@
+"""Sizes of published models, for plans and benchmarks if the hub does not give their config.json.
+
+They are facts, without weights or a tokenizer: training never uses them.
+"""
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+from jaxsp.core import config, errors
+from jaxsp.hf import families, folder
+from jaxsp.model.config import ModelConfig
+
+DATE = "2026-11-23"
+"""Day on which the sources were read."""
+
+SOURCES = {
+    "litgpt": "https://github.com/Lightning-AI/litgpt/blob/26857050fe3f/litgpt/config.py",
+    "nemo": "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py",
+    "nim": "https://docs.api.nvidia.com/nim/reference/mistralai-mistral-small-24b-instruct",
+}
+"""Documents with the sizes; the hub shows those of gated models only after a login."""
+
+DEADLINE_S = 6.0
+"""Longest wait for the hub before published sizes are used."""
+
+_TIED = {"tie_word_embeddings": True}
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
+_LLAMA_3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
+_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_LLAMA_3_1 = _LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": _SCALING}
+_MISTRAL = {
+    "model_type": "mistral",
+    "vocab_size": 32768,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+}
+_MISTRAL_131K = _MISTRAL | {"vocab_size": 131072, "head_dim": 128}
+_QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
+_QWEN_2_5 = _QWEN | {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
+_QWEN_3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-2": _LLAMA | {"vocab_size": 32000, "rope_theta": 10000.0},
+    "llama-3": _LLAMA_3,
+    "llama-3.1": _LLAMA_3_1,
+    "llama-3.2": _LLAMA_3_1 | {"rope_scaling": _SCALING | {"factor": 32.0}} | _TIED,
+    "smollm2": _LLAMA | {"vocab_size": 49152, "rope_theta": 100000.0} | _TIED,
+    "smollm2-1.7b": _LLAMA | {"vocab_size": 49152, "rope_theta": 130000.0} | _TIED,
+    "mistral-0.1": _MISTRAL | {"vocab_size": 32000, "rope_theta": 1e4, "sliding_window": 4096},
+    "mistral-0.2": _MISTRAL | {"vocab_size": 32000},
+    "mistral": _MISTRAL,
+    "mistral-nemo": _MISTRAL_131K,
+    "mistral-small": _MISTRAL_131K | {"rope_theta": 1e8},
+    "qwen2.5-small": _QWEN_2_5 | {"vocab_size": 151936} | _TIED,
+    "qwen2.5-7b": _QWEN_2_5,
+    "qwen2.5": _QWEN_2_5 | {"rms_norm_eps": 1e-5},
+    "qwen2.5-1m": _QWEN_2_5 | {"rms_norm_eps": 1e-5, "rope_theta": 1e7},
+    "qwen3-small": _QWEN_3 | _TIED,
+    "qwen3": _QWEN_3,
+    "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6} | _TIED,
+}
+"""Fields that models share; each has those of a line of the table besides."""
+
+_TABLE = """
+# family, billions of parameters; layers, hidden size, heads, key-value heads, MLP; source; names
+llama-2         6.74   32  4096  32 32 11008  litgpt meta-llama/Llama-2-7b{-hf,-chat-hf}
+llama-2        13.02   40  5120  40 40 13824  litgpt meta-llama/Llama-2-13b{-hf,-chat-hf}
+llama-2        68.98   80  8192  64  8 28672  litgpt meta-llama/Llama-2-70b{-hf,-chat-hf}
+llama-2         1.10   22  2048  32  4  5632  litgpt TinyLlama/TinyLlama-1.1B-Chat-v1.0
+llama-3         8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3-8B{,-Instruct}
+llama-3        70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3-70B{,-Instruct}
+llama-3.1       8.03   32  4096  32  8 14336  litgpt meta-llama/Llama-3.1-8B{,-Instruct}
+llama-3.1       8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3.1-8B{,-Instruct}
+llama-3.1       8.03   32  4096  32  8 14336  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-8B
+llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.1-70B{,-Instruct}
+llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3.1-70B{,-Instruct}
+llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.3-70B-Instruct
+llama-3.1      70.55   80  8192  64  8 28672  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-70B
+llama-3.1     405.85  126 16384 128  8 53248  litgpt meta-llama/Llama-3.1-405B{,-Instruct}
+llama-3.1     405.85  126 16384 128  8 53248  litgpt meta-llama/Meta-Llama-3.1-405B{,-Instruct}
+llama-3.2       1.24   16  2048  32  8  8192  litgpt meta-llama/Llama-3.2-1B{,-Instruct}
+llama-3.2       3.21   28  3072  24  8  8192  litgpt meta-llama/Llama-3.2-3B{,-Instruct}
+smollm2        0.135   30   576   9  3  1536  litgpt HuggingFaceTB/SmolLM2-135M{,-Instruct}
+smollm2        0.362   32   960  15  5  2560  litgpt HuggingFaceTB/SmolLM2-360M{,-Instruct}
+smollm2-1.7b    1.71   24  2048  32 32  8192  litgpt HuggingFaceTB/SmolLM2-1.7B{,-Instruct}
+mistral-0.1     7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.1
+mistral-0.2     7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B-Instruct-v0.2
+mistral         7.25   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.3
+mistral-nemo   12.25   40  5120  32  8 14336  nemo   mistralai/Mistral-Nemo-{Base,Instruct}-2407
+mistral-small  23.57   40  5120  32  8 32768  nim    mistralai/Mistral-Small-24B-{Base,Instruct}-2501
+mistral       122.61   88 12288  96  8 28672  litgpt mistralai/Mistral-Large-Instruct-{2407,2411}
+qwen2.5-small   0.49   24   896  14  2  4864  litgpt Qwen/Qwen2.5-0.5B{,-Instruct}
+qwen2.5-small   1.54   28  1536  12  2  8960  litgpt Qwen/Qwen2.5-1.5B{,-Instruct}
+qwen2.5-small   3.09   36  2048  16  2 11008  litgpt Qwen/Qwen2.5-3B{,-Instruct}
+qwen2.5-7b      7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B{,-Instruct}
+qwen2.5        14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B{,-Instruct}
+qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/Qwen2.5-32B{,-Instruct}
+qwen2.5        72.71   80  8192  64  8 29568  litgpt Qwen/Qwen2.5-72B{,-Instruct}
+qwen2.5-1m      7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B-Instruct-1M
+qwen2.5-1m     14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B-Instruct-1M
+qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/QwQ-32B
+qwen3-small     0.60   28  1024  16  8  3072  litgpt Qwen/Qwen3-0.6B{,-Base}
+qwen3-small     1.72   28  2048  16  8  6144  litgpt Qwen/Qwen3-1.7B{,-Base}
+qwen3-small     4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B{,-Base}
+qwen3           8.19   36  4096  32  8 12288  litgpt Qwen/Qwen3-8B{,-Base}
+qwen3          14.77   40  5120  40  8 17408  litgpt Qwen/Qwen3-14B{,-Base}
+qwen3          32.76   64  5120  64  8 25600  litgpt Qwen/Qwen3-32B
+qwen3-2507      4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B-{Instruct,Thinking}-2507
+"""
+"""A test compares each number of parameters with that of the decoder."""
+
+_COLUMNS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A published model."""
+
+    name: str
+    """Its name on the hub."""
+    fields: dict[str, Any]
+    """Fields of its config.json."""
+    billions: float
+    """Published number of parameters."""
+    source: str
+    """Address of the document that has the sizes."""
+
+
+def _read(table: str) -> dict[str, Published]:
+    """Models of a table by name."""
+    found = {}
+    for line in table.strip().splitlines()[1:]:
+        family, billions, *numbers, source, names = line.split()
+        sizes = dict(zip(_COLUMNS, map(int, numbers), strict=True))
+        for name in _expand(names):
+            found[name] = Published(
+                name=name,
+                fields=_FAMILIES[family] | sizes,
+                billions=float(billions),
+                source=SOURCES[source],
+            )
+    return found
+
+
+def _expand(names: str) -> list[str]:
+    """Expands braces: `a{,-b}` is `a` and `a-b`."""
+    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", names)
+    if match is None:
+        return [names]
+    return [match[1] + middle + match[3] for middle in match[2].split(",")]
+
+
+MODELS = _read(_TABLE)
+"""Published models by name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a config's model, for planning."""
+
+    model: ModelConfig
+    published: Published | None
+    """The published sizes if they are used in place of the model's own config.json."""
+    note: str
+    """What output must begin with if published sizes are used; empty otherwise."""
+
+    @property
+    def words(self) -> list[str]:
+        """Changes of the config that use published sizes; none if they are not used."""
+        if self.published is None:
+            return []
+        return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
+
+
+def read_sizes(model: config.Model) -> Sizes:
+    """Reads the sizes of a config's model.
+
+    Published sizes are used only if the hub cannot be reached within DEADLINE_S, or refuses the
+    model to this login.
+
+    Raises: UserError if there is no such folder or model, or nothing about it is known.
+    """
+    try:
+        found = families.read_model_config(model, deadline_s=DEADLINE_S)
+        return Sizes(model=found, published=None, note="")
+    except folder.HubError as error:
+        name, reason = str(model.source), error.reason
+        if name not in MODELS and folder.has_parent(name):
+            raise
+    if name not in MODELS:
+        raise errors.UserError(_unknown(name, reason))
+    published = MODELS[name]
+    note = f"PUBLISHED SIZES of {name}, because {reason}; read on {DATE} from {published.source}"
+    found = families.model_config(published.fields, field=f"published sizes of {name}")
+    return Sizes(model=found, published=published, note=note)
+
+
+def _unknown(name: str, reason: str) -> str:
+    """The problem of a model that neither the hub nor the table gives."""
+    known = " ".join(line.split()[-1] for line in _TABLE.strip().splitlines()[1:])
+    return (
+        f"model.source = {name}: {reason}, and jaxsp has no published sizes of it."
+        f"{errors.nearest(name, list(MODELS))} Give a folder with the model's config.json; with a "
+        f"network, `hf download {name} config.json --local-dir FOLDER` makes one. Or use a model "
+        f"with published sizes: {known}."
+    )

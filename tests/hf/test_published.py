@@ -1,0 +1,125 @@
+"""Published sizes, and when they are used in place of the hub's config.json."""
+
+import json
+import math
+import pathlib
+import time
+
+import jax
+import pytest
+import yaml
+
+from jaxsp.core import config, errors
+from jaxsp.hf import families, folder, published
+from jaxsp.model import decoder
+
+REPO = pathlib.Path(__file__).parent.parent.parent
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+REFUSED = folder.HubError("a problem with a suggestion", reason="a reason")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Sets what a download gives: a folder, or an error. The working directory is empty."""
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+
+    def gives(answer):
+        def download(source, names, *, field, revision):
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(folder, "_download", download)
+
+    return gives
+
+
+@pytest.mark.parametrize("model", [pytest.param(model, id=name) for name, model in published.MODELS.items()])
+def test_sizes_give_the_published_number_of_parameters(model):
+    """So a wrong size, or an embedding that should be tied, is found."""
+    read = families.model_config(model.fields, field=model.name)
+    table = decoder.table(read)
+
+    def size(parameters):
+        return sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(parameters))
+
+    count = size(table) + (read.num_layers - 1) * size(table["layers"])
+    assert count / 1e9 == pytest.approx(model.billions, rel=0.01)
+
+
+def test_every_model_that_a_recipe_names_is_published():
+    configs = [yaml.safe_load(path.read_text()) for path in (REPO / "configs").glob("*.yaml")]
+    named = {fields["model"].get("source") for fields in configs} - {None}
+    assert len(named) >= 3
+    assert named <= published.MODELS.keys()
+
+
+def test_sizes_are_those_that_were_compared_with_config_json_once():
+    """Llama-3.1-8B field by field, with every field that a plan reads."""
+    read = published.MODELS[LLAMA].fields
+    assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (32, 4096, 14336)
+    assert (read["num_attention_heads"], read["num_key_value_heads"], read["vocab_size"]) == (32, 8, 128256)
+    assert (read["rope_theta"], read["rope_scaling"]["factor"], read["tie_word_embeddings"]) == (5e5, 8.0, False)
+
+
+def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
+    hub(REFUSED)
+    sizes = published.read_sizes(config.Model(source=LLAMA))
+    assert sizes.model.num_layers == 32
+    assert sizes.published.name == LLAMA
+    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source, published.DATE))
+    changed = dict(word.split("=", 1) for word in sizes.words)
+    assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
+
+
+def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
+    fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    hub(tmp_path)
+    sizes = published.read_sizes(config.Model(source=LLAMA))
+    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.words) == (2, None, "", [])
+
+
+def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
+    hub(AssertionError("the hub is not asked"))
+    fields = published.MODELS["Qwen/Qwen3-0.6B"].fields
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for model in (config.Model(source=str(tmp_path)), config.Model(config=fields)):
+        sizes = published.read_sizes(model)
+        assert (sizes.model.num_layers, sizes.published) == (28, None)
+
+
+def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
+    hub(errors.UserError("no such model on the hub"))
+    with pytest.raises(errors.UserError, match="no such model on the hub"):
+        published.read_sizes(config.Model(source=LLAMA))
+
+
+def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(hub):
+    hub(REFUSED)
+    with pytest.raises(errors.UserError) as raised:
+        published.read_sizes(config.Model(source="Qwen/Qwen3-9B"))
+    (problem,) = raised.value.problems
+    parts = ("Qwen/Qwen3-9B", "a reason", "Did you mean Qwen/Qwen3-8B?", "hf download Qwen/Qwen3-9B config.json")
+    assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
+    monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
+    monkeypatch.setattr(published, "DEADLINE_S", 0.1)
+    began = time.monotonic()
+    sizes = published.read_sizes(config.Model(source=LLAMA))
+    assert time.monotonic() - began < 10
+    assert "0.1 s" in sizes.note
+
+
+def test_training_never_takes_published_sizes(hub):
+    hub(REFUSED)
+    model = config.Model(source=LLAMA)
+    with pytest.raises(folder.HubError, match="a problem with a suggestion"):
+        folder.find(LLAMA)
+    with pytest.raises(folder.HubError, match="a problem with a suggestion"):
+        families.read_model_config(model)
