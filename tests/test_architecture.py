@@ -17,7 +17,8 @@ FLOORS = ("core", "attention data", "model", "training hf", "planner", "commands
 """From the ground up. A module imports from lower floors; rooms on one floor do not know each other."""
 
 PLACES = {
-    "core": "axes errors durations paths jobs processes notation foreign_names advice foreign_config given config mesh layout batch",
+    "core": "axes errors durations paths jobs processes notation foreign_names advice foreign_config given config mesh "
+    "layout batch",
     "attention": "kernels.pieces kernels.residuals kernels.reference kernels.blockwise "
     "kernels.packed kernels.cudnn_calls kernels.cudnn kernels.limits zigzag ulysses gather ring kinds __init__",
     "data": "tables wording files formats hub sources tokenizers turns chat encoding text "

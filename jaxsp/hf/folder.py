@@ -120,7 +120,7 @@ def _missing(path: pathlib.Path) -> str:
     known = {folder.name: str(folder) for folder in folders}
     return (
         f"there is no folder {path.absolute()}. Give a folder with the model's config.json, or the "
-        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{errors.nearest(path.name, known)}"
+        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{errors.did_you_mean(path.name, known)}"
     )
 
 

@@ -216,7 +216,7 @@ def _unknown(name: str, reason: str) -> str:
     known = " ".join(line.split()[-1] for line in _TABLE.strip().splitlines()[1:])
     return (
         f"model.source = {name}: {reason}, and jaxsp has no published sizes of it."
-        f"{errors.nearest(name, list(MODELS))} Give a folder with the model's config.json; with a "
+        f"{errors.did_you_mean(name, list(MODELS))} Give a folder with the model's config.json; with a "
         f"network, `hf download {name} config.json --local-dir FOLDER` makes one. Or use a model "
         f"with published sizes: {known}."
     )
