@@ -101,9 +101,9 @@ def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
 def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(hub):
     hub(REFUSED)
     with pytest.raises(errors.UserError) as raised:
-        published.read_sizes(config.Model(source="Qwen/Qwen3-9B"))
+        published.read_sizes(config.Model(source="Qwen/Qwen3-14"))
     (problem,) = raised.value.problems
-    parts = ("Qwen/Qwen3-9B", "a reason", "Did you mean Qwen/Qwen3-8B?", "hf download Qwen/Qwen3-9B config.json")
+    parts = ("Qwen/Qwen3-14", "a reason", "mean Qwen/Qwen3-14B?", "hf download Qwen/Qwen3-14 config.json")
     assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
 
 

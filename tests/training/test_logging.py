@@ -33,7 +33,7 @@ def train(folder, name):
         [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
         cwd=pathlib.Path(__file__).parents[2],
         # else programs that compile in a second are kept or not, as it happens
-        env=os.environ | {"XLA_FLAGS": "", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
         capture_output=True,
         text=True,
         check=False,
