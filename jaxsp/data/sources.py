@@ -1,5 +1,6 @@
 """Documents as they lie on disk or on the hub, read once into an Arrow file that is mapped into memory from then on."""
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -109,12 +110,16 @@ def check_distinct(given: Mapping[str, config.Source]) -> None:
     Raises: UserError naming the second source.
     """
     seen: dict[tuple[str, ...], str] = {}
+    # the same file with other fields, or another split, has other documents
+    ways = {field: source.model_dump_json(exclude={"source", "name", "weight"}) for field, source in given.items()}
+    times = collections.Counter(ways.values())
     for field, source in given.items():
+        how = ways[field]
+        if times[how] == 1:
+            continue  # reading has listed the files already; on network disks it takes seconds
         path = _path(source, field=f"{field}.source")
         if not (path.is_file() or glob.has_magic(str(path))):
             continue
-        # the same file with other fields, or another split, has other documents
-        how = source.model_dump_json(exclude={"source", "name", "weight"})
         for file in _find(path, source):
             first = seen.setdefault((os.path.realpath(file), how), field)
             if first != field:

@@ -112,18 +112,33 @@ def _column(column: pa.Array) -> list[Any]:
 
 def _is_parsed(kind: pa.DataType) -> bool:
     """Whether an Arrow type has objects, or JSON: `datasets` writes what has different types in different records so."""
-    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    if isinstance(kind, pa.MapType):
+        inner = [kind.key_type, kind.item_type]
+    else:
+        inner = [kind.field(index).type for index in range(kind.num_fields)]
     return isinstance(kind, pa.JsonType | pa.StructType) or any(map(_is_parsed, inner))
 
 
+_LISTS = (
+    *(pa.ListType, pa.LargeListType, pa.FixedSizeListType),
+    *(pa.ListViewType, pa.LargeListViewType),
+)
+
+
 def _parsed(value: Any, kind: pa.DataType) -> Any:
-    """A value with the JSON in it parsed, and its objects without null fields: a table gives each object the fields of all."""
+    """Parses the JSON in a value, and drops null fields of objects.
+
+    A table gives each object the fields of all. A map stays pyarrow's list of pairs, with its
+    nulls: it has only its own keys. Values of other types stay as they are.
+    """
     if value is None:
         return None
     if isinstance(kind, pa.JsonType):
         return json.loads(value)
-    if isinstance(value, list):
+    if isinstance(kind, _LISTS):
         return [_parsed(one, kind.value_type) for one in value]
-    if isinstance(value, dict):
+    if isinstance(kind, pa.MapType):
+        return [(_parsed(key, kind.key_type), _parsed(item, kind.item_type)) for key, item in value]
+    if isinstance(kind, pa.StructType):
         return {name: _parsed(one, kind.field(name).type) for name, one in value.items() if one is not None}
     return value

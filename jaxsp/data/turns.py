@@ -13,10 +13,16 @@ Where it has none, the parts are found by rendering the conversation in pieces, 
 2.  By insertion. Each assistant's turn is put between pairs of short turns that are not in the conversation. Where they stand
     in the text is where the turn begins and ends, if the text without them is the whole text again, character for character.
     This renders the conversation twice, however long it is, but fails where a template requires roles to alternate.
+3.  By exchanges. An exchange is a short user turn and a short assistant turn, in the order that
+    lets roles alternate. One is inserted at each border of an assistant turn. A conversation of
+    four words shows what the template writes around inserted turns, so that their text is known
+    exactly. Without it, the text must be the whole text again. This renders one conversation of at
+    most three times the messages, and five of at most four messages.
 
-Conversations with few assistant turns are tried by prefixes first, and long ones by insertion first. Each way is tried where
-the other fails: a prefix ends with a last turn, which some templates write differently (Qwen3 keeps its thinking). Where both
-succeed they find the same parts (`tests/data/test_chat.py`).
+Conversations with few assistant turns are tried by prefixes first. Long ones are tried by
+exchanges, then by insertion, then by prefixes. A prefix ends with a last turn, which some templates
+write differently (Qwen3 keeps its thinking). An inserted user turn can cut thinking out of turns
+before it. Where several ways succeed they find the same parts (`tests/data/test_chat.py`).
 
 A part found so has to begin with the turn's words, or its thinking, and to end with more than them: a header of the turn that
 the generation prompt does not write would be learned otherwise, and a turn without an end mark never teaches to stop.
@@ -201,8 +207,9 @@ def unmarked(messages: Messages, turns: list[int], whole: str, render: Render) -
     def text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         return render(messages, prompt=prompt)[0]
 
-    ways = [_by_prefixes, _by_insertion]
+    ways = [_by_prefixes, _by_insertion, _by_exchanges]
     if len(turns) > _MANY_TURNS:
+        # prefixes take quadratic time; gemma4 merges assistant turns, so that insertion fails late
         ways.reverse()
     found = next((parts for way in ways if (parts := way(messages, turns, whole, text)) is not None), None)
     if found is None:
@@ -285,20 +292,122 @@ def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Call
         seen = second_end + len(ending)
     if text[seen:] != whole[at:]:
         return None
+    return _between_borders(turns, starts, whole, prompt=prompt, headers=headers)
+
+
+def _between_borders(
+    turns: list[int],
+    starts: dict[int, int],
+    whole: str,
+    *,
+    prompt: str,
+    headers: dict[int, str],
+) -> list[_Part] | None:
+    """Returns the parts of turns with known borders; None if one begins with an unknown header.
+
+    Args:
+        starts: first character of a message, by its number.
+        headers: text that the template writes before the words of an inserted assistant turn, by
+            the number of the message that follows it.
+    """
     parts = []
     for turn in turns:
-        known = [
-            words for words in (prompt, headers[turn]) if prompt.startswith(words) and whole.startswith(words, starts[turn])
-        ]
+        start = starts[turn]
+        known = [header for header in (prompt, headers[turn]) if prompt.startswith(header)]
+        known = [header for header in known if whole.startswith(header, start)]
         if not known:
             return None
-        parts.append(
-            _Part(
-                span=(starts[turn] + len(known[0]), starts.get(turn + 1, len(whole))),
-                opening=(prompt, headers[turn]),
-            )
-        )
+        span = (start + len(known[0]), starts.get(turn + 1, len(whole)))
+        parts.append(_Part(span=span, opening=(prompt, headers[turn])))
     return parts
+
+
+def _by_exchanges(
+    messages: Messages,
+    turns: list[int],
+    whole: str,
+    render: Callable[..., str],
+) -> list[_Part] | None:
+    """Finds turns by exchanges of a user and an assistant turn inserted at their borders.
+
+    Returns None if the template writes more, or less, than the conversation and the inserted turns.
+    """
+    unused = _unused_words(whole)
+    frame = _frame(unused, render)
+    if frame is None:
+        return None
+    borders = {border for turn in turns for border in (turn, turn + 1) if border < len(messages)}
+    exchanges = {}
+    for border in sorted(borders):
+        roles = [wording.ASSISTANT, _USER]
+        # mistral counts neither calls nor their results, so a user turn comes before both
+        if messages[border]["role"] == _USER:
+            roles.reverse()
+        exchanges[border] = [{"role": role, "content": next(unused)} for role in roles]
+    mixed = []
+    for number, message in enumerate(messages):
+        mixed += [*exchanges.get(number, ()), message]
+    try:
+        text = render(mixed)
+    except wording.Refused:
+        return None
+    starts = {}
+    seen = 0
+    at = 0
+    for border, exchange in exchanges.items():
+        inserted = "".join(frame.write(**turn) for turn in exchange)
+        found = text.find(inserted, seen)
+        if found < 0 or not whole.startswith(text[seen:found], at):
+            return None
+        at += found - seen
+        starts[border] = at
+        seen = found + len(inserted)
+    if text[seen:] != whole[at:]:
+        return None
+    headers = dict.fromkeys(turns, frame.around[wording.ASSISTANT][0])
+    return _between_borders(turns, starts, whole, prompt=frame.prompt, headers=headers)
+
+
+_USER = "user"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """Text that a template writes for plain turns, beside their words."""
+
+    around: dict[str, tuple[str, str]]
+    """Text before and after the words of a turn, by its role."""
+    prompt: str
+    """Generation prompt after a user turn."""
+
+    def write(self, *, role: str, content: str) -> str:
+        before, after = self.around[role]
+        return before + content + after
+
+
+def _frame(unused: Iterator[str], render: Callable[..., str]) -> _Frame | None:
+    """Returns the frame of a template, by the beginnings of a conversation of four words.
+
+    Returns None if a turn is written differently when others follow.
+    """
+    roles = (_USER, wording.ASSISTANT, _USER, wording.ASSISTANT)
+    talk = [{"role": role, "content": next(unused)} for role in roles]
+    try:
+        texts = [render(talk[:number]) for number in range(1, len(talk) + 1)]
+        prompted = render(talk[:3], prompt=True)
+    except wording.Refused:
+        return None
+    around: dict[str, tuple[str, str]] = {}
+    # the first user turn is left out: what begins the whole text stands before it
+    for message, (before, after) in zip(talk[1:], itertools.pairwise(texts), strict=True):
+        header, word, end = after.removeprefix(before).partition(message["content"])
+        if not word or not after.startswith(before):
+            return None
+        if around.setdefault(message["role"], (header, end)) != (header, end):
+            return None
+    if not prompted.startswith(texts[2]):
+        return None
+    return _Frame(around=around, prompt=prompted.removeprefix(texts[2]))
 
 
 def _unused_words(text: str) -> Iterator[str]:

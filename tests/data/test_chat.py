@@ -2,6 +2,7 @@
 
 import unicodedata
 
+import jinja2
 import numpy as np
 import pytest
 from tokenizers import normalizers, processors
@@ -101,32 +102,85 @@ def test_turns_that_change_when_others_follow_are_found(tokenizer):
         assert [tokenizer.decode(run) for run in found] == expected
 
 
-@pytest.mark.parametrize("template", [chats.CHATML, chats.HEADERS])
-def test_masks_of_long_conversations_take_a_constant_number_of_renders(tokenizer, monkeypatch, template):
-    """Rendering a prefix for each turn takes quadratic time: 28 times TRL's at 300 turns. Also where a turn is only a call."""
+ALTERNATING = """{%- set ns = namespace(plain=0) -%}
+{%- for message in messages if message.role != 'tool' and not message.tool_calls -%}
+{%- if (message.role == 'user') != (ns.plain % 2 == 0) -%}
+{{ raise_exception('Roles must alternate, except for tool calls and their results') }}
+{%- endif -%}
+{%- set ns.plain = ns.plain + 1 -%}
+{%- endfor -%}"""
+LONG = {
+    "chatml": chats.CHATML,
+    "headers": chats.HEADERS,
+    "inst": chats.INST,
+    "turns": chats.TURNS,
+    "thinking": chats.THINKING,
+    "mistral": ALTERNATING + chats.INST,
+}
+"""Templates whose long conversations are masked in linear time."""
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, name):
+    """Prefixes of each turn take quadratic time: 25 times TRL's for gemma 3 at 300 turns."""
     call = {"role": "assistant", "tool_calls": [chats.CALL]}
-    messages = [TALK[0], TALK[1], TALK[0], call, {"role": "tool", "content": "t"}] * 10 + TALK
-    render, calls = chat_template_utils.render_jinja_template, []
-    monkeypatch.setattr(chat_template_utils, "render_jinja_template", lambda *a, **k: calls.append(0) or render(*a, **k))
-    tokens, labels = encode({"messages": messages}, tokenizer, template)
-    assert len(learned(tokens, labels)) == 21
-    assert len(calls) == 3
+    called = [] if name == "turns" else [TALK[0], call, {"role": "tool", "content": "t"}, TALK[1]]
+    messages = [*TALK, *called] * 20
+    render, rendered = chat_template_utils.render_jinja_template, []
+
+    def counted(conversations, **options):
+        rendered.append(len(conversations[0]))
+        return render(conversations, **options)
+
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", counted)
+    tokens, labels = encode({"messages": messages}, tokenizer, LONG[name])
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    assert len(learned(tokens, labels)) == len(spoken)
+    assert len(rendered) <= 8
+    assert sum(rendered) <= 5 * len(messages) + 20
 
 
-@pytest.mark.parametrize("name", ["chatml", "headers"])
-def test_prefixes_and_insertion_find_the_same_parts(tokenizer, name):
-    template, _ = SHOWN[name]
-    for messages in chats.conversations(20):
-
-        def render(messages, *, prompt=False):
-            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+@pytest.mark.parametrize("name", LONG)
+def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
+    def render(messages, *, prompt=False):
+        options = {"chat_template": LONG[name], "tokenize": False, "add_generation_prompt": prompt}
+        try:
             return tokenizer.apply_chat_template(list(messages), **options)
+        except jinja2.TemplateError as error:
+            raise wording.Refused(str(error)) from None
 
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
+    ways = [turns._by_prefixes, turns._by_insertion, turns._by_exchanges]
+    at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
+    for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
+        messages = [{k: v for k, v in one.items() if v is not None} for one in conversation]
         whole = render(messages)
-        spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        ways = [way(messages, spoken, whole, render) for way in (turns._by_prefixes, turns._by_insertion)]
-        assert [part.span for part in ways[0]] == [part.span for part in ways[1]]
+        spoken = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        results = [way(messages, spoken, whole, render) for way in ways]
+        found = [[part.span for part in parts] for parts in results if parts is not None]
+        assert len(found) >= at_least[name]
+        assert found == found[:1] * len(found)
+
+
+@pytest.mark.parametrize("longer_than", [2, 4])
+@pytest.mark.parametrize("place", ["front", "header", "end"])
+def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, place, longer_than):
+    """The conversation has 4 messages, and 10 with exchanges; the one of four words has up to 4."""
+    turn = "{{ '<start_of_turn>' + ("
+    otherwise = "" if place == "end" else "B"
+    added = f"{{{{ 'A' if messages | length > {longer_than} else '{otherwise}' }}}}"
+    template = {
+        "front": added + chats.TURNS,
+        "header": chats.TURNS.replace(turn, added + turn),
+        "end": chats.TURNS + added,
+    }[place]
+    assert template.count(added) == 1
+
+    def render(messages, *, prompt=False):
+        options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(list(messages), **options)
+
+    talk = TALK + TALK
+    assert turns._by_exchanges(talk, [1, 3], render(talk), render) is None
 
 
 def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):

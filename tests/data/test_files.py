@@ -10,7 +10,7 @@ import time
 import datasets
 import pyarrow as pa
 import pytest
-from pyarrow import parquet
+from pyarrow import feather, parquet
 
 from jaxsp.core import errors
 from jaxsp.data import files, tables
@@ -276,6 +276,29 @@ def test_json_in_tables_is_parsed(tmp_path):
     parquet.write_table(made.data.table, tmp_path / "a.parquet")
     found = [record["messages"] for _, record, _ in read("a.parquet", tables.Columns(required=("messages",)))]
     assert found == messages
+
+
+MAP = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
+
+
+@pytest.mark.parametrize("write", [parquet.write_table, feather.write_feather])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (MAP, [("k", {"a": 1})]),
+        (pa.struct({"extra": MAP}), {"extra": [("k", None)]}),
+        (pa.list_(pa.struct({"extra": MAP})), [{"extra": [("k", {"b": 2})]}, {}]),
+        (pa.list_(pa.struct({"x": pa.int64()}), 2), [{"x": 1}, {}]),
+    ],
+    ids=["map", "struct", "list", "fixed size"],
+)
+def test_maps_in_tables_are_pairs(tmp_path, write, kind, value):
+    """Objects are without the fields that are null; pairs are not."""
+    table = pa.table({"text": ["x", "y"], "note": pa.array([value, None], kind)})
+    write(table, tmp_path / ("a.parquet" if write is parquet.write_table else "a.arrow"))
+    (name,) = (path.name for path in tmp_path.iterdir())
+    found = [record for _, record, _ in read(name)]
+    assert found == [{"text": "x", "note": value}, {"text": "y", "note": None}]
 
 
 def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, monkeypatch):

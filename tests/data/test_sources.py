@@ -364,6 +364,24 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
         )
 
 
+def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    find, listed = sources._find, []
+    monkeypatch.setattr(sources, "_find", lambda *args: listed.append(args) or find(*args))
+
+    def count(*given):
+        listed.clear()
+        made = {f"data.train.{n}": config.Source(format="text", **one) for n, one in enumerate(given)}
+        sources.check_distinct(made)
+        return len(listed)
+
+    other = {"source": "*.jsonl", "fields": {"text": "body"}}
+    assert count({"source": "*.jsonl"}) == 0
+    assert count({"source": "*.jsonl"}, other) == 0
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+    assert count({"source": "a*.jsonl"}, {"source": "b*.jsonl"}, other) == 2
+
+
 def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_path):
     (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
     assert read("*.txt")["place"] == ["caf\\udce9.txt"]

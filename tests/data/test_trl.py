@@ -1,13 +1,14 @@
 """Ids and labels are those of TRL's SFTTrainer, for the same records and the same template."""
 
 import json
+import random
 import types
 
 import datasets
 import pytest
 
 from jaxsp.core import config
-from jaxsp.data import chat, encoding, formats
+from jaxsp.data import chat, encoding, formats, turns, wording
 from tests.data import chats
 
 sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
@@ -100,9 +101,13 @@ TALK = [
 ]
 
 
-@pytest.mark.parametrize(
-    "path", sorted(chat_template_utils._CHAT_TEMPLATES_DIR.glob("*_training.jinja")), ids=lambda path: path.stem
-)
+TEMPLATES = sorted(chat_template_utils._CHAT_TEMPLATES_DIR.glob("*.jinja"))
+
+
+MARKED = [path for path in TEMPLATES if path.stem.endswith("_training")]
+
+
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
 def test_the_marks_of_every_template_of_trl_are_taken(tokenizer, path):
     if path.stem.startswith(("idefics3", "llava_next", "smolvlm")):
         pytest.skip("takes no contents that are strings")
@@ -111,6 +116,55 @@ def test_the_marks_of_every_template_of_trl_are_taken(tokenizer, path):
     for (_, mine), (_, labels) in zip(ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True):
         # one of them has the date of today in its prompt
         assert [one for one in mine if one >= 0] == [one for one in labels if one >= 0]
+
+
+def talk(draw: random.Random, *, alternating: bool) -> list[dict]:
+    """A conversation of odd contents: empty, spaces around them, end marks and headers in them."""
+    pieces = ["a", "Qx0z", " ", "\n", "assistant", "user\n", "[INST] ", "</s>", "<turn|>\n"]
+    pieces += ["<end_of_turn>\n", "<start_of_turn>user\n", "<start_of_turn>model\n"]
+    pieces += ["<|im_end|>\n", "<|im_start|>assistant\n", "<|turn>user\n"]
+
+    def said():
+        return "".join(draw.choice(pieces) for _ in range(draw.randint(0, 4)))
+
+    made = []
+    if not alternating and draw.random() < 0.4:
+        made.append({"role": "system", "content": "s"})
+    for number in range(draw.randint(1, 7)):
+        made.append({"role": "user", "content": said() or "u"})
+        thinking = f"<think>\nreason {number}\n</think>\n\n" if draw.random() < 0.2 else ""
+        answer = {"role": "assistant", "content": thinking + said()}
+        made.append(answer | {"weight": int(draw.random() < 0.8)})
+        if not alternating and draw.random() < 0.25:
+            made[-1]["tool_calls"] = [chats.CALL | {"id": "abcdefghi"}]
+            made.append({"role": "tool", "content": "r", "tool_call_id": "abcdefghi", "name": "f"})
+            made.append({"role": "assistant", "content": f"answer {number}"})
+        if not alternating and draw.random() < 0.1:
+            made.append({"role": "assistant", "content": f"again {number}"})
+    return made
+
+
+UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text()]
+
+
+@pytest.mark.parametrize("path", UNMARKED, ids=lambda path: path.stem)
+def test_every_way_to_find_turns_finds_the_same_parts(monkeypatch, path):
+    """Long conversations are tried by exchanges and insertion first, short ones by prefixes."""
+    template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    tokenizer = chats.tokenizer()
+    draw = random.Random(0)
+    for number in range(10):
+        messages = talk(draw, alternating=number % 2 == 0)
+        found = []
+        for many in (0, 99):
+            monkeypatch.setattr(turns, "_MANY_TURNS", many)
+            options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
+            try:
+                made = chat.render({"messages": messages}, **options)
+            except wording.Refused:
+                continue
+            found.append((made.text, made.learned))
+        assert found[1:] in ([], found[:1])
 
 
 @pytest.mark.parametrize(
