@@ -54,7 +54,7 @@ def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     bigram_entropy = -np.sum(shares[shares > 0] * np.log(given_first[shares > 0]))
     assert 2.0 < bigram_entropy < 3.0, "nats per byte of Python source"
-    assert np.mean(losses[-20:]) < bigram_entropy - 0.1
+    assert np.mean(losses[-20:]) < bigram_entropy - 0.15
 
 
 def test_it_says_what_it_does_and_what_to_type_next(quickstart):

@@ -194,7 +194,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     reason = (f"step {2 * epoch}", "held_out", "run.early_stopping_patience = 2")
     assert re.search(messages.holding(*reason), said)
     banner = (folder / "run/banner.txt").read_text()
-    held_out = (f"{num_held_out} documents", f"{64 * num_held_out} tokens")
+    held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
     assert re.search(messages.holding(*held_out), banner)
     assert re.search(messages.holding("epoch", "held_out", f"{num_held_out} documents"), banner)
     assert checkpoint.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping["num_since"] == 1
