@@ -16,6 +16,7 @@ from jaxsp.core import config, errors
 from jaxsp.hf import published
 from jaxsp.planner import gpus, plans, search
 from jaxsp.training import levers, memory_fit
+from tests import messages
 from tests.planner import made
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -88,13 +89,13 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert found["tokens_per_s_estimate"] == pytest.approx(8 * 32768 / found["step_s_estimate"])
     assert "8 x h100-80gb" in said
     assert "ESTIMATE" in said
-    assert "assumed: nodes of 8 GPUs with 2,000 GiB" in said
+    assert re.search(messages.holding(8, "GPUs", "2,000 GiB"), said)
     words = " ".join(said.split())
-    assert "options remat attention_and_mlp: 8,192 tokens per device: layers all tokens at once" in words
+    assert re.search(messages.holding("attention_and_mlp", "8,192 tokens"), words)
     assert found["mlp_tile_tokens"] == 8192
     assert found["limited_by"] in words
     tokens = 8 * 32768
-    assert f"cost {tokens:,} tokens take " in words, "of the config's one step"
+    assert f"{tokens:,} tokens" in words, "of the config's one step"
     causes = ("matrix products", "attention", "memory bandwidth", "waiting for collectives")
     assert sum(found["seconds_estimate"][cause] for cause in causes) == pytest.approx(found["step_s_estimate"])
     for one in found["moved"]:
@@ -132,8 +133,8 @@ def test_where_cudnn_does_not_serve_there_is_a_plan_without_an_estimate(asked, w
     assert found["fits"] is True
     assert found["step_s_estimate"] is found["flops_executed"] is None
     assert found["bytes_moved"] / found["bytes_formula"] == pytest.approx(1, abs=1e-3)
-    assert "blockwise (because cuDNN" in " ".join(said.split())
-    assert "no estimate" in said
+    assert re.search(messages.holding("blockwise", "cuDNN"), " ".join(said.split()))
+    assert "ESTIMATE" not in said
 
 
 @pytest.mark.e2e
@@ -160,7 +161,6 @@ def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
     said, found = asked("data.row_tokens=16777216", "memory.remat=attention")
     assert found["fits"] is False
     assert found["binds"] == "device"
-    assert "NO: " in said
     assert "memory.remat=auto" in found["ways_out"]
     assert "memory.offload_activations=residual" in " ".join(said.split())
     assert "batch.rows_per_step=2" in found["ways_out"], "a microbatch of the 2 groups"
@@ -177,7 +177,7 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
     assert found["binds"] == "host"
     assert found["fits"] is False
     assert found["host_bytes"] == pytest.approx([4 * of_device] * 2, rel=0.01), "each of 4 microbatches, there and back"
-    assert "not enough host memory" in said
+    assert "host memory" in said
 
 
 @pytest.mark.slow
@@ -186,7 +186,7 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
     real = memory_fit.measured
     monkeypatch.setattr(memory_fit, "measured", lambda *given: real(*given)._replace(host=0))
-    with pytest.raises(RuntimeError, match="XLA has ignored"):
+    with pytest.raises(RuntimeError, match="XLA"):
         asked("memory.offload_activations=residual")
 
 
@@ -202,7 +202,7 @@ def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
     beyond = next(one["row_tokens"] for one in found["tried"] if not one["fits"])
     assert beyond - found["row_tokens"] <= max(search.PRECISION * found["row_tokens"], search.UNIT)
     assert found["device_gib"] > 0.95 * found["room_gib"]
-    assert f"longest row: {found['row_tokens']:,} tokens" in said
+    assert f"{found['row_tokens']:,} tokens" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -232,45 +232,42 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--device", "h100"], r"--device = h100: is not known. Use h100-80gb, .* Did you mean h100-80gb\?"),
-        (["--devices", "0"], "--devices = 0: has to be a number, and more than nothing"),
-        (
-            ["--devices", "12", "--node-devices", "8"],
-            "--node-devices = 8: 12 GPUs do not fill nodes of 8. Use 1, 2, 3, 4, 6",
-        ),
-        (["--devices", "6"], "--devices = 6: .* are for others. Use --devices 4, or a multiple of it"),
-        (["--devices", "8", "mesh.data=1"], "--devices = 8: .* Use --devices 4, or mesh.data=-1"),
-        (["--host-gib", "inf"], "--host-gib = inf: has to be a number"),
+        (["--device", "h100"], ["--device = h100", "mean h100-80gb"]),
+        (["--devices", "0"], ["--devices = 0"]),
+        (["--devices", "12", "--node-devices", "8"], ["--node-devices = 8", 12, "1, 2, 3, 4, 6"]),
+        (["--devices", "6"], ["--devices = 6", "--devices 4"]),
+        (["--devices", "8", "mesh.data=1"], ["--devices = 8", "--devices 4", "mesh.data=-1"]),
+        (["--host-gib", "inf"], ["--host-gib = inf"]),
         (
             ["--meshes", "data.row_tokens=[8192, 16384]"],
-            r"data.row_tokens = \[8192, 16384\]: must be one length with --meshes. Use data.row_tokens=16384",
+            ["data.row_tokens = [8192, 16384]", "--meshes", "data.row_tokens=16384"],
         ),
-        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], "must be one length with --plot"),
-        (["--device", "h100-80gb", "a100"], r"--device = a100: is not known\..* Did you mean a100-80gb\?"),
-        (["--device", "h100-80gb", "h200-141gb", "--longest"], "--longest: needs one kind of GPU. Give one --device"),
-        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], "--plot: needs one kind of GPU"),
-        (["--tokens", "0"], "--tokens = 0.0: has to be a number"),
-        (["--document-tokens", "100"], "rows of 32,768 tokens hold 1 documents at most .* Use 32768 or more"),
-        (["--measure", "3"], "--measure: runs the meshes that --meshes lists"),
-        (
-            ["--meshes", "--measure", "3", "--device", "h100-80gb"],
-            "--device: with --measure, the devices are those that are here",
-        ),
-        (["--longest", "--document-tokens", "100"], "--document-tokens: the longest row is sought as one document"),
-        (["--plot", "picture"], "is no picture's name"),
-        (["data.row_tokens=32769"], "data.row_tokens = 32769: cannot be cut into 4 equal shares"),
-        (["batch.rows_per_step=7"], "batch.rows_per_step = 7: is no whole number of turns of 2 rows"),
-        (["attention.inner_degree=2"], "attention.inner_degree = 2: is of hybrid attention, and attention.kind is auto"),
-        (
-            ["attention.kind=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6"],
-            "(?s)mesh.seq = 3: 8 query heads cannot be shared by 3 devices.*batch.rows_per_step = 7: is no whole number",
-        ),
-        (["model.config=null", "model.source=no/such-folder/here"], "model.source = no/such-folder/here"),
+        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], ["data.row_tokens", "--plot"]),
+        (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
+        (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
+        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], ["--plot: ", "--device"]),
+        (["--tokens", "0"], ["--tokens = 0.0"]),
+        (["--document-tokens", "100"], ["32,768 tokens", 1, "documents", "32768"]),
+        (["--measure", "3"], ["--measure: ", "--meshes"]),
+        (["--meshes", "--measure", "3", "--device", "h100-80gb"], ["--device: ", "--measure"]),
+        (["--longest", "--document-tokens", "100"], ["--document-tokens: ", "longest"]),
+        (["--plot", "picture"], ["picture", ".png"]),
+        (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
+        (["batch.rows_per_step=7"], ["batch.rows_per_step = 7", 2]),
+        (["attention.inner_degree=2"], ["attention.inner_degree = 2", "hybrid"]),
+        (["model.config=null", "model.source=no/such-folder/here"], ["model.source = no/such-folder/here"]),
     ],
 )
 def test_what_cannot_be_asked_is_a_line_that_says_what_can(asked, words, problem):
-    with pytest.raises(errors.UserError, match=problem):
+    with pytest.raises(errors.UserError, match=messages.holding(*problem)):
         asked(*words)
+
+
+def test_all_that_cannot_be_is_said_at_once(asked):
+    with pytest.raises(errors.UserError) as raised:
+        asked("attention.kind=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6")
+    starts = [problem.partition(":")[0] for problem in raised.value.problems]
+    assert {"mesh.seq = 3", "batch.rows_per_step = 7"} <= set(starts)
 
 
 @pytest.mark.parametrize(
