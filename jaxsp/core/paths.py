@@ -38,6 +38,11 @@ def expanded(text: str) -> pathlib.Path:
     return path
 
 
+def is_path(name: str) -> bool:
+    """True if a name can only be a path: names on the hub have at most one slash, inside."""
+    return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
+
+
 def check_folder(path: pathlib.Path, *, field: str) -> None:
     """Checks that there is a folder at a path, or that one can be made there as far as is known.
 

@@ -5,7 +5,7 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
-from jaxsp.core import errors
+from jaxsp.core import errors, paths
 
 if TYPE_CHECKING:
     import transformers
@@ -49,6 +49,8 @@ def load(name: str, *, asked: str | None = None) -> "transformers.PreTrainedToke
         return of_bytes()
     asked = asked or f"model.tokenizer = {name}:"
     way_out = f"As model.tokenizer, give a folder with tokenizer.json, a hub name, or {BYTES}."
+    if paths.is_path(name) and not pathlib.Path(name).exists():
+        raise errors.UserError(f"{asked} there is no such folder. {way_out}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a bare Exception for some broken files

@@ -88,7 +88,7 @@ def find(
     if path.exists() and not path.is_dir():
         raise errors.UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
     on_hub = not path.is_dir()
-    if on_hub and _is_path(source):
+    if on_hub and paths.is_path(source):
         raise errors.UserError(f"{asked}: {_missing(path)}")
     if on_hub:
         try:
@@ -102,11 +102,6 @@ def find(
         raise errors.UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")
     fields = read_json(path / "config.json", asked=asked)
     return Folder(source=source, field=field, path=path, fields=fields, on_hub=on_hub)
-
-
-def _is_path(source: str) -> bool:
-    """Whether a name can be only a path: the hub's have at most one slash, and do not begin so."""
-    return source.startswith((".", "/", "~")) or source.endswith("/") or source.count("/") > 1
 
 
 def has_parent(source: str) -> bool:

@@ -1,5 +1,7 @@
 """Which tokenizer makes the tokens."""
 
+import re
+
 import pytest
 import tokenizers as library
 import transformers
@@ -24,6 +26,9 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     assert len(tokenizers.load("bytes")) == 257
     with pytest.raises(errors.UserError, match=r"model\.tokenizer = nowhere: "):
         tokenizers.load("nowhere")
+    for missing in (f"{tmp_path}/none", "./none", "a/b/c"):
+        with pytest.raises(errors.UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"):
+            tokenizers.load(missing)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
     with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*broken: "):
