@@ -124,6 +124,10 @@ def _split(found: "datasets.DatasetDict", source: config.Source, *, field: str) 
     return found[asked]
 
 
+UNKNOWN_LENGTH = 2**40
+"""Number of records of a split that is not read yet."""
+
+
 def select(splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str) -> "datasets.Dataset":
     """The part of splits that `spec` names, such as train[:95%], without copying it. Raises: UserError."""
     import datasets
@@ -161,7 +165,8 @@ def ranges(spec: str, lengths: Mapping[str, int], *, field: str) -> list[tuple[s
         ) from None
     for name, start, stop in parts:
         if start >= stop:
-            raise errors.UserError(f"{asked}: holds no record, {name} has {lengths[name]:,}. Use for example {name}[:95%].")
+            available = f", {name} has {lengths[name]:,}" if lengths[name] < UNKNOWN_LENGTH else ""
+            raise errors.UserError(f"{asked}: holds no record{available}. Use for example {name}[:95%].")
     return parts
 
 

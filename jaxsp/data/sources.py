@@ -233,7 +233,7 @@ def _origin(source: config.Source, columns: tables.Columns, *, field: str) -> _O
         dataset = hub.open_named(source, field=field)
     else:
         if source.split is not None:
-            hub.ranges(source.split, {"train": 2**40}, field=field)  # before everything is read
+            hub.ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)  # before everything is read
         for name in ("subset", "revision"):
             if value := getattr(source, name):
                 raise errors.UserError(f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out.")

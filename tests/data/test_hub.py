@@ -8,6 +8,7 @@ import huggingface_hub
 import pytest
 
 from jaxsp.core import config, errors
+from jaxsp.data import hub as hub_data
 from jaxsp.data import rows, sources, text
 from tests.messages import assert_names
 
@@ -126,7 +127,9 @@ def test_a_part_that_is_not_there_is_refused(tmp_path, split, parts):
     TRAIN.save_to_disk("one")
     TRAIN.to_json("file.jsonl")
     for source in ("one", "file.jsonl"):
-        assert_names(problem(source, split=split), *parts, start=f"data.train.0.split = {split}: ")
+        message = problem(source, split=split)
+        assert_names(message, *parts, start=f"data.train.0.split = {split}: ")
+        assert f"{hub_data.UNKNOWN_LENGTH:,}" not in message
 
 
 def test_parts_of_a_source_become_their_own_tokens(tmp_path):
