@@ -200,6 +200,7 @@ def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
     for group, name, suggestion in _NOT_HERE:
         if (value := fields.get(group, {}).get(name)) is not None:
             raise errors.UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
+    fields.pop("checkpoint", None)
     unused = {
         "run": {"directory": "unused"},
         "model": {"source": source, "config": None, "tokenizer": None},
@@ -210,6 +211,9 @@ def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
 
 _NOT_HERE = (
     ("run", "epochs", "Set run.steps."),
+    ("run", "eval_at_start", "Evaluate in your own loop."),
+    ("run", "eval_every", "Evaluate in your own loop."),
+    ("run", "early_stopping_patience", "End your own loop early."),
     ("data", "eval_fraction", "Leave documents out of the list that you pass to pack."),
 )
 """Fields that `load_model` refuses, with suggestions."""

@@ -47,6 +47,8 @@ class Measured:
     step_s_estimate: float | None
     """As a plan estimates it; None for devices that planner.gpus does not know, and other dtypes than bfloat16."""
     compile_s: float
+    published_sizes: str | None = None
+    """Why and from where published sizes were used; None: the model's own config.json."""
 
 
 def main(arguments: list[str]) -> None:
@@ -70,7 +72,7 @@ def main(arguments: list[str]) -> None:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
         settings = config.load(given.config, [*given.changes, *sizes.words])
     meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
-    found = of(settings, num_steps=given.steps)
+    found = dataclasses.replace(of(settings, num_steps=given.steps), published_sizes=sizes.note or None)
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
         f"{found.num_devices} x {found.device}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "

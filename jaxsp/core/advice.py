@@ -150,6 +150,9 @@ def _instead(root: type[pydantic.BaseModel], counterpart: Counterpart, value: An
     if counterpart.name is None:
         return counterpart.note
     note = f" ({counterpart.note})" if counterpart.note else ""
+    if foreign_names.is_off(value) and (not counterpart.takes_value or accepted(root, counterpart.name, value) is None):
+        # no value: an example would turn on what is off here
+        return f"unknown. It is off; jaxsp's field is {counterpart.name}{note}"
     if (kept := assignment(root, counterpart, value)) is not None:
         return f"unknown. Use {kept}{note}"
     works = ""

@@ -118,7 +118,7 @@ class Run(Group):
     def _steps_or_minutes(cls, value: Any) -> Any:
         if value is None or _is_count(value) or (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m|epoch", value)):
             return value
-        raise ValueError("must be a number of steps, or of minutes with an m behind it, or epoch, or null")
+        raise ValueError("must be a number of steps, minutes such as 30m, epoch, or null")
 
     @pydantic.field_validator("eval_every", mode="before")
     @classmethod
@@ -183,7 +183,7 @@ class Mesh(Group):
     @classmethod
     def _no_zero(cls, value: int) -> int:
         if value == 0:
-            raise ValueError("there is no mesh of 0 groups")
+            raise ValueError("must be -1 or at least 1")
         return value
 
 

@@ -1,4 +1,4 @@
-"""What a user did wrong, said in one line per problem."""
+"""User errors, one line per problem."""
 
 from collections.abc import Iterable
 

@@ -56,7 +56,7 @@ def find(name: str) -> Counterpart | None:
     words = normal(_PLACE.sub("data.train.0", name)).split(".")
     for start in range(len(words)):
         end = ".".join(words[start:])
-        if end in _BY_NAME:
+        if end in _BY_NAME and (start == 0 or end not in _ONLY_AT_THE_TOP):
             return _BY_NAME[end].at(name)
     prefix = next((prefix for prefix in _PREFIXES if words[-1].startswith(prefix)), None)
     return None if prefix is None else _BY_NAME[f"{prefix}*"].at(name)
@@ -76,9 +76,21 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from flatten(f"{name}.{inner}", inner_value)
 
 
+_ONLY_AT_THE_TOP = ("model", "data", "attention", "optimizer", "scheduler", "devices", "trl")
+"""Names that mean something else inside a group: MaxText's mesh.model is an axis."""
+
+_OFF = (False, 0, "no", "none", "off", "false")
+"""Values that turn an option off."""
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value turns an option off."""
+    return (value.lower() if isinstance(value, str) else value) in _OFF
+
+
 _TABLE = """
 run.directory: output_dir save save_dir save_folder dump_folder base_output_directory
-run.directory: run_name exp_name experiment_name job_name (a run's name is its folder's)
+run.directory: run_name run.name exp_name experiment_name job_name (a run's name is its folder's)
 run.seed: random_seed manual_seed data_seed shuffle_seed data_shuffle_seed
 not needed: shuffle dataset_shuffle shuffle_merged_datasets enable_data_shuffling (run.seed
     decides the order of rows)
@@ -91,19 +103,22 @@ run.save_every=epoch: saves_per_epoch (or a number of steps)
 run.eval_every: eval_steps eval_strategy evaluation_strategy eval_interval eval_freq
     validation.freq (steps, or epoch)
 run.eval_every=epoch: evals_per_epoch (or a number of steps)
-not needed: do_train do_eval eval_delay (data.eval and run.eval_every decide what is evaluated)
+not offered: validation.steps eval_iters eval_batches max_eval_samples eval_delay (every eval set is
+    evaluated as a whole)
+not needed: do_train do_eval (data.eval and run.eval_every decide what is evaluated)
 run.eval_at_start: eval_on_start
 run.early_stopping_min_delta: early_stopping_threshold
 run.resume: resume_from_checkpoint auto_resume_from_checkpoints auto_resume load_checkpoint
     ckpt_path (auto, the default, resumes from run.directory)
 run.resume=never: overwrite_output_dir (nothing is overwritten, so name a new run.directory)
-run.on_data_change=restart: ignore_data_skip (begins with the first row when resuming)
+not offered: ignore_data_skip (a run that resumes continues with the next rows)
 run.step_timeout=...: ddp_timeout nccl_timeout distributed_timeout_minutes train_timeout_seconds
     init_timeout_seconds (minutes; null: from the time of earlier steps)
 run.stop_after=...: exit_duration_in_mins max_time max_run_time (in minutes)
 run.deterministic: full_determinism use_deterministic deterministic_mode
 run.on_nan=...: check_for_nan_in_loss_and_grad logging_nan_inf_filter (stop or skip)
-model.source: base_model model model.name model_name model_name_or_path model_id model_id_or_path
+model.source=...: model.name (a Hugging Face folder, or a name on the hub)
+model.source: base_model model model_name model_name_or_path model_id model_id_or_path
     model_path hf_model_path pretrained_model_name_or_path pretrained_checkpoint initial_load_path
     hf_assets_path (a Hugging Face folder, or a name on the hub)
 not needed: base_model_config model_type model_family model_config_type tokenizer_type
@@ -120,7 +135,7 @@ not offered: rope_scaling rope_theta rope_type overrides_of_model_config overrid
 not offered: special_tokens add_special_tokens new_special_tokens added_tokens_overrides
     resize_token_embeddings_to_32x (prepare the model's folder with
     transformers first; set model.source to it)
-model.compute_dtype=bfloat16: bf16 bf16.enabled use_bf16 (the default)
+model.compute_dtype=bfloat16: bf16 bf16.enabled use_bf16 (the default; float32 if it is off)
 model.compute_dtype: torch_dtype dtype mixed_precision mixed_precision_param precision
     compute_type (bfloat16 or float32; master weights are float32)
 model.compute_dtype=bfloat16: fp16 fp16.enabled half_precision float16 (float16 is not offered)
@@ -154,13 +169,13 @@ not needed: packing pack eval_packing sample_packing eval_sample_packing sample_
     pad_to_multiple_of group_by_length remove_unused_columns (documents are always packed, and
     attend only to themselves)
 data.train_on=...: assistant_only_loss completion_only_loss train_on_inputs train_on_prompt
-    train_on_responses_only mask_prompt roles_to_train train_on_eos loss_scale (assistant is the
-    default; completions too)
+    train_on_responses_only mask_prompt roles_to_train train_on_eos (assistant is the
+    default, and completions; all for every token)
 data.chat_template=...: chat_template chat_template_path chat_template_jinja template (a Jinja
     file; null: the tokenizer's own)
 data.chat_template=...: jinja_template (a Jinja file, or its text)
 data.workers: dataset_num_proc dataset_processes preprocessing_num_workers num_workers
-    dataloader_num_workers num_proc (null: one for each core)
+    num_proc (null: one for each core)
 not needed: dataset_prepared_path overwrite_cache overwrite_output_cache (tokens are cached by
     what they are made of)
 not needed: dataloader_* (the next steps are always prepared ahead)
@@ -179,8 +194,10 @@ not needed: average_tokens_across_devices calculate_per_token_loss include_num_i
     are counted)
 mesh.seq: cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sp
     sp_size sp_degree sequence_parallel sequence_parallel_size sequence_parallel_degree
-    ulysses_degree ulysses_sequence_parallel_size ici_context_parallelism ici_sequence_parallelism
+    ici_context_parallelism ici_sequence_parallelism
     (devices that share each row)
+mesh.seq: ulysses_degree ulysses_sequence_parallel_size (with attention.kind=hybrid it is
+    attention.inner_degree)
 mesh.data: dp dp_size dp_shard dp_shard_size data_parallel_size data_parallel_shard_degree fsdp
     fsdp_size ici_fsdp_parallelism (-1 uses all devices; weights are always sharded over mesh.data
     x mesh.seq)
@@ -256,10 +273,12 @@ logging.profile_steps=...: profile profiler profiler_steps enable_profiling prof
 logging.compilation_cache: jax_cache_dir jax_compilation_cache_dir
 not needed: torch_compile torch_compile_* compile jit_compile torch_empty_cache_steps (XLA
     compiles each step as a whole)
-not offered: adapter lora lora_* use_lora qlora peft peft_* use_peft use_dora relora_* train_type
-    tuner_type finetuning_type load_in_4bit load_in_8bit bnb_* quantization_config
+not offered: adapter lora lora_* use_lora qlora peft peft_* use_peft use_dora relora_*
+    load_in_4bit load_in_8bit bnb_* quantization_config
     quantization_bit quant_method quant_bits (no adapters or quantization; all weights are trained,
-    memory.offload_optimizer=state saves memory)load_optimizer=state saves memory))
+    memory.offload_optimizer=state saves memory)
+not needed: train_type tuner_type finetuning_type (full is what jaxsp does: all weights are
+    trained; adapters are not offered)
 not offered: freeze_* unfrozen_parameters modules_to_save target_modules trainable_parameters (all
     weights are trained)
 not offered: rl rlhf_type dpo_* kto_* rpo_* trl reward_model kd_* (supervised training only)

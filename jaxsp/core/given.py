@@ -147,9 +147,15 @@ def _of_best(checkpoint: Any, data: Any, run: Any) -> list[str]:
     names = _eval_names(data)
     stops_early = isinstance(run, dict) and run.get("early_stopping_patience") is not None
     if best_by is not None and not keep_best and not stops_early:
-        return [f"checkpoint.best_by = {best_by}: none is kept for being best. Set checkpoint.keep_best=1, or best_by=null."]
+        return [
+            f"checkpoint.best_by = {best_by}: has no effect without checkpoint.keep_best. "
+            "Set checkpoint.keep_best=1, or best_by=null."
+        ]
     if isinstance(keep_best, int) and keep_best > 0 and not names:
-        return [f"checkpoint.keep_best = {keep_best}: what is best is told by an evaluation. {_NAME_A_SET}"]
+        return [
+            f"checkpoint.keep_best = {keep_best}: checkpoints are ranked by an eval loss, "
+            f"and there is no eval set. {_NAME_A_SET}"
+        ]
     if best_by is not None and best_by not in names:
         return [f"checkpoint.best_by = {best_by}: is no data set of data.eval. Use {errors.choices(names)}, or null."]
     return []
@@ -164,6 +170,10 @@ def _nul(value: Any, field: str) -> Iterator[str]:
         yield f"{field} = {notation.line(value)}: holds a NUL character. Write it without."
 
 
+_DEFAULT_DOCUMENTS = 64
+"""Default of data.max_documents_per_row."""
+
+
 def _of_rows(data: Any) -> list[str]:
     """More pieces than a row has tokens: memory is made for them all."""
     if not isinstance(data, dict):
@@ -171,10 +181,11 @@ def _of_rows(data: Any) -> list[str]:
     most, length = data.get("max_documents_per_row"), data.get("row_tokens")
     lengths = length if isinstance(length, list | tuple) else [length]
     known = [one for one in lengths if isinstance(one, int)]
-    if isinstance(most, int) and known and most > max(known) > 0:
+    # the default is saved with a run's config, also of rows shorter than it
+    if isinstance(most, int) and most != _DEFAULT_DOCUMENTS and known and most > max(known) > 0:
         return [
             f"data.max_documents_per_row = {most}: a row of {max(known)} tokens holds {max(known)} pieces at most. Use "
-            f"{min(64, max(known))}, or as many as your documents need."
+            f"{min(_DEFAULT_DOCUMENTS, max(known))}, or as many as your documents need."
         ]
     return []
 

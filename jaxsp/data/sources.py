@@ -124,7 +124,7 @@ def check_distinct(given: Mapping[str, config.Source]) -> None:
             first = seen.setdefault((os.path.realpath(file), how), field)
             if first != field:
                 raise errors.UserError(
-                    f"{field}.source = {source.source}: has the file {file}, which {first} has too, "
+                    f"{field}.source = {source.source}: has the file {file}, which is also in {first}, "
                     "so that its documents would count twice. Leave it out of one of them; to repeat "
                     "a source, raise its weight."
                 )
@@ -179,7 +179,8 @@ def made_once(cached: pathlib.Path) -> Iterator[None]:
             raise
         free = shutil.disk_usage(cached.parent).free
         raise errors.UserError(
-            f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk is full; {free / 2**20:,.0f} MiB are free. "
+            f"HF_DATASETS_CACHE = {cached.parent.parent.parent}: the disk or your quota "
+            f"is full ({free / 2**20:,.0f} MiB of the disk are free). "
             "Make room there, or set HF_DATASETS_CACHE to a folder on a larger disk."
         ) from error
 

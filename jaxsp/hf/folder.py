@@ -92,7 +92,12 @@ def find(
         raise errors.UserError(f"{asked}: {_missing(path)}")
     if on_hub:
         try:
-            path = _within(deadline_s, lambda: _download(source, names, field=field, revision=None), asked)
+            path = _within(
+                deadline_s,
+                lambda: _download(source, names, field=field, revision=None),
+                cached=lambda: _cached(source),
+                asked=asked,
+            )
         except HubError as error:
             if not has_parent(source):
                 raise
@@ -119,8 +124,24 @@ def _missing(path: pathlib.Path) -> str:
     )
 
 
-def _within(deadline_s: float | None, download: Callable[[], pathlib.Path], asked: str) -> pathlib.Path:
-    """Returns the folder that a function downloads. Raises: HubError if it takes longer.
+def _cached(source: str) -> pathlib.Path | None:
+    """The snapshot of a model in the hub's cache, or None."""
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(source, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
+def _within(
+    deadline_s: float | None,
+    download: Callable[[], pathlib.Path],
+    *,
+    cached: Callable[[], pathlib.Path | None],
+    asked: str,
+) -> pathlib.Path:
+    """Returns the folder that a function downloads, or the cached one if that takes too long.
+
+    Raises: HubError if it takes longer and nothing is cached.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
@@ -139,6 +160,8 @@ def _within(deadline_s: float | None, download: Callable[[], pathlib.Path], aske
     try:
         result = results.get(timeout=deadline_s)
     except queue.Empty:
+        if (folder := cached()) is not None and (folder / "config.json").is_file():
+            return folder
         reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
         raise HubError(f"{asked}: {reason}. Try again, or give a folder.", reason=reason) from None
     if isinstance(result, Exception):
@@ -198,7 +221,7 @@ def _failure(error: Exception, source: str, *, asked: str) -> errors.UserError:
         reason = f"the hub refuses: {_reason(cause)}"
         return HubError(f"{asked}: {reason}. Log in with a token that may read it: hf auth login.", reason=reason)
     if not is_local:
-        problem = f"{asked}: cannot be downloaded: {_reason(cause)}. Try again: what is there already is kept."
+        problem = f"{asked}: cannot be downloaded: {_reason(cause)}. Try again: completed files are kept."
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # of this machine's disk
             return errors.UserError(problem)
         return HubError(problem, reason=f"the download failed: {_reason(cause)}")

@@ -64,7 +64,6 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2.5-small": _QWEN_2_5 | {"vocab_size": 151936} | _TIED,
     "qwen2.5-7b": _QWEN_2_5,
     "qwen2.5": _QWEN_2_5 | {"rms_norm_eps": 1e-5},
-    "qwen2.5-1m": _QWEN_2_5 | {"rms_norm_eps": 1e-5, "rope_theta": 1e7},
     "qwen3-small": _QWEN_3 | _TIED,
     "qwen3": _QWEN_3,
     "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6} | _TIED,
@@ -106,8 +105,6 @@ qwen2.5-7b      7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B{,-Instruct}
 qwen2.5        14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B{,-Instruct}
 qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/Qwen2.5-32B{,-Instruct}
 qwen2.5        72.71   80  8192  64  8 29568  litgpt Qwen/Qwen2.5-72B{,-Instruct}
-qwen2.5-1m      7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B-Instruct-1M
-qwen2.5-1m     14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B-Instruct-1M
 qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/QwQ-32B
 qwen3-small     0.60   28  1024  16  8  3072  litgpt Qwen/Qwen3-0.6B{,-Base}
 qwen3-small     1.72   28  2048  16  8  6144  litgpt Qwen/Qwen3-1.7B{,-Base}

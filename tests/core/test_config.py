@@ -4,6 +4,7 @@ import pathlib
 import re
 
 import pytest
+import yaml
 
 from jaxsp.core import advice, config, errors, notation
 
@@ -221,6 +222,13 @@ def test_the_values_that_errors_propose_are_accepted(file):
             "checkpoint.best_by": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
         }
         config.load(file, [example, *other.get(key, [])])
+
+
+def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
+    """It has the default of max_documents_per_row, which is more than the row has tokens."""
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(config.load(file, ["data.row_tokens=32"]).model_dump(mode="json")))
+    assert config.load(saved, []).data.row_tokens == 32
 
 
 def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):

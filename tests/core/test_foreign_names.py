@@ -58,7 +58,7 @@ ANSWERS = {
     "optimizer.learning_rate": "lr",
     "optimizer.schedule": "lr_scheduler lr_scheduler_type",
     "optimizer.weight_decay": "weight_decay",
-    NOT_NEEDED: "packing sample_packing padding_free deepspeed",
+    NOT_NEEDED: "packing sample_packing padding_free deepspeed finetuning_type",
     NOT_OFFERED: "wandb_project adapter lora_r load_in_4bit push_to_hub tensor_parallel",
 }
 """Names that the answer must have: a field, or the reason why there is none."""
@@ -272,3 +272,42 @@ def test_a_word_without_a_value_is_answered_with_an_example_of_its_field(word, e
     (line,) = problems({}, word)
     assert example in line
     config.parse(SOUND, [re.search(r"\S+=\S+(?=\.$)", line.replace("key.path=value", "")).group()])
+
+
+def test_notes_are_whole():
+    for counterpart in foreign_names.COUNTERPARTS:
+        for pair in ("()", "[]", "{}"):
+            assert counterpart.note.count(pair[0]) == counterpart.note.count(pair[1]), counterpart.note
+
+
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("val_set_size=0.0", "data.eval_fraction"),
+        ("offload_param=none", "memory.offload_optimizer"),
+        ("sequence_parallel=false", "mesh.seq"),
+        ("evals_per_epoch=0", "run.eval_every"),
+        ("save_strategy=no", "run.save_every"),
+        ("bf16=false", "model.compute_dtype"),
+    ],
+)
+def test_an_option_that_is_off_gets_no_example_that_turns_it_on(word, field):
+    (line,) = problems({}, word)
+    assert field in line
+    assert f"{field}=" not in line.replace("(the default; float32", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "wrong"),
+    [
+        ("mesh.model=2", "model.source"),
+        ("validation.steps=3", "run.steps"),
+        ("run.name=x", "optimizer.name"),
+        ("model.name=llama3", "model.source=llama3"),
+        ("fp16.loss_scale=0", "data.train_on"),
+        ("ignore_data_skip=true", "run.on_data_change"),
+    ],
+)
+def test_a_name_that_means_something_else_gets_no_wrong_field(word, wrong):
+    (line,) = problems({}, word)
+    assert wrong not in line

@@ -107,6 +107,16 @@ def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(h
     assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
 
 
+def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):
+    fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
+    monkeypatch.setattr(folder, "_cached", lambda source: tmp_path)
+    monkeypatch.setattr(published, "DEADLINE_S", 0.1)
+    sizes = published.read_sizes(config.Model(source=LLAMA))
+    assert (sizes.model.num_layers, sizes.published) == (2, None)
+
+
 def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
