@@ -60,7 +60,9 @@ def main(arguments: list[str]) -> None:
             soft_wrap=True,
         )
     console.print(
-        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r})", highlight=False, soft_wrap=True
+        f"load it with transformers.AutoModelForCausalLM.from_pretrained({str(out)!r}), which needs PyTorch",
+        highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -20,23 +20,24 @@ NAME = "held_out"
 def choose(tokenized: "Sequence[datasets.Dataset]", *, names: Sequence[str], fraction: float, seed: int) -> list[np.ndarray]:
     """For each source, which of its records are held out.
 
-    The choice depends only on the seed, the source's name and the record's index, so it is the same
-    on every mesh, in every process and after a resume. Records without tokens are never held out.
+    Each document has a number that depends only on the seed, the source's name and the record's
+    index. Those with the smallest numbers are held out, `fraction` of all documents rounded up, so
+    the choice is the same on every mesh, in every process and after a resume. Records without
+    tokens are never held out.
 
-    Raises: UserError where no document or every document would be held out.
+    Raises: UserError where every document would be held out.
     """
     draws = [_draws(len(dataset), seed=seed, name=name) for dataset, name in zip(tokenized, names, strict=True)]
     lengths = [np.concatenate([np.diff(offsets) for offsets, _ in sources.lists(dataset, "tokens")]) for dataset in tokenized]
-    chosen = [(draw < fraction) & (length > 0) for draw, length in zip(draws, lengths, strict=True)]
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
-    num_held_out = int(np.searchsorted(usable, fraction))
-    if 0 < num_held_out < len(usable):
-        return chosen
-    which = "every" if num_held_out else "no"
+    num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
+    if num_held_out < len(usable):
+        highest = usable[num_held_out - 1]
+        return [(draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)]
     raise errors.UserError(
-        f"data.eval_fraction = {fraction:g}: {which} document of data.train would be held out, of "
-        f"{len(usable):,}. {_suggestion(usable)}"
+        f"data.eval_fraction = {fraction:g}: every document of data.train would be held out, of "
+        f"{len(usable):,}. {_suggestion(len(usable))}"
     )
 
 
@@ -58,10 +59,9 @@ def _draws(num_records: int, *, seed: int, name: str) -> np.ndarray:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
-def _suggestion(draws: np.ndarray) -> str:
-    """A fraction that holds out at least one document and leaves at least one. Args: draws: sorted."""
-    for digits in range(1, 7) if len(draws) > 1 else ():
-        fraction = math.floor(draws[0] * 10**digits + 1) / 10**digits
-        if draws[0] < fraction <= draws[-1]:
-            return f"Use data.eval_fraction={fraction:g}, or name data sets in data.eval."
-    return "Name data sets in data.eval instead."
+def _suggestion(num_documents: int) -> str:
+    """A fraction that leaves at least one document to learn from."""
+    if num_documents < 2:
+        return "Name data sets in data.eval instead."
+    fraction = min(0.1, 1 / num_documents)
+    return f"Use data.eval_fraction={fraction:.1g}, or name data sets in data.eval."

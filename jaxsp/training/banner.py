@@ -189,6 +189,8 @@ class Progress:
         )
         self._task = self._bar.add_task("steps", total=num_steps, completed=first_step, numbers="")
         self._began = self._printed = time.perf_counter()
+        self._first_done: float | None = None
+        """When the first step was finished; it and what precedes it take longer than later steps."""
 
     def __enter__(self) -> "Progress":
         self._bar.start()
@@ -202,17 +204,22 @@ class Progress:
         now = time.perf_counter()
         elapsed_s = now - self._began
         num_done, num_left = line.step - self._first_step, self._num_steps - line.step
-        left = f"left {durations.describe(elapsed_s / num_done * num_left)}"
+        left = []
+        if self._first_done is None:
+            self._first_done = now
+        else:
+            left_s = (now - self._first_done) / (num_done - 1) * num_left
+            left = [f"left {durations.describe(left_s)}"]
         speed = f"{line.tokens_per_s:,.0f} tokens/s"
         numbers = [f"loss {_number(line.loss, '.4f')}", f"lr {line.learning_rate:.3g}"]
         memory = [] if line.device_peak_gib is None else [f"peak {line.device_peak_gib:.1f} GiB"]
-        bar_numbers = "  ".join([*numbers, speed, *memory, left])
+        bar_numbers = "  ".join([*numbers, speed, *memory, *left])
         self._bar.update(self._task, completed=line.step, numbers=bar_numbers)
         is_due = now - self._printed > self.SECONDS_BETWEEN_LINES or num_done == 1 or num_left == 0
         if not self._console.is_terminal and is_due:
             self._printed = now
             numbers.append(f"grad norm {_number(line.grad_norm, '.3g')}")
-            times = [f"elapsed {durations.describe(elapsed_s)}", left]
+            times = [f"elapsed {durations.describe(elapsed_s)}", *left]
             self.say("  ".join([f"step {line.step}/{self._num_steps}", *numbers, speed, *times]))
 
     def say(self, words: str) -> None:

@@ -98,5 +98,5 @@ class EarlyStopping:
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
             f"the loss on {self._state.data} has not improved{margin} for {self._state.num_since} "
-            f"evaluations (run.early_stopping_patience = {self._patience}); {best}"
+            f"evaluation{'s' * (self._state.num_since > 1)} (run.early_stopping_patience = {self._patience}); {best}"
         )

@@ -39,13 +39,13 @@ def metrics_line(step, **fields):
     return metrics.Line(**(known | shown | fields | {"step": step}))
 
 
-def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400):
-    """What is printed of finished steps from step 17 on."""
+def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400, first_step=17):
+    """What is printed of finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
     monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
     console = rich.console.Console(file=file, force_terminal=terminal, width=width, color_system=None, markup=False)
-    progress = banner.Progress(console, first_step=17, num_steps=num_steps)
+    progress = banner.Progress(console, first_step=first_step, num_steps=num_steps)
     with progress:
         for line in lines:
             now[0] += seconds_per_step
@@ -56,6 +56,7 @@ def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120,
 def test_a_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
     printed = shown(monkeypatch, metrics_line(18), metrics_line(19)).splitlines()
     assert len(printed) == 2
+    assert "left" not in printed[0], "the first step takes longer than the others"
     numbers = ("19/400", "6.2614", "1.2e-05", "0.844", "3,222", "1 min 0 s", "3 h 10 min")
     assert re.match(r"\d\d:\d\d:\d\d.*" + messages.holding(*numbers), printed[1])
     assert len(printed[1]) <= 120
@@ -76,7 +77,8 @@ def test_a_step_without_finite_numbers_has_a_log_line(monkeypatch):
 @pytest.mark.parametrize("width", [90, 130])
 def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(monkeypatch, peak_gib, memory, width):
     line = metrics_line(18, device_peak_gib=peak_gib)
-    printed = shown(monkeypatch, line, terminal=True, width=width)
+    lines = [metrics_line(17), line]  # the first step says nothing about the others
+    printed = shown(monkeypatch, *lines, terminal=True, width=width, first_step=16)
     drawn = re.findall(r"18/400 [^\r\n\x1b]*", printed)[-1].rstrip()
     numbers = ("6.2614", "1.2e-05", "3,222", *memory, "left 3 h 11 min")
     assert re.search(messages.holding(*numbers), drawn)
