@@ -251,7 +251,8 @@ class Data(Group):
     eval_fraction: Annotated[float | None, _like(0.05, gt=0, lt=1)] = None
     """Fraction of the training documents to hold out as an eval set named held_out, in addition to
     data.eval; rounded up. A hash of run.seed, the source's name and the document's index selects
-    them, so every mesh and every resume holds out the same documents. A change of the fraction is a change of the data (run.on_data_change)."""
+    them, so every mesh and every resume holds out the same documents. A change of the
+    fraction is a change of the data (run.on_data_change)."""
     row_tokens: Annotated[Positive | tuple[Positive, ...], _like(8192)]
     """Length of a row in tokens; documents are packed into rows. Or several lengths, such as [8192, 65536]: each document goes
     to the shortest that holds it, and each step has rows of one length."""

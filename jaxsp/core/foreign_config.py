@@ -95,7 +95,7 @@ def page(
         start[0],
     ]
     return [
-        f"{len(options)} options of this config are not jaxsp's. jaxsp has in their place:",
+        f"{len(options)} options are not jaxsp's. jaxsp has in their place:",
         *(rows[key].line() for key in table),
         *_listed("And", (f"{name} -> {row.ours}" for row in hidden for name in row.names)),
         *_listed("Not needed", not_needed),

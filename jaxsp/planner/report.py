@@ -101,7 +101,7 @@ def fits(plan: plans.Plan) -> str:
     device = f"{plan.device_gib:.1f} of {plan.room_gib:.1f} GiB on each device"
     host = f", {plan.host_gib:,.0f} of {plan.host_room_gib:,.0f} GiB of each node's memory" if plan.host_gib >= 0.05 else ""
     if plan.fits:
-        return f"yes: {device}{host}; limited by {plan.binds} memory"
+        return f"yes: {device}{host}; {plan.binds} memory is nearest to full"
     ways = f"{', '.join(plan.ways_out[:-1])}{' or ' * (len(plan.ways_out) > 1)}{plan.ways_out[-1]}"
     return f"NO: {device}{host}; not enough {plan.binds} memory. Try {ways}"
 
