@@ -1,5 +1,6 @@
 """python -m jaxsp.plan, on models small enough to be compiled in seconds."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -43,6 +44,9 @@ MODEL = {
     "num_key_value_heads": 2,
     "intermediate_size": 2816,
 }
+
+
+NEEDS_MATPLOTLIB = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="pictures need the plan extra")
 
 
 @pytest.fixture
@@ -242,10 +246,16 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
             ["--meshes", "data.row_tokens=[8192, 16384]"],
             ["data.row_tokens = [8192, 16384]", "--meshes", "data.row_tokens=16384"],
         ),
-        (["--plot", "a.png", "data.row_tokens=[8192, 16384]"], ["data.row_tokens", "--plot"]),
+        pytest.param(
+            ["--plot", "a.png", "data.row_tokens=[8192, 16384]"], ["data.row_tokens", "--plot"], marks=NEEDS_MATPLOTLIB
+        ),
         (["--device", "h100-80gb", "a100"], ["--device = a100", "mean a100-80gb"]),
         (["--device", "h100-80gb", "h200-141gb", "--longest"], ["--longest: ", "--device"]),
-        (["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"], ["--plot: ", "--device"]),
+        pytest.param(
+            ["--device", "h100-80gb", "--device", "b200-180gb", "--plot", "a.png"],
+            ["--plot: ", "--device"],
+            marks=NEEDS_MATPLOTLIB,
+        ),
         (["--tokens", "0"], ["--tokens = 0.0"]),
         (["--document-tokens", "100"], ["32,768 tokens", 1, "documents", "32768"]),
         (["--measure", "3"], ["--measure: ", "--meshes"]),
@@ -383,6 +393,7 @@ def test_each_result_is_printed_before_the_next_is_planned(asked, monkeypatch, f
         return made.plan(fits=fits, short=short, memory=memory, **lengths)
 
     monkeypatch.setattr(plans, "of", of)
+    monkeypatch.setattr(search, "_next_split", lambda *given, **named: None)  # needs the plan extra
     said, _ = asked(flag)
     lines = [line for line in said.splitlines() if line == "planning" or re.search(place, line)]
     assert lines[::2] == ["planning"] * (len(lines) // 2)
