@@ -1,4 +1,4 @@
-"""What tests check of a message: fields, values, numbers, names and suggestions, in any wording."""
+"""Checks of messages in tests: fields, values, numbers, names and suggestions, in any wording."""
 
 import re
 

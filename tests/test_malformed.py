@@ -376,7 +376,7 @@ CASES = {
         "model.source = hf ... tokenizer ... model.tokenizer",
     ),
 }
-"""What is broken, words of the command line, and parts of the message."""
+"""Broken input, command-line words, and parts of the message."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -146,7 +146,7 @@ def accepted(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
 
 
 def _instead(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str:
-    """What to set in place of another system's option."""
+    """Suggestion for another system's option."""
     if counterpart.name is None:
         return counterpart.note
     note = f" ({counterpart.note})" if counterpart.note else ""

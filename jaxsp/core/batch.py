@@ -62,11 +62,11 @@ SPECS = {
     "starts_BM": PER_ROW,
     "lengths_BM": PER_ROW,
 }
-"""How a step's arrays [turns, B, ...] are split over the mesh; `weights_BL` like the labels."""
+"""PartitionSpecs of the arrays [turns, B, ...] of a step; `weights_BL` is split like the labels."""
 
 
 def specs(rows: Batch) -> Batch:
-    """How each array of a batch is split over the mesh."""
+    """PartitionSpec of each array of a batch."""
     weights = None if rows.weights_BL is None else PER_TOKEN
     return Batch(**SPECS, weights_BL=weights)  # type: ignore[arg-type]  # specs in place of arrays
 

@@ -464,7 +464,7 @@ def load(path: str | pathlib.Path, overrides: list[str]) -> Config:
 
 
 def _start() -> str:
-    """How to get a config, at the end of an error about its file."""
+    """Suggests how to get a config, at the end of an error about its file."""
     ours = pathlib.Path(__file__).parents[2] / "configs/quickstart.yaml"
     here = pathlib.Path("configs/quickstart.yaml")
     for path in (here, ours):

@@ -147,7 +147,7 @@ def _add(
 
 
 def _is_used(root: type[pydantic.BaseModel], counterpart: Counterpart | None, value: Any) -> bool:
-    """Whether the value of an option has an effect."""
+    """True if the value of an option has an effect."""
     if value is None or value in ("", [], {}):
         return False
     if counterpart is None:

@@ -18,7 +18,7 @@ _PLACE = re.compile(r"^data\.(train|eval)\.(\d+)(?=\.|$)")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counterpart:
-    """What jaxsp has in place of one or more options of other systems."""
+    """The counterpart in jaxsp of one or more options of other systems."""
 
     names: tuple[str, ...]
     """Their names: lower case, with underscores. A dotted name counts in that group only, and a
@@ -26,9 +26,9 @@ class Counterpart:
     field: str | None = None
     """The dotted field, or field=value to write; None if there is nothing to set."""
     note: str = ""
-    """What differs, or why nothing is set."""
+    """Difference in meaning, or the reason why nothing is set."""
     takes_value: bool = False
-    """Whether the field means the same, so that the value is kept if the field accepts it."""
+    """True if the field means the same, so that the value is kept if the field accepts it."""
 
     @property
     def name(self) -> str | None:
@@ -37,7 +37,7 @@ class Counterpart:
 
     @property
     def is_not_needed(self) -> bool:
-        """Whether jaxsp does what the option asks for without being asked."""
+        """True if jaxsp always does what the option requests."""
         return self.note.startswith(_NOT_NEEDED)
 
     def at(self, name: str) -> "Counterpart":
@@ -84,7 +84,7 @@ _OFF = (False, 0, "no", "none", "off", "false")
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value turns an option off."""
+    """True if a value turns an option off."""
     return (value.lower() if isinstance(value, str) else value) in _OFF
 
 

@@ -55,7 +55,7 @@ class DataSet:
         )
 
     def ends_epoch(self, schedule: mixing.Schedule, num_steps: int) -> bool:
-        """Whether a pass over the data is complete after so many steps of a schedule, and was not a step earlier.
+        """True if an epoch ends with a step of a schedule.
 
         With rows of several lengths: a pass over all of them.
         """

@@ -58,7 +58,7 @@ class Stream:
         return only.rows_in(epochs)
 
     def num_rows(self, end: int) -> list[int]:
-        """How many of the first `end` rows each part has; of very many, to about one row."""
+        """Number of the first `end` rows that each part has; approximate to one row for large `end`."""
         if len(self.parts) == 1:
             return [end]
         if end > _MOST_COUNTED:
@@ -100,7 +100,7 @@ class StepRows(NamedTuple):
     first: int
     """The first of them, by its number in the stream."""
     num_rows: int
-    """How many they are; less than in other steps where the data ends."""
+    """Number of the rows; smaller in the last step if the data ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Schedule:
     ends: tuple[int, ...]
     """Rows of each stream after which the data ends."""
     rows_per_step: tuple[int, ...]
-    """Of each stream."""
+    """Numbers of rows of each stream."""
     stream: np.ndarray | None = None
     """The stream of each step; None if there is only one."""
 

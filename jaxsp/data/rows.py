@@ -153,7 +153,7 @@ class Documents:
                 source = dataclasses.replace(source, num_held_out=0, num_tokens_held_out=0)
             self.sources += (source,)
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
-        """Whether the documents have a weight for each token's loss."""
+        """True if the documents have a weight for each token's loss."""
         self.lengths = np.concatenate(lengths).astype(np.int64)
         # where document d is: in which chunk, and as which of its documents
         self._chunk_of, self._place_of = np.concatenate(chunk_of), np.concatenate(place_of)

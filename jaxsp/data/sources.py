@@ -286,7 +286,7 @@ def _find(path: pathlib.Path, source: config.Source) -> list[str]:
 
 
 def _state(found: Sequence[str | pathlib.Path]) -> list[tuple[str, int, int, int]]:
-    """What changes when a file does; a file has one name, wherever it is named from.
+    """Identity of a file, which changes when the file does; independent of the working directory.
 
     `cp -p`, `rsync -t` and tar set a file's mtime, and nothing sets its ctime. Inodes are left out: on some network file
     systems they differ from mount to mount.

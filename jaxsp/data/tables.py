@@ -111,7 +111,7 @@ def _column(column: pa.Array) -> list[Any]:
 
 
 def _is_parsed(kind: pa.DataType) -> bool:
-    """Whether an Arrow type has objects, or JSON: `datasets` writes what has different types in different records so."""
+    """True if an Arrow type has objects, or JSON: `datasets` writes what has different types in different records so."""
     if isinstance(kind, pa.MapType):
         inner = [kind.key_type, kind.item_type]
     else:

@@ -110,7 +110,7 @@ def find(
 
 
 def has_parent(source: str) -> bool:
-    """Whether a name may be meant as a folder because the folder around it exists."""
+    """True if a name can be a folder because its parent folder exists."""
     return pathlib.Path(source).expanduser().parent.is_dir()
 
 

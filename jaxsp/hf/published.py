@@ -175,7 +175,7 @@ class Sizes:
     published: Published | None
     """The published sizes if they are used in place of the model's own config.json."""
     note: str
-    """What output must begin with if published sizes are used; empty otherwise."""
+    """First line of the output if published sizes are used; empty otherwise."""
 
     @property
     def words(self) -> list[str]:

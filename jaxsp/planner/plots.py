@@ -114,7 +114,7 @@ def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
 
 
 def _is_tiled(plan: plans.Plan, name: str) -> bool:
-    """Whether a tile is smaller than all tokens of a device."""
+    """True if a tile is smaller than all tokens of a device."""
     return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
 
 
@@ -132,7 +132,7 @@ class _Cliff:
     before: plans.Plan
     after: plans.Plan
     row_tokens: float
-    """Where it is drawn."""
+    """Position in the picture."""
     words: list[str]
 
 

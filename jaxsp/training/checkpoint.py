@@ -60,7 +60,7 @@ class Meta:
     """Name and digest of the data set of `loss`, as evaluator.identity gives them. Losses of two checkpoints are compared
     only if the digests are equal."""
     owes_evaluation: bool = False
-    """Whether an evaluation is missing that a stop did not wait for."""
+    """True if a stop skipped an evaluation that was due."""
     early_stopping: dict[str, Any] | None = None
     """Fields of `early_stopping.State`."""
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

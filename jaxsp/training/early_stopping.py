@@ -60,7 +60,7 @@ class EarlyStopping:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint stores; None without early stopping."""
+        """State for a checkpoint; None without early stopping."""
         return None if self._state is None else dataclasses.asdict(self._state)
 
     def expect(self) -> None:
@@ -80,7 +80,7 @@ class EarlyStopping:
             self._state = dataclasses.replace(self._state, num_since=self._state.num_since + 1)
 
     def is_over(self) -> bool:
-        """Whether the run must stop. Process 0 decides; all processes must call this together."""
+        """True if the run must stop. Process 0 decides; all processes must call this together."""
         if self._state is None or self._patience is None:
             return False
         is_over = self._state.num_since >= self._patience

@@ -114,7 +114,7 @@ class Evaluator:
 
 
 def due(every: int | str | None, number: int) -> bool:
-    """Whether what comes every so many steps follows this one; what comes every epoch is not counted in steps."""
+    """True if an action with an interval of `every` steps is due after a step; `epoch` is not counted in steps."""
     return isinstance(every, int) and number % every == 0
 
 

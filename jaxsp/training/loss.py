@@ -146,7 +146,7 @@ def _weighted(values: Array, has_label: Array, weights: Array | None) -> Array:
 
 
 def _losses(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -> Array:
-    """What `token_loss` returns. Raises: UserError if it is not one float32 loss per token."""
+    """Calls `token_loss`. Raises: UserError if it does not return one float32 loss per token."""
     losses_X = token_loss(logits_XV, labels_X)
     if (losses_X.shape, losses_X.dtype) != (labels_X.shape, logits_XV.dtype):
         raise errors.UserError(

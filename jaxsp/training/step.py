@@ -98,7 +98,7 @@ class Program:
     """A loss per token, `logits_TV, labels_T -> losses_T`, computed in tiles of
     `memory.loss_tile_tokens`; None: cross entropy. The step's loss is its mean over loss tokens."""
     has_weights: bool = False
-    """Whether the compiled step takes `weights_BL`, a weight for each token's loss."""
+    """True if the compiled step takes `weights_BL`, a weight for each token's loss."""
 
     @property
     def table(self) -> layers.Weights:

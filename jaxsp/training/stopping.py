@@ -205,7 +205,7 @@ def _steps(count: int, which: str) -> str:
 
 
 def stop_message(reason: str, *, last: int, rest_s: float) -> str:
-    """What a run that stops prints.
+    """Messages of a run that stops.
 
     Args:
         last: the step that it finishes.

@@ -350,7 +350,7 @@ def _is_left(path: pathlib.Path) -> bool:
 
 
 def _items(state: step.State) -> dict[str, Any]:
-    """What is written of a state; a run without optimizer state (sgd) has one item."""
+    """Items of a checkpoint; a run without optimizer state (sgd) has one."""
     return {checkpoint.MASTER: state.master} | ({checkpoint.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
 
 

@@ -210,7 +210,7 @@ def train(
 
 
 def _ends_epoch(material: Material, run: config.Run, number: int) -> bool:
-    """Whether an epoch ends with a step, if something is to be done at the end of each."""
+    """True if an epoch ends with a step and the config requests an action at its end."""
     if "epoch" not in (run.save_every, run.eval_every):
         return False
     return material.train.ends_epoch(material.schedule, number - material.start.step)

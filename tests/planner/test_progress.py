@@ -19,7 +19,7 @@ def clock():
 
 
 def counted(progress_, clock, *seconds):
-    """The words after each result that takes so many seconds."""
+    """The progress text after each result, for durations in seconds."""
     words = []
     for each in seconds:
         clock.now += each

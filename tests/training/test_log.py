@@ -40,7 +40,7 @@ def metrics_line(step, **fields):
 
 
 def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400, first_step=17):
-    """What is printed of finished steps of a run that resumed after `first_step`."""
+    """Output for finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
     monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
