@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from jaxsp.core import config, errors, jobs, processes
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.runtime import cluster, distributed
 
 DONE, OURS, MISTAKE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 """Exit codes: done, an error of ours or of the machine's, the user's mistake, a run that cannot go on until somebody looks at
@@ -29,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
         """Prints the usage and the problem, and exits with 2."""
         _, _, unknown = message.partition("unrecognized arguments: ")
         options = [word.partition("=")[0] for word in unknown.split() if word.startswith("--")]
-        examples = dict.fromkeys(filter(None, map(config.example, options)))
+        examples = dict.fromkeys(filter(None, map(schema.example, options)))
         if examples:
             message += "\nFields of the config are written without dashes, for example "
             message += " ".join(examples)
@@ -46,7 +48,7 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
     made = _Parser(
         prog=f"python -m jaxsp.{verb}",
         description=about,
-        epilog=f"fields of CONFIG.yaml:\n\n{config.describe()}" if fields else None,
+        epilog=f"fields of CONFIG.yaml:\n\n{schema.describe()}" if fields else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if several:
@@ -60,9 +62,9 @@ def parser(verb: str, about: str, *, fields: bool = False, several: bool = False
     return made
 
 
-def process(given: argparse.Namespace) -> jobs.Process:
+def process(given: argparse.Namespace) -> cluster.Process:
     """Which of several processes this is, by the arguments of a parser for `several`, or by what started it."""
-    return jobs.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
+    return cluster.find(os.environ, coordinator=given.coordinator, num_processes=given.num_processes, index=given.process_id)
 
 
 def check_file(file: pathlib.Path, *, flag: str) -> None:
@@ -82,7 +84,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     code, words = DONE, ""
     try:
         main(sys.argv[1:])
-        processes.end()
+        distributed.end()
     except errors.UserError as error:
         code, words = MISTAKE, "\n".join(error.problems)
     except errors.Stopped as error:
@@ -91,23 +93,23 @@ def run(main: Callable[[list[str]], None]) -> None:
         code, words = INTERRUPTED, str(error) or "interrupted"
     except Exception as error:  # whatever else it is, it is ours: say everything
         code, words = OURS, traceback.format_exc().rstrip()
-        if processes.here().num_processes > 1 and _LOST_PEER.search(str(error)) and "--verbose" not in sys.argv:
+        if distributed.here().num_processes > 1 and _LOST_PEER.search(str(error)) and "--verbose" not in sys.argv:
             reason = str(error).splitlines()[0]
             words = f"cannot reach another process of this run, which may have been killed: {reason}"
-        if (first := processes.failed_before()) is not None:
+        if (first := distributed.failed_before()) is not None:
             # what was sent to that one came to nothing: a consequence, which would hide the cause
             code, words = first[1], f"ends because process {first[0]} has failed, with exit code {first[1]}"
-    here = processes.here()
+    here = distributed.here()
     if words:
-        with processes.though_deaf():
-            print(textwrap.indent(words, processes.prefix(here.index), lambda _: here.index > 0), file=sys.stderr, flush=True)
+        with distributed.though_deaf():
+            print(textwrap.indent(words, distributed.prefix(here.index), lambda _: here.index > 0), file=sys.stderr, flush=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # Python would try again as it ends, and end with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     if code != DONE and here.num_processes > 1:
-        processes.fail(code)
+        distributed.fail(code)
     sys.exit(code)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxsp import cli, measure
-from jaxsp.core import axes, config, durations, errors
-from jaxsp.planner import progress, report, shapes
+from jaxsp.config import schema
+from jaxsp.core import axes, durations, errors
+from jaxsp.planner import mesh_sweep, progress, report
 
 SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-2}
 """How far the losses of two meshes may be apart in the first step, relative: float32 rounds, bfloat16 rounds more. In the n-th
@@ -54,10 +55,10 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, s
         say: is told of each.
     Raises: UserError where none can run.
     """
-    settings = config.load(path, list(changes))
+    settings = schema.load(path, list(changes))
     found: list[Ran] = []
     first: measure.Measured | None = None
-    all_of = shapes.all_of(settings, num_devices=_num_devices(settings), num_heads=num_heads)
+    all_of = mesh_sweep.all_of(settings, num_devices=_num_devices(settings), num_heads=num_heads)
     say(f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:")
     counted = progress.Progress(len(all_of))
     for mesh, kind in all_of:
@@ -70,7 +71,7 @@ def here(path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, s
         if measured is not None and first is not None:
             off, differs = _compared(first, measured, within=SAME_LOSS[settings.model.compute_dtype])
         result = why if measured is None else f"{durations.describe(measured.step_s)} a step"
-        say(f"  [{counted.next()}] {report.mesh(mesh)}, {shapes.name(kind)}: {result}")
+        say(f"  [{counted.next()}] {report.mesh(mesh)}, {mesh_sweep.name(kind)}: {result}")
         found.append(Ran(mesh=mesh, kind=kind, measured=measured, why=why, off=off, differs=differs))
     if first is None:
         raise errors.UserError(
@@ -87,7 +88,7 @@ def table(found: Sequence[Ran]) -> str:
     rows = [
         (
             *(str(one.mesh[axis]) for axis in axes.ALL),
-            shapes.name(one.kind),
+            mesh_sweep.name(one.kind),
             f"{measured.step_s:.4g}",
             report.number(measured.step_s_estimate, "{:.4g}"),
             f"{measured.tokens_per_s:,.0f}",
@@ -100,7 +101,9 @@ def table(found: Sequence[Ran]) -> str:
         for one, measured in ran
     ]
     rows += [
-        (*(str(one.mesh[axis]) for axis in axes.ALL), shapes.name(one.kind), one.why) for one in found if one.measured is None
+        (*(str(one.mesh[axis]) for axis in axes.ALL), mesh_sweep.name(one.kind), one.why)
+        for one in found
+        if one.measured is None
     ]
     first = ran[0][1]
     where = f"{first.num_devices} x {first.device}: median of {first.num_steps} steps after one"
@@ -118,7 +121,7 @@ def check(found: Sequence[Ran]) -> None:
         raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differing)}")
 
 
-def _num_devices(settings: config.Config) -> int:
+def _num_devices(settings: schema.Config) -> int:
     """Devices that `jaxsp.measure` would see. JAX is not asked in this process: it would hold their memory."""
     command = [sys.executable, "-c", _COUNT, str(settings.mesh.virtual_cpu_devices or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -7,11 +7,15 @@ from typing import Any
 import jax
 import rich.console
 
-from jaxsp import cli, prepare, resume
-from jaxsp.core import config, errors, jobs, processes
-from jaxsp.core import mesh as meshes
+from jaxsp import cli
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import folder
-from jaxsp.training import banner, checkpoint, evaluator, metrics, records, step
+from jaxsp.reporting import banner, metrics
+from jaxsp.run import build, resume
+from jaxsp.runtime import cluster, device_mesh, distributed, jsonl
+from jaxsp.training import evaluator, train_step
 
 _UNUSED: dict[str, dict[str, Any]] = {
     "run": {"directory": "unused", "steps": 1},
@@ -30,31 +34,31 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--config", metavar="CONFIG.yaml", help="the fields to start from; default: those of the run")
     parser.add_argument("--out", metavar="FILE", help="appends the results to this file; default: eval.jsonl of the run")
     given = parser.parse_intermixed_args(arguments)
-    found = checkpoint.newest(given.what)
+    found = reader.newest(given.what)
     if found is None and (pathlib.Path(given.what) / "config.yaml").is_file():
         raise errors.UserError(
             f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says."
         )
-    meta = None if found is None else checkpoint.read_meta(found)
+    meta = None if found is None else reader.read_meta(found)
     if meta is None:
         _check_model(given.what)  # before anything is said of the fields that are missing
     settings = _settings(given.what, given.config, given.changes, meta)
     # nothing waits for a backward pass that does not come, and there is no optimizer
     idle = settings.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
     settings = settings.model_copy(update={"memory": idle})
-    run = None if found is None else checkpoint.run_of(found)
+    run = None if found is None else reader.run_of(found)
     out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise errors.UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
     process = cli.process(given)
-    meshes.choose_platform(
+    device_mesh.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=jobs.num_local(process, os.environ),
+        num_local=cluster.num_local(process, os.environ),
     )
-    processes.start(process)
+    distributed.start(process)
     own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]
-    asked = prepare.read(
+    asked = build.read(
         settings,
         devices=jax.devices(),
         problems=cli.Problems(),
@@ -64,10 +68,10 @@ def main(arguments: list[str]) -> None:
     )
     program = asked.program
     if found is not None:
-        master = checkpoint.restore_weights(found, step.weight_shapes(program), table=program.table)
+        master = reader.restore_weights(found, train_step.weight_shapes(program), table=program.table)
     else:
         assert asked.folder is not None, "what is no checkpoint is a source"
-        master = prepare.weight_loader(program, asked.folder)()
+        master = build.weight_loader(program, asked.folder)()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
     console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
@@ -76,7 +80,7 @@ def main(arguments: list[str]) -> None:
     for result in evaluator.Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
         console.print(banner.result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:
-            records.append(out, result)
+            jsonl.append(out, result)
     if out is not None:
         console.print(f"-> {out}", highlight=False, soft_wrap=True)
 
@@ -98,10 +102,10 @@ def _check_model(what: str) -> None:
         ) from None
 
 
-def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.Meta | None) -> config.Config:
+def _settings(what: str, file: str | None, changes: list[str], meta: reader.Meta | None) -> schema.Config:
     """The fields of a run, or of a file, or those that a Hugging Face folder needs, with the changes."""
     start_from = _UNUSED if meta is None else meta.config
-    fields = start_from if file is None else config.read(file)
+    fields = start_from if file is None else schema.read(file)
     # what is evaluated is what was named, whatever the file trains
     model = {"source": what, "config": None}
     if meta is not None:
@@ -116,7 +120,7 @@ def _settings(what: str, file: str | None, changes: list[str], meta: checkpoint.
         }
     problems, settings = cli.Problems(), None
     with problems.collect():
-        settings = config.parse(fields | {"model": fields.get("model", {}) | model}, changes)
+        settings = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)
     if not (asked if settings is None else settings.data.eval or settings.data.eval_fraction):
         problems.append(

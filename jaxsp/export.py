@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING
 
 import rich.console
 
-from jaxsp import cli, resume
-from jaxsp.core import config, errors
-from jaxsp.core import mesh as meshes
-from jaxsp.data import tokenizers
+from jaxsp import cli
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
-from jaxsp.training import checkpoint
+from jaxsp.run import resume
+from jaxsp.runtime import device_mesh
 
 if TYPE_CHECKING:
     import transformers
@@ -27,19 +29,19 @@ def main(arguments: list[str]) -> None:
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
         raise errors.UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
-    meshes.choose_platform(virtual_cpu_devices=None)
-    found = checkpoint.newest(given.run)
+    device_mesh.choose_platform(virtual_cpu_devices=None)
+    found = reader.newest(given.run)
     if found is None:
         raise errors.UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
-    meta = checkpoint.read_meta(found)
-    settings = config.parse(meta.config)
+    meta = reader.read_meta(found)
+    settings = schema.parse(meta.config)
     table = decoder.table(families.model_config(meta.model, field="model.config"))
     kept = resume.kept_model(found)
     # all that model.source had beside its weights, not a tokenizer alone
     is_whole = kept is not None and (kept / "config.json").is_file()
     tokenizer = None if is_whole else _tokenizer(settings, kept)
     dtype = given.dtype or settings.model.compute_dtype
-    master = checkpoint.read_weights(found, table)
+    master = reader.read_weights(found, table)
     weights.export(
         master,
         table=table,
@@ -66,7 +68,7 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _tokenizer(settings: config.Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
+def _tokenizer(settings: schema.Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
     """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
     named = settings.model.tokenizer
     if named != tokenizers.BYTES and kept is not None:

@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp import cli
-from jaxsp.core import config, errors, jobs, processes
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.runtime import cluster, distributed
 
 HOLD_S = 2.0
 """Others than process 0 are heard so much later: what it says too is then left out. When a process has failed, the others have
@@ -56,12 +58,12 @@ def main(arguments: list[str]) -> None:
         help="starts a job that hangs again up to so many times without a new checkpoint; default: 3",
     )
     given = parser.parse_intermixed_args(arguments)
-    settings = config.load(given.config, given.changes)  # a mistake there is said once
+    settings = schema.load(given.config, given.changes)  # a mistake there is said once
     with _Orders() as orders:
         _train(given, settings.run, orders)
 
 
-def _train(given: argparse.Namespace, settings: config.Run, orders: "_Orders") -> None:
+def _train(given: argparse.Namespace, settings: schema.Run, orders: "_Orders") -> None:
     """Trains, and starts again what hangs. Raises: SystemExit, where it fails otherwise, or hangs again and again."""
     command = [sys.executable, "-m", "jaxsp.train", given.config, *given.changes]
     left, reached = given.restarts, _newest_step(settings)
@@ -72,7 +74,7 @@ def _train(given: argparse.Namespace, settings: config.Run, orders: "_Orders") -
             left, reached = given.restarts, newest
         if not left:
             print(f"not started again: {given.restarts} restarts in a row brought no new checkpoint", file=sys.stderr)
-            sys.exit(processes.AGAIN)
+            sys.exit(distributed.AGAIN)
         left -= 1
         where = f"from the checkpoint of step {newest}" if newest else "from the beginning"
         print(f"all processes start again, {where}", file=sys.stderr, flush=True)
@@ -80,16 +82,16 @@ def _train(given: argparse.Namespace, settings: config.Run, orders: "_Orders") -
             command = [*command[:4], *given.changes, "run.resume=auto"]
 
 
-def _newest_step(settings: config.Run) -> int:
+def _newest_step(settings: schema.Run) -> int:
     """Of the checkpoints in the run's directory; 0 where there is none."""
-    found = pathlib.Path(settings.directory, "checkpoints").glob("*")  # importing training/checkpoint.py would begin threads
+    found = pathlib.Path(settings.directory, "checkpoints").glob("*")  # importing checkpoint/reader.py would begin threads
     return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 
-def _job(given: argparse.Namespace) -> list[jobs.Process]:
+def _job(given: argparse.Namespace) -> list[cluster.Process]:
     """The processes of this node. Raises: UserError for numbers that do not fit."""
     problems = []
-    num_gpus = jobs.num_gpus(os.environ)
+    num_gpus = cluster.num_gpus(os.environ)
     num_local = num_gpus if given.processes is None else given.processes
     if given.processes is None and not num_gpus:
         problems.append("--processes: missing, and there is no NVIDIA GPU here. On virtual CPU devices: --processes 2.")
@@ -112,10 +114,12 @@ def _job(given: argparse.Namespace) -> list[jobs.Process]:
         raise errors.UserError(problems)
     coordinator = f"127.0.0.1:{_free_port()}"
     if given.coordinator is not None:
-        coordinator = jobs.address("--coordinator", given.coordinator)
+        coordinator = cluster.address("--coordinator", given.coordinator)
     first, count = given.node * num_local, given.nodes * num_local
     return [
-        jobs.Process(index=first + local, num_processes=count, coordinator=coordinator, local_index=local, num_local=num_local)
+        cluster.Process(
+            index=first + local, num_processes=count, coordinator=coordinator, local_index=local, num_local=num_local
+        )
         for local in range(num_local)
     ]
 
@@ -159,7 +163,7 @@ class _Orders:
         return cli.DONE if self.first is not None and code == -self.first else code
 
 
-def run(command: Sequence[str], job: Sequence[jobs.Process], orders: _Orders) -> bool:
+def run(command: Sequence[str], job: Sequence[cluster.Process], orders: _Orders) -> bool:
     """Runs a command in each process of this node until all are done, or one has failed.
 
     Returns: whether to start it again: it hung.
@@ -192,12 +196,12 @@ def run(command: Sequence[str], job: Sequence[jobs.Process], orders: _Orders) ->
     who = f"all {len(job)} processes here" if alike else f"process {failed} of {job[0].num_processes}"
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     print(f"{who} failed: {how}{', and the others were ended' if None in codes else ''}", file=sys.stderr)
-    if orders.first is None and processes.AGAIN in codes:
+    if orders.first is None and distributed.AGAIN in codes:
         return True
     sys.exit(code if code > 0 else 128 - code)
 
 
-def _variables(process: jobs.Process) -> dict[str, str]:
+def _variables(process: cluster.Process) -> dict[str, str]:
     """What torchrun would set, for jobs.find."""
     host, _, port = process.coordinator.rpartition(":")
     return {
@@ -284,8 +288,8 @@ class Voices:
         while self._held and now - self._held[0][0] >= older_than:
             _, index, line = self._held.pop(0)
             if self._first.setdefault(line, index) == index:
-                with processes.though_deaf():
-                    print(f"{processes.prefix(index)}{line}", file=sys.stderr, flush=True)
+                with distributed.though_deaf():
+                    print(f"{distributed.prefix(index)}{line}", file=sys.stderr, flush=True)
 
     def close(self, *, failed: int | None) -> None:
         """Says what is left after all have ended, but of the others than `failed` not, in 30 lines, that JAX missed one."""
@@ -304,7 +308,7 @@ class Voices:
         rest = b""
         while data := os.read(stderr, 2**16):
             if index == 0:
-                with processes.though_deaf():
+                with distributed.though_deaf():
                     sys.stderr.buffer.write(data)
                     sys.stderr.flush()
             *lines, rest = (rest + data).split(b"\n")
@@ -314,7 +318,7 @@ class Voices:
     def _heard(self, index: int, lines: list[bytes]) -> None:
         for line in lines:
             # of a progress bar, how it ended
-            text = line.rpartition(b"\r")[2].decode(errors="replace").removeprefix(processes.prefix(index))
+            text = line.rpartition(b"\r")[2].decode(errors="replace").removeprefix(distributed.prefix(index))
             if index == 0:
                 self._first[text] = 0
             else:

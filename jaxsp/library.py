@@ -32,18 +32,20 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxsp import cli, prepare
-from jaxsp.core import config, errors
-from jaxsp.core import mesh as meshes
+from jaxsp import cli
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, Batch
-from jaxsp.data import dataset
-from jaxsp.data.rows import Documents
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder
 from jaxsp.hf import weights as hf_weights
 from jaxsp.model import layers
-from jaxsp.training import host
+from jaxsp.run import build
+from jaxsp.runtime import device_mesh
+from jaxsp.training import host_offload
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.step import Program
+from jaxsp.training.train_step import Program
 
 if TYPE_CHECKING:
     import datasets
@@ -81,20 +83,20 @@ def load_model(
     """
     asked = _config(source, settings)
     try:
-        meshes.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
+        device_mesh.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
     except RuntimeError as error:  # JAX has started with other devices
         raise errors.UserError(
             f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "
             "Call load_model before anything uses JAX's devices."
         ) from None
     problems = cli.Problems()
-    read = prepare.read(asked, devices=jax.devices(), problems=problems, with_training=False)
+    read = build.read(asked, devices=jax.devices(), problems=problems, with_training=False)
     assert read.folder is not None, "model.source is set"
     program = dataclasses.replace(read.program, loss=loss, has_weights=has_weights)
     sizes, degree = dict(program.mesh.shape), program.attend.layout
-    problems += meshes.divisions(program.config, sizes, degree=degree)
+    problems += device_mesh.divisions(program.config, sizes, degree=degree)
     problems.check()
-    return program, prepare.weight_loader(program, read.folder)()
+    return program, build.weight_loader(program, read.folder)()
 
 
 def pack(
@@ -177,7 +179,7 @@ def save_model(
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host.holds(leaf) else leaf
+        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host_offload.holds(leaf) else leaf
 
     hf_weights.export(
         jax.tree.map(from_host, weights),
@@ -190,7 +192,7 @@ def save_model(
     )
 
 
-def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
+def _config(source: str, settings: Mapping[str, Any]) -> schema.Config:
     """A whole config: what training from files needs is filled in. Raises: UserError."""
     if wrong := [name for name, group in settings.items() if not isinstance(group, Mapping)]:
         raise errors.UserError(
@@ -206,7 +208,7 @@ def _config(source: str, settings: Mapping[str, Any]) -> config.Config:
         "model": {"source": source, "config": None, "tokenizer": None},
         "data": {"train": [{"source": "unused", "format": "tokens"}], "eval": []},
     }
-    return config.parse(fields | {name: fields.get(name, {}) | group for name, group in unused.items()})
+    return schema.parse(fields | {name: fields.get(name, {}) | group for name, group in unused.items()})
 
 
 _NOT_HERE = (

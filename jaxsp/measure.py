@@ -12,12 +12,16 @@ import jax
 import numpy as np
 import rich.console
 
-from jaxsp import cli, prepare
-from jaxsp.core import axes, config, errors
-from jaxsp.core import mesh as meshes
+from jaxsp import cli
+from jaxsp.config import schema
+from jaxsp.core import axes, errors
 from jaxsp.hf import published
-from jaxsp.planner import comms, compiled, gpus, roofline
-from jaxsp.training import levers, memory_fit, metrics, step
+from jaxsp.planner import compiled, gpus
+from jaxsp.planner.cost import comms, roofline
+from jaxsp.reporting import metrics
+from jaxsp.run import build
+from jaxsp.runtime import device_mesh
+from jaxsp.training import memory_fit, memory_options, train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,15 +67,15 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_intermixed_args(arguments)
     if given.steps < 1:
         raise errors.UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
-    settings = config.load(given.config, given.changes)
+    settings = schema.load(given.config, given.changes)
     if given.json:
         cli.check_file(given.json, flag="--json")
     console = rich.console.Console(markup=False)
     sizes = published.read_sizes(settings.model)
     if sizes.note:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
-        settings = config.load(given.config, [*given.changes, *sizes.words])
-    meshes.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
+        settings = schema.load(given.config, [*given.changes, *sizes.words])
+    device_mesh.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
     found = dataclasses.replace(of(settings, num_steps=given.steps), published_sizes=sizes.note or None)
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
@@ -85,7 +89,7 @@ def main(arguments: list[str]) -> None:
         given.json.write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def of(settings: config.Config, *, num_steps: int) -> Measured:
+def of(settings: schema.Config, *, num_steps: int) -> Measured:
     """Times so many steps of a config from its first weights on.
 
     Raises: what `prepare.training` and `levers.ready` raise.
@@ -100,16 +104,16 @@ def of(settings: config.Config, *, num_steps: int) -> Measured:
                 "logging": settings.logging.model_copy(update={"profile_steps": None}),
             }
         )
-        program, material = prepare.training(changed, devices=jax.devices())
+        program, material = build.training(changed, devices=jax.devices())
     settings = program.config
     began, ready = time.perf_counter(), {}
     for row_tokens in reversed(settings.data.row_lengths):
         of_length = dataclasses.replace(program, config=settings.for_rows_of(row_tokens))
-        ready[row_tokens] = levers.ready(of_length, uncounted=material.choice.uncounted_bytes)
+        ready[row_tokens] = memory_options.ready(of_length, uncounted=material.choice.uncounted_bytes)
     longest = ready[settings.data.longest_row]
-    levers.reserve(program, longest.needs.host)
+    memory_options.reserve(program, longest.needs.host)
     compile_s = time.perf_counter() - began
-    state = step.with_weights(program, material.weights())
+    state = train_step.with_weights(program, material.weights())
     feed = material.train.feed(settings, program.mesh, material.schedule, layout=program.attend.layout)
     seconds, numbers, lengths = [], [], []
     for rows, counts in feed.batches():

@@ -15,11 +15,12 @@ import jax
 import rich.console
 
 from jaxsp import cli, compare
-from jaxsp.core import config, durations, errors
-from jaxsp.core import mesh as meshes
+from jaxsp.config import schema
+from jaxsp.core import durations, errors
 from jaxsp.hf import published
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import compiled, gpus, plans, plots, progress, report, search, shapes
+from jaxsp.planner import compiled, gpus, mesh_sweep, planning, plots, progress, report, search
+from jaxsp.runtime import device_mesh
 
 _AROUND = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rows that a picture of memory is made of, over the config's."""
@@ -31,7 +32,7 @@ _BELOW = (0.125, 0.25, 0.5, 0.75)
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
     given = asked(arguments)
-    settings = config.load(given.config, given.changes)
+    settings = schema.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     sizes = published.read_sizes(settings.model)
     if sizes.note:
@@ -63,7 +64,7 @@ class Asked:
     """The parsed command, with the config, model and first kind of GPU that it names."""
 
     given: argparse.Namespace
-    settings: config.Config
+    settings: schema.Config
     sizes: published.Sizes
     site: compiled.Site
     console: rich.console.Console
@@ -106,7 +107,7 @@ def _measure(given: argparse.Namespace, sizes: published.Sizes, console: rich.co
 
 def _one(asked: Asked) -> None:
     """Plans the config's step."""
-    shown = plans.of(asked.settings, model=asked.model, site=asked.site, document_tokens=asked.given.document_tokens)
+    shown = planning.of(asked.settings, model=asked.model, site=asked.site, document_tokens=asked.given.document_tokens)
     asked.console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
     _write(asked.given.json, dataclasses.asdict(shown), asked.sizes, asked.console)
     _plot(asked, shown, [shown], _AROUND)
@@ -121,7 +122,7 @@ def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
             settings = asked.settings.for_rows_of(row_tokens)
             words = f"{site.num_devices} x {site.kind}, rows of {row_tokens:,} tokens"
             try:
-                plan = plans.of(settings, model=asked.model, site=site, document_tokens=asked.given.document_tokens)
+                plan = planning.of(settings, model=asked.model, site=site, document_tokens=asked.given.document_tokens)
             except errors.UserError as error:
                 refused.append(f"{words}: {str(error).splitlines()[0]}")
                 asked.console.print(f"{words}: refused [{counted.next()}]")
@@ -138,7 +139,7 @@ def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
     _write(asked.given.json, result, asked.sizes, asked.console)
 
 
-def _plot(asked: Asked, shown: plans.Plan, around: list[plans.Plan], factors: Sequence[float]) -> None:
+def _plot(asked: Asked, shown: planning.Plan, around: list[planning.Plan], factors: Sequence[float]) -> None:
     """Draws memory over the row's length around a plan, if asked for."""
     if not asked.given.plot:
         return
@@ -148,7 +149,7 @@ def _plot(asked: Asked, shown: plans.Plan, around: list[plans.Plan], factors: Se
         of_length = search.with_rows_of(asked.settings, row_tokens)
         verdict = "planned"
         try:
-            around.append(plans.of(of_length, model=asked.model, site=asked.site))
+            around.append(planning.of(of_length, model=asked.model, site=asked.site))
         except errors.UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
         asked.console.print(f"for the picture: {row_tokens:,} tokens {verdict} [{counted.next()}]")
@@ -158,7 +159,7 @@ def _plot(asked: Asked, shown: plans.Plan, around: list[plans.Plan], factors: Se
     asked.console.print(f"drawn: {asked.given.plot}")
 
 
-def _lengths(asked: Asked, shown: plans.Plan, around: Sequence[plans.Plan], factors: Sequence[float]) -> list[int]:
+def _lengths(asked: Asked, shown: planning.Plan, around: Sequence[planning.Plan], factors: Sequence[float]) -> list[int]:
     """Row lengths that a picture needs besides those that were planned."""
     unit = 128 * asked.settings.mesh.seq
     planned = {plan.row_tokens for plan in around}
@@ -260,7 +261,7 @@ def _check(given: argparse.Namespace) -> None:
     problems.check()
 
 
-def _check_lengths(given: argparse.Namespace, settings: config.Config) -> None:
+def _check_lengths(given: argparse.Namespace, settings: schema.Config) -> None:
     """Raises: UserError for flags that need one row length, if the config has several."""
     lengths = settings.data.row_lengths
     wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
@@ -270,12 +271,12 @@ def _check_lengths(given: argparse.Namespace, settings: config.Config) -> None:
         )
 
 
-def _site(kind: str, given: argparse.Namespace, settings: config.Config) -> compiled.Site:
+def _site(kind: str, given: argparse.Namespace, settings: schema.Config) -> compiled.Site:
     """Nodes of a kind of GPU. Raises: UserError for devices that the mesh does not fit."""
     mesh = settings.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
-    count = inner * mesh.data if mesh.data != -1 else -(-meshes.NODE_DEVICES // inner) * inner
+    count = inner * mesh.data if mesh.data != -1 else -(-device_mesh.NODE_DEVICES // inner) * inner
     count = given.devices or count
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
         fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
@@ -311,15 +312,15 @@ def _longest(asked: Asked) -> None:
 def _meshes(asked: Asked) -> None:
     """Plans every mesh."""
     given, settings, site, console = asked.given, asked.settings, asked.site, asked.console
-    count = len(shapes.all_of(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
+    count = len(mesh_sweep.all_of(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     counted = progress.Progress(count)
 
-    def show(shape: shapes.Shape) -> None:
+    def show(shape: mesh_sweep.Shape) -> None:
         console.print(report.planned(shape, progress=counted.next()))
 
     with console.status("compiling"):
-        found = shapes.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=show)
+        found = mesh_sweep.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=show)
     rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"
     console.print(f"{rows} a step on {site.num_devices} x {site.kind}")
     console.print(report.ranked(found))

@@ -6,11 +6,14 @@ import pathlib
 import jax
 import rich.console
 
-from jaxsp import cli, example, prepare, resume
-from jaxsp.core import config, errors, jobs, processes
-from jaxsp.core import mesh as meshes
+from jaxsp import cli
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.training import checkpoint, directory, memory_fit, pace, stopping, trainer, watchdog
+from jaxsp.run import build, preview, resume, trainer
+from jaxsp.runtime import cluster, device_mesh, distributed, preemption, run_dir, run_status, watchdog
+from jaxsp.training import memory_fit
 
 
 def main(arguments: list[str]) -> None:
@@ -27,45 +30,45 @@ def main(arguments: list[str]) -> None:
         help="prints who gets which rows of the first step, and the traceback when another process is gone",
     )
     given = parser.parse_intermixed_args(arguments)
-    settings = config.load(given.config, given.changes)
+    settings = schema.load(given.config, given.changes)
     process = cli.process(given)
     if given.show_example:
-        example.show(settings, rich.console.Console(quiet=process.index > 0, markup=False))
+        preview.show(settings, rich.console.Console(quiet=process.index > 0, markup=False))
         return
-    meshes.choose_platform(
+    device_mesh.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=jobs.num_local(process, os.environ),
+        num_local=cluster.num_local(process, os.environ),
         pool_bytes=_pool_bytes(settings, process),
     )
-    now, folder = pace.Pace(), pathlib.Path(settings.run.directory)
-    with stopping.Stopping(settings.run, now) as stop:
-        processes.start(process)
+    now, folder = run_status.Pace(), pathlib.Path(settings.run.directory)
+    with preemption.Stopping(settings.run, now) as stop:
+        distributed.start(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
-        with directory.hold(folder, asked=given.config), watchdog.Watchdog(settings.run, now, beats=process.index == 0):
+        with run_dir.hold(folder, asked=given.config), watchdog.Watchdog(settings.run, now, beats=process.index == 0):
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    program, material = prepare.training(settings, devices=jax.devices(), damaged=damaged)
+                    program, material = build.training(settings, devices=jax.devices(), damaged=damaged)
                     trainer.train(program, material, console, stop=stop, verbose=given.verbose)
                     break
-                except checkpoint.Damaged as damage:
+                except reader.Damaged as damage:
                     words = resume.retreat(settings.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:
-                    processes.say(words)
+                    distributed.say(words)
         stop.over()
-        processes.end()  # while a signal still means that all is well
+        distributed.end()  # while a signal still means that all is well
 
 
-def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
+def _pool_bytes(settings: schema.Config, process: cluster.Process) -> int | None:
     """Size for XLA's pool of pinned host memory for each GPU; None if nothing is offloaded or the
     model cannot be read yet.
 
     The pool's size must be set before JAX initializes its devices, so this is a formula with a
     margin.
     """
-    memory, num_gpus = settings.memory, jobs.num_gpus(os.environ)
+    memory, num_gpus = settings.memory, cluster.num_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
@@ -73,7 +76,7 @@ def _pool_bytes(settings: config.Config, process: jobs.Process) -> int | None:
     except errors.UserError:
         # a resumed run reads it from its checkpoint; otherwise, the error is reported later with all others
         return None
-    num_local = jobs.num_local(process, os.environ)
+    num_local = cluster.num_local(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // settings.mesh.replica)
     found = memory_fit.offloaded(model, settings, num_shards=num_shards, seq=settings.mesh.seq)

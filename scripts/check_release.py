@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from jaxsp.model import remat
 from jaxsp.planner import compiled
-from jaxsp.training import selfcheck, xla
+from jaxsp.training import compile_options, selfcheck
 from scripts.bench import machine, memory
 
 RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
@@ -129,7 +129,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
 
     if name in OFFLOAD:
         how = OFFLOAD[name]
-        options = xla.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
+        options = compile_options.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
         return selfcheck.compile_gradients(how, *absent(selfcheck.offload_arguments()), options=options)
     options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
     kernel = options.pop("kernel")

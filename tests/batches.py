@@ -8,9 +8,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp import attention
-from jaxsp.core import axes, batch, config, layout
-from jaxsp.core import mesh as meshes
+from jaxsp.config import schema
+from jaxsp.core import axes, batch, layout
 from jaxsp.model.config import ModelConfig
+from jaxsp.runtime import device_mesh
 
 Arrays = dict[str, np.ndarray]
 """The fields of a Batch for all rows of a step, [rows, ...], before they are dealt to anybody."""
@@ -45,7 +46,7 @@ Pieces = list[list[tuple[int, int]]]
 def mesh(replica: int, data: int, seq: int) -> Mesh:
     """A mesh of the first devices."""
     sizes = {axes.REPLICA: replica, axes.DATA: data, axes.SEQ: seq}
-    return meshes.make(sizes, jax.devices()[: replica * data * seq])
+    return device_mesh.make(sizes, jax.devices()[: replica * data * seq])
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -72,10 +73,10 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def settings(*, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any) -> config.Config:
+def settings(*, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any) -> schema.Config:
     """A config of float32 and SGD with learning rate 1 without clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
-    return config.parse(
+    return schema.parse(
         {
             "run": {"directory": "nowhere", "steps": 5},
             "model": {"config": {}, "compute_dtype": compute_dtype},
@@ -142,7 +143,7 @@ def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1)
     places = layout.order(arrays["tokens_BL"].shape[1], degree)
     specs = {name: batch.SPECS.get(name, batch.PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
     arrays = {name: array[:, places] if specs[name] == batch.PER_TOKEN else array for name, array in arrays.items()}
-    num_groups, num_rows = meshes.num_groups(on), len(arrays["tokens_BL"])
+    num_groups, num_rows = device_mesh.num_groups(on), len(arrays["tokens_BL"])
     rows_per_turn = num_groups * rows_at_once
     turns = batch.num_turns(rows_per_step=num_rows, rows_per_turn=rows_per_turn)
     order = [

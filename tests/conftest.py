@@ -106,9 +106,9 @@ def _clocks() -> tuple[float, float]:
 
 def choose_platform(*, gpu_if_there: bool) -> None:
     """Settles where JAX runs, here and in the processes that tests start, before it looks for devices."""
-    from jaxsp.core import jobs
+    from jaxsp.runtime import cluster
 
-    os.environ.setdefault("JAX_PLATFORMS", "cuda" if gpu_if_there and jobs.num_gpus(os.environ) else "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.num_gpus(os.environ) else "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] != "cpu":
         # tests start processes on the same GPU, of which the first would take three quarters
@@ -138,3 +138,13 @@ def hearing() -> Iterator[None]:
     yield
     for number in deaf:
         signal.signal(number, signal.SIG_IGN)
+
+
+@pytest.fixture(scope="module")
+def small_shards() -> Iterator[None]:
+    """Shards all weights of at least 100 elements, as large models do, instead of 65,536."""
+    from jaxsp.training import sharding
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "REPLICATED_BELOW", 100)
+        yield

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxsp import cli, train
-from jaxsp.data import pipeline
+from jaxsp.data.packing import pipeline
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ PLACES = {
 DOORS = ("jaxsp/attention/__init__.py",)
 """The only __init__.py with something in it."""
 
-PRIVATE = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.core.processes")
+PRIVATE = ("jaxsp.attention.kernels.cudnn_calls", "jaxsp.runtime.distributed")
 """The only modules that may know what JAX keeps to itself: cuDNN's calls, and the keys and values that processes share."""
 
 TOP_LEVEL = ("pyproject.toml", "README.md", "LICENSE", "configs", "scripts", "tests", "jaxsp", ".ci", ".git*")
@@ -66,7 +66,7 @@ def imported(repo: pathlib.Path, file: pathlib.Path) -> set[str]:
 
 
 def own_module(repo: pathlib.Path, name: str) -> str:
-    """The file that an imported name of jaxsp comes from: `jaxsp.core.mesh.shape` is in `jaxsp.core.mesh`."""
+    """The file that an imported name of jaxsp comes from: `jaxsp.runtime.device_mesh.shape` is in `jaxsp.runtime.device_mesh`."""
     while name and not repo.joinpath(*name.split(".")).with_suffix(".py").exists():
         if repo.joinpath(*name.split("."), "__init__.py").exists():
             return f"{name}.__init__"
@@ -155,25 +155,49 @@ def test_this_repository(check):
 
 
 BROKEN = [
-    (wrong_imports, {"jaxsp/core/mesh.py": "import jaxsp.training.step"}, "jaxsp.core.mesh imports jaxsp.training.step, which"),
+    (
+        wrong_imports,
+        {"jaxsp/runtime/device_mesh.py": "import jaxsp.training.train_step"},
+        "jaxsp.runtime.device_mesh imports jaxsp.training.train_step, which",
+    ),
     (
         wrong_imports,
         {"jaxsp/model/layers.py": "def f():\n from ..hf import names"},
         "model.layers imports jaxsp.hf.names, which",
     ),
-    (wrong_imports, {"jaxsp/core/axes.py": "from jaxsp.core.mesh import shape"}, "core.axes imports jaxsp.core.mesh, which"),
+    (
+        wrong_imports,
+        {"jaxsp/core/axes.py": "from jaxsp.runtime.device_mesh import shape"},
+        "core.axes imports jaxsp.runtime.device_mesh, which",
+    ),
     (wrong_imports, {"jaxsp/core/axes.py": "from . import errors"}, "jaxsp.core.axes imports jaxsp.core.errors, which"),
-    (wrong_imports, {"jaxsp/data/rows.py": "from jaxsp import attention"}, "data.rows imports jaxsp.attention.__init__, which"),
+    (
+        wrong_imports,
+        {"jaxsp/data/packing/row_reader.py": "from jaxsp import attention"},
+        "data.rows imports jaxsp.attention.__init__, which",
+    ),
     (
         wrong_imports,
         {"jaxsp/attention/ulysses.py": "from jaxsp import attention"},
         "attention.ulysses imports jaxsp.attention.__init__",
     ),
-    (wrong_imports, {"jaxsp/training/step.py": "from jaxsp import train"}, "jaxsp.training.step imports jaxsp.train, which"),
+    (
+        wrong_imports,
+        {"jaxsp/training/train_step.py": "from jaxsp import train"},
+        "jaxsp.training.train_step imports jaxsp.train, which",
+    ),
     (wrong_imports, {"jaxsp/hf/names.py": "def f():\n  import torch.nn"}, "jaxsp.hf.names imports torch.nn"),
-    (wrong_imports, {"jaxsp/core/mesh.py": "import jax\njax._src.mesh.x"}, "jaxsp.core.mesh imports jax._src"),
-    (wrong_imports, {"jaxsp/core/mesh.py": "from jax._src import mesh"}, "jaxsp.core.mesh imports jax._src.mesh"),
-    (wrong_imports, {"jaxsp/core/mesh.py": "from jax import _src"}, "jaxsp.core.mesh imports jax._src"),
+    (
+        wrong_imports,
+        {"jaxsp/runtime/device_mesh.py": "import jax\njax._src.mesh.x"},
+        "jaxsp.runtime.device_mesh imports jax._src",
+    ),
+    (
+        wrong_imports,
+        {"jaxsp/runtime/device_mesh.py": "from jax._src import mesh"},
+        "jaxsp.runtime.device_mesh imports jax._src.mesh",
+    ),
+    (wrong_imports, {"jaxsp/runtime/device_mesh.py": "from jax import _src"}, "jaxsp.runtime.device_mesh imports jax._src"),
     (wrong_imports, {"jaxsp/attention/kernels/packed.py": "from jax._src import mesh"}, "kernels.packed imports jax._src.mesh"),
     (wrong_imports, {"jaxsp/attention/kernels/cudnn.py": "import torch"}, "jaxsp.attention.kernels.cudnn imports torch"),
     (wrong_imports, {"jaxsp/core/colours.py": "x = 1"}, "jaxsp.core.colours: name its place in PLACES"),

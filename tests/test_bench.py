@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.core import jobs
 from jaxsp.hf import families
-from jaxsp.training import metrics
+from jaxsp.reporting import metrics
+from jaxsp.runtime import cluster
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
 from tests import messages
 
@@ -287,7 +287,7 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 1)
+    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
         says = messages.holding("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
         assert re.search(says, machine.missing())
@@ -297,7 +297,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", broken)
     assert re.search(messages.holding("no driver", "jax[cuda13]"), machine.missing())
-    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 0)
+    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 0)
     assert "/dev/nvidia0" in machine.missing()
 
 

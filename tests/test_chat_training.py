@@ -9,9 +9,9 @@ import rich.console
 import transformers
 
 from jaxsp import eval as evaluation
-from jaxsp import export, prepare
-from jaxsp.core import config
-from jaxsp.training import trainer
+from jaxsp import export
+from jaxsp.config import schema
+from jaxsp.run import build, trainer
 from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +32,7 @@ def chat_run(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join([record] * 10))
     (folder / "chatml.jinja").write_text(TEMPLATE)
     source = {"source": str(folder / "chats.jsonl"), "format": "messages"}
-    settings = config.parse(
+    settings = schema.parse(
         {
             "run": {"directory": str(folder / "run"), "epochs": 2},
             "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes", "compute_dtype": "float32"},
@@ -48,7 +48,7 @@ def chat_run(tmp_path_factory):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = prepare.training(settings, devices=jax.devices()[:2])
+    program, material = build.training(settings, devices=jax.devices()[:2])
     trainer.train(program, material, rich.console.Console(quiet=True))
     (folder / "chatml.jinja").unlink()
     return folder

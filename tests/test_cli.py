@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from jaxsp import cli
-from jaxsp.core import errors, jobs, processes
-from jaxsp.data import tokenizers
+from jaxsp.core import errors
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families
+from jaxsp.runtime import cluster, distributed
 
 
 def fails(error):
@@ -67,8 +68,8 @@ CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by pee
 
 @pytest.mark.parametrize(("num_processes", "flags", "is_short"), [(2, [], True), (2, ["--verbose"], False), (1, [], False)])
 def test_a_lost_connection_to_another_process_is_one_line(monkeypatch, capsys, num_processes, flags, is_short):
-    monkeypatch.setattr(processes, "_here", jobs.Process(index=0, num_processes=num_processes))
-    monkeypatch.setattr(processes, "fail", sys.exit)
+    monkeypatch.setattr(distributed, "_here", cluster.Process(index=0, num_processes=num_processes))
+    monkeypatch.setattr(distributed, "fail", sys.exit)
     monkeypatch.setattr(sys, "argv", ["train", *flags])
     with pytest.raises(SystemExit) as ended:
         cli.run(fails(ValueError(CLOSED)))

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from jaxsp import compare, measure, plan
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from tests import messages
 
 MESHES = [{"replica": 1, "data": 1, "seq": 2}, {"replica": 1, "data": 2, "seq": 1}, {"replica": 2, "data": 1, "seq": 1}]
@@ -59,7 +60,7 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
     asked = []
 
     def apart(path, words, *, num_steps):
-        asked.append(config.load(path, list(words)).attention)
+        asked.append(schema.load(path, list(words)).attention)
         return measured(), ""
 
     monkeypatch.setattr(compare, "_apart", apart)

@@ -4,20 +4,20 @@ import pathlib
 
 import pytest
 
-from jaxsp.core import config
+from jaxsp.config import schema
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_is_read_and_its_header_says_how_to_start_it(path):
-    settings = config.load(path, [])
+    settings = schema.load(path, [])
     assert settings.run.directory.startswith("runs/")
     header = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert any(f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.") for line in header)
 
 
 def test_no_two_configs_write_to_the_same_directory():
-    directories = [config.load(path, []).run.directory for path in FOLDER.glob("*.yaml")]
+    directories = [schema.load(path, []).run.directory for path in FOLDER.glob("*.yaml")]
     assert len(directories) > 1
     assert len(set(directories)) == len(directories)

@@ -10,9 +10,10 @@ import rich.console
 import safetensors.numpy
 
 from jaxsp import eval as evaluation
-from jaxsp import export, prepare
-from jaxsp.core import config, errors
-from jaxsp.training import trainer
+from jaxsp import export
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.run import build, trainer
 from tests import messages, tolerances
 
 oracle = pytest.importorskip("tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of")
@@ -69,7 +70,7 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     checkpoint(tmp_path / "hf", "llama3", dtype)
     (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.25}')
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": DOCUMENTS[-1].tolist()}))
-    chosen = config.parse(
+    chosen = schema.parse(
         {
             "run": {"directory": str(tmp_path / "run"), "steps": 1},
             "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},
@@ -80,7 +81,7 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = prepare.training(chosen, devices=jax.devices())
+    program, material = build.training(chosen, devices=jax.devices())
     assert "hf" in material.origin
     trainer.train(program, material, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])

@@ -11,9 +11,10 @@ import re
 import pytest
 
 from jaxsp.attention.kernels import packed
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.hf import families, published
-from jaxsp.planner import comms, compiled, hlo, plans
+from jaxsp.planner import compiled, planning
+from jaxsp.planner.cost import comms, hlo
 
 pytestmark = pytest.mark.e2e
 
@@ -41,7 +42,7 @@ def compiled_step(settings):
 
 def small_step(slots, **memory):
     """The text of the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row, three turns."""
-    settings = config.parse(
+    settings = schema.parse(
         {
             "memory": memory,
             "run": {"directory": "unused", "steps": 1},
@@ -123,10 +124,10 @@ RECIPES = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES])
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
-    settings = config.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
+    settings = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
     model = families.model_config(settings.model.config, field="model.config")
     groups = settings.mesh.data
-    plan = plans.of(settings, model=model, site=compiled.site("h100-80gb", groups * settings.mesh.seq))
+    plan = planning.of(settings, model=model, site=compiled.site("h100-80gb", groups * settings.mesh.seq))
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()
     assert int(least or most) - 0.5 < plan.device_gib < int(most) + 0.5, "of jax 0.10.1 to 0.12"

@@ -13,9 +13,11 @@ import jax
 import pytest
 import rich.console
 
-from jaxsp import launch, prepare
-from jaxsp.core import config, errors, jobs, processes
-from jaxsp.training import trainer
+from jaxsp import launch
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.run import build, trainer
+from jaxsp.runtime import cluster, distributed
 from tests import messages, noise, tolerances
 
 pytestmark = pytest.mark.usefixtures("hearing")
@@ -82,7 +84,7 @@ def settings(folder, *, name, data, seq, steps=3, devices=8):
         "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant", "warmup_steps": 0},
         "logging": {"tensorboard": False},
     }
-    config.save(config.parse(fields), folder / f"{name}.yaml")
+    schema.save(schema.parse(fields), folder / f"{name}.yaml")
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"
 
 
@@ -116,7 +118,7 @@ def compare_processes(tmp_path, meshes):
         assert ("Tokenising" in said) == (name == first), said
         assert "process 1: Tokenising" not in said
     file, metrics = settings(tmp_path, name="one", data=1, seq=8)
-    program, material = prepare.training(config.load(file, []), devices=jax.devices())
+    program, material = build.training(schema.load(file, []), devices=jax.devices())
     trainer.train(program, material, rich.console.Console(quiet=True))
     expected = lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
@@ -279,7 +281,7 @@ def test_a_launched_process_finds_its_place():
 from jaxsp.core import jobs, processes
 print(jobs.find(os.environ))
 """)
-    place = jobs.Process(index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local=3)
+    place = cluster.Process(index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local=3)
     assert printed == f"{place}\n"
 
 
@@ -395,7 +397,7 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
     ]
     with pytest.raises(SystemExit) as ended:
         launch.main(words)
-    assert ended.value.code == processes.AGAIN
+    assert ended.value.code == distributed.AGAIN
     assert len(commands) == 5, "once, twice again, and twice after the new checkpoint"
     assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
     said = capfd.readouterr().err.splitlines()
@@ -427,7 +429,7 @@ def three_of(launcher):
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpus, says):
-    monkeypatch.setattr(jobs, "num_gpus", lambda _: num_gpus)
+    monkeypatch.setattr(cluster, "num_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
     with pytest.raises(errors.UserError, match=messages.holding(*says)):
         launch.main([*words.split(), "configs/quickstart.yaml", "run.steps=1"])
@@ -436,7 +438,7 @@ def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpu
 def test_a_launch_on_each_node_makes_one_job(monkeypatch):
     begun = []
     monkeypatch.setattr(launch, "run", lambda _, job, orders: begun.append(job))
-    monkeypatch.setattr(jobs, "num_gpus", lambda _: 4)
+    monkeypatch.setattr(cluster, "num_gpus", lambda _: 4)
     for node in "01":
         launch.main(["--nodes", "2", "--node", node, "--coordinator", "node-0:29500", "configs/quickstart.yaml"])
     (first, second) = begun

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from jaxsp import cli, launch
-from jaxsp.core import config, jobs, processes
+from jaxsp.config import schema
+from jaxsp.runtime import cluster, distributed
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -108,13 +109,13 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert words[:3] == ["python", "-m", "jaxsp.launch"]
     started = []
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(jobs, "num_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
+    monkeypatch.setattr(cluster, "num_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
     monkeypatch.setattr(launch, "run", lambda command, job, orders: started.append((command, job)))
     launch.main(words[3:])
     ((command, job),) = started
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
-    settings = config.load(command[3], command[4:])
+    settings = schema.load(command[3], command[4:])
     assert settings.run.grace_s < POD["terminationGracePeriodSeconds"]
     mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
     assert settings.run.directory.startswith(f"{mount}/")
@@ -150,4 +151,4 @@ def test_a_pod_ends_as_the_launcher_does(commands, codes, code):
 
 def test_a_pod_that_is_evicted_has_not_done_its_work(commands):
     words = (*CONTAINER["command"], *CONTAINER["args"])
-    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == processes.AGAIN
+    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.AGAIN

@@ -15,10 +15,10 @@ import safetensors.numpy
 
 from jaxsp import library
 from jaxsp.core import errors
-from jaxsp.data import tokenizers
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
-from jaxsp.training import host, levers, sharding, step, xla
+from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_step
 from tests import batches, messages
 
 SETTINGS = {
@@ -70,10 +70,10 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert name == "bfloat16"
 
 
-@pytest.mark.skipif(xla.numbers(jax.__version__) < levers.HOST_STATE_FROM, reason="needs jax 0.11.1")
+@pytest.mark.skipif(compile_options.numbers(jax.__version__) < memory_options.HOST_STATE_FROM, reason="needs jax 0.11.1")
 def test_weights_in_host_memory_are_saved(base, tmp_path):
     program, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
-    assert any(host.holds(leaf) for leaf in jax.tree.leaves(master))
+    assert any(host_offload.holds(leaf) for leaf in jax.tree.leaves(master))
     library.save_model(master, tmp_path / "out", program)
     old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (pathlib.Path(base), tmp_path / "out"))
     assert batches.same_bits(new, old)
@@ -96,7 +96,9 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
     factors = [np.array(document) + 0.5 for document in documents]
     found = list(library.pack(documents, program, labels=labels, weights=factors))
     assert len(found) == 3
-    described = [jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows) for rows in (found[0], step.shapes(program)[1])]
+    described = [
+        jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows) for rows in (found[0], train_step.shapes(program)[1])
+    ]
     assert described[0] == described[1]
     right = [
         [document, [*marks[1:], -100], list(range(len(document))), [*weights_of[1:].tolist(), 0.0]]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import families
-from jaxsp.training import metrics
+from jaxsp.reporting import metrics
 from scripts.bench import peer_transformers as peer
 from scripts.bench import report, step
 from tests import messages

@@ -13,10 +13,11 @@ import pytest
 import yaml
 
 from jaxsp import cli, compare, measure, plan
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import published
-from jaxsp.planner import gpus, plans, search
-from jaxsp.training import levers, memory_fit
+from jaxsp.planner import gpus, planning, search
+from jaxsp.training import memory_fit, memory_options
 from tests import messages
 from tests.planner import made
 
@@ -144,7 +145,7 @@ def test_where_cudnn_does_not_serve_there_is_a_plan_without_an_estimate(asked, w
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked):
-    if jax.__version_info__ < levers.HOST_STATE_FROM:
+    if jax.__version_info__ < memory_options.HOST_STATE_FROM:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ("memory.offload_optimizer=state_and_gradients", "optimizer.name=adamw", "mesh.seq=1", "--devices", "1")
     _, found = asked(*words, "batch.rows_per_step=1", "memory.offload_activations=residual")
@@ -307,7 +308,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
         lengths = {"row_tokens": settings.data.row_tokens, "rows_per_step": settings.batch.rows_per_step}
         return made.plan(device=site.kind, num_devices=site.num_devices, tokens_per_s_estimate=1e5, **lengths)
 
-    monkeypatch.setattr(plans, "of", of)
+    monkeypatch.setattr(planning, "of", of)
     words = ["--device", "h100-80gb", "h200-141gb", "a100-80gb", "data.row_tokens=[4096, 8192]", "--tokens", "1e9"]
     refused = ["a100-80gb"]
     said, found = asked(*words)
@@ -333,7 +334,7 @@ def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(aske
         layers.append(model.num_layers)
         return made.plan()
 
-    monkeypatch.setattr(plans, "of", of)
+    monkeypatch.setattr(planning, "of", of)
     said, found = asked(*GATED)
     first = said.splitlines()[0]
     sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
@@ -351,7 +352,7 @@ def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
     given = []
 
     def here(path, changes, *, num_steps, num_heads, say):
-        given.append(config.load(path, list(changes)).model)
+        given.append(schema.load(path, list(changes)).model)
         return []
 
     monkeypatch.setattr(compare, "here", here)
@@ -392,7 +393,7 @@ def test_each_result_is_printed_before_the_next_is_planned(asked, monkeypatch, f
         lengths = {"row_tokens": settings.data.row_tokens, "device_gib": sum(memory.values()) - 6.3}
         return made.plan(fits=fits, short=short, memory=memory, **lengths)
 
-    monkeypatch.setattr(plans, "of", of)
+    monkeypatch.setattr(planning, "of", of)
     monkeypatch.setattr(search, "_next_split", lambda *given, **named: None)  # needs the plan extra
     said, _ = asked(flag)
     lines = [line for line in said.splitlines() if line == "planning" or re.search(place, line)]

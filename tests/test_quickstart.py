@@ -11,10 +11,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import prepare
-from jaxsp.core import config
-from jaxsp.data import packing
-from jaxsp.training import checkpoint, sharding, step
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.data.packing import packing
+from jaxsp.run import build
+from jaxsp.training import sharding, train_step
 from tests import tolerances
 
 pytestmark = pytest.mark.e2e
@@ -44,7 +45,7 @@ def quickstart(tmp_path_factory):
 def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     directory, _ = quickstart
     losses = [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    _, material = prepare.training(_settings(directory), devices=jax.devices())
+    _, material = build.training(_settings(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
     for document, length in enumerate(material.train.documents.lengths):
         row = packing.Row(document=np.array([document]), first=np.array([0]), length=np.array([length]))
@@ -84,13 +85,13 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     settings = _settings(directory)
-    program, material = prepare.training(settings, devices=jax.devices())
+    program, material = build.training(settings, devices=jax.devices())
     ((rows, _),) = material.train.feed(
         settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=1
     ).batches()
-    whole = checkpoint.read_weights(checkpoint.newest(directory), program.table)
+    whole = reader.read_weights(reader.newest(directory), program.table)
     master = sharding.put(program.table, whole, program.mesh)
-    ours = jax.jit(lambda master, rows: step.gradients(program, master, rows).loss)(master, rows)
+    ours = jax.jit(lambda master, rows: train_step.gradients(program, master, rows).loss)(master, rows)
 
     given = {name: array for name, array in vars(rows).items() if array is not None}
     arrays = {name: np.asarray(array).reshape(-1, array.shape[-1]) for name, array in given.items()}
@@ -112,6 +113,6 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
 
 def _settings(directory):
     """The run's own config, with a directory that is free."""
-    settings = config.load(directory / "config.yaml", [f"run.directory={directory}-again"])
+    settings = schema.load(directory / "config.yaml", [f"run.directory={directory}-again"])
     assert settings.run.steps == 400
     return settings

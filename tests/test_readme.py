@@ -5,7 +5,7 @@ import re
 import textwrap
 
 from jaxsp import library, plan
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.planner import plots
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -24,4 +24,4 @@ def test_its_plans_can_be_asked_for(monkeypatch):
     monkeypatch.setattr(plots, "check", lambda file: None)  # matplotlib is in the plan extra
     for command in commands:
         given = plan.asked(command.split())
-        config.load(REPO / given.config, given.changes)
+        schema.load(REPO / given.config, given.changes)

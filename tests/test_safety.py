@@ -13,9 +13,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp import cli, export, prepare, train
-from jaxsp.core import config, errors, notation
-from jaxsp.data import chat, tokenizers, wording
+from jaxsp import cli, export, train
+from jaxsp.config import schema, yaml_io
+from jaxsp.core import errors
+from jaxsp.data.chat import chat, template_text
+from jaxsp.data.tokenization import tokenizers
+from jaxsp.run import build
 from tests import batches, messages
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -93,7 +96,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
 )
 def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(wording.Refused, match="chat template"):
+    with pytest.raises(template_text.Refused, match="chat template"):
         chat.render(CHAT, tokenizer=tokenizers.of_bytes(), template=template, train_on="all")
     assert not any(tmp_path.iterdir())
 
@@ -104,7 +107,7 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
     (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     fields = settings(tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]")
     with pytest.raises(errors.UserError) as found:
-        prepare.training(fields, devices=jax.devices()[:1])
+        build.training(fields, devices=jax.devices()[:1])
     first, _ = found.value.problems
     assert re.search(messages.holding("a.jsonl, line 1", "__class__"), first)
 
@@ -113,19 +116,19 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
     "tag", ["!!python/object/apply:os.system [echo]", "!!python/name:os.system", "!!python/module:os", "!x 1"]
 )
 def test_yaml_makes_plain_values_only(tag):
-    with pytest.raises(notation.yaml.YAMLError, match="could not determine a constructor"):
-        notation.load(f"a: {tag}")
+    with pytest.raises(yaml_io.yaml.YAMLError, match="could not determine a constructor"):
+        yaml_io.load(f"a: {tag}")
 
 
 def test_aliases_are_values_and_not_bombs():
-    assert notation.load("a: &a {b: 1}\nc: [*a, *a]") == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
+    assert yaml_io.load("a: &a {b: 1}\nc: [*a, *a]") == {"a": {"b": 1}, "c": [{"b": 1}, {"b": 1}]}
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
-    with pytest.raises(notation.yaml.YAMLError, match="100,000"):
-        notation.load("\n".join(lines))
-    assert len(notation.load("\n".join(lines[:3]))) == 3
-    with pytest.raises(notation.yaml.YAMLError, match="alias"):
-        notation.load("a: &a [*a]")
+    with pytest.raises(yaml_io.yaml.YAMLError, match="100,000"):
+        yaml_io.load("\n".join(lines))
+    assert len(yaml_io.load("\n".join(lines[:3]))) == 3
+    with pytest.raises(yaml_io.yaml.YAMLError, match="alias"):
+        yaml_io.load("a: &a [*a]")
 
 
 @pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "/etc/hostname", "a/b.arrow", 3])
@@ -147,7 +150,7 @@ def refuses(folder, source, name):
     fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
     says = messages.holding(f"data.train.0.source = {folder}/{source}", name)
     with pytest.raises(errors.UserError, match=says):
-        prepare.training(fields, devices=jax.devices()[:1])
+        build.training(fields, devices=jax.devices()[:1])
 
 
 def settings(folder, *words):
@@ -160,7 +163,7 @@ def settings(folder, *words):
         "checkpoint": {"keep_latest": 1},
         "logging": {"tensorboard": False},
     }
-    return config.parse(fields, words)
+    return schema.parse(fields, words)
 
 
 def documents(folder):
@@ -189,7 +192,7 @@ def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, monkeypatch):
     documents(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     run = tmp_path / "run"
-    config.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    schema.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     foreign(run, ["config.yaml", *(name for name in FOREIGN if "/1/" not in name)])
     train.main([str(tmp_path / "c.yaml")])
     foreign(run, ["checkpoints/1/notes.txt"])
@@ -228,7 +231,7 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     documents(tmp_path)
-    config.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    schema.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     for main, words, code in [
         (train.main, ["c.yaml", "--verbose"], cli.DONE),
@@ -253,7 +256,7 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"])
 def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
     documents(tmp_path)
-    config.save(settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml")
+    schema.save(settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml")
     own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
     words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
     done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-from jaxsp.attention.kernels import pieces
+from jaxsp.attention.kernels import segments
 
 
 def test_there_are_eight_devices():
@@ -38,7 +38,7 @@ def test_nothing_is_downloaded_or_kept():
 def test_a_wrong_shape_or_dtype_raises():
     """Proves that pytest's import hook checks the annotations of jaxsp."""
     slots = jnp.zeros((2, 3), jnp.int32)
-    assert pieces.piece_of_token(slots, slots, 8).shape == (2, 8)
+    assert segments.piece_of_token(slots, slots, 8).shape == (2, 8)
     for wrong in (slots.astype(jnp.int16), slots[:, :-1], slots[0]):
         with pytest.raises(jaxtyping.TypeCheckError):
-            pieces.piece_of_token(slots, wrong, 8)
+            segments.piece_of_token(slots, wrong, 8)

@@ -17,10 +17,13 @@ import pytest
 import rich.console
 import transformers
 
-from jaxsp import export, prepare
-from jaxsp.core import config, errors
-from jaxsp.data import dataset, pipeline, rows
-from jaxsp.training import checkpoint, log, trainer
+from jaxsp import export
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.data.packing import dataset, pipeline, row_reader
+from jaxsp.reporting import step_log
+from jaxsp.run import build, trainer
 from tests import batches, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
@@ -42,7 +45,7 @@ def settings(folder, **changes):
         for group in groups:
             place = place.setdefault(group, {})
         place[field] = value
-    return config.parse(fields)
+    return schema.parse(fields)
 
 
 def documents(folder, lengths, *, labels=False, seed=0):
@@ -59,7 +62,7 @@ def documents(folder, lengths, *, labels=False, seed=0):
 def run(chosen, num_devices):
     """Trains, and gives back metrics.jsonl and what was printed."""
     console = rich.console.Console(record=True, width=200, quiet=True)
-    program, material = prepare.training(chosen, devices=jax.devices()[:num_devices])
+    program, material = build.training(chosen, devices=jax.devices()[:num_devices])
     trainer.train(program, material, console)
     directory = pathlib.Path(chosen.run.directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -141,7 +144,7 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
     # In a forum thread about another system, 4 devices gave 4 times the loss (1.9432 for 0.4858) and 63,688 tokens
     documents(tmp_path, [15_922])
     chosen = settings(tmp_path, model__config={**MODEL, "num_hidden_layers": 1}, run__steps=1, data__row_tokens=15_924)
-    config.save(chosen, tmp_path / "riddle.yaml")
+    schema.save(chosen, tmp_path / "riddle.yaml")
     seen = {}
     for seq in (1, 4):
         directory = tmp_path / f"1x{seq}"
@@ -162,7 +165,7 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     tokens = np.zeros(15_922, np.int32)
     lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
     one = datasets.Dataset(pa.table({"tokens": lists}))
-    documents = rows.Documents([datasets.concatenate_datasets([one] * 20_243)])
+    documents = row_reader.Documents([datasets.concatenate_datasets([one] * 20_243)])
     data = dataset.of("train", documents, chosen, digests=["unused"])
     assert len(data.schedule(chosen, epochs=1)) == 20_243
 
@@ -178,8 +181,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert int(saved.name) == lines[-1]["step"] == broken + 1, "one more step was under way"
     assert re.search(messages.holding(f"checkpoints/{saved.name}"), str(stopped.value))
-    table = prepare.training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
-    weights = checkpoint.read_weights(saved, table)
+    table = build.training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
+    weights = reader.read_weights(saved, table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
 
@@ -194,7 +197,7 @@ def test_lines_are_as_many_as_asked_and_the_last_is_there(tmp_path):
 @pytest.mark.e2e
 def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, monkeypatch):
     documents(tmp_path, [128] * 8)
-    read, catch_up = pipeline.Pipeline.read, log.Log.catch_up
+    read, catch_up = pipeline.Pipeline.read, step_log.Log.catch_up
 
     def slow(self, step):
         time.sleep(1.0 if step == 5 else 0.0)
@@ -206,7 +209,7 @@ def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, 
         catch_up(self)
 
     monkeypatch.setattr(pipeline.Pipeline, "read", slow)
-    monkeypatch.setattr(log.Log, "catch_up", late)
+    monkeypatch.setattr(step_log.Log, "catch_up", late)
     lines, _ = run(settings(tmp_path, run__steps=8), 1)
     assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
     waits = [line["data_wait_s"] for line in lines]
@@ -223,7 +226,7 @@ def test_a_directory_of_something_else_is_not_written(tmp_path, resume, suggesti
     (tmp_path / "run/metrics.jsonl").write_text("precious")
     says = messages.holding(f"run.directory = {tmp_path}/run") + f".*{suggestion}"
     with pytest.raises(errors.UserError, match=says):
-        prepare.training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
+        build.training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
     assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
 
 
@@ -236,7 +239,7 @@ def test_all_problems_are_said_at_once_and_nothing_is_written(tmp_path):
         data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}, {"source": str(tmp_path / "b"), "format": "text"}],
     )
     with pytest.raises(errors.UserError) as found:
-        prepare.training(chosen, devices=jax.devices())
+        build.training(chosen, devices=jax.devices())
     problems = "\n".join(found.value.problems)
     assert len(found.value.problems) == 5, problems
     for word in ("model.config.model_type = lama", "mesh.data = 3", "model.tokenizer = null", "data.train.0", "data.train.1"):
@@ -274,7 +277,7 @@ BAD = [
 def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes, num_devices, says):
     documents(tmp_path, [128])
     with pytest.raises(errors.UserError) as found:
-        prepare.training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
+        build.training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
     assert re.search(messages.holding(*says), "\n".join(found.value.problems))
     assert not (tmp_path / "run").exists()
 
@@ -283,7 +286,7 @@ def test_text_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     chosen = settings(tmp_path, data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}])
     with pytest.raises(errors.UserError, match=r"model\.tokenizer"):
-        prepare.training(chosen, devices=jax.devices()[:1])
+        build.training(chosen, devices=jax.devices()[:1])
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -296,13 +299,13 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
     )
     says = messages.holding("model.tokenizer", 257, 256, "model.config.vocab_size=257")
     with pytest.raises(errors.UserError, match=says):
-        prepare.training(chosen, devices=jax.devices()[:1])
+        build.training(chosen, devices=jax.devices()[:1])
 
 
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 257]}')
     with pytest.raises(errors.UserError, match="257"):
-        prepare.training(settings(tmp_path), devices=jax.devices()[:1])
+        build.training(settings(tmp_path), devices=jax.devices()[:1])
 
 
 @pytest.mark.e2e

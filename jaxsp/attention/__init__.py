@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from jaxsp.attention import gather, kinds, ring, ulysses, zigzag
-from jaxsp.attention.kernels import blockwise, cudnn, cudnn_calls, limits, packed, pieces, reference, residuals
-from jaxsp.core import config, errors
+from jaxsp.attention import all_gather, ring, strategies, ulysses, zigzag
+from jaxsp.attention.kernels import blockwise, cudnn, cudnn_calls, cudnn_limits, names, packed, reference, segments
+from jaxsp.config import schema
+from jaxsp.core import errors
 
 SCOPE = "attend"
 """Every operation of attention carries this word in the compiled program."""
 
-RESIDUALS = residuals.NAMES
+RESIDUALS = names.NAMES
 """What a kernel names for its backward pass."""
 
 KERNELS: dict[str, Callable[..., Array]] = {
@@ -38,7 +39,7 @@ class Attend:
     """See the module's docstring."""
 
     function: Callable[..., Array]
-    kind: kinds.Kind
+    kind: strategies.Kind
     head_chunks: int = 1
     """Chunks of the heads that the kernel computes one after another."""
     make_tables: Callable[..., Any] | None = None
@@ -83,7 +84,7 @@ class Attend:
 class Choice:
     """How a run attends on its devices."""
 
-    kind: kinds.Kind
+    kind: strategies.Kind
     others: tuple[tuple[str, int], ...]
     """Other kinds that `auto` could have taken, in words, with the bytes that each device sends for a layer in a turn where
     what attention made is kept for the backward pass: what `auto` goes by, whatever memory.remat is or becomes;"""
@@ -106,9 +107,9 @@ class Choice:
 
 
 def choose(
-    settings: config.Config,
+    settings: schema.Config,
     *,
-    devices: Sequence[limits.Device],
+    devices: Sequence[cudnn_limits.Device],
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -126,11 +127,11 @@ def choose(
     asked, heads = settings.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     kind, of_layer = choose_kind(settings, window=window, **heads), _layer(settings, **heads)
     work = _work(settings, kind, of_layer, window=window, devices=devices)
-    size = device_bytes or limits.smallest_memory(devices)
-    possible = kinds.possible(
+    size = device_bytes or cudnn_limits.smallest_memory(devices)
+    possible = strategies.possible(
         seq=kind.seq, num_heads=num_heads, num_kv_heads=num_kv_heads, outer=asked.outer, kv_heads=asked.kv_heads_per_gather
     )
-    sent = {one: sum(kinds.cost(one, of_layer).values()) for one in (kind, *possible)}
+    sent = {one: sum(strategies.cost(one, of_layer).values()) for one in (kind, *possible)}
     of = functools.partial(
         Choice,
         kind=kind,
@@ -140,7 +141,7 @@ def choose(
     )
     kernel, why = asked.kernel, ""
     if kernel in ("auto", "cudnn"):
-        obstacles = limits.obstacles(work, devices=devices, device_bytes=size)
+        obstacles = cudnn_limits.obstacles(work, devices=devices, device_bytes=size)
         if kernel == "cudnn" and obstacles:
             raise errors.UserError(f"attention.kernel = cudnn: cuDNN {one.what}. {one.way_out}" for one in obstacles)
         kernel = "blockwise" if obstacles else "cudnn"
@@ -159,32 +160,32 @@ def choose(
                 "Use attention.head_chunks=null."
             )
         return of(kernel=kernel, head_chunks=1, slot_room=packed.ROOM, why=why, uncounted_bytes=0, statistic_bytes=0)
-    legal = limits.parts(work)
+    legal = cudnn_limits.parts(work)
     if chunks is not None and chunks not in legal:
         raise errors.UserError(
             f"attention.head_chunks = {chunks}: {work.num_heads} query and {work.num_kv_heads} K/V heads on a device, over "
             f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.choices(legal)}, or null."
         )
-    split = limits.choose_split(work, head_chunks=chunks)
-    if size is not None and (problem := limits.shortage(work, split, device_bytes=size)):
+    split = cudnn_limits.choose_split(work, head_chunks=chunks)
+    if size is not None and (problem := cudnn_limits.shortage(work, split, device_bytes=size)):
         raise errors.UserError(problem)
     return of(
         kernel=kernel,
         head_chunks=split.head_chunks,
         slot_room=split.slot_room,
         why="",
-        uncounted_bytes=limits.backward_bytes(work, split),
-        statistic_bytes=limits.statistic_bytes(work, split),
+        uncounted_bytes=cudnn_limits.backward_bytes(work, split),
+        statistic_bytes=cudnn_limits.statistic_bytes(work, split),
     )
 
 
-def choose_kind(settings: config.Config, *, window: int | None, **heads: int) -> kinds.Kind:
+def choose_kind(settings: schema.Config, *, window: int | None, **heads: int) -> strategies.Kind:
     """How the devices of a group share attention. Args and Raises: as for `choose`."""
     narrow = window if window is not None and window < settings.data.longest_row else None
-    return kinds.choose(settings.attention, _layer(settings, **heads), seq=settings.mesh.seq, window=narrow)
+    return strategies.choose(settings.attention, _layer(settings, **heads), seq=settings.mesh.seq, window=narrow)
 
 
-def cost(settings: config.Config, kind: kinds.Kind, *, remat: str | None = None, **heads: int) -> dict[str, int]:
+def cost(settings: schema.Config, kind: strategies.Kind, *, remat: str | None = None, **heads: int) -> dict[str, int]:
     """Bytes that one device sends to others for a layer's attention in a turn, by kind of collective.
 
     Args:
@@ -193,11 +194,11 @@ def cost(settings: config.Config, kind: kinds.Kind, *, remat: str | None = None,
     """
     kept = remat or settings.memory.remat
     kept = kept if kept in ulysses.TRIPS else "attention"  # auto, and what keeps more of a layer than its attention
-    return kinds.cost(kind, dataclasses.replace(_layer(settings, **heads), remat=kept))
+    return strategies.cost(kind, dataclasses.replace(_layer(settings, **heads), remat=kept))
 
 
-def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> kinds.Layer:
-    return kinds.Layer(
+def _layer(settings: schema.Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> strategies.Layer:
+    return strategies.Layer(
         rows=settings.batch.rows_at_once,
         share_tokens=settings.data.longest_row // settings.mesh.seq,
         num_heads=num_heads,
@@ -208,15 +209,15 @@ def _layer(settings: config.Config, *, num_heads: int, num_kv_heads: int, head_d
 
 
 def _work(
-    settings: config.Config,
-    kind: kinds.Kind,
-    layer: kinds.Layer,
+    settings: schema.Config,
+    kind: strategies.Kind,
+    layer: strategies.Layer,
     *,
     window: int | None,
-    devices: Sequence[limits.Device],
-) -> limits.Work:
+    devices: Sequence[cudnn_limits.Device],
+) -> cudnn_limits.Work:
     """What the kernel gets at a time: whole rows; or chunks of them, and all the keys before a chunk."""
-    heads, kv_heads = kinds.own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
+    heads, kv_heads = strategies.own_heads(kind, num_heads=layer.num_heads, num_kv_heads=layer.num_kv_heads)
     num_rows, row_tokens, num_chunks, keys = layer.rows, settings.data.longest_row, 1, 0
     if kind.degree > 1:
         window = None  # none that is shorter than a row
@@ -225,7 +226,7 @@ def _work(
         keys = row_tokens
         if kind.outer == "gather":
             heads, kv_heads, keys = heads // kv_heads * kind.kv_heads, kind.kv_heads, settings.data.longest_row
-    return limits.Work(
+    return cudnn_limits.Work(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=layer.head_dim,
@@ -239,7 +240,7 @@ def _work(
         num_neighbours=kind.inner,
         whole_row_tokens=settings.data.longest_row,
         is_deterministic=settings.run.deterministic,
-        has_score_workspace=limits.needs_score_workspace(deterministic=settings.run.deterministic, devices=devices),
+        has_score_workspace=cudnn_limits.needs_score_workspace(deterministic=settings.run.deterministic, devices=devices),
     )
 
 
@@ -255,7 +256,7 @@ def describe(choice: Choice, *, num_heads: int, num_kv_heads: int) -> str:
     why, kind = f" ({choice.kernel} because {choice.why})" if choice.why else "", choice.kind
     if kind.seq == 1:
         return f"{kernel}, all heads on each device{why}"
-    heads, kv_heads = kinds.own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    heads, kv_heads = strategies.own_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
     gets = f"a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
     if kind.degree > 1:
         gets += f", and of each row 2 of {2 * kind.degree} chunks"
@@ -274,7 +275,7 @@ def make_attend(
     kernel: str | Callable[..., Array],
     window: int | None,
     seq: int = 1,
-    kind: kinds.Kind | None = None,
+    kind: strategies.Kind | None = None,
     head_chunks: int = 1,
     slot_room: int = packed.ROOM,
 ) -> Attend:
@@ -286,11 +287,11 @@ def make_attend(
         seq, kind: so many devices of a group, by Ulysses; or what the kind says, which asks for rows in its layout.
     Raises: UserError for a kernel that cannot compute parts of rows where the kind asks for them.
     """
-    kind = kind or kinds.Kind(seq=seq, inner=seq)
+    kind = kind or strategies.Kind(seq=seq, inner=seq)
     make_tables = None
     if kind.degree == 1:
         inner = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
-        inside = pieces.in_a_piece
+        inside = segments.in_a_piece
         if kernel == "cudnn":
             inner = functools.partial(inner, head_chunks=head_chunks, slot_room=slot_room)
             make_tables = functools.partial(cudnn.make_tables, slot_room=slot_room)
@@ -301,7 +302,7 @@ def make_attend(
         if kind.outer == "ring":
             inner = functools.partial(ring.attend, kernel=parts, ring=among)
         else:
-            inner = functools.partial(gather.attend, kernel=parts, ring=among, kv_heads=kind.kv_heads)
+            inner = functools.partial(all_gather.attend, kernel=parts, ring=among, kv_heads=kind.kv_heads)
     if kernel != "cudnn":  # it keeps padding out itself, with fewer passes over its inputs
         inner = functools.partial(_isolated, kernel=inner, inside=inside)
     if kind.inner > 1:
@@ -316,12 +317,12 @@ def in_halves(kernel: str, *, head_chunks: int = 1, outer: str = "ring") -> Atte
 
     To try a kernel's parts with, without other devices. Args: outer: ring or gather.
     """
-    kind, alone = kinds.Kind(seq=1, inner=1), zigzag.Ring(degree=1)
+    kind, alone = strategies.Kind(seq=1, inner=1), zigzag.Ring(degree=1)
     parts = _parts(kernel, head_chunks, packed.ROOM, kind)
     if outer == "ring":
         inner = functools.partial(ring.attend, kernel=parts, ring=alone)
     else:
-        inner = functools.partial(gather.attend, kernel=parts, ring=alone, kv_heads=1)
+        inner = functools.partial(all_gather.attend, kernel=parts, ring=alone, kv_heads=1)
     if kernel != "cudnn":
         inner = functools.partial(_isolated, kernel=inner, inside=functools.partial(zigzag.in_a_piece, ring=alone))
     return Attend(inner, kind, head_chunks)
@@ -338,7 +339,7 @@ def attend_of(choice: Choice) -> Attend:
     )
 
 
-def _parts(kernel: str | Callable[..., Array], head_chunks: int, slot_room: int, kind: kinds.Kind) -> zigzag.Kernel:
+def _parts(kernel: str | Callable[..., Array], head_chunks: int, slot_room: int, kind: strategies.Kind) -> zigzag.Kernel:
     """A kernel's functions for parts of rows."""
     modules: dict[str, Any] = {"blockwise": blockwise, "cudnn": cudnn}
     if not isinstance(kernel, str) or kernel not in modules:

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import zigzag
-from jaxsp.attention.kernels import pieces, residuals
+from jaxsp.attention.kernels import names, segments
 
 
 def cost(
@@ -98,7 +98,7 @@ def _attend_fwd(
         sums = visit(sums, kv, ring.degree - 1)
     out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
     lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
-    out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
+    out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 
@@ -167,7 +167,7 @@ class _Turn:
     """
 
     earlier: Array
-    where: pieces.Rectangle
+    where: segments.Rectangle
 
     def queries(self, x_B2: Array) -> Array:
         return zigzag.as_rows(jnp.stack([x_B2[:, 1], jnp.where(self.earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
@@ -200,7 +200,7 @@ class _Pieces:
         return zigzag.own(self.ring, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens)
 
     @property
-    def between(self) -> pieces.Rectangle:
+    def between(self) -> segments.Rectangle:
         """This device's last chunk, and its first chunk's keys."""
         first, last = self.ring.chunks(self.ring.here)
         return self._rectangle(last, first)
@@ -215,12 +215,12 @@ class _Pieces:
             self._rectangle(last, their_first),
             self._rectangle(jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)),
         )
-        return _Turn(earlier, pieces.Rectangle(*(zigzag.as_rows(jnp.stack(x, axis=1)) for x in zip(*both, strict=True))))
+        return _Turn(earlier, segments.Rectangle(*(zigzag.as_rows(jnp.stack(x, axis=1)) for x in zip(*both, strict=True))))
 
-    def _rectangle(self, queries: Array, keys: Array) -> pieces.Rectangle:
+    def _rectangle(self, queries: Array, keys: Array) -> segments.Rectangle:
         """Of two chunks by their numbers."""
         size = self.chunk_tokens
-        return pieces.rectangle(
+        return segments.rectangle(
             self.starts_BM,
             self.lengths_BM,
             queries=queries * size,

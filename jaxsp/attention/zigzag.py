@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import pieces
+from jaxsp.attention.kernels import segments
 from jaxsp.core import axes
 
 _NEVER = -1e30
@@ -101,11 +101,11 @@ def as_rows(x_B2: Array) -> Array:
 def own(ring: Ring, starts_BM: Array, lengths_BM: Array, *, chunk_tokens: int) -> Own:
     """The pieces of this device's chunks."""
     found = [
-        pieces.of_chunk(starts_BM, lengths_BM, first=chunk * chunk_tokens, num_tokens=chunk_tokens)
+        segments.of_chunk(starts_BM, lengths_BM, first=chunk * chunk_tokens, num_tokens=chunk_tokens)
         for chunk in ring.chunks(ring.here)
     ]
     starts_RM, lengths_RM = (as_rows(jnp.stack(x, axis=1)) for x in zip(*found, strict=True))
-    return Own(starts_RM, lengths_RM, pieces.in_a_piece(starts_RM, lengths_RM, chunk_tokens))
+    return Own(starts_RM, lengths_RM, segments.in_a_piece(starts_RM, lengths_RM, chunk_tokens))
 
 
 def in_a_piece(starts_BM: Array, lengths_BM: Array, num_tokens: int, *, ring: Ring) -> Bool[Array, "B l"]:
@@ -130,7 +130,7 @@ def own_backward(
     return dq, dk, dv
 
 
-def rectangle_forward(kernel: Kernel, where: pieces.Rectangle, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array) -> Part:
+def rectangle_forward(kernel: Kernel, where: segments.Rectangle, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array) -> Part:
     """What chunks get of keys before them; nothing is computed where no piece reaches from one to the other."""
 
     out, lse = _if_any(where, kernel.rectangle_forward, q_RCHK, k_RDGK, v_RDGK)
@@ -139,7 +139,7 @@ def rectangle_forward(kernel: Kernel, where: pieces.Rectangle, q_RCHK: Array, k_
 
 def rectangle_backward(
     kernel: Kernel,
-    where: pieces.Rectangle,
+    where: segments.Rectangle,
     q_RCHK: Array,
     k_RDGK: Array,
     v_RDGK: Array,
@@ -154,7 +154,7 @@ def rectangle_backward(
     return _inside(dq, of_q), _inside(dk, of_k), _inside(dv, of_k)
 
 
-def _if_any(where: pieces.Rectangle, compute: Callable[..., tuple[Array, ...]], *inputs: Array) -> tuple[Array, ...]:
+def _if_any(where: segments.Rectangle, compute: Callable[..., tuple[Array, ...]], *inputs: Array) -> tuple[Array, ...]:
     """What the kernel gives, as it gives it, or zeros where no row has anything to do.
 
     What leaves a conditional is written to memory: in float32 it would be twice as much (ring of 8, a million tokens: 3 GiB).

@@ -8,7 +8,8 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import folder, rotation, values
 from jaxsp.model.config import ModelConfig
 
@@ -109,7 +110,7 @@ _KINDS = ("full_attention", "sliding_attention")
 """Of layers, without and with a window."""
 
 
-def read_model_config(model: config.Model, *, deadline_s: float | None = None) -> ModelConfig:
+def read_model_config(model: schema.Model, *, deadline_s: float | None = None) -> ModelConfig:
     """Reads the shapes of a config's model. Of a folder or a model of the Hub, only config.json is
     read.
 

@@ -8,7 +8,8 @@ import json
 import re
 from typing import Any
 
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import families, folder
 from jaxsp.model.config import ModelConfig
 
@@ -185,7 +186,7 @@ class Sizes:
         return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
-def read_sizes(model: config.Model) -> Sizes:
+def read_sizes(model: schema.Model) -> Sizes:
     """Reads the sizes of a config's model.
 
     Published sizes are used only if the hub cannot be reached within DEADLINE_S, or refuses the

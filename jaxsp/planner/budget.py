@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from jaxsp import attention
-from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
 from jaxsp.planner import compiled, memory
+from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_fit, sharding
 
 WEIGHTS, OPTIMIZER, GRADIENTS, RESIDUALS = "weights", "optimizer", "gradients", "residuals"
@@ -93,7 +93,7 @@ class _Teller:
     def __init__(self, step: compiled.Step):
         program, model = step.program, step.program.model
         settings = program.config
-        inner, num_shards = step.choice.kind.inner, meshes.num_shards(program.mesh)
+        inner, num_shards = step.choice.kind.inner, device_mesh.num_shards(program.mesh)
         rows = list(jax.tree.leaves(program.table))
         self._num_layers = model.num_layers
         self._head_dim = model.head_dim

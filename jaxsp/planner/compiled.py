@@ -15,12 +15,13 @@ import jaxlib
 from jaxlib.mlir import ir
 
 from jaxsp import attention
-from jaxsp.core import config, errors, mesh
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.model import layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import gpus
-from jaxsp.training import host, memory_fit, optimizer, xla
-from jaxsp.training import step as steps
+from jaxsp.runtime import device_mesh
+from jaxsp.training import compile_options, host_offload, memory_fit, optimizer, train_step
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs, one of which is needed."""
@@ -45,7 +46,7 @@ class Written:
 class Step:
     """A training step compiled for absent devices, and what it was compiled for."""
 
-    program: steps.Program
+    program: train_step.Program
     choice: attention.Choice
     executable: jax.stages.Compiled
     written: Written
@@ -71,8 +72,8 @@ class Site:
     def limits(self) -> memory_fit.Room:
         """Memory that JAX may use on each device, and of its node for each device, with one process
         per device."""
-        host_bytes = mesh.host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
-        return memory_fit.Room(mesh.gpu_share(os.environ) * self.gpu.memory_bytes, host_bytes / self.node_devices)
+        host_bytes = device_mesh.host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
+        return memory_fit.Room(device_mesh.gpu_share(os.environ) * self.gpu.memory_bytes, host_bytes / self.node_devices)
 
 
 def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_host_gib: float | None = None) -> Site:
@@ -85,7 +86,7 @@ def site(kind: str, num_devices: int, *, node_devices: int | None = None, node_h
         hint = errors.did_you_mean(longer, gpus.KINDS)
         known = errors.choices(gpus.KINDS)
         raise errors.UserError(f"--device = {kind}: is not known. Use {known}.{hint}")
-    of_node = node_devices or math.gcd(num_devices, mesh.NODE_DEVICES)
+    of_node = node_devices or math.gcd(num_devices, device_mesh.NODE_DEVICES)
     if num_devices % of_node:
         fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
         raise errors.UserError(
@@ -120,22 +121,22 @@ def _devices(kind: str, count: int) -> tuple[Any, ...]:
 
 
 def program(
-    settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
-) -> tuple[steps.Program, attention.Choice]:
+    settings: schema.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
+) -> tuple[train_step.Program, attention.Choice]:
     """What the training step of a config on these devices is made of, and how it attends.
 
     Args:   device_bytes: what JAX may take of a device.
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
-    sizes = mesh.shape(settings.mesh, len(devices))
+    sizes = device_mesh.shape(settings.mesh, len(devices))
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     choice = attention.choose(settings, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
     attend = attention.attend_of(choice)
-    on = mesh.make(sizes, list(devices))
-    return steps.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1), choice
+    on = device_mesh.make(sizes, list(devices))
+    return train_step.Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1), choice
 
 
-def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None) -> Step:
+def step(settings: schema.Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None) -> Step:
     """Compiles the training step of a config for these devices; `auto` in its group `memory` means
     values that always work.
 
@@ -144,12 +145,12 @@ def step(settings: config.Config, *, model: ModelConfig, devices: Sequence[Any],
     return compile_step(*program(settings, model=model, devices=devices, device_bytes=device_bytes))
 
 
-def compile_step(made: steps.Program, choice: attention.Choice) -> Step:
+def compile_step(made: train_step.Program, choice: attention.Choice) -> Step:
     """Compiles a training step as training does, except for what _QUICKLY leaves out.
 
-    Raises: what `training.step.compile` raises.
+    Raises: what `training.train_step.compile` raises.
     """
-    lowered = steps.make(made).lower(*steps.shapes(made))
+    lowered = train_step.make(made).lower(*train_step.shapes(made))
     if made.offloads:
         _name_host_arguments(lowered, made)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
@@ -158,13 +159,13 @@ def compile_step(made: steps.Program, choice: attention.Choice) -> Step:
         options = (
             _QUICKLY | made.told.options | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
-        executable = steps.check(made, xla.compiled(lowered, dataclasses.replace(made.told, options=options)))
+        executable = train_step.check(made, compile_options.compiled(lowered, dataclasses.replace(made.told, options=options)))
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read(folder, end) for end in ends)
     return Step(program=made, choice=choice, executable=executable, written=Written(text=text, buffers=buffers, lives=lives))
 
 
-_QUICKLY: xla.Options = {
+_QUICKLY: compile_options.Options = {
     # how good the machine code of a kernel is changes no array and no collective
     "xla_backend_optimization_level": 0,
 }
@@ -192,12 +193,12 @@ def _make_assembler(folder: pathlib.Path) -> None:
     assembler.chmod(0o755)
 
 
-def _name_host_arguments(lowered: jax.stages.Lowered, made: steps.Program) -> None:
+def _name_host_arguments(lowered: jax.stages.Lowered, made: train_step.Program) -> None:
     """Says of the arguments that are in host memory that they are: shardings on absent devices have forgotten it."""
-    state, rows = steps.shapes(made)
+    state, rows = train_step.shapes(made)
 
     def of_weight(row: layers.Parameter, weight: Any, opt: Any) -> tuple[Any, Any]:
-        away = host.worth_it(row)
+        away = host_offload.worth_it(row)
         return away, jax.tree.map(lambda x: away and x.shape == weight.shape, opt)
 
     weights, averages = optimizer.apart(made.table, of_weight, state.master, state.opt)
@@ -209,7 +210,7 @@ def _name_host_arguments(lowered: jax.stages.Lowered, made: steps.Program) -> No
         arguments = [{named.name: named.attr for named in one} for one in main.arg_attrs]
         for one, is_away in zip(arguments, away, strict=True):
             if is_away:
-                one["mhlo.memory_kind"] = ir.StringAttr.get(host.KIND)
+                one["mhlo.memory_kind"] = ir.StringAttr.get(host_offload.KIND)
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in arguments])
 
 

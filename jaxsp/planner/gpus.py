@@ -7,7 +7,7 @@ xla/backends/gpu/target_config/specs of its repository, but for the name, memory
 import dataclasses
 from collections.abc import Mapping
 
-from jaxsp.training import metrics
+from jaxsp.reporting import metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

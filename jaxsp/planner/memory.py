@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jaxsp.core import axes
-from jaxsp.core import mesh as meshes
 from jaxsp.planner import compiled
+from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding
 
 HOST = 5
@@ -166,7 +166,7 @@ def causes(step: compiled.Step) -> list[Cause]:
     """
     program, arrays, given = step.program, held(step.written), of_arguments(step.written)
     table = list(jax.tree.leaves(program.table))
-    num_shards = meshes.num_shards(program.mesh)
+    num_shards = device_mesh.num_shards(program.mesh)
     of_shards = sum((row.num_layers or 1) * _stored(row, num_shards) for row in table)
     averages = 8 * of_shards if program.config.optimizer.name == "adamw" else 0
     found = [
@@ -183,7 +183,7 @@ def causes(step: compiled.Step) -> list[Cause]:
 def _kinds(step: compiled.Step) -> list[_Kind]:
     """Of what a step makes on its way. The numbers of arrays are those that XLA of jax 0.10.1 to 0.12.0 holds."""
     program, model, settings = step.program, step.program.model, step.program.config
-    seq, num_shards = program.mesh.shape[axes.SEQ], meshes.num_shards(program.mesh)
+    seq, num_shards = program.mesh.shape[axes.SEQ], device_mesh.num_shards(program.mesh)
     N, D, H, K, F, V = (
         model.num_layers,
         model.hidden_size,
@@ -216,7 +216,7 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
     if program.gather.gradients_on_host:
         # a microbatch's, and if there are several, their sums
-        several = settings.batch.rows_per_step > settings.batch.rows_at_once * meshes.num_groups(program.mesh)
+        several = settings.batch.rows_per_step > settings.batch.rows_at_once * device_mesh.num_groups(program.mesh)
         gradients = 4 * sum(shards) * (2 if several else 1)
     else:
         # the largest once more, while it is divided

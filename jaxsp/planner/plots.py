@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsp.core import axes, durations, errors
-from jaxsp.planner import budget, plans, search, shapes
+from jaxsp.planner import budget, mesh_sweep, planning, search
 
 _COLORS = {
     budget.WEIGHTS: "#1b3a5c",
@@ -43,7 +43,7 @@ def check(file: pathlib.Path) -> None:
         )
 
 
-def lengths(found: Sequence[plans.Plan], file: pathlib.Path, *, title: str) -> None:
+def lengths(found: Sequence[planning.Plan], file: pathlib.Path, *, title: str) -> None:
     """Draws memory of a device and of a node, by cause, over the row's length.
 
     Where different programs were compiled for two lengths, memory between them is drawn as a cliff
@@ -94,7 +94,7 @@ def tokens(number: float | int) -> str:
     return f"{number / 1e6:.3g}M"
 
 
-def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
+def changes(before: planning.Plan, after: planning.Plan) -> list[str]:
     """Lists in what the program of a plan differs from that of a shorter row.
 
     The sizes of tiles are left out, because they follow from the length and change with most rows.
@@ -113,12 +113,12 @@ def changes(before: plans.Plan, after: plans.Plan) -> list[str]:
     return found
 
 
-def _is_tiled(plan: plans.Plan, name: str) -> bool:
+def _is_tiled(plan: planning.Plan, name: str) -> bool:
     """True if a tile is smaller than all tokens of a device."""
     return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
 
 
-def _scaled(plan: plans.Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
+def _scaled(plan: planning.Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
     """Memory by cause for a row of another length: an estimate for the same program."""
     factor = row_tokens / plan.row_tokens
     constant = (*search.FIXED, budget.RESERVED)
@@ -129,14 +129,14 @@ def _scaled(plan: plans.Plan, parts: Mapping[str, float], row_tokens: float | in
 class _Cliff:
     """A change of the program between two compiled lengths."""
 
-    before: plans.Plan
-    after: plans.Plan
+    before: planning.Plan
+    after: planning.Plan
     row_tokens: float
     """Position in the picture."""
     words: list[str]
 
 
-def _cliffs(ordered: Sequence[plans.Plan]) -> list[_Cliff]:
+def _cliffs(ordered: Sequence[planning.Plan]) -> list[_Cliff]:
     """Changes of the program, from short rows to long ones.
 
     Each is drawn where the program of shorter rows would need all of the device, because jaxsp
@@ -183,7 +183,7 @@ def _mark_cliffs(panels: Sequence[Any], cliffs: Sequence[_Cliff]) -> list[str]:
     return notes
 
 
-def _mark_longest(panels: Sequence[Any], ordered: Sequence[plans.Plan]) -> None:
+def _mark_longest(panels: Sequence[Any], ordered: Sequence[planning.Plan]) -> None:
     """Marks the longest row that fits, if a longer one does not."""
     fitting = [plan.row_tokens for plan in ordered if plan.fits]
     if not fitting or ordered[-1].fits:
@@ -219,7 +219,7 @@ def _limit(panel: Any, gib: float, words: str, *, peak: float) -> None:
     panel.set_ylim(0, min(1.35 * gib, 1.1 * max(gib, peak)))
 
 
-def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> None:
+def meshes(found: Sequence[mesh_sweep.Shape], file: pathlib.Path, *, title: str) -> None:
     """Memory by cause and expected time of a step on each mesh that can be planned, the best on top."""
     there = [(shape, shape.plan) for shape in reversed(found) if shape.plan is not None]
     if not there:
@@ -228,7 +228,7 @@ def meshes(found: Sequence[shapes.Shape], file: pathlib.Path, *, title: str) -> 
         )
     figure, panels = _panels(2)
     # lines of a mesh differ by their kinds of attention
-    names = [" x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {shapes.name(shape.kind)}" for shape, _ in there]
+    names = [" x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {mesh_sweep.name(shape.kind)}" for shape, _ in there]
     left = [0.0] * len(there)
     for cause in budget.CAUSES:
         sizes = [plan.memory.get(cause, 0.0) for _, plan in there]
@@ -267,9 +267,9 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
 
 def _stacked(
     panel: Any,
-    ordered: Sequence[plans.Plan],
+    ordered: Sequence[planning.Plan],
     cliffs: Sequence[_Cliff],
-    memory: Callable[[plans.Plan], Mapping[str, float]],
+    memory: Callable[[planning.Plan], Mapping[str, float]],
 ) -> None:
     """Draws areas by cause, stacked, those that do not grow at the bottom."""
     points = [(float(plan.row_tokens), memory(plan)) for plan in ordered]

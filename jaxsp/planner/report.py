@@ -4,13 +4,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from jaxsp.core import axes, durations
-from jaxsp.planner import budget, compiled, gpus, plans, roofline, search, shapes
+from jaxsp.planner import budget, compiled, gpus, mesh_sweep, planning, search
+from jaxsp.planner.cost import roofline
 
 _LABEL = 12
 """Width of the first column."""
 
 
-def text(plan: plans.Plan, *, model: str, tokens: float | None = None) -> str:
+def text(plan: planning.Plan, *, model: str, tokens: float | None = None) -> str:
     """All of a plan.
 
     Args: tokens: to train on, for the GPU-hours; None: left out.
@@ -38,7 +39,7 @@ def text(plan: plans.Plan, *, model: str, tokens: float | None = None) -> str:
     return "\n".join(_wrapped(label, words) for label, words in lines)
 
 
-def _attention(plan: plans.Plan) -> str:
+def _attention(plan: planning.Plan) -> str:
     why = f" (because {plan.why_not_cudnn})" if plan.why_not_cudnn else ""
     kernel = "cuDNN" if plan.kernel == "cudnn" else f"{plan.kernel}{why}"
     parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
@@ -51,7 +52,7 @@ def _attention(plan: plans.Plan) -> str:
     return f"{plan.attention}, {kernel}{parts}; {sends}"
 
 
-def _memory(plan: plans.Plan) -> list[tuple[str, str]]:
+def _memory(plan: planning.Plan) -> list[tuple[str, str]]:
     """Memory by cause, largest first."""
     causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
     lines = [("memory", "GiB on each device at its peak, by cause")]
@@ -65,7 +66,7 @@ def _memory(plan: plans.Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def _sent(plan: plans.Plan) -> list[tuple[str, str]]:
+def _sent(plan: planning.Plan) -> list[tuple[str, str]]:
     """Bytes sent by collectives and host copies, and their time that nothing overlaps."""
     lines = []
     if plan.moved:
@@ -81,7 +82,7 @@ def _sent(plan: plans.Plan) -> list[tuple[str, str]]:
     return lines
 
 
-def _time(plan: plans.Plan, tokens: float | None) -> list[tuple[str, str]]:
+def _time(plan: planning.Plan, tokens: float | None) -> list[tuple[str, str]]:
     """Arithmetic, and the estimate by cause."""
     executed = ""
     if plan.flops_executed is not None:
@@ -95,7 +96,7 @@ def _time(plan: plans.Plan, tokens: float | None) -> list[tuple[str, str]]:
     return lines
 
 
-def fits(plan: plans.Plan) -> str:
+def fits(plan: planning.Plan) -> str:
     """Verdict on the memory of a plan: yes or no, the limiting resource, and suggestions if it does
     not fit."""
     device = f"{plan.device_gib:.1f} of {plan.room_gib:.1f} GiB on each device"
@@ -106,7 +107,7 @@ def fits(plan: plans.Plan) -> str:
     return f"NO: {device}{host}; not enough {plan.binds} memory. Try {ways}"
 
 
-def speed(plan: plans.Plan) -> str:
+def speed(plan: planning.Plan) -> str:
     """The estimated time of a step, its range, and what limits it."""
     if plan.step_s_estimate is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
         return "no estimate: the published rates are for bfloat16 and cuDNN attention"
@@ -119,7 +120,7 @@ def speed(plan: plans.Plan) -> str:
     )
 
 
-def cost(plan: plans.Plan, tokens: float) -> str:
+def cost(plan: planning.Plan, tokens: float) -> str:
     """GPU-hours and days to train on `tokens` tokens."""
     assert plan.tokens_per_s_estimate is not None, "the caller looked"
     low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY)
@@ -133,7 +134,7 @@ def amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def several(found: Sequence[plans.Plan], *, tokens: float | None) -> str:
+def several(found: Sequence[planning.Plan], *, tokens: float | None) -> str:
     """Table of plans of one config for several GPUs and row lengths."""
     head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
     head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + ([] if tokens is None else ["GPU-hours*"])
@@ -177,12 +178,12 @@ def tried(one: search.Tried, *, progress: str) -> str:
     return f"  {one.row_tokens:>12,} tokens  {_taken(plan)}: {verdict} [{progress}]"
 
 
-def planned(shape: shapes.Shape, *, progress: str) -> str:
+def planned(shape: mesh_sweep.Shape, *, progress: str) -> str:
     """A mesh that was planned, in a line.
 
     Args: progress: the count and the time left.
     """
-    words = f"  [{progress}] {mesh(shape.mesh)}, {shapes.name(shape.kind)}"
+    words = f"  [{progress}] {mesh(shape.mesh)}, {mesh_sweep.name(shape.kind)}"
     if shape.plan is None:
         return f"{words}: {shape.why}"
     step = ""
@@ -192,7 +193,7 @@ def planned(shape: shapes.Shape, *, progress: str) -> str:
     return f"{words}: {verdict}, {_taken(shape.plan)}{step}"
 
 
-def _taken(plan: plans.Plan) -> str:
+def _taken(plan: planning.Plan) -> str:
     """The memory that a plan takes."""
     host = ""
     if plan.host_gib >= 0.05:
@@ -215,9 +216,9 @@ def longest(found: search.Longest, *, seconds: float) -> str:
     )
 
 
-def ranked(found: Sequence[shapes.Shape]) -> str:
+def ranked(found: Sequence[mesh_sweep.Shape]) -> str:
     """Planned meshes as a table, in the order of `shapes.ranked`."""
-    ranks = shapes.ranks(found)
+    ranks = mesh_sweep.ranks(found)
     of_mesh, of_time = ("replica", "data", "seq", "attention"), ("step*", "tokens/s*", "MFU* %", "rank")
     head = (*of_mesh, "fits", "device GiB", "host GiB", "remat", "kernel", *of_time)
     rows = []
@@ -225,12 +226,12 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
         sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)
         plan = shape.plan
         if plan is None:
-            rows.append((*sizes, shapes.name(shape.kind), shape.why))
+            rows.append((*sizes, mesh_sweep.name(shape.kind), shape.why))
             continue
         rows.append(
             (
                 *sizes,
-                shapes.name(shape.kind),
+                mesh_sweep.name(shape.kind),
                 "yes" if plan.fits else f"no: {plan.binds}",
                 f"{plan.device_gib:.1f}",
                 f"{plan.host_gib:,.0f}",
@@ -242,7 +243,7 @@ def ranked(found: Sequence[shapes.Shape]) -> str:
                 str(ranks.get(id(shape), "-")),
             )
         )
-    same = f"within {100 * (shapes.SAME_TIME - 1):.0f} % have the same rank, the smallest seq first"
+    same = f"within {100 * (mesh_sweep.SAME_TIME - 1):.0f} % have the same rank, the smallest seq first"
     low, high = roofline.LIKELY
     return (
         f"{table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Meshes {same}. "

@@ -3,9 +3,10 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import budget, compiled, plans
+from jaxsp.planner import budget, compiled, planning
 
 PRECISION = 0.01
 """How far apart, relative, the longest row that fits and the shortest that does not may be."""
@@ -31,7 +32,7 @@ class Tried:
     """A length, and what came of it."""
 
     row_tokens: int
-    plan: plans.Plan | None
+    plan: planning.Plan | None
     """None where it was refused before it was compiled."""
     why: str
     """Why it does not fit; empty where it does."""
@@ -45,7 +46,7 @@ class Longest:
     """From short to long."""
 
     @property
-    def plan(self) -> plans.Plan | None:
+    def plan(self) -> planning.Plan | None:
         """Of the longest row that fits; None where none does."""
         return next((one.plan for one in reversed(self.tried) if not one.why), None)
 
@@ -57,7 +58,7 @@ class Longest:
 
 
 def longest(
-    settings: config.Config, *, model: ModelConfig, site: compiled.Site, say: Callable[[Tried], None] = lambda _: None
+    settings: schema.Config, *, model: ModelConfig, site: compiled.Site, say: Callable[[Tried], None] = lambda _: None
 ) -> Longest:
     """The longest rows that a config's levers and mesh have room for, each of one document, to PRECISION.
 
@@ -72,7 +73,7 @@ def longest(
     def attempt(row_tokens: int) -> Tried:
         rows = with_rows_of(settings, row_tokens)
         try:
-            plan = plans.of(rows, model=model, site=site)
+            plan = planning.of(rows, model=model, site=site)
         except errors.UserError as error:
             if not str(error).startswith(_OF_LENGTH):
                 raise
@@ -107,7 +108,7 @@ def longest(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _next_split(settings: config.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
+def _next_split(settings: schema.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
     """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
     calls; None if there is none.
 
@@ -132,7 +133,7 @@ def _next_split(settings: config.Config, model: ModelConfig, site: compiled.Site
     return high * unit
 
 
-def with_rows_of(settings: config.Config, row_tokens: int) -> config.Config:
+def with_rows_of(settings: schema.Config, row_tokens: int) -> schema.Config:
     """The config with rows of another length."""
     return settings.model_copy(update={"data": settings.data.model_copy(update={"row_tokens": row_tokens})})
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.core import config
+from jaxsp.config import schema
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class EarlyStopping:
 
     def __init__(
         self,
-        settings: config.Run,
+        settings: schema.Run,
         loss_set: Mapping[str, str] | None,
         *,
         before: Mapping[str, Any] | None = None,

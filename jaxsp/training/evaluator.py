@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from jaxsp.core import config
-from jaxsp.core import mesh as meshes
-from jaxsp.data.dataset import DataSet
+from jaxsp.config import schema
+from jaxsp.data.packing.dataset import DataSet
 from jaxsp.model import layers
-from jaxsp.training import step
-from jaxsp.training.step import Program
+from jaxsp.runtime import device_mesh
+from jaxsp.training import train_step
+from jaxsp.training.train_step import Program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Result:
     """Without compiling."""
 
 
-def identity(data: DataSet, settings: config.Config) -> dict[str, str]:
+def identity(data: DataSet, settings: schema.Config) -> dict[str, str]:
     """Name and digest of a data set.
 
     The digest covers the tokens, the labels, and how documents longer than a row were cut: with
@@ -59,7 +59,7 @@ class Evaluator:
     """
 
     def __init__(self, program: Program, sets: Sequence[DataSet]):
-        slots = meshes.num_groups(program.mesh) * program.config.batch.rows_at_once
+        slots = device_mesh.num_groups(program.mesh) * program.config.batch.rows_at_once
         settings = program.config.for_rows_of(program.config.data.longest_row)
         batch = settings.batch.model_copy(update={"rows_per_step": slots})
         evaluated = settings.model_copy(update={"batch": batch})
@@ -72,7 +72,7 @@ class Evaluator:
 
     @functools.cached_property
     def _totals(self) -> jax.stages.Compiled:
-        return step.compile_totals(self._program)
+        return train_step.compile_totals(self._program)
 
     def compile(self) -> None:
         """Compiles now what would be compiled when it is asked first, if there is something to evaluate."""
@@ -118,7 +118,7 @@ def due(every: int | str | None, number: int) -> bool:
     return isinstance(every, int) and number % every == 0
 
 
-def _fetched(sent: Iterable[step.Totals]) -> Iterator[step.Totals]:
+def _fetched(sent: Iterable[train_step.Totals]) -> Iterator[train_step.Totals]:
     """The numbers of each step, fetched when the next is under way."""
     running = None
     for one in sent:

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention import kinds, ulysses
+from jaxsp.attention import strategies, ulysses
 from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.core import axes, config, jobs, processes
-from jaxsp.core import mesh as meshes
+from jaxsp.config import schema
+from jaxsp.core import axes
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.training import host, sharding, step
+from jaxsp.runtime import cluster, device_mesh, distributed
+from jaxsp.training import host_offload, sharding, train_step
 
 GIB = 2**30
 
@@ -86,7 +87,7 @@ class Room(NamedTuple):
 class Fitted:
     """A step whose memory options are decided."""
 
-    program: step.Program
+    program: train_step.Program
     run: Any
     """Result of the `compile_step` of `fit`."""
     needs: Needs
@@ -98,11 +99,11 @@ class Fitted:
 
 
 def fit(
-    program: step.Program,
+    program: train_step.Program,
     *,
     room: Room,
     uncounted: int,
-    compile_step: Callable[[step.Program], Any],
+    compile_step: Callable[[train_step.Program], Any],
     measure: Callable[[Any], Needs],
 ) -> Fitted:
     """Compiles candidates, and returns the first that fits, or else the last one.
@@ -136,7 +137,7 @@ def fit(
     raise AssertionError("there is at least one candidate, and the last one is compiled")
 
 
-def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Program]:
+def candidates(program: train_step.Program, *, is_known: bool) -> Iterator[train_step.Program]:
     """Programs whose memory options are decided, the fastest first.
 
     Args: is_known: True if the devices' memory is known; if not, tiles have a safe size.
@@ -150,7 +151,7 @@ def candidates(program: step.Program, *, is_known: bool) -> Iterator[step.Progra
                 yield changed(program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
 
 
-def _remats(program: step.Program, *, is_known: bool) -> list[str]:
+def _remats(program: train_step.Program, *, is_known: bool) -> list[str]:
     """Values of memory.remat in the order in which they are tried."""
     memory = program.config.memory
     if memory.remat != "auto":
@@ -162,14 +163,14 @@ def _remats(program: step.Program, *, is_known: bool) -> list[str]:
     return [*first, "attention", "full"]
 
 
-def changed(program: step.Program, **memory: Any) -> step.Program:
+def changed(program: train_step.Program, **memory: Any) -> train_step.Program:
     """The program with other values in the config's group `memory`."""
     settings = program.config
     update = {"memory": settings.memory.model_copy(update=memory)}
     return dataclasses.replace(program, config=settings.model_copy(update=update))
 
 
-def predict(program: step.Program, *, uncounted: int = 0) -> int:
+def predict(program: train_step.Program, *, uncounted: int = 0) -> int:
     """Formula for a step's memory on each device, in bytes.
 
     Arguments, gradients and saved activations are live during the whole step. The largest of four
@@ -225,12 +226,12 @@ def predict(program: step.Program, *, uncounted: int = 0) -> int:
     return int(state + max(phases))
 
 
-def _state_bytes(program: step.Program) -> tuple[int, int]:
+def _state_bytes(program: train_step.Program) -> tuple[int, int]:
     """Bytes of a device's weights, optimizer state and copies to compute with; and of its gradients."""
     memory, per_weight = program.config.memory, _bytes_per_weight(program)
     state = gradients = 0
     for row in jax.tree.leaves(program.table):
-        shard, away = _shard_size(row, program), program.offloads and host.worth_it(row)
+        shard, away = _shard_size(row, program), program.offloads and host_offload.worth_it(row)
         state += 0 if away else per_weight * shard
         if away and row.num_layers and memory.offload_optimizer == "state":
             state += program.dtype.itemsize * shard
@@ -239,17 +240,17 @@ def _state_bytes(program: step.Program) -> tuple[int, int]:
     return state, gradients
 
 
-def _bytes_per_weight(program: step.Program) -> int:
+def _bytes_per_weight(program: train_step.Program) -> int:
     """Float32 weight and, with AdamW, two moments."""
     return 12 if program.config.optimizer.name == "adamw" else 4
 
 
-def _shard_size(row: layers.Parameter, program: step.Program) -> int:
+def _shard_size(row: layers.Parameter, program: train_step.Program) -> int:
     """Elements of a weight that a device holds, all layers together."""
-    return sharding.shard_size(row, meshes.num_shards(program.mesh))
+    return sharding.shard_size(row, device_mesh.num_shards(program.mesh))
 
 
-def _attention_bytes(program: step.Program) -> int:
+def _attention_bytes(program: train_step.Program) -> int:
     """Queries, keys, values, output and their gradients in the backward pass, as the strategy holds them."""
     model, kind = program.model, program.attend.kind
     head = program.tokens * model.head_dim * program.dtype.itemsize
@@ -268,7 +269,7 @@ def _attention_bytes(program: step.Program) -> int:
 # Available memory
 
 
-def limits(program: step.Program) -> Room:
+def limits(program: train_step.Program) -> Room:
     """Memory that JAX may use on this run's devices and on the host: the minimum over all
     processes.
 
@@ -286,12 +287,12 @@ def _limits(devices: tuple[Any, ...]) -> Room:
     known = [limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
     if not known:
         return Room(math.inf, math.inf)
-    num_local = jobs.num_local(processes.here(), os.environ, num_devices=len(devices))
-    host_room = meshes.host_room(num_processes=num_local, num_devices=len(devices))
-    return Room(min(known), host_room, meshes.pool_limit(os.environ))
+    num_local = cluster.num_local(distributed.here(), os.environ, num_devices=len(devices))
+    host_room = device_mesh.host_room(num_processes=num_local, num_devices=len(devices))
+    return Room(min(known), host_room, device_mesh.pool_limit(os.environ))
 
 
-def room_of(program: step.Program, limits: Room) -> Room:
+def room_of(program: train_step.Program, limits: Room) -> Room:
     """Memory available to a step: these limits minus the needs of fragmentation, NCCL and
     checkpoints.
 
@@ -299,21 +300,21 @@ def room_of(program: step.Program, limits: Room) -> Room:
     memory.
     """
     # the rest of the device is for CUDA and NCCL
-    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / meshes.gpu_share(os.environ) - 1))
+    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / device_mesh.gpu_share(os.environ) - 1))
     device = limits.device * (1 - FRAGMENTATION) - missing
     return Room(device, limits.host - checkpoint_bytes(program), limits.pool)
 
 
-def nccl_bytes(program: step.Program) -> float:
+def nccl_bytes(program: train_step.Program) -> float:
     """Estimate of NCCL's buffers on each device, in nodes of meshes.NODE_DEVICES devices."""
     kind = program.attend.kind
-    peers = min(kind.inner, meshes.NODE_DEVICES) - 1
-    remote_peers = max(0, kind.inner - meshes.NODE_DEVICES)
+    peers = min(kind.inner, device_mesh.NODE_DEVICES) - 1
+    remote_peers = max(0, kind.inner - device_mesh.NODE_DEVICES)
     buffers = len(communicators(program.mesh.shape, kind)) * COMMUNICATOR_BYTES
-    return buffers + ALL_TO_ALL_BYTES * peers / (meshes.NODE_DEVICES - 1) + REMOTE_PEER_BYTES * remote_peers
+    return buffers + ALL_TO_ALL_BYTES * peers / (device_mesh.NODE_DEVICES - 1) + REMOTE_PEER_BYTES * remote_peers
 
 
-def communicators(sizes: Mapping[str, int], kind: kinds.Kind) -> set[frozenset[int]]:
+def communicators(sizes: Mapping[str, int], kind: strategies.Kind) -> set[frozenset[int]]:
     """Groups of devices in which the first device communicates, as device numbers in mesh order."""
     devices = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in axes.ALL])
 
@@ -328,12 +329,12 @@ def communicators(sizes: Mapping[str, int], kind: kinds.Kind) -> set[frozenset[i
     return {group for group in found if len(group) > 1}
 
 
-def checkpoint_bytes(program: step.Program) -> int:
+def checkpoint_bytes(program: train_step.Program) -> int:
     """Host memory, in bytes per device, for an asynchronous checkpoint's copy of the state on the
     device."""
     per_weight = _bytes_per_weight(program)
     rows = jax.tree.leaves(program.table)
-    return sum(per_weight * _shard_size(row, program) for row in rows if not (program.offloads and host.worth_it(row)))
+    return sum(per_weight * _shard_size(row, program) for row in rows if not (program.offloads and host_offload.worth_it(row)))
 
 
 class Offloaded(NamedTuple):
@@ -350,7 +351,7 @@ class Offloaded(NamedTuple):
         return sum(self)
 
 
-def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, seq: int) -> Offloaded:
+def offloaded(model: ModelConfig, settings: schema.Config, *, num_shards: int, seq: int) -> Offloaded:
     """Arrays in host memory with a config, if weights are sharded over `num_shards` devices and
     rows over `seq`."""
     memory, itemsize = settings.memory, np.dtype(settings.model.compute_dtype).itemsize
@@ -358,7 +359,7 @@ def offloaded(model: ModelConfig, settings: config.Config, *, num_shards: int, s
     if memory.offload_activations == "residual_and_attention":
         per_token += model.num_heads * (model.head_dim * itemsize + 4)
     tokens = settings.data.longest_row * settings.batch.rows_at_once // seq
-    away = [row for row in jax.tree.leaves(decoder.table(model)) if host.worth_it(row)]
+    away = [row for row in jax.tree.leaves(decoder.table(model)) if host_offload.worth_it(row)]
     away = [] if memory.offload_optimizer == "none" else away
     weights = sum(4 * sharding.shard_size(row, num_shards) for row in away)
     gradients = sum(4 * sharding.shard_size(row, num_shards) for row in away if row.num_layers)
@@ -379,10 +380,10 @@ def pool_bytes(found: Offloaded) -> int:
     return int(1.1 * found.total) + 2 * GIB
 
 
-def offloaded_by(program: step.Program) -> Offloaded:
+def offloaded_by(program: train_step.Program) -> Offloaded:
     """Arrays that a program keeps in host memory."""
     shape = program.mesh.shape
-    return offloaded(program.model, program.config, num_shards=meshes.num_shards(program.mesh), seq=shape[axes.SEQ])
+    return offloaded(program.model, program.config, num_shards=device_mesh.num_shards(program.mesh), seq=shape[axes.SEQ])
 
 
 # Memory of a compiled step

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.model import layers
-from jaxsp.training import host
+from jaxsp.training import host_offload
 
 
-def learning_rates(settings: config.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
+def learning_rates(settings: schema.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
     """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
     peak, warmup = settings.learning_rate, settings.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
@@ -32,7 +32,7 @@ def learning_rates(settings: config.Optimizer, num_steps: int) -> Callable[[Int3
     return rate
 
 
-def transform(settings: config.Optimizer, row: layers.Parameter) -> optax.GradientTransformation:
+def transform(settings: schema.Optimizer, row: layers.Parameter) -> optax.GradientTransformation:
     """What happens to one layer's gradient before the learning rate; only matrices decay."""
     decay = optax.add_decayed_weights(settings.weight_decay if row.is_matrix else 0.0)
     if settings.name == "sgd":
@@ -40,7 +40,7 @@ def transform(settings: config.Optimizer, row: layers.Parameter) -> optax.Gradie
     return optax.chain(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps), decay)
 
 
-def init(settings: config.Optimizer, table: Any, master: Any) -> Any:
+def init(settings: schema.Optimizer, table: Any, master: Any) -> Any:
     """Optimizer state of every weight of a tree, or of one; stacked weights have a state for each layer."""
 
     def one(row: layers.Parameter, weight: Array) -> Any:
@@ -65,7 +65,7 @@ def apart(table: layers.Weights, function: Callable[..., tuple[Any, Any]], *tree
 
 
 def update(
-    settings: config.Optimizer,
+    settings: schema.Optimizer,
     table: layers.Weights,
     gradients: layers.Weights,
     state: Any,
@@ -91,6 +91,6 @@ def update(
                 new = (weight - rate * moves, new_state)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
-        return host.each_layer(row, layer, (weight, state), gradient)
+        return host_offload.each_layer(row, layer, (weight, state), gradient)
 
     return apart(table, one, gradients, state, master)

@@ -22,8 +22,8 @@ from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.core import errors
 from jaxsp.model import remat
-from jaxsp.training import xla
-from jaxsp.training.step import Program
+from jaxsp.training import compile_options
+from jaxsp.training.train_step import Program
 
 TOLERANCE = 1e-2
 """Of `attention_differences` in bfloat16: rounding makes up to 3.4e-3 of them, seeing one token of another piece 0.1."""
@@ -237,7 +237,7 @@ def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> No
 def _check_offload(program: Program, device: jax.Device) -> None:
     """Raises: UserError if gradients are wrong, with a suggestion that was tested on this
     device."""
-    prefetch = {name: value for name, value in program.told.options.items() if name in xla.PREFETCH_FROM_HOST}
+    prefetch = {name: value for name, value in program.told.options.items() if name in compile_options.PREFETCH_FROM_HOST}
     candidates = [program.how]
     if program.config.memory.remat == "auto" and not program.how.offloads_attention:
         candidates.append(dataclasses.replace(program.how, remat="full"))
@@ -322,7 +322,7 @@ def refuse_offload(difference: float, device: jax.Device, *, without_prefetch: f
     """
     if difference <= OFFLOAD_TOLERANCE:
         return
-    (prefetch,) = xla.PREFETCH_FROM_HOST
+    (prefetch,) = compile_options.PREFETCH_FROM_HOST
     way = "memory.offload_activations=none, or another release of jax"
     if without_prefetch <= OFFLOAD_TOLERANCE:
         way = f"run.xla_options='{{{prefetch}: false}}', with which gradients are right, or another release of jax"

@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array, Float
 
 from jaxsp.core import axes
-from jaxsp.core import mesh as meshes
 from jaxsp.model import layers
-from jaxsp.training import host
+from jaxsp.runtime import device_mesh
+from jaxsp.training import host_offload
 
 Read = Callable[[layers.Parameter, int | None, tuple[slice, ...]], np.ndarray]
 """A slice of one layer of a weight (None: it exists once), float32, without the zeros that it is stored with."""
@@ -78,8 +78,8 @@ def specs(table: layers.Weights, num_shards: int) -> Any:
 
 def home(row: layers.Parameter, mesh: Mesh, *, offloaded: bool = False) -> NamedSharding:
     """Where the stacked array of a weight is between steps, and what the optimizer keeps of the same shape."""
-    place = NamedSharding(mesh, spec(row, meshes.num_shards(mesh)))
-    return place.with_memory_kind(host.KIND) if offloaded and host.worth_it(row) else place
+    place = NamedSharding(mesh, spec(row, device_mesh.num_shards(mesh)))
+    return place.with_memory_kind(host_offload.KIND) if offloaded and host_offload.worth_it(row) else place
 
 
 def padding(row: layers.Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -96,7 +96,7 @@ def cut(row: layers.Parameter, stored: Any) -> Any:
 
 def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, offloaded: bool = False) -> layers.Weights:
     """Random master weights, float32, each on its devices; the same numbers on every mesh."""
-    num_shards = meshes.num_shards(mesh)
+    num_shards = device_mesh.num_shards(mesh)
 
     def one(row: layers.Parameter) -> Array:
         # A name's checksum, so that a weight does not change when another is added
@@ -122,7 +122,7 @@ def _drawn(
 
 def put(table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, offloaded: bool = False) -> layers.Weights:
     """Master weights made of whole arrays in host memory, each on its devices."""
-    num_shards = meshes.num_shards(mesh)
+    num_shards = device_mesh.num_shards(mesh)
 
     def one(row: layers.Parameter, whole: Any) -> Array:
         stored = np.pad(np.asarray(whole, np.float32), padding(row, whole.ndim, num_shards))
@@ -138,7 +138,7 @@ def load(table: layers.Weights, mesh: Mesh, read: Read, *, offloaded: bool = Fal
 
     Memory: in the host's, beside the shards of its CPU devices, one shard of one stacked weight and the slice of a layer.
     """
-    num_shards = meshes.num_shards(mesh)
+    num_shards = device_mesh.num_shards(mesh)
 
     def one(row: layers.Parameter) -> Array:
         stored = place(row, num_shards).stored
@@ -228,9 +228,9 @@ class Gather:
 
         def one(row: layers.Parameter, value: Array) -> Array:
             def cast(value: Array) -> Array:
-                return host.on_device(value).astype(self.compute_dtype)
+                return host_offload.on_device(value).astype(self.compute_dtype)
 
-            if not host.holds(value):
+            if not host_offload.holds(value):
                 return value
             return cast(value) if row.num_layers is None else jax.lax.map(cast, value)
 
@@ -243,7 +243,7 @@ class Gather:
         Raises: TypeError when it is differentiated; `gather(row, shard)` is differentiable.
         """
         dim = place(row, self.num_shards).dim
-        whole = host.on_device(shard.value).astype(self.compute_dtype)
+        whole = host_offload.on_device(shard.value).astype(self.compute_dtype)
         if dim is not None:
             with jax.named_scope(SCOPE):
                 whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
@@ -270,13 +270,14 @@ class Gather:
 
     def _to_its_place(self, row: layers.Parameter, gradient: Array) -> Array:
         # a tied embedding has two gradients in a turn, and sums are made on the device
-        there = self.gradients_on_host and row.num_layers is not None and host.worth_it(row)
-        return host.on_host(gradient) if there else gradient
+        there = self.gradients_on_host and row.num_layers is not None and host_offload.worth_it(row)
+        return host_offload.on_host(gradient) if there else gradient
 
     def add(self, rows: list[layers.Parameter], sums: list[Array], gradients: list[Array]) -> list[Array]:
         """Adds gradients to `sums` in host memory, in place. Devices hold one layer at a time."""
         return [
-            host.each_layer(row, jnp.add, total, gradient) for row, total, gradient in zip(rows, sums, gradients, strict=True)
+            host_offload.each_layer(row, jnp.add, total, gradient)
+            for row, total, gradient in zip(rows, sums, gradients, strict=True)
         ]
 
     def finish(self, table: layers.Weights, gradients: layers.Weights, divisor: Array) -> layers.Weights:
@@ -289,7 +290,7 @@ class Gather:
                 with jax.named_scope(SCOPE):
                     return jax.lax.psum(gradient, tuple(axis for axis in axes.ALL if axis not in cut_over)) / divisor
 
-            return host.each_layer(row, finished, gradient) if host.holds(gradient) else finished(gradient)
+            return host_offload.each_layer(row, finished, gradient) if host_offload.holds(gradient) else finished(gradient)
 
         return jax.tree.map(one, table, gradients)
 

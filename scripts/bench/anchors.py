@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.hf import families
-from jaxsp.planner import compiled, plans
+from jaxsp.planner import compiled, planning
 from jaxsp.planner import report as planner_report
 from scripts.bench import machine, memory
 
@@ -368,9 +368,9 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def plan(run: Run) -> plans.Plan:
+def plan(run: Run) -> planning.Plan:
     """Plans the work of a run."""
-    settings = config.parse(
+    settings = schema.parse(
         {
             "run": {"directory": "unused", "steps": 1},
             "model": {"config": dict(run.model)},
@@ -386,10 +386,10 @@ def plan(run: Run) -> plans.Plan:
         }
     )
     model = families.model_config(dict(run.model), field=run.name)
-    return plans.of(settings, model=model, site=compiled.site(run.device, run.num_devices))
+    return planning.of(settings, model=model, site=compiled.site(run.device, run.num_devices))
 
 
-def compare(run: Run, planned: plans.Plan) -> Anchor:
+def compare(run: Run, planned: planning.Plan) -> Anchor:
     """Compares a run with its plan."""
     estimate_s = planned.step_s_estimate
     tokens_per_s = planned.tokens_per_s_estimate

@@ -22,9 +22,9 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.core import config
-from jaxsp.core import mesh as meshes
-from jaxsp.data import dataset, pipeline, rows
+from jaxsp.config import schema
+from jaxsp.data.packing import dataset, pipeline, row_reader
+from jaxsp.runtime import device_mesh
 from scripts.bench import machine
 
 ROW_TOKENS, ROWS_PER_STEP, MAX_PIECES = 131072, 8, 512
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=5, help="of dataset[i]")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
-    meshes.choose_platform(virtual_cpu_devices=8)
+    device_mesh.choose_platform(virtual_cpu_devices=8)
     print(HEADER)
     cases = []
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:
@@ -121,7 +121,7 @@ def write(
 
 def feed(documents: datasets.Dataset, data: int, seq: int) -> pipeline.Pipeline:
     """The train command's pipeline over one epoch."""
-    settings = config.parse(
+    settings = schema.parse(
         {
             "run": {"directory": "unused", "epochs": 1},
             "model": {"config": {"model_type": "llama"}},
@@ -135,8 +135,8 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> pipeline.Pipeline:
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    mesh = meshes.make({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
-    packed = dataset.of("train", rows.Documents([documents]), settings, digests=["unused"])
+    mesh = device_mesh.make({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
+    packed = dataset.of("train", row_reader.Documents([documents]), settings, digests=["unused"])
     return packed.feed(settings, mesh, packed.schedule(settings, epochs=1), layout=1)
 
 

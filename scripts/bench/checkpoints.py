@@ -18,10 +18,11 @@ from collections.abc import Iterator
 import jax
 
 from jaxsp import attention
-from jaxsp.core import config
-from jaxsp.core import mesh as meshes
+from jaxsp.checkpoint import reader, writer
+from jaxsp.config import schema
 from jaxsp.hf import families
-from jaxsp.training import checkpoint, step, store
+from jaxsp.runtime import device_mesh
+from jaxsp.training import train_step
 from scripts.bench import machine
 
 HIDDEN, VOCABULARY = 1024, 16384
@@ -52,7 +53,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--folder", help="where checkpoints are written, and removed; default: the temporary folder")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
-    meshes.choose_platform(virtual_cpu_devices=8)
+    device_mesh.choose_platform(virtual_cpu_devices=8)
     program = _program(given.gigabytes)
     print(HEADER, flush=True)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxsp-bench-", dir=given.folder))
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _program(gigabytes: float) -> step.Program:
+def _program(gigabytes: float) -> train_step.Program:
     """A Llama of so many layers that its weights and averages have the size."""
     llama = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN}
     of_layer, of_rest = 12 * HIDDEN**2 * 4 // 3, 2 * VOCABULARY * HIDDEN
@@ -89,35 +90,35 @@ def _program(gigabytes: float) -> step.Program:
         "batch": {"rows_per_step": num_devices},
         "optimizer": {"learning_rate": 0.01},
     }
-    return step.Program(
-        config=config.parse(fields),
+    return train_step.Program(
+        config=schema.parse(fields),
         model=families.model_config(llama, field="llama"),
-        mesh=meshes.make({"replica": 1, "data": num_devices, "seq": 1}),
+        mesh=device_mesh.make({"replica": 1, "data": num_devices, "seq": 1}),
         attend=attention.make_attend(seq=1, kernel="blockwise", window=None),
         num_steps=9,
     )
 
 
-def _times(program: step.Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
-    state = jax.block_until_ready(step.start(program, seed=0))
+def _times(program: train_step.Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
+    state = jax.block_until_ready(train_step.start(program, seed=0))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt)))
-    with store.Store(folder, table=program.table, keep=config.Checkpoint(keep_latest=1)) as saved:
+    with writer.Store(folder, table=program.table, keep=schema.Checkpoint(keep_latest=1)) as saved:
         for number in range(1, num_saves + 1):
-            meta = checkpoint.Meta(config={}, model={}, data={}, step=number, rows={}, num_tokens_total=0)
+            meta = reader.Meta(config={}, model={}, data={}, step=number, rows={}, num_tokens_total=0)
             began = time.perf_counter()
             outcome = saved.save(state, meta)
             blocked_s = time.perf_counter() - began
             outcome = outcome or saved.poll(wait=True)
-            assert outcome == store.Outcome(step=number, failure=None)
+            assert outcome == writer.Outcome(step=number, failure=None)
             name = "save" if number > 1 else "save, which compiles"
             yield Case(name=name, num_bytes=whole, seconds=time.perf_counter() - began, blocked_s=blocked_s)
-    newest, like = folder / str(num_saves), step.shapes(program)[0]
+    newest, like = folder / str(num_saves), train_step.shapes(program)[0]
     began = time.perf_counter()
-    jax.block_until_ready(checkpoint.restore(newest, like, table=program.table, num_steps=num_saves))
+    jax.block_until_ready(reader.restore(newest, like, table=program.table, num_steps=num_saves))
     seconds = time.perf_counter() - began
     yield Case(name="restore", num_bytes=whole, seconds=seconds, blocked_s=seconds)
     began = time.perf_counter()
-    checkpoint.read_weights(newest, program.table)
+    reader.read_weights(newest, program.table)
     seconds = time.perf_counter() - began
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.master))
     yield Case(name="weights, as for export", num_bytes=weights, seconds=seconds, blocked_s=seconds)

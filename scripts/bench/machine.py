@@ -45,10 +45,10 @@ def missing() -> str | None:
     try:
         import jax
 
-        from jaxsp.core import jobs
+        from jaxsp.runtime import cluster
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install what jaxsp needs: pip install -e '.[cuda13,test]'."
-    if not jobs.num_gpus({}):
+    if not cluster.num_gpus({}):
         return "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."
     try:
         device = jax.devices()[0]

@@ -180,14 +180,15 @@ def planned(cell: Cell) -> Found:
     """Compiles a cell's step and says what it takes."""
     import jax
 
-    from jaxsp.core import config, errors
+    from jaxsp.config import schema
+    from jaxsp.core import errors
     from jaxsp.hf import families
-    from jaxsp.planner import budget, compiled, plans
+    from jaxsp.planner import budget, compiled, planning
 
     site = compiled.site(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:
         model = families.model_config(MODEL, field="model.config")
-        plan = plans.of(config.parse(fields(cell)), model=model, site=site)
+        plan = planning.of(schema.parse(fields(cell)), model=model, site=site)
     except errors.UserError as error:
         return Found(status="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.data import packing
+from jaxsp.data.packing import packing
 from scripts.bench import machine
 
 CAPS = (64, 128)

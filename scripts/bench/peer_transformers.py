@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from scripts.bench import machine, report, step
 
 MODULE = "scripts.bench.peer_transformers"
@@ -165,9 +165,9 @@ def devices() -> dict[str, str]:
     import jax
     import torch
 
-    from jaxsp.core import mesh
+    from jaxsp.runtime import device_mesh
 
-    mesh.choose_platform(virtual_cpu_devices=None)
+    device_mesh.choose_platform(virtual_cpu_devices=None)
     peers = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"ours": jax.devices()[0].device_kind, "peers": peers}
 
@@ -176,7 +176,7 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     """Times the peer's steps of a case, whose `kernel` is the attention that is asked for; `folder` is not needed."""
     import torch
 
-    from jaxsp.training import metrics
+    from jaxsp.reporting import metrics
 
     gpu = torch.cuda.is_available()
     attention = best_attention() if case.kernel == "auto" else case.kernel
@@ -232,7 +232,7 @@ def prepared(case: step.Case, *, attention: str, device: Any) -> Callable[[], An
     torch.manual_seed(0)
     model = random_model(step.SHAPES[case.shape], attention=attention, device=device)
     row = inputs(step.random_documents(case), attention=attention, device=device)
-    how = config.Optimizer(**step.OPTIMIZER)
+    how = schema.Optimizer(**step.OPTIMIZER)
     assert (how.name, how.schedule, how.weight_decay) == ("adamw", "cosine", 0), "with decay, norms would decay too"
     betas = (how.beta1, how.beta2)
     optimizer = torch.optim.AdamW(model.parameters(), how.learning_rate, betas, how.eps, how.weight_decay, fused=True)

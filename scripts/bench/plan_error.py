@@ -22,7 +22,7 @@ import jax
 
 from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.planner import budget, compiled, gpus, plans
+from jaxsp.planner import budget, compiled, gpus, planning
 from scripts.bench import report, step
 
 MODULE = "scripts.bench.plan_error"
@@ -120,12 +120,12 @@ def case_of(came: dict[str, Any]) -> step.Case:
     return step.Case(**{name: came[name] for name in names if name in came})
 
 
-def planned(case: step.Case, kind: str) -> plans.Plan:
+def planned(case: step.Case, kind: str) -> planning.Plan:
     """Plans a case on one GPU of a kind."""
     nowhere = pathlib.Path("unused")
     settings = step.settings_of(case, source=nowhere, directory=nowhere)
     model = families.model_config(step.SHAPES[case.shape], field=case.shape)
-    return plans.of(
+    return planning.of(
         settings,
         model=model,
         site=compiled.site(kind, 1),
@@ -133,7 +133,7 @@ def planned(case: step.Case, kind: str) -> plans.Plan:
     )
 
 
-def compared(came: dict[str, Any], plan: plans.Plan) -> Error:
+def compared(came: dict[str, Any], plan: planning.Plan) -> Error:
     """Compares a plan with a measured case."""
     allowance, peak = plan.memory[budget.WORKSPACE], came["peak_gib"]
     estimate, seconds = plan.step_s_estimate, came["step_s"]

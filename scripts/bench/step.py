@@ -34,7 +34,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from scripts.bench import machine, report
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
@@ -332,7 +332,7 @@ def record(case: Case, result: Result) -> dict[str, Any]:
 
 def _values(group: str, field: str) -> tuple[str, ...]:
     """What a field of the config may be."""
-    return get_args(config.Config.model_fields[group].annotation.model_fields[field].annotation)
+    return get_args(schema.Config.model_fields[group].annotation.model_fields[field].annotation)
 
 
 # What a case's own process does
@@ -344,10 +344,11 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
 
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
-    from jaxsp.core import mesh as meshes
-    from jaxsp.training import levers, memory_fit, metrics, step
+    from jaxsp.reporting import metrics
+    from jaxsp.runtime import device_mesh
+    from jaxsp.training import memory_fit, memory_options, train_step
 
-    meshes.choose_platform(virtual_cpu_devices=None)
+    device_mesh.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
     found = Result(status=report.OK, device=device.device_kind, runtime=" ".join(device.client.platform_version.split()))
     try:
@@ -361,7 +362,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         began = time.perf_counter()
         try:
-            ready = levers.ready(program, uncounted=choice.uncounted_bytes)
+            ready = memory_options.ready(program, uncounted=choice.uncounted_bytes)
         except errors.UserError as error:
             return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
         compile_s = time.perf_counter() - began
@@ -374,12 +375,12 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             workspace_gib=None if workspace is None else workspace / memory_fit.GIB,
             from_cache=CACHE_HIT in events,
             remat_used=ready.program.how.remat,
-            memory_used=levers.describe(ready.program),
+            memory_used=memory_options.describe(ready.program),
             planned_gib=ready.needs.total / memory_fit.GIB,
             host_gib=ready.needs.host / memory_fit.GIB,
         )
-        levers.reserve(program, ready.needs.host)
-        state = step.with_weights(program, material.weights())
+        memory_options.reserve(program, ready.needs.host)
+        state = train_step.with_weights(program, material.weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -411,13 +412,13 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     """The program of a case, its training.material.Material as the train command makes it, and the first step's rows with
     their counts.
     """
-    from jaxsp import prepare
+    from jaxsp.run import build
 
     documents = folder / "documents.jsonl"
     lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
     documents.write_text("".join(lines), encoding="utf-8")
     settings = settings_of(case, source=documents, directory=folder / "run")
-    program, material = prepare.training(settings, devices=[device])
+    program, material = build.training(settings, devices=[device])
     ((rows, counts),) = material.train.feed(
         settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=program.attend.layout
     ).batches()
@@ -426,10 +427,10 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     return program, material, (rows, counts)
 
 
-def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> config.Config:
+def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> schema.Config:
     """The config of a case."""
     steps = WARM_UP_STEPS + case.steps
-    return config.parse(
+    return schema.parse(
         {
             "run": {"directory": str(directory), "steps": steps, "xla_options": case.xla_options},
             "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},
@@ -456,7 +457,7 @@ def random_documents(case: Case) -> list[np.ndarray]:
 def flops(case: Case) -> float:
     """Floating-point operations that a case's step needs, as in metrics.jsonl."""
     from jaxsp.hf import families
-    from jaxsp.training import metrics
+    from jaxsp.reporting import metrics
 
     lengths = np.array([len(document) for document in random_documents(case)])
     return metrics.step_flops(families.model_config(SHAPES[case.shape], field=case.shape), lengths)

@@ -108,19 +108,20 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
     """Seconds of a core that text.tokenize takes for records that were read before, with an empty cache."""
     import datasets
 
-    from jaxsp.core import config
-    from jaxsp.data import sources, text
+    from jaxsp.config import schema
+    from jaxsp.data.ingest import sources
+    from jaxsp.data.tokenization import tokenize
 
     with tempfile.TemporaryDirectory() as folder:
         datasets.config.HF_DATASETS_CACHE = pathlib.Path(folder) / "cache"
         path = pathlib.Path(folder) / "records.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         source = {"source": str(path), "format": record_format}
-        data = config.Data.model_validate({"train": [source], "row_tokens": 1024, "workers": 1})
+        data = schema.Data.model_validate({"train": [source], "row_tokens": 1024, "workers": 1})
         (asked,) = data.train
         read = sources.read(asked, data=data, field="data.train.0.source")
         started = time.process_time()
-        text.tokenize(read, source=asked, data=data, tokenizer=tokenizer, vocab_size=VOCAB, field="data.train.0.source")
+        tokenize.tokenize(read, source=asked, data=data, tokenizer=tokenizer, vocab_size=VOCAB, field="data.train.0.source")
         return time.process_time() - started
 
 

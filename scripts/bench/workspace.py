@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn_calls, limits
-from jaxsp.training import xla
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.training import compile_options
 from scripts.bench import machine, report, step
 
 MODULE = "scripts.bench.workspace"
@@ -42,8 +42,8 @@ class Case:
     deterministic: bool = False
 
     @property
-    def work(self) -> limits.Work:
-        return limits.Work(
+    def work(self) -> cudnn_limits.Work:
+        return cudnn_limits.Work(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -131,18 +131,18 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
-    quadratic = limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
+    quadratic = cudnn_limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
     work = dataclasses.replace(case.work, has_score_workspace=quadratic)
-    if obstacles := limits.obstacles(work, devices=[device]):
+    if obstacles := cudnn_limits.obstacles(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].what}")
-    split = limits.choose_split(work)
+    split = cudnn_limits.choose_split(work)
     began = time.monotonic()
     try:
         program = compiled(case, device, split=split)
     except jax.errors.JaxRuntimeError as error:
         return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks)
     workspace = cudnn_calls.workspace_bytes(program.as_text() or "")
-    formula = limits.backward_bytes(work, split)
+    formula = cudnn_limits.backward_bytes(work, split)
     return Result(
         status=report.OK,
         head_chunks=split.head_chunks,
@@ -154,7 +154,7 @@ def measure(case: Case, device: Any) -> Result:
     )
 
 
-def compiled(case: Case, device: Any, *, split: limits.Split) -> jax.stages.Compiled:
+def compiled(case: Case, device: Any, *, split: cudnn_limits.Split) -> jax.stages.Compiled:
     """Compiles the attention of a case, forward and backward, for a device."""
     attend = attention.make_attend(kernel="cudnn", window=None, **split._asdict())
 
@@ -167,9 +167,9 @@ def compiled(case: Case, device: Any, *, split: limits.Split) -> jax.stages.Comp
     shapes = [(1, case.row_tokens, heads, case.head_dim) for heads in num_heads]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in shapes)
     segments = jax.ShapeDtypeStruct((1, case.max_segments), jnp.int32, sharding=here)
-    options = xla.DETERMINISTIC | xla.NO_TRITON if case.deterministic else {}
-    told = xla.Told(options=options, words="", deterministic=case.deterministic)
-    return xla.compiled(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
+    options = compile_options.DETERMINISTIC | compile_options.NO_TRITON if case.deterministic else {}
+    told = compile_options.Told(options=options, words="", deterministic=case.deterministic)
+    return compile_options.compiled(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
 
 
 def line(case: Case, result: Result) -> str:

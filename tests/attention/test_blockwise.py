@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, pieces, reference
+from jaxsp.attention.kernels import blockwise, reference, segments
 from tests import batches, tolerances
 
 L = 100
@@ -88,7 +88,7 @@ def test_the_output_at_padding_is_zero(monkeypatch):
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
-    inside = np.asarray(pieces.in_a_piece(starts, lengths, L))
+    inside = np.asarray(segments.in_a_piece(starts, lengths, L))
     assert (out[~inside] == 0).all()
     assert np.abs(out[inside]).max(-1).min() > 0
 

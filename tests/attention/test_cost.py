@@ -6,9 +6,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import kinds
+from jaxsp.attention import strategies
 from jaxsp.core import axes
-from jaxsp.planner import comms
+from jaxsp.planner.cost import comms
 from tests import batches
 
 B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
@@ -47,16 +47,18 @@ def compiled(kind, H, G, remat):
 
 
 def layer(kind, H, G, remat):
-    return kinds.Layer(rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat)
+    return strategies.Layer(
+        rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
+    )
 
 
 KINDS = [
-    (kinds.Kind(seq=8, inner=8), 8, 2),  # K/V heads are repeated
-    (kinds.Kind(seq=6, inner=6), 12, 4),  # neither dividing nor divided
-    (kinds.Kind(seq=4, inner=1), 6, 3),
-    (kinds.Kind(seq=4, inner=1, outer="gather", kv_heads=2), 8, 4),
-    (kinds.Kind(seq=6, inner=3), 6, 2),
-    (kinds.Kind(seq=4, inner=2, outer="gather"), 6, 3),
+    (strategies.Kind(seq=8, inner=8), 8, 2),  # K/V heads are repeated
+    (strategies.Kind(seq=6, inner=6), 12, 4),  # neither dividing nor divided
+    (strategies.Kind(seq=4, inner=1), 6, 3),
+    (strategies.Kind(seq=4, inner=1, outer="gather", kv_heads=2), 8, 4),
+    (strategies.Kind(seq=6, inner=3), 6, 2),
+    (strategies.Kind(seq=4, inner=2, outer="gather"), 6, 3),
 ]
 
 
@@ -76,9 +78,9 @@ TIERS = {
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
     sent = comms.sent(compiled(kind, H, G, remat))
     found = {one: comms.total(sent, kind=one) / NUM_LAYERS for one in comms.KINDS}
-    assert {one: size for one, size in found.items() if size} == kinds.cost(kind, layer(kind, H, G, remat))
+    assert {one: size for one, size in found.items() if size} == strategies.cost(kind, layer(kind, H, G, remat))
 
 
 def test_a_device_alone_sends_nothing():
-    alone = kinds.Kind(seq=1, inner=1)
-    assert kinds.cost(alone, layer(alone, 2, 1, "full")) == {}
+    alone = strategies.Kind(seq=1, inner=1)
+    assert strategies.cost(alone, layer(alone, 2, 1, "full")) == {}

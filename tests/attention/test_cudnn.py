@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import kinds
+from jaxsp.attention import strategies
 from jaxsp.attention.kernels import cudnn, cudnn_calls, packed, reference
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -113,12 +113,12 @@ def test_whole_rows_of_a_group_go_through_cudnn():
 
 
 KINDS = [
-    pytest.param("many", kinds.Kind(seq=2, inner=1), 4, 2, 2, marks=pytest.mark.slow),
-    ("two", kinds.Kind(seq=2, inner=1), 4, 1, 1),
-    ("one", kinds.Kind(seq=2, inner=1), 3, 3, 1),
-    pytest.param("many", kinds.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1, marks=pytest.mark.slow),
-    ("one", kinds.Kind(seq=2, inner=1, outer="gather", kv_heads=2), 4, 2, 2),
-    pytest.param("many", kinds.Kind(seq=4, inner=2), 4, 2, 1, marks=pytest.mark.e2e),
+    pytest.param("many", strategies.Kind(seq=2, inner=1), 4, 2, 2, marks=pytest.mark.slow),
+    ("two", strategies.Kind(seq=2, inner=1), 4, 1, 1),
+    ("one", strategies.Kind(seq=2, inner=1), 3, 3, 1),
+    pytest.param("many", strategies.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1, marks=pytest.mark.slow),
+    ("one", strategies.Kind(seq=2, inner=1, outer="gather", kv_heads=2), 4, 2, 2),
+    pytest.param("many", strategies.Kind(seq=4, inner=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
 

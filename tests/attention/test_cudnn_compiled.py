@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.kernels import cudnn, cudnn_calls, limits, packed
+from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, packed
 from jaxsp.planner import compiled
 
 pytestmark = pytest.mark.e2e
@@ -51,10 +51,10 @@ def windows(text, way):
     ],
 )
 def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
-    work = limits.Work(
+    work = cudnn_limits.Work(
         num_heads=H, num_kv_heads=G, head_dim=K, row_tokens=L, rows_at_once=1, max_pieces=slots, window=window, dtype="bfloat16"
     )
-    assert limits.obstacles(work, devices=[h100]) == []
+    assert cudnn_limits.obstacles(work, devices=[h100]) == []
     text = program(h100, slots=slots, K=K, window=window)
     assert windows(text, "") == windows(text, "Backward") == told
     assert cudnn_calls.workspace_bytes(text) is None, "no size is known without a GPU"
@@ -65,4 +65,6 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)
-    assert max(4 * int(np.prod(shape)) for shape in shapes) == limits.statistic_bytes(work, limits.Split(1, packed.ROOM))
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.statistic_bytes(
+        work, cudnn_limits.Split(1, packed.ROOM)
+    )

@@ -19,9 +19,11 @@ import jax
 import numpy as np
 import rich.console
 
-from jaxsp import prepare
-from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, digests, sharding, step, trainer
+from jaxsp.checkpoint import checksums, reader
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.run import build, trainer
+from jaxsp.training import sharding, train_step
 from tests import batches
 
 NOTICED, HARMLESS, SILENT = "noticed", "harmless", "silent"
@@ -67,19 +69,19 @@ class Kept:
             "optimizer": {"learning_rate": 0.1},
             "logging": {"tensorboard": False},
         }
-        program, material = prepare.training(config.parse(fields), devices=jax.devices()[:8])
+        program, material = build.training(schema.parse(fields), devices=jax.devices()[:8])
         trainer.train(program, material, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
-        self.program, self.table, self.like = program, program.table, step.shapes(program)[0]
+        self.program, self.table, self.like = program, program.table, train_step.shapes(program)[0]
         self.right = self.found()
 
-    def found(self, program: step.Program | None = None) -> dict[str, bytes]:
+    def found(self, program: train_step.Program | None = None) -> dict[str, bytes]:
         """All that a restore gives, by name, without the zeros that fill up. Args: program: None: that of the run."""
-        like = step.shapes(program)[0] if program else self.like
-        meta = checkpoint.read_meta(self.path)
-        state = checkpoint.restore(self.path, like, table=self.table, num_steps=meta.step)
-        whole = digests.by_name(digests.logical(self.table, state.master, state.opt))
-        arrays = digests.by_name({"master": state.master, "opt": state.opt})
+        like = train_step.shapes(program)[0] if program else self.like
+        meta = reader.read_meta(self.path)
+        state = reader.restore(self.path, like, table=self.table, num_steps=meta.step)
+        whole = checksums.by_name(checksums.logical(self.table, state.master, state.opt))
+        arrays = checksums.by_name({"master": state.master, "opt": state.opt})
         cut = {name: np.asarray(array)[tuple(map(slice, whole[name].shape))] for name, array in arrays.items()}
         return {name: array.tobytes() for name, array in cut.items()} | {"meta": repr(meta).encode()}
 

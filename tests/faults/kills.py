@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxsp.training import checkpoint, store
+from jaxsp.checkpoint import reader as checkpoint
+from jaxsp.checkpoint import writer
 from tests import batches, tolerances
 
 REPO = pathlib.Path(__file__).parent.parent.parent
@@ -111,7 +112,7 @@ class Case:
     def unfinished(self, name: str) -> set[str]:
         """Checkpoints that are being written, or were when the process ended."""
         folder = self.folder / name / "checkpoints"
-        return {entry.name for entry in os.scandir(folder) if entry.name.endswith(store.PARTIAL)} if folder.exists() else set()
+        return {entry.name for entry in os.scandir(folder) if entry.name.endswith(writer.PARTIAL)} if folder.exists() else set()
 
     def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()]

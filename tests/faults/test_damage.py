@@ -12,8 +12,10 @@ import pytest
 
 from jaxsp import eval as evaluation
 from jaxsp import export, train
-from jaxsp.core import config, errors
-from jaxsp.training import checkpoint, digests, sharding
+from jaxsp.checkpoint import checksums, reader
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.training import sharding
 from tests import batches, messages
 from tests.faults import damage
 
@@ -54,33 +56,33 @@ def test_files_that_are_missing_are_noticed_or_harmless(kept):
 def test_a_digest_that_differs_names_the_array(kept, name, tmp_path):
     """The arrays are those of the checkpoint, and one of the digests is not."""
     copy = shutil.copytree(kept.path, tmp_path / "2")
-    meta = checkpoint.read_meta(copy)
+    meta = reader.read_meta(copy)
     leaf = next(one for one in meta.leaves if one.startswith(name))
     meta.leaves[leaf]["digest"] = "0" * 16
-    (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
+    (copy / reader.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "0" * 16)
-    with pytest.raises(checkpoint.Damaged, match=says):
-        checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
+    with pytest.raises(reader.Damaged, match=says):
+        reader.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
 def test_another_dtype_is_refused(kept, tmp_path):
     """orbax would cast it, and say nothing."""
     copy = shutil.copytree(kept.path, tmp_path / "2")
-    meta = checkpoint.read_meta(copy)
+    meta = reader.read_meta(copy)
     leaf = next(iter(meta.leaves))
     meta.leaves[leaf]["dtype"] = "bfloat16"
-    (copy / checkpoint.META / "metadata").write_text(checkpoint.to_json(meta))
+    (copy / reader.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "bfloat16", "float32")
-    with pytest.raises(checkpoint.Damaged, match=says):
-        checkpoint.restore(copy, kept.like, table=kept.table, num_steps=2)
+    with pytest.raises(reader.Damaged, match=says):
+        reader.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
 def test_a_count_that_was_changed_is_noticed(kept, tmp_path):
     copy = shutil.copytree(kept.path, tmp_path / "2")
-    path = copy / checkpoint.META / "metadata"
+    path = copy / reader.META / "metadata"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(checkpoint.Damaged, match=messages.holding(copy, "meta/metadata")):
-        checkpoint.read_meta(copy)
+    with pytest.raises(reader.Damaged, match=messages.holding(copy, "meta/metadata")):
+        reader.read_meta(copy)
 
 
 # What a run does about it
@@ -111,7 +113,7 @@ def finished(tmp_path_factory):
         "checkpoint": {"keep_latest": 3},
         "logging": {"tensorboard": False},
     }
-    config.save(config.parse(fields), folder / "config.yaml")
+    schema.save(schema.parse(fields), folder / "config.yaml")
     train.main(words(folder))
     return folder
 
@@ -160,7 +162,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, 
     assert re.match(messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4"), said[0])
     assert lines(run) == lines(finished), "steps 3 to 6 were made again"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
-    assert checkpoint.newest(run / "run").name == "6"
+    assert reader.newest(run / "run").name == "6"
     begins = messages.holding("step 2", f"{run}/run/checkpoints/2")
     assert re.search(begins, (run / "run/banner.txt").read_text())
 
@@ -205,7 +207,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(run):
     says = messages.holding(checkpoints / "4", checkpoints / "2")
     with pytest.raises(errors.UserError, match=says):
         train.main(words(run, f"run.directory={run}/third", f"run.resume={run}/run/checkpoints/4"))
-    assert checkpoint.newest(run / "run").name == "4"
+    assert reader.newest(run / "run").name == "4"
 
 
 def test_export_and_evaluation_name_the_one_before(run):
@@ -228,9 +230,9 @@ def test_a_machine_that_is_not_well_is_no_damage(kept, monkeypatch, number, dama
         raise OSError(number, "as the test asked for")
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
-    with pytest.raises(checkpoint.Damaged if damaged else OSError) as raised:
+    with pytest.raises(reader.Damaged if damaged else OSError) as raised:
         kept.found()
-    assert isinstance(raised.value, checkpoint.Damaged) == damaged
+    assert isinstance(raised.value, reader.Damaged) == damaged
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])
@@ -238,6 +240,6 @@ def test_the_digests_hold_on_every_mesh(kept, sizes):
     """On 2 devices other zeros are stored than on 8, and on one none."""
     program = dataclasses.replace(kept.program, mesh=batches.mesh(*sizes))
     assert kept.found(program) == kept.right
-    master = checkpoint.read_weights(kept.path, kept.table)
-    whole = {f"master/{name}": array.tobytes() for name, array in digests.by_name(master).items()}
+    master = reader.read_weights(kept.path, kept.table)
+    whole = {f"master/{name}": array.tobytes() for name, array in checksums.by_name(master).items()}
     assert whole.items() <= kept.right.items()

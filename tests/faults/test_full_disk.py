@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp import prepare
-from jaxsp.core import config, errors
-from jaxsp.training import banner, checkpoint, directory, metrics, records, saving, trainer
-from jaxsp.training.store import Store
+from jaxsp.checkpoint import reader, schedule
+from jaxsp.checkpoint.writer import Store
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.reporting import banner, metrics
+from jaxsp.run import build, trainer
+from jaxsp.runtime import jsonl, run_dir
 from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
@@ -40,12 +43,12 @@ def settings(folder, run, *words):
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
     }
-    return config.parse(fields, words)
+    return schema.parse(fields, words)
 
 
 def train(chosen):
     said = io.StringIO()
-    program, material = prepare.training(chosen, devices=jax.devices()[:1])
+    program, material = build.training(chosen, devices=jax.devices()[:1])
     trainer.train(program, material, rich.console.Console(file=said, width=200))
     return said.getvalue()
 
@@ -64,7 +67,7 @@ def small_disk(tmp_path):
 
 def fill(disk):
     """Takes all that is left when the first checkpoint is whole."""
-    while checkpoint.newest(disk / "run") is None:
+    while reader.newest(disk / "run") is None:
         time.sleep(0.01)
     with (disk / "ballast").open("ab", buffering=0) as file:
         try:
@@ -94,7 +97,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
         if 3 <= line.step < 11:  # again and again: a save that fails gives back its room
             fill(small_disk)
         if line.step == 11:
-            whole["then"] = checkpoint.newest(small_disk / "run").name
+            whole["then"] = reader.newest(small_disk / "run").name
             (small_disk / "ballast").unlink()
         write(self, line)
 
@@ -122,7 +125,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
 
 @pytest.mark.slow
 def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
-    monkeypatch.setattr(saving.Saving, "LAST_TRIES_S", (0.1, 0.1))
+    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (0.1, 0.1))
     write = metrics.Writer.write
 
     def fills(self, line):
@@ -157,7 +160,7 @@ def small_files():
 
 def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_files, capfd):
     given = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
-    lines = records.Lines(tmp_path / "a")
+    lines = jsonl.Lines(tmp_path / "a")
     lines.add(given[0])
     small_files(100_000)
     for record in given[1:3]:
@@ -201,7 +204,7 @@ def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeyp
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events"])
 def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, monkeypatch, file):
     """A kill would lose it for ever, since the run goes on behind it."""
-    settle, settled = records.Lines.settle, []
+    settle, settled = jsonl.Lines.settle, []
 
     def full_at_first(self):
         if self._path.name.startswith(file):
@@ -210,7 +213,7 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
                 raise OSError(28, "No space left on device")
         settle(self)
 
-    monkeypatch.setattr(records.Lines, "settle", full_at_first)
+    monkeypatch.setattr(jsonl.Lines, "settle", full_at_first)
     said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
     assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), said)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", said)
@@ -233,7 +236,7 @@ def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, he
         write(self, text[:10], **how)
         raise OSError(28, "No space left on device")
 
-    with directory.hold(tmp_path / "run") if held else contextlib.nullcontext():
+    with run_dir.hold(tmp_path / "run") if held else contextlib.nullcontext():
         monkeypatch.setattr(pathlib.Path, "write_text", full)
         says = messages.holding(f"run.directory = {tmp_path}/run", "No space left on device")
         with pytest.raises(errors.UserError, match=says):

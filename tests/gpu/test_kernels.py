@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, cudnn, limits, packed, pieces, reference
+from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, packed, reference, segments
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ def takes(gpu):
     """Whether cuDNN takes rows of so many slots on this GPU: a function that skips where it does not."""
 
     def check(max_pieces, head_dim=64, window=None):
-        work = limits.Work(
+        work = cudnn_limits.Work(
             num_heads=8,
             num_kv_heads=8,
             head_dim=head_dim,
@@ -29,7 +29,7 @@ def takes(gpu):
             window=window,
             dtype="bfloat16",
         )
-        if obstacles := limits.obstacles(work, devices=[gpu]):
+        if obstacles := cudnn_limits.obstacles(work, devices=[gpu]):
             pytest.skip(f"cuDNN {obstacles[0].what}")
 
     return check
@@ -156,7 +156,7 @@ def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_fro
     starts, lengths = rows(slots, [0, 1])
     small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(*small, starts, lengths)
-    piece_BL = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece_BL = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))
     right_BhL = np.log(np.exp(scores, where=sees[:, None], out=np.zeros_like(scores)).sum(-1))
@@ -171,7 +171,7 @@ def test_a_piece_knows_nothing_of_the_others(h, takes):
     starts, lengths = rows(30, [0, 1])
     q, k, v, dout = arrays(2, L, h, 2, 128)
     before = run(kernels(1), jnp.bfloat16, q, k, v, dout, starts, lengths)["out"]
-    piece = np.asarray(pieces.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(8):
         own = (piece == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.core import axes, config
-from jaxsp.core import mesh as meshes
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.writer import Store
+from jaxsp.config import schema
+from jaxsp.core import axes
 from jaxsp.model import decoder
-from jaxsp.training import checkpoint, host, levers, memory_fit, selfcheck, sharding, step, xla
-from jaxsp.training.store import Store
+from jaxsp.runtime import device_mesh
+from jaxsp.training import compile_options, host_offload, memory_fit, memory_options, selfcheck, sharding, train_step
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -48,13 +50,13 @@ LEVERS = {
 }
 
 
-XLA_OPTIONS = {"inputs and attention, not prefetched": dict.fromkeys(xla.PREFETCH_FROM_HOST, False)}
+XLA_OPTIONS = {"inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)}
 """XLA options of some of them. If a prefetched copy came from the wrong layer, gradients would be wrong."""
 
 
 def program(gpu, memory, dtype="bfloat16", xla_options=None):
     """A step of two rows, one after the other, and how it attends; skips where this release of JAX cannot do it."""
-    settings = config.parse(
+    settings = schema.parse(
         {
             "run": {"directory": "unused", "steps": 3, "xla_options": xla_options or {}},
             "model": {"config": {}, "compute_dtype": dtype},
@@ -69,13 +71,13 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := levers.problems(settings, platform=gpu.platform):
+    if problems := memory_options.problems(settings, platform=gpu.platform):
         pytest.skip(problems[0])
     heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads, "head_dim": MODEL.head_dim}
     choice = attention.choose(settings, devices=[gpu], window=None, **heads)
     attend = attention.make_attend(seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks)
-    on = meshes.make({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return step.Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
+    on = device_mesh.make({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
+    return train_step.Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +94,10 @@ class Trained:
 def trained(gpu, lever, dtype="float32"):
     memory = LEVERS[lever] if lever else {"remat": "attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
-    ready = levers.ready(of, uncounted=choice.uncounted_bytes)
+    ready = memory_options.ready(of, uncounted=choice.uncounted_bytes)
     start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, offloaded=of.offloads)
     before = {name: np.array(weight) for name, weight in batches.by_name(start).items()}  # no view: the step takes the memory
-    state, rows, losses, moved = step.with_weights(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
+    state, rows, losses, moved = train_step.with_weights(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
     for _ in range(3):
         state, numbers = ready.run(state, rows)
         losses.append(float(numbers.loss))
@@ -122,7 +124,7 @@ def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
 
 INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
 OUTPUTS = MODEL.num_layers * TOKENS * MODEL.num_heads * (MODEL.head_dim + 1) * 4
-STATE = 3 * 4 * sum(math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.table(MODEL)) if host.worth_it(row))
+STATE = 3 * 4 * sum(math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.table(MODEL)) if host_offload.worth_it(row))
 
 ON_HOST = {"inputs": INPUTS, "inputs and attention": INPUTS + OUTPUTS, "state": STATE, "all": INPUTS + OUTPUTS + STATE}
 """Bytes: layers' inputs; attention's outputs and log-sum-exps; float32 weights and AdamW's averages."""
@@ -146,13 +148,13 @@ def test_each_lever_takes_less_of_the_device(gpu):
 def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     """A state in host memory is written out of that very memory, which the next step takes."""
     of, _ = program(gpu, LEVERS[lever], "float32")
-    run, state, rows = step.compile(of), step.start(of, seed=0), batches.on_mesh(ROWS, of.mesh)
+    run, state, rows = train_step.compile(of), train_step.start(of, seed=0), batches.on_mesh(ROWS, of.mesh)
     state, _ = run(state, rows)
-    meta = checkpoint.Meta(config={}, model={}, data={}, step=1, rows={}, num_tokens_total=0)
-    with Store(tmp_path, table=of.table, keep=config.Checkpoint()) as store:
+    meta = reader.Meta(config={}, model={}, data={}, step=1, rows={}, num_tokens_total=0)
+    with Store(tmp_path, table=of.table, keep=schema.Checkpoint()) as store:
         store.save(state, meta)
         state, right = run(state, rows)
-    restored = checkpoint.restore(tmp_path / "1", step.shapes(of)[0], table=of.table, num_steps=1)
+    restored = reader.restore(tmp_path / "1", train_step.shapes(of)[0], table=of.table, num_steps=1)
     assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
 
 

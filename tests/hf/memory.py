@@ -14,10 +14,10 @@ import numpy as np
 import safetensors.numpy
 
 from jaxsp.core import axes
-from jaxsp.core import mesh as meshes
 from jaxsp.hf import folder, weights
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
+from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding
 from tests import batches
 
@@ -82,7 +82,7 @@ def worker(name: str, port: str, index: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate")
-    mesh = meshes.make({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
+    mesh = device_mesh.make({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
     found = folder.find(name)
     table = decoder.table(ModelConfig(**found.fields))
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core import batch, errors
-from jaxsp.data import tokenizers
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder, layers
 from tests import tolerances

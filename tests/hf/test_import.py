@@ -15,7 +15,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp.core import errors
-from jaxsp.data import tokenizers
+from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder, layers
 from jaxsp.training import sharding

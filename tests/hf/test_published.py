@@ -9,7 +9,8 @@ import jax
 import pytest
 import yaml
 
-from jaxsp.core import config, errors
+from jaxsp.config import schema
+from jaxsp.core import errors
 from jaxsp.hf import families, folder, published
 from jaxsp.model import decoder
 
@@ -67,7 +68,7 @@ def test_sizes_are_those_that_were_compared_with_config_json_once():
 
 def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     hub(REFUSED)
-    sizes = published.read_sizes(config.Model(source=LLAMA))
+    sizes = published.read_sizes(schema.Model(source=LLAMA))
     assert sizes.model.num_layers == 32
     assert sizes.published.name == LLAMA
     assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source, published.DATE))
@@ -79,7 +80,7 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
     fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     hub(tmp_path)
-    sizes = published.read_sizes(config.Model(source=LLAMA))
+    sizes = published.read_sizes(schema.Model(source=LLAMA))
     assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.words) == (2, None, "", [])
 
 
@@ -87,7 +88,7 @@ def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
     hub(AssertionError("the hub is not asked"))
     fields = published.MODELS["Qwen/Qwen3-0.6B"].fields
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    for model in (config.Model(source=str(tmp_path)), config.Model(config=fields)):
+    for model in (schema.Model(source=str(tmp_path)), schema.Model(config=fields)):
         sizes = published.read_sizes(model)
         assert (sizes.model.num_layers, sizes.published) == (28, None)
 
@@ -95,13 +96,13 @@ def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
 def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
     hub(errors.UserError("no such model on the hub"))
     with pytest.raises(errors.UserError, match="no such model on the hub"):
-        published.read_sizes(config.Model(source=LLAMA))
+        published.read_sizes(schema.Model(source=LLAMA))
 
 
 def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(hub):
     hub(REFUSED)
     with pytest.raises(errors.UserError) as raised:
-        published.read_sizes(config.Model(source="Qwen/Qwen3-14"))
+        published.read_sizes(schema.Model(source="Qwen/Qwen3-14"))
     (problem,) = raised.value.problems
     parts = ("Qwen/Qwen3-14", "a reason", "mean Qwen/Qwen3-14B?", "hf download Qwen/Qwen3-14 config.json")
     assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
@@ -113,7 +114,7 @@ def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(folder, "_cached", lambda source: tmp_path)
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
-    sizes = published.read_sizes(config.Model(source=LLAMA))
+    sizes = published.read_sizes(schema.Model(source=LLAMA))
     assert (sizes.model.num_layers, sizes.published) == (2, None)
 
 
@@ -121,14 +122,14 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
     began = time.monotonic()
-    sizes = published.read_sizes(config.Model(source=LLAMA))
+    sizes = published.read_sizes(schema.Model(source=LLAMA))
     assert time.monotonic() - began < 10
     assert "0.1 s" in sizes.note
 
 
 def test_training_never_takes_published_sizes(hub):
     hub(REFUSED)
-    model = config.Model(source=LLAMA)
+    model = schema.Model(source=LLAMA)
     with pytest.raises(folder.HubError, match="a problem with a suggestion"):
         folder.find(LLAMA)
     with pytest.raises(folder.HubError, match="a problem with a suggestion"):

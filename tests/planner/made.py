@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jaxsp.planner import budget, plans, roofline
+from jaxsp.planner import budget, planning
+from jaxsp.planner.cost import roofline
 
 
 def plan(**changes):
@@ -56,5 +57,5 @@ def plan(**changes):
         "jax": "0.12.0",
         "plan_s": 8.0,
     }
-    assert fields.keys() == {field.name for field in dataclasses.fields(plans.Plan)}
-    return plans.Plan(**fields | changes)
+    assert fields.keys() == {field.name for field in dataclasses.fields(planning.Plan)}
+    return planning.Plan(**fields | changes)

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.hf import families
 from jaxsp.planner import compiled
 
@@ -34,7 +34,7 @@ def settings(*words, **changes):
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
     }
-    return config.parse(fields, words)
+    return schema.parse(fields, words)
 
 
 def step(asked, devices):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxsp.planner import budget, comms, compiled, memory
+from jaxsp.planner import budget, compiled, memory
+from jaxsp.planner.cost import comms
 from jaxsp.training import memory_fit
 from tests import tolerances
 from tests.planner import programs

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from jaxsp.planner import budget, compiled, gpus, memory
-from jaxsp.training import levers, memory_fit, sharding
+from jaxsp.training import memory_fit, memory_options, sharding
 from tests import tolerances
 from tests.messages import assert_names
 from tests.planner import programs
@@ -63,7 +63,7 @@ SIZES = {"hidden_size": 768, "intermediate_size": 2304, "vocab_size": 4096, "num
 @pytest.mark.parametrize(("asked", "microbatches"), [("state", 1), ("state_and_gradients", 2)])
 def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    if jax.__version_info__ < levers.HOST_STATE_FROM:
+    if jax.__version_info__ < memory_options.HOST_STATE_FROM:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ["mesh.seq=2", f"memory.offload_optimizer={asked}", "memory.offload_activations=residual", "optimizer.name=adamw"]
     words.append(f"batch.rows_per_step={microbatches}")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from jaxsp.planner import budget, plots, shapes
+from jaxsp.planner import budget, mesh_sweep, plots
 from tests.planner import made
 
 figure = pytest.importorskip("matplotlib.figure", reason="pictures need the plan extra")
@@ -106,14 +106,14 @@ def test_tokens_are_written_in_thousands_and_millions(number, words):
 
 def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tmp_path, drawn):
     found = [
-        shapes.Shape(mesh={"replica": 1, "data": 1, "seq": 8}, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
-        shapes.Shape(
+        mesh_sweep.Shape(mesh={"replica": 1, "data": 1, "seq": 8}, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
+        mesh_sweep.Shape(
             mesh={"replica": 1, "data": 2, "seq": 4},
             kind={"kind": "ring"},
             plan=made.plan(fits=False, step_s_estimate=7.0),
             why="",
         ),
-        shapes.Shape(mesh={"replica": 1, "data": 8, "seq": 1}, kind={"kind": "auto"}, plan=None, why="no"),
+        mesh_sweep.Shape(mesh={"replica": 1, "data": 8, "seq": 1}, kind={"kind": "auto"}, plan=None, why="no"),
     ]
     plots.meshes(found, tmp_path / "a.png", title="a title")
     memory, times = drawn[0].axes

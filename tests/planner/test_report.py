@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from jaxsp.planner import budget, report, roofline, search, shapes
+from jaxsp.planner import budget, mesh_sweep, report, search
+from jaxsp.planner.cost import roofline
 from tests.messages import assert_names, numbers
 from tests.planner import made
 
@@ -145,9 +146,11 @@ def test_the_longest_row_says_what_was_full_beyond_it():
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
-        shapes.Shape(mesh=mesh, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
-        shapes.Shape(mesh=mesh, kind={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), why=""),
-        shapes.Shape(mesh=mesh, kind={"kind": "hybrid", "inner_degree": 4}, plan=None, why="28 query heads cannot be shared"),
+        mesh_sweep.Shape(mesh=mesh, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
+        mesh_sweep.Shape(mesh=mesh, kind={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), why=""),
+        mesh_sweep.Shape(
+            mesh=mesh, kind={"kind": "hybrid", "inner_degree": 4}, plan=None, why="28 query heads cannot be shared"
+        ),
     ]
     text = report.ranked(found)
     rows, note = cells(text)

@@ -4,7 +4,7 @@ import pytest
 
 from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.planner import budget, compiled, plans, search
+from jaxsp.planner import budget, compiled, planning, search
 from tests.planner import made, programs
 
 MODEL = families.model_config(programs.LLAMA, field="model.config")
@@ -24,7 +24,7 @@ def sought(monkeypatch, make, *words, has_splits=False):
         lengths.append(settings.data.row_tokens)
         return make(settings.data.row_tokens)
 
-    monkeypatch.setattr(plans, "of", of)
+    monkeypatch.setattr(planning, "of", of)
     asked = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
     return search.longest(asked, model=MODEL, site=SITE), lengths
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from scripts.bench import memory
 from tests.messages import assert_names
 
@@ -14,12 +14,12 @@ def cell(levers, *, num_devices=8, row_tokens=131072):
 @pytest.mark.parametrize("num_devices", memory.TOKENS)
 @pytest.mark.parametrize("levers", memory.LEVERS)
 def test_every_cell_is_a_config_whose_devices_are_as_many_as_it_says(levers, num_devices):
-    asked = config.parse(memory.fields(cell(levers, num_devices=num_devices)))
+    asked = schema.parse(memory.fields(cell(levers, num_devices=num_devices)))
     assert asked.mesh.data * asked.mesh.seq == num_devices == asked.batch.rows_per_step * asked.mesh.seq
 
 
 def test_each_line_pulls_the_levers_of_those_before_it():
-    found = {name: config.parse(memory.fields(cell(name))) for name in memory.LEVERS}
+    found = {name: schema.parse(memory.fields(cell(name))) for name in memory.LEVERS}
     assert [one.mesh.seq for one in found.values()] == [1, 1, *[8] * 7]
     assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *["auto"] * 8]
     assert [one.memory.mlp_tile_tokens for one in found.values()] == [131072, 131072, 16384, 16384, *["auto"] * 5]

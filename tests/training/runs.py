@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp import attention
-from jaxsp.attention import kinds
-from jaxsp.core import batch, config
+from jaxsp.attention import strategies
+from jaxsp.config import schema
+from jaxsp.core import batch
 from jaxsp.model import decoder, layers, remat
 from jaxsp.model.config import ModelConfig
-from jaxsp.training import sharding, step
+from jaxsp.training import sharding, train_step
 from tests import batches, tolerances
 from tests import whole as wholes
 
@@ -31,12 +32,12 @@ def program(
     row_tokens: int = 64,
     sizes: tuple[int, int, int] = (1, 1, 4),
     **settings: Any,
-) -> step.Program:
+) -> train_step.Program:
     """A program with these memory options, which is not compiled."""
     asked = batches.settings(memory=memory, **settings)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
-    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": config.Mesh(**mesh)}
-    return step.Program(
+    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": schema.Mesh(**mesh)}
+    return train_step.Program(
         config=asked.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
@@ -95,7 +96,7 @@ def cut(row: layers.Parameter, stored: jax.Array) -> np.ndarray:
 class Run:
     """A program on a mesh, with what was compiled of it for rows of one shape."""
 
-    program: step.Program
+    program: train_step.Program
     rows_at_once: int
     gradients: Any
     step: Any
@@ -103,10 +104,10 @@ class Run:
     def rows(self, arrays: batches.Arrays) -> batch.Batch:
         return batches.on_mesh(arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout)
 
-    def state(self, whole: dict[str, Any]) -> step.State:
+    def state(self, whole: dict[str, Any]) -> train_step.State:
         """These weights and an empty optimizer."""
         stored = sharding.put(self.program.table, whole, self.program.mesh, offloaded=self.program.offloads)
-        return step.with_weights(self.program, stored)
+        return train_step.with_weights(self.program, stored)
 
     def whole(self, tree: Any) -> dict[str, np.ndarray]:
         """Weights or gradients by name, without the zeros they are stored with."""
@@ -139,25 +140,25 @@ def compiling(
     sizes: tuple[int, int, int],
     *,
     rows_at_once: int = 1,
-    settings: config.Config = SGD,
+    settings: schema.Config = SGD,
     model: ModelConfig = MODEL,
     want: tuple[str, ...] = ("gradients", "step"),
     arrays: batches.Arrays = ROWS,
-    kind: kinds.Kind | None = None,
+    kind: strategies.Kind | None = None,
 ) -> concurrent.futures.Future[Run]:
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
         attend = attention.make_attend(seq=sizes[-1], kind=kind, kernel="blockwise", window=None)
         mesh = batches.mesh(*sizes)
-        program = step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
+        program = train_step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)
         rows, state = bare.rows(arrays), bare.state(whole_weights(model))
-        gradients = jax.jit(functools.partial(step.gradients, program))
+        gradients = jax.jit(functools.partial(train_step.gradients, program))
         return dataclasses.replace(
             bare,
             gradients=gradients.lower(state.master, rows).compile() if "gradients" in want else None,
-            step=step.make(program).lower(state, rows).compile() if "step" in want else None,
+            step=train_step.make(program).lower(state, rows).compile() if "step" in want else None,
         )
 
     return _POOL.submit(make)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxsp.core import config
+from jaxsp.config import schema
 from jaxsp.training.early_stopping import EarlyStopping
 from tests import messages
 
@@ -13,7 +13,7 @@ LOSS_SET = {"name": "a", "digest": "tokens of a"}
 
 
 def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
-    settings = config.Run(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    settings = schema.Run(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
     return EarlyStopping(settings, loss_set, before=before)
 
 

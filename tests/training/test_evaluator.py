@@ -1,7 +1,7 @@
 """Which data sets have comparable losses."""
 
 from jaxsp.training import evaluator
-from tests.data import test_dataset, test_pipeline
+from tests.data.packing import test_dataset, test_pipeline
 
 
 def digest_of(lengths, row_tokens, **fields):

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp import train
-from jaxsp.attention import kinds
-from jaxsp.core import axes, jobs
-from jaxsp.core import mesh as meshes
+from jaxsp.attention import strategies
+from jaxsp.core import axes
 from jaxsp.planner import budget, compiled
-from jaxsp.training import host, levers, memory_fit, sharding, step
+from jaxsp.runtime import cluster, device_mesh
+from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
 from tests import batches
 from tests.planner import programs
 from tests.training import runs
@@ -208,13 +208,13 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
 # Room
 
 
-H100 = meshes.GPU_SHARE * 79.1 * GIB
+H100 = device_mesh.GPU_SHARE * 79.1 * GIB
 
 
 def of_kind(sizes, **kind):
     """A program on a mesh whose attention has this kind."""
     seq = sizes[-1]
-    attend = dataclasses.replace(runs.program({}).attend, kind=kinds.Kind(seq=seq, **({"inner": seq} | kind)))
+    attend = dataclasses.replace(runs.program({}).attend, kind=strategies.Kind(seq=seq, **({"inner": seq} | kind)))
     return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
 
 
@@ -231,7 +231,7 @@ def of_kind(sizes, **kind):
     ],
 )
 def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
-    found = memory_fit.communicators(dict(zip(axes.ALL, sizes, strict=True)), kinds.Kind(seq=sizes[-1], inner=inner))
+    found = memory_fit.communicators(dict(zip(axes.ALL, sizes, strict=True)), strategies.Kind(seq=sizes[-1], inner=inner))
     assert found == set(map(frozenset, groups))
 
 
@@ -250,7 +250,7 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
 
 
 def test_peers_on_other_nodes_take_memory_too(monkeypatch):
-    monkeypatch.setattr(meshes, "NODE_DEVICES", 4)
+    monkeypatch.setattr(device_mesh, "NODE_DEVICES", 4)
     found = memory_fit.nccl_bytes(of_kind((1, 1, 8)))
     assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
 
@@ -277,8 +277,8 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
 
 def on_kind(program):
     """Bytes of a device's weights and optimizer state, by the memory kind of their shardings; counts of steps left out."""
-    state = step.shapes(program)[0]
-    found = {"device": 0, host.KIND: 0}
+    state = train_step.shapes(program)[0]
+    found = {"device": 0, host_offload.KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt)):
         if leaf.dtype == jnp.float32:
             kind = leaf.sharding.memory_kind or "device"
@@ -289,14 +289,14 @@ def on_kind(program):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("offload", ["none", "state"])
 def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(small_shards, monkeypatch, optimizer, offload):
-    monkeypatch.setattr(host, "FROM_SIZE", 100)
+    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
     found = on_kind(program)
     assert memory_fit.checkpoint_bytes(program) == found["device"]
     offloaded = memory_fit.offloaded_by(program)
-    assert offloaded.weights + offloaded.moments == found[host.KIND]
+    assert offloaded.weights + offloaded.moments == found[host_offload.KIND]
     assert found["device"] > 0
-    assert (found[host.KIND] > 0) == (offload == "state")
+    assert (found[host_offload.KIND] > 0) == (offload == "state")
     room = memory_fit.room_of(program, memory_fit.Room(H100, 200 * GIB, 100 * GIB))
     assert room.host == 200 * GIB - found["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
@@ -312,7 +312,7 @@ class Device:
 
 def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeypatch):
     """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
-    monkeypatch.setattr(jobs, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
     found = memory_fit._limits((Device(80 * GIB), Device(70 * GIB)))
     assert found == memory_fit.Room(70 * GIB, 43 * GIB, 5 * GIB)
@@ -322,9 +322,9 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
     """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
-    monkeypatch.setattr(jobs, "host_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(jobs, "num_gpus", lambda environ: 2)
-    process = jobs.Process(index=0, num_processes=4, coordinator="a:1")
+    monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 2)
+    process = cluster.Process(index=0, num_processes=4, coordinator="a:1")
     monkeypatch.setattr(memory_fit.processes, "here", lambda: process)
     assert memory_fit._limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
     assert memory_fit._limits((Device(70 * GIB),)).host == 40 * GIB, "two processes with a GPU each"
@@ -335,7 +335,7 @@ def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypa
 
 def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
-    monkeypatch.setattr(host, "FROM_SIZE", 100)
+    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
     found = {
         value: memory_fit.offloaded_by(runs.program({"offload_activations": value}))
         for value in ("none", "residual", "residual_and_attention")
@@ -356,17 +356,17 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
 
 def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shards, monkeypatch):
     """As by the program, which needs devices: 4 GPUs of one process."""
-    monkeypatch.setattr(host, "FROM_SIZE", 100)
+    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
     program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
     found = memory_fit.offloaded_by(program)
-    assert train._pool_bytes(program.config, jobs.Process()) == memory_fit.pool_bytes(found)
+    assert train._pool_bytes(program.config, cluster.Process()) == memory_fit.pool_bytes(found)
     assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
-    assert train._pool_bytes(runs.program({}).config, jobs.Process()) is None
+    assert train._pool_bytes(runs.program({}).config, cluster.Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 2)
-    process = jobs.Process(num_processes=4, num_local=2)
+    process = cluster.Process(num_processes=4, num_local=2)
     assert train._pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 0)
     assert train._pool_bytes(program.config, process) is None
@@ -405,6 +405,6 @@ ALL_AT_ONCE = 10**9
 def test_the_formula_is_close_for_all_options(row_tokens, memory):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     asked = programs.settings("mesh.seq=4", f"data.row_tokens={row_tokens}", *(f"memory.{k}={v}" for k, v in memory.items()))
-    if found := levers.problems(asked, platform="gpu"):
+    if found := memory_options.problems(asked, platform="gpu"):
         pytest.skip(found[0])
     check_formula(programs.step(asked, compiled.devices("h100-80gb", 4)))

@@ -10,7 +10,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.core import batch
 from jaxsp.model import decoder
-from jaxsp.training import step
+from jaxsp.training import train_step
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -33,7 +33,7 @@ def embeddings(shards, rows, *, config, gather, dtype, **_):
 
 @pytest.fixture(autouse=True)
 def _without_layers(small_shards, monkeypatch):
-    monkeypatch.setattr(step.decoder, "hidden_states", embeddings)
+    monkeypatch.setattr(train_step.decoder, "hidden_states", embeddings)
 
 
 def cross_entropy(logits_TV, labels_T):
@@ -43,7 +43,7 @@ def cross_entropy(logits_TV, labels_T):
 
 def program(sizes, *, settings=runs.SGD, **changes):
     """With loss tiles of 7 tokens."""
-    return step.Program(
+    return train_step.Program(
         config=settings,
         model=MODEL,
         mesh=batches.mesh(*sizes),
@@ -83,7 +83,7 @@ CASES = [
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.whole_weights(MODEL)
     made = program(sizes, loss=token_loss)
-    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(step.gradients, made)), None)
+    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(train_step.gradients, made)), None)
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
     assert batches.difference(found.loss, loss) < tolerances.MESH
@@ -103,12 +103,12 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     decays = batches.settings(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     made = program((1, 1, 2), settings=decays, loss=infinite, has_weights=True)
-    run = runs.Run(made, 8, None, step.make(made))
+    run = runs.Run(made, 8, None, train_step.make(made))
     state = run.state(runs.whole_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
     state, metrics = run.step(state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)}))
     assert batches.same_bits(state.master, before)
     assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.finite)) == (0, 0, True)
-    plain, weighted = (step.shapes(one)[1] for one in (program((1, 1, 2)), made))
+    plain, weighted = (train_step.shapes(one)[1] for one in (program((1, 1, 2)), made))
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.model import decoder
-from jaxsp.training import sharding, step
+from jaxsp.training import sharding, train_step
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -73,7 +73,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 @functools.cache
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
-    program = step.Program(
+    program = train_step.Program(
         config=batches.settings(compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}),
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
@@ -82,7 +82,7 @@ def traced(grad_reduce_dtype):
     )
     run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    return jax.make_jaxpr(functools.partial(step.gradients, program))(state.master, run.rows(runs.ROWS))
+    return jax.make_jaxpr(functools.partial(train_step.gradients, program))(state.master, run.rows(runs.ROWS))
 
 
 def dtypes_of(primitive, grad_reduce_dtype):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.attention.kernels import blockwise, cudnn_calls, pieces, reference
+from jaxsp.attention.kernels import blockwise, cudnn_calls, reference, segments
 from jaxsp.core import errors
 from jaxsp.model import remat
 from jaxsp.planner import compiled
@@ -27,7 +27,7 @@ def differences(kernel, **changes):
 def whole_row(q, k, v, starts, lengths, **_):
     """Pieces see those before them."""
     L = q.shape[1]
-    one = jnp.where(pieces.in_a_piece(starts, lengths, L).any(-1, keepdims=True), L, 0)
+    one = jnp.where(segments.in_a_piece(starts, lengths, L).any(-1, keepdims=True), L, 0)
     return reference.attention(q, k, v, jnp.zeros_like(one), one)
 
 
@@ -35,7 +35,7 @@ def one_token_further(q, k, v, starts, lengths, **_):
     """The first token of a piece sees the last one before it, as if lengths were one off."""
     right = reference.attention(q, k, v, starts, lengths)
     before = jnp.roll(v, 1, axis=1)
-    piece = pieces.piece_of_token(starts, lengths, q.shape[1])
+    piece = segments.piece_of_token(starts, lengths, q.shape[1])
     first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
     return jnp.where(first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right)
 
@@ -162,7 +162,7 @@ def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypat
     cudnn_contract.on_cpu()
     assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.TOLERANCE / 2
     monkeypatch.setattr(
-        pieces.Rectangle, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
+        segments.Rectangle, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
     )
     assert not max(differences("cudnn", halves=outer).values()) < selfcheck.TOLERANCE
 

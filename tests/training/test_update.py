@@ -9,7 +9,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.core import batch
 from jaxsp.model import decoder
-from jaxsp.training import optimizer, step
+from jaxsp.training import optimizer, train_step
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     head = np.array(state.master["head"])
     head[5] = value
     head = jax.device_put(head, state.master["head"].sharding)
-    state = step.State(master=state.master | {"head": head}, opt=state.opt, step=state.step)
+    state = train_step.State(master=state.master | {"head": head}, opt=state.opt, step=state.step)
     before = jax.tree.map(np.asarray, state)
     after, metrics = adamw.step(state, adamw.rows(runs.ROWS))
     assert not metrics.finite
@@ -165,7 +165,7 @@ def test_the_state_is_updated_in_place(adamw):
 
 @pytest.mark.e2e
 def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
-    program = step.Program(
+    program = train_step.Program(
         config=runs.SGD,
         model=runs.MODEL,
         mesh=batches.mesh(1, 1, 4),
@@ -173,4 +173,4 @@ def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
         num_steps=runs.NUM_STEPS,
     )
     with pytest.raises(RuntimeError, match=messages.holding("mesh.seq = 4", "mesh.seq=1")):
-        step.compile(program)
+        train_step.compile(program)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import pieces, residuals
+from jaxsp.attention.kernels import names, segments
 
 BLOCK = 256
 """Tokens of a block: 8 heads' float32 scores take 2 MiB."""
@@ -85,7 +85,7 @@ def _attention_fwd(
     q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
 ) -> tuple[Array, tuple]:
     out_BLhK, lse_BhL = forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype)
-    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, residuals.OUT), checkpoint_name(lse_BhL, residuals.LSE)
+    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, names.OUT), checkpoint_name(lse_BhL, names.LSE)
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 
@@ -111,7 +111,7 @@ def forward(
     """Output, of this dtype, and log-sum-exp; both 0 at padding."""
     L = q_BLhK.shape[1]
     row = functools.partial(_pieces, window=L if window is None else window)
-    return _forward(row, q_BLhK, k_BLgK, v_BLgK, pieces.piece_of_token(starts_BM, lengths_BM, L), dtype=dtype)
+    return _forward(row, q_BLhK, k_BLgK, v_BLgK, segments.piece_of_token(starts_BM, lengths_BM, L), dtype=dtype)
 
 
 def backward(
@@ -130,12 +130,12 @@ def backward(
     """dq, dk and dv, of this dtype; the output and its log-sum-exp may be of more keys than these."""
     L = q_BLhK.shape[1]
     row = functools.partial(_pieces, window=L if window is None else window)
-    of_tokens = pieces.piece_of_token(starts_BM, lengths_BM, L)
+    of_tokens = segments.piece_of_token(starts_BM, lengths_BM, L)
     return _backward(row, q_BLhK, k_BLgK, v_BLgK, of_tokens, out_BLhK, lse_BhL, dout_BLhK, dtype=dtype)
 
 
 def rectangle_forward(
-    q_BChK: Float[Array, "B C h K"], k_BDgK: Float[Array, "B D g K"], v_BDgK: Float[Array, "B D g K"], where: pieces.Rectangle
+    q_BChK: Float[Array, "B C h K"], k_BDgK: Float[Array, "B D g K"], v_BDgK: Float[Array, "B D g K"], where: segments.Rectangle
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
     """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; both 0 for other queries."""
     return _forward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, dtype=_FLOAT32)
@@ -148,7 +148,7 @@ def rectangle_backward(
     out_BChK: Float[Array, "B C h K"],
     lse_BhC: Float32[Array, "B h C"],
     dout_BChK: Float[Array, "B C h K"],
-    where: pieces.Rectangle,
+    where: segments.Rectangle,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
     """dq, dk and dv; the output and its log-sum-exp may be of more keys than these."""
     return _backward(_rectangle, q_BChK, k_BDgK, v_BDgK, where, out_BChK, lse_BhC, dout_BChK, dtype=_FLOAT32)
@@ -290,7 +290,7 @@ def _pieces(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, *, window:
     )
 
 
-def _rectangle(q_ChK: Array, k_DgK: Array, v_DgK: Array, where: pieces.Rectangle) -> _Row:
+def _rectangle(q_ChK: Array, k_DgK: Array, v_DgK: Array, where: segments.Rectangle) -> _Row:
     """A row of which some of the first queries see some keys: one piece, whose keys are all before its queries."""
     num_queries, first, num_keys = where
     q, k, v = (_cut(x, k_DgK.shape[1]) for x in (q_ChK, k_DgK, v_DgK))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import cudnn_calls, packed, pieces, residuals
+from jaxsp.attention.kernels import cudnn_calls, names, packed, segments
 
 
 def attention(
@@ -82,7 +82,7 @@ def _attention_fwd(
 ) -> tuple[Array, tuple[Any, ...]]:
     calls, inside = _calls_of_rows(q, starts_BM, lengths_BM, tables, how)
     out, lse = _forward(calls, inside, q, k, v, how.head_chunks)
-    out, lse = checkpoint_name(out, residuals.OUT), checkpoint_name(lse, residuals.LSE)
+    out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, tables, out, lse)
 
 
@@ -139,7 +139,7 @@ def rectangle_forward(
     q: Float[Array, "R C h K"],
     k: Float[Array, "R D g K"],
     v: Float[Array, "R D g K"],
-    where: pieces.Rectangle,
+    where: segments.Rectangle,
     *,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float32[Array, "R h C"]]:
@@ -155,7 +155,7 @@ def rectangle_backward(
     out: Float[Array, "R C h K"],
     lse: Float32[Array, "R h C"],
     dout: Float[Array, "R C h K"],
-    where: pieces.Rectangle,
+    where: segments.Rectangle,
     *,
     head_chunks: int = 1,
 ) -> tuple[Float[Array, "R C h K"], Float[Array, "R D g K"], Float[Array, "R D g K"]]:
@@ -191,7 +191,7 @@ class _Call(Protocol):
 class _Rectangle:
     """Queries of each row over keys before them."""
 
-    where: pieces.Rectangle
+    where: segments.Rectangle
     inside_BL: None = None
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:

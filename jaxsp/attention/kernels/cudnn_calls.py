@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxsp.attention.kernels import packed, pieces
+from jaxsp.attention.kernels import packed, segments
 
 TESTED = "0.10.1 to 0.12.0"
 """Versions of JAX."""
@@ -36,7 +36,7 @@ _FIELDS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layou
 _OF_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
 """What jax 0.12 asks for besides: a function of the scores, which we have none of."""
 
-Taken = packed.Slots | pieces.Rectangle | None
+Taken = packed.Slots | segments.Rectangle | None
 """What a call is of: slots of packed rows, rectangles, or rows as a whole."""
 
 
@@ -116,7 +116,7 @@ _ATTENTION_CALL = r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_targ
 def _operands(q: Array, k: Array, v: Array, taken: Taken) -> tuple[Array, ...]:
     unused = jnp.zeros(0, q.dtype)
     lengths, places = (unused, unused), (unused, unused)
-    if isinstance(taken, pieces.Rectangle):
+    if isinstance(taken, segments.Rectangle):
         # no softmax over nothing: what a row without queries or keys gives is not used
         lengths = (jnp.maximum(taken.queries_B, 1), jnp.maximum(taken.keys_B, 1))
     elif taken is not None:
@@ -145,7 +145,7 @@ def _fields(q: Array, taken: Taken, window: int | None) -> dict[str, Any]:
         bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets to sliding_window_length.
     """
     library = _library()
-    masks = {type(None): "CAUSAL", packed.Slots: "PADDING_CAUSAL", pieces.Rectangle: "PADDING"}
+    masks = {type(None): "CAUSAL", packed.Slots: "PADDING_CAUSAL", segments.Rectangle: "PADDING"}
     mask = library.MaskType[masks[type(taken)]]
     told = None if window is None or window >= q.shape[1] else window
     known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, told)

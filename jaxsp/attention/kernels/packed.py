@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jaxsp.attention.kernels import pieces
+from jaxsp.attention.kernels import segments
 
 ROOMS = (4, 2)
 """Capacity of a call's slots, as a multiple of the rows' tokens. 2 needs half the memory and twice
@@ -114,7 +114,7 @@ def tables(
 ) -> Tables:
     """Assigns the segments of rows to the slots of calls."""
     B, M = starts_BM.shape
-    segment_BL = pieces.piece_of_token(starts_BM, lengths_BM, row_tokens)
+    segment_BL = segments.piece_of_token(starts_BM, lengths_BM, row_tokens)
     first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + first_of_row_B1 * M)
     starts, lengths = (starts_BM + first_of_row_B1 * row_tokens).reshape(-1), lengths_BM.reshape(-1)

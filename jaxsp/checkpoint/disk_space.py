@@ -1,0 +1,76 @@
+"""Free disk space, compared with the bytes of a checkpoint before and during a run."""
+
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.training.memory_fit import size
+
+COMPRESSED = 0.8
+"""Lower bound of a checkpoint's bytes on disk as a fraction of its bytes in memory.
+
+orbax compresses with zstd, which leaves 0.89 of random float32 weights with AdamW's moments.
+"""
+
+
+def num_bytes(state: Any) -> int:
+    """Bytes of all arrays in a pytree, each counted once however many devices hold a copy."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def check(settings: schema.Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
+    """Compares the free space of run.directory with the space that the run's checkpoints need.
+
+    Args:
+        num_steps: number of steps to come.
+        leftover_bytes: space that is freed before the first checkpoint is written.
+    Returns: a warning if the disk is too small for all checkpoints that will be there at one time,
+             one of them half written; None if it is not.
+    Raises:  UserError if the disk is too small for one more checkpoint.
+    """
+    directory = pathlib.Path(settings.run.directory)
+    free = _free_bytes(directory)
+    if free is None:
+        return None
+    free += leftover_bytes
+    if free < COMPRESSED * checkpoint_bytes:
+        raise errors.UserError(
+            f"run.directory = {directory}: a checkpoint takes {size(checkpoint_bytes)}, and only {size(free)} are free "
+            "there. Make room, or name a folder on a disk that has more."
+        )
+    num_there = len(reader.steps(directory / reader.CHECKPOINTS))
+    num_more = max(1, settings.checkpoint.keep_latest + settings.checkpoint.keep_best + 1 - num_there)
+    if settings.run.save_every is None:
+        num_more = 1
+    elif settings.run.save_steps is not None:
+        num_more = min(num_more, num_steps // settings.run.save_steps + 1)
+    if free < COMPRESSED * checkpoint_bytes * num_more:
+        return (
+            f"the disk may become full: {size(free)} are free in {directory}, and up to {num_more} more checkpoints of "
+            f"{size(checkpoint_bytes)} will be there at one time"
+        )
+    return None
+
+
+def shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
+    """Formats what is missing for a checkpoint that could not be written; empty if nothing is."""
+    free = _free_bytes(directory)
+    if free is None or free >= checkpoint_bytes:
+        return ""
+    missing = size(checkpoint_bytes - free)
+    return f" ({size(checkpoint_bytes)} needed, {size(free)} free, {missing} missing)"
+
+
+def _free_bytes(directory: pathlib.Path) -> int | None:
+    """Free bytes of the disk that a folder is or will be on; None if they cannot be read."""
+    parents = directory.absolute().parents
+    there = next(path for path in (directory.absolute(), *parents) if path.exists())
+    try:
+        return shutil.disk_usage(there).free
+    except OSError:
+        return None

@@ -1,0 +1,297 @@
+"""Weights and optimizer state read from disk, onto any mesh; what is damaged is noticed."""
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import hashlib
+import json
+import logging
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+
+from jaxsp.checkpoint import checksums
+from jaxsp.core import errors
+from jaxsp.model import layers
+from jaxsp.training import sharding, train_step
+
+CHECKPOINTS, DAMAGED = "checkpoints", "damaged"
+"""The folders of a run's directory that they are in, and that those are moved to which cannot be used."""
+
+CONFIG = "config.yaml"
+"""File that marks a run's directory: once it exists, the run has begun."""
+
+MASTER, OPT, META = "master", "opt", "meta"
+"""A checkpoint's items; a run without optimizer state (sgd) has no second."""
+
+_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
+"""What reading answers to files that are missing or not what they were; anything else says that a machine is not well."""
+
+_OF_MACHINE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""In what tensorstore says then."""
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meta:
+    """What a checkpoint says of itself, in JSON."""
+
+    config: dict[str, Any]
+    """The run's config, every field."""
+    model: dict[str, Any]
+    """Fields of the model's config.json."""
+    data: dict[str, Any]
+    """What decides the rows and their order."""
+    step: int
+    rows: dict[str, int]
+    """Rows consumed, by their length: with `data`, the whole state of the data."""
+    num_tokens_total: int
+    loss: float | None = None
+    """Loss on the data set `loss_set`; None if it was not evaluated, or is not finite."""
+    loss_set: dict[str, str] | None = None
+    """Name and digest of the data set of `loss`, as evaluator.identity gives them. Losses of two checkpoints are compared
+    only if the digests are equal."""
+    owes_evaluation: bool = False
+    """True if a stop skipped an evaluation that was due."""
+    early_stopping: dict[str, Any] | None = None
+    """Fields of `early_stopping.State`."""
+    leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Digest, dtype and logical shape of each array, by its path."""
+
+
+class Damaged(errors.UserError):
+    """A checkpoint that is not what was written."""
+
+    def __init__(self, path: pathlib.Path, reason: str):
+        self.path, self.reason = path, reason
+        older = before(path)
+        way_out = "Name another checkpoint."
+        if older:
+            way_out = f"Name the one before it: {older}. Or move this one away, and the train command goes on from there."
+        super().__init__(f"{path}: the checkpoint is damaged: {reason}. {way_out}")
+
+
+def steps(folder: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
+    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not _is_run(path)]
+    return sorted(int(name) for name in names if name == str(int(name)))
+
+
+def newest(name: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """Finds the latest checkpoint of a run's directory, or the checkpoint that is named.
+
+    Args:    without: checkpoints to skip.
+    Returns: None if there is none.
+    """
+    directory = pathlib.Path(name).resolve()
+    is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS
+    has_items = (directory / META).is_dir() and (directory.name.isdecimal() or (directory / MASTER).is_dir())
+    if (is_numbered or has_items) and not _is_run(directory):
+        return directory if directory.is_dir() and directory not in without else None
+    return newest_of_run(directory, without=without) or _newest_in(directory, without)
+
+
+def newest_of_run(directory: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+    """Finds the latest checkpoint of a run's directory, whatever the directory is called."""
+    return _newest_in(pathlib.Path(directory).resolve() / CHECKPOINTS, without)
+
+
+def _newest_in(folder: pathlib.Path, without: Sequence[pathlib.Path]) -> pathlib.Path | None:
+    paths = [folder / str(number) for number in steps(folder)]
+    return next((path for path in reversed(paths) if path not in without), None)
+
+
+def _is_run(directory: pathlib.Path) -> bool:
+    """Checks for what a run's directory holds and a checkpoint never does."""
+    return (directory / CHECKPOINTS).is_dir() or (directory / CONFIG).is_file()
+
+
+def before(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """The checkpoint of the same run before this one."""
+    if not checkpoint.name.isdecimal():
+        return None
+    older = [number for number in steps(checkpoint.parent) if number < int(checkpoint.name)]
+    return checkpoint.parent / str(older[-1]) if older else None
+
+
+def run_of(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """The directory of the run that a checkpoint is in; None for one that lies elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
+
+
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+    """Moves a damaged checkpoint of a run out of the way, and returns where it is now. Process 0 does it for all."""
+    aside = checkpoint.parent.parent / DAMAGED
+    taken = {path.name for path in aside.glob("*")}
+    name = next(
+        name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
+    )
+    together(checkpoint, lambda: None)  # nobody reads it any more
+    if jax.process_index() == 0:
+        aside.mkdir(exist_ok=True)
+        checkpoint.rename(aside / name)
+    together(checkpoint, lambda: None)
+    return aside / name
+
+
+def to_json(meta: Meta) -> str:
+    """The text of a checkpoint's JSON item, with a digest of all that it says."""
+    fields = dataclasses.asdict(meta)
+    return json.dumps({"digest": _digest(fields), **fields}, allow_nan=False)
+
+
+def read_meta(checkpoint: pathlib.Path) -> Meta:
+    """The JSON item of a checkpoint. Raises: Damaged where it is not what was written."""
+    path = checkpoint / META / "metadata"
+    try:
+        # not through orbax, which would make JAX count its devices before the config says how many there are
+        fields = json.loads(path.read_bytes())
+        digest = fields.pop("digest", None)
+    except (FileNotFoundError, NotADirectoryError):
+        raise Damaged(checkpoint, f"{META}/metadata is missing") from None
+    except (ValueError, AttributeError) as error:
+        raise Damaged(checkpoint, f"{META}/metadata is no JSON: {line(error)}") from None
+    if digest is None and "num_tokens_total" in fields:
+        raise errors.UserError(
+            f"{checkpoint}: cannot be read: it is of an earlier version, which kept no digests. Go on with the version that "
+            "wrote it, or export its weights with that and begin from them: model.source=FOLDER."
+        )
+    if digest != _digest(fields):
+        raise Damaged(checkpoint, f"{META}/metadata says other things than were written")
+    try:
+        return Meta(**fields)
+    except TypeError:
+        raise errors.UserError(
+            f"{checkpoint}: cannot be read: it is of a later version, which says more of a checkpoint. Go on with that one."
+        ) from None
+
+
+def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
+    """Whole master weights in host memory, float32, without the zeros they were stored with. Raises: Damaged."""
+    on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
+    stored = _read(checkpoint, MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
+    whole = jax.tree.map(sharding.cut, table, stored)
+    found = {name: checksums.on_host(array) for name, array in checksums.by_name({MASTER: whole}).items()}
+    _check(checkpoint, found, checksums.by_name({MASTER: whole}))
+    return whole
+
+
+def restore_weights(checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights) -> layers.Weights:
+    """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: Damaged."""
+    return _restore(checkpoint, {MASTER: like}, table)[MASTER]
+
+
+def restore(checkpoint: pathlib.Path, like: train_step.State, *, table: layers.Weights, num_steps: int) -> train_step.State:
+    """The whole state, laid out like these shapes, after `num_steps` steps. Raises: Damaged, in all processes."""
+    items = {MASTER: like.master} | ({OPT: like.opt} if jax.tree.leaves(like.opt) else {})
+    found = _restore(checkpoint, items, table)
+    return train_step.State(
+        master=found[MASTER],
+        opt=found.get(OPT, like.opt),
+        step=jax.device_put(np.int32(num_steps), like.step.sharding),
+    )
+
+
+def together(checkpoint: pathlib.Path, do: Callable[[], _T]) -> _T:
+    """What a function returns. Raises: Damaged in all processes where it does in one of them."""
+    result, damage = None, None
+    try:
+        result = do()
+    except Damaged as error:
+        damage = error
+    if jax.process_count() > 1:
+        failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(damage is not None)))
+        if failed.size and damage is None:
+            damage = Damaged(checkpoint, f"process {failed[0]} cannot read it")
+    if damage is not None:
+        raise damage
+    return result  # type: ignore[return-value]  # it was set, or there is damage
+
+
+def _restore(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights) -> dict[str, Any]:
+    """Items that are laid out like these, and that are what was written."""
+
+    def read() -> dict[str, Any]:
+        # not strict: the zeros that fill up a dim that does not divide are more or fewer on another mesh
+        place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False)
+        to = {item: ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(place, like)) for item, like in items.items()}
+        return {item: _read(checkpoint, item, args) for item, args in to.items()}
+
+    found = together(checkpoint, read)
+    whole = checksums.logical(table, found[MASTER], found.get(OPT, jax.tree.map(lambda _: (), table)))
+    expected = checksums.by_name({item: whole[item] for item in items})
+    # all processes have read their parts: the sums travel between them
+    sums = checksums.on_devices(checksums.by_name(found), {name: like.shape for name, like in expected.items()})
+    together(checkpoint, lambda: _check(checkpoint, sums, expected))
+    return found
+
+
+def _check(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
+    """Raises: Damaged where arrays are not those that the JSON item has the digests of."""
+    written = read_meta(checkpoint).leaves
+    for name, array in arrays.items():
+        if name not in written:
+            raise Damaged(checkpoint, f"{name} was not written")
+        one = written[name]
+        if (one["dtype"], tuple(one["shape"])) != (str(array.dtype), array.shape):
+            raise Damaged(
+                checkpoint, f"{name} was written as {one['dtype']}{one['shape']}, not {array.dtype}{list(array.shape)}"
+            )
+    if wrong := [name for name, digest in found.items() if digest != written[name]["digest"]]:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        one, was = written[wrong[0]]["digest"], found[wrong[0]]
+        raise Damaged(checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})")
+
+
+def _read(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
+    """An item as it lies there. The handler alone waits for no other process."""
+    if not (checkpoint / item).is_dir():
+        raise Damaged(checkpoint, f"{item} is missing")
+    try:
+        hush()
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+            return handler.restore(epath.Path(checkpoint / item), args=args)
+    except (MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # whatever a flipped bit makes of a file's structure
+        if (isinstance(error, OSError) and error.errno not in _OF_FILES) or any(word in str(error) for word in _OF_MACHINE):
+            raise
+        raise Damaged(checkpoint, f"{item}: {line(error)}") from error
+
+
+@functools.cache
+def hush() -> None:
+    """From now on, what orbax raises is not printed too: tracebacks of its threads, and of reads that nobody waits for.
+
+    When one of many reads fails, it closes the event loop that the others report to: hundreds of lines. All else is printed
+    as ever.
+    """
+    hook = sys.unraisablehook
+
+    def without_loops(error: "sys.UnraisableHookArgs") -> None:
+        code = getattr(error.object, "cr_code", None)
+        if str(error.exc_value) != "Event loop is closed" and (code is None or "orbax" not in code.co_filename):
+            hook(error)
+
+    sys.unraisablehook = without_loops
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
+    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def line(error: BaseException) -> str:
+    """The first line of an error of orbax, without the places in its source."""
+    lines = str(error).split(" [")[0].splitlines()
+    return lines[0][:200].rstrip(".") if lines else type(error).__name__

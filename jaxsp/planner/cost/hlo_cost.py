@@ -1,0 +1,195 @@
+"""What a compiled program computes, and what it moves through the memory of its device and of the host, read from its text.
+
+A kernel is an instruction that the device runs by itself: a fusion, a copy, a product. Collectives are in `comms`, and cuDNN's
+attention, which hides in a call, has a formula (`roofline`).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+from jaxsp.planner.cost import comms, hlo
+
+_ON_HOST = ":S(5)"
+"""In the layout of an array in host memory."""
+
+_STILL = (
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
+    *("partition-id", "replica-id", "opt-barrier", "copy-start", "fusion-start", "async-start", "async-update", "async-done"),
+)
+"""Instructions that move nothing themselves. A copy or fusion that begins with -start is counted where it is done, and what an
+async-start runs, in the computation that it calls."""
+
+_PARTS = ("dynamic-slice", "slice", "gather")
+"""Instructions that read but a part of their first operand."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """An instruction that a device runs."""
+
+    number: int
+    """Of its line in the program's text."""
+    name: str
+    op_name: str
+    """Where it comes from, as JAX calls it."""
+    flops: float
+    """Of the matrix products in it, each time: 2 for a multiplication and an addition."""
+    device_bytes: float
+    """Read from and written to the device's memory, each time; what is read twice counts once."""
+    from_host: float
+    """Bytes that come from the host's memory, each time,"""
+    to_host: float
+    """and that go there."""
+    times: int
+    begin: int
+    """Line number where it starts."""
+    end: int
+    """Line number where it is waited for: `begin` unless it runs asynchronously."""
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Every kernel of a compiled program, in the order of its text; those of branches too, as if each were taken.
+
+    Args:   text: a jax.stages.Compiled's `as_text()`.
+    Raises: ValueError for a loop around one that runs who knows how often.
+    """
+    program = hlo.parsed(text)
+    top = not_fused(program)
+    counted = {
+        line.number: (name, line)
+        for name in top
+        for line in program.computations[name]
+        if line.opcode not in _STILL and line.opcode.removesuffix("-start").removesuffix("-done") not in comms.KINDS
+    }
+    reader = _Reader(program)
+    return [
+        reader.kernel(*counted[line.number], times=times)
+        for line, times in hlo.runs(program, lambda line: line.number in counted, may=True)
+        if line.opcode != "custom-call" or "__cublas$" in line.attributes
+    ]
+
+
+def not_fused(program: hlo.Program) -> list[str]:
+    """Computations whose instructions run one by one: the entry, bodies of loops, and what they call."""
+    found, waiting = [], [program.entry]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.append(name)
+        for line in program.computations[name]:
+            if line.opcode == "while":
+                waiting.append(line.attribute("body"))
+            elif line.opcode in ("call", "async-start", "conditional"):
+                waiting += line.called
+    return found
+
+
+class _Reader:
+    """Reads a program's instructions with their operands."""
+
+    def __init__(self, program: hlo.Program):
+        self._program = program
+        self._named = {name: {line.name: line for line in lines} for name, lines in program.computations.items()}
+        self._pairs = hlo.async_pairs(program)
+
+    def kernel(self, computation: str, line: hlo.Line, *, times: int) -> Kernel:
+        here, begun = self._named[computation], line
+        if line.opcode.endswith("-done"):
+            begun = here[line.operand_names[-1]]
+        # each operand once: an instruction may name one twice
+        read = [(one, self._read(begun, number, one)) for number, one in self._operands(begun, here)]
+        written = self._written(begun, line, here)
+        total = dict.fromkeys((False, True), 0.0)
+        for operand, size in read:
+            total[_ON_HOST in operand.shape] += size
+        to_host = sum((size for is_host, size in written if is_host), start=0.0)
+        op_name = re.search(r'op_name="([^"]*)"', begun.attributes)
+        begin, end = self._pairs.get(computation, (begun.number, line.number))
+        return Kernel(
+            number=line.number,
+            name=line.name,
+            op_name=op_name[1] if op_name else "",
+            flops=sum(self._products(begun, here), start=0.0),
+            device_bytes=total[False] + sum(size for is_host, size in written if not is_host),
+            from_host=total[True],
+            to_host=to_host,
+            times=times,
+            begin=begin,
+            end=end,
+        )
+
+    def _operands(self, line: hlo.Line, here: dict[str, hlo.Line]) -> Iterator[tuple[int, hlo.Line]]:
+        seen = set()
+        for number, name in enumerate(line.operand_names):
+            if name in here and name not in seen:
+                seen.add(name)
+                yield number, here[name]
+
+    def _read(self, line: hlo.Line, number: int, operand: hlo.Line) -> float:
+        """Bytes that an instruction reads of one of its operands."""
+        whole = comms.size_of(operand.shape)
+        if line.opcode in _PARTS and number == 0:
+            return min(whole, comms.size_of(line.shape))
+        if line.opcode == "dynamic-update-slice" and number == 0:
+            return 0.0
+        if not line.opcode.startswith("fusion"):
+            return whole
+        inside = self._program.computations[line.attribute("calls")]
+        (parameter,) = [one for one in inside if one.opcode == "parameter" and one.operands.strip() == str(number)]
+        return min(whole, self._used(inside, parameter))
+
+    def _used(self, inside: list[hlo.Line], value: hlo.Line) -> float:
+        """Bytes of a value that the instructions of a fusion read."""
+        size = 0.0
+        for user in inside:
+            if value.name not in user.operand_names:
+                continue
+            first = user.operand_names[0] == value.name
+            if user.opcode == "bitcast":
+                size += self._used(inside, user)
+            elif user.opcode in _PARTS and first:
+                size += comms.size_of(user.shape)
+            elif not (user.opcode == "dynamic-update-slice" and first):
+                return math.inf
+        return size
+
+    def _written(self, begun: hlo.Line, line: hlo.Line, here: dict[str, hlo.Line]) -> list[tuple[bool, float]]:
+        """Whether on the host, and bytes, of what an instruction writes."""
+        if begun.opcode == "dynamic-update-slice":
+            return [(_ON_HOST in line.shape, comms.size_of(here[line.operand_names[1]].shape))]
+        if not begun.opcode.startswith("fusion"):
+            # a copy's -start says where from and where to; its -done only where to
+            return [(_ON_HOST in line.shape, comms.size_of(line.shape))]
+        inside = self._program.computations[begun.attribute("calls")]
+        named = {one.name: one for one in inside}
+        root = inside[-1]
+        parts = [named[name] for name in root.operand_names] if root.opcode == "tuple" else [root]
+        found = []
+        for part in parts:
+            made = part
+            while made.opcode in ("bitcast", "copy"):
+                made = named[made.operand_names[0]]
+            written = named[made.operand_names[1]].shape if made.opcode == "dynamic-update-slice" else part.shape
+            found.append((_ON_HOST in part.shape, comms.size_of(written)))
+        return found
+
+    def _products(self, line: hlo.Line, here: dict[str, hlo.Line]) -> Iterator[float]:
+        """Operations of each matrix product in an instruction."""
+        if line.opcode == "dot":
+            (dims,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", line.attributes)
+            yield self._product(line, here, [int(dim) for dim in dims.split(",") if dim])
+        elif line.opcode == "custom-call" and "__cublas$" in line.attributes:
+            (dims,) = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', line.attributes)
+            yield self._product(line, here, [int(dim) for dim in re.findall(r"\d+", dims)])
+        elif line.opcode.startswith("fusion"):
+            inner = self._named[line.attribute("calls")]
+            for one in inner.values():
+                yield from self._products(one, inner)
+
+    def _product(self, line: hlo.Line, here: dict[str, hlo.Line], contracted: list[int]) -> float:
+        ((_, left),) = comms.arrays_of(here[line.operand_names[0]].shape)
+        (_, result), *_ = comms.arrays_of(line.shape)
+        return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)

@@ -1,0 +1,211 @@
+"""The numbers of a step: what metrics.jsonl says, and the arithmetic behind FLOPs."""
+
+import dataclasses
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxsp.model import decoder, layers
+from jaxsp.model.config import ModelConfig
+from jaxsp.runtime import jsonl
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+METRICS, EVAL, BAD_STEPS = "metrics.jsonl", "eval.jsonl", "bad_steps.jsonl"
+"""What a run directory's files of numbers are called."""
+
+PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "B200": 2250.0}
+"""Dense bfloat16 TFLOP/s of a device, from NVIDIA's data sheets (SXM), by a word of its name."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of metrics.jsonl; None where a number does not exist on this machine or in this step."""
+
+    step: int
+    """Steps so far, this one counted."""
+    epoch: int | None
+    """Pass over the data, from 1, that the step's last row belongs to; None where sources are mixed by weight."""
+    loss: float | None
+    """Mean over the step's loss tokens; None where there is none, or it is not finite."""
+    token_accuracy: float | None
+    """Fraction of loss tokens that were predicted right; None if there is none, or the step is not finite."""
+    grad_norm: float | None
+    """Global, before clipping; None where it is not finite."""
+    learning_rate: float
+    num_rows: int
+    """Rows with at least one piece."""
+    num_tokens: int
+    """Tokens of all pieces, each once over the whole mesh, with a loss or not."""
+    num_loss_tokens: int
+    num_tokens_total: int
+    """num_tokens of all steps so far."""
+    num_tokens_by_source: dict[str, int]
+    """num_tokens of each source."""
+    row_tokens: int
+    """Length of the step's rows."""
+    padding_share: float
+    """Of the step's token slots, those that no piece fills."""
+    attention_imbalance: float
+    """Attention work of the group of devices that has most, over the groups' mean, turn by turn; 1 is even."""
+    step_s: float
+    """Seconds between the end of the step before and the end of this one."""
+    data_wait_s: float
+    """Seconds of these that the devices waited for the step's rows."""
+    save_s: float | None
+    """Seconds that checkpoints kept steps from beginning since the line before; None where none was written."""
+    tokens_per_s: float
+    tokens_per_s_per_device: float
+    tflops_per_device: float
+    """Arithmetic that was needed (causal, piece by piece; recomputation not counted), per second."""
+    mfu: float | None
+    """tflops_per_device over the device's bfloat16 peak; None for devices that PEAK_TFLOPS does not know."""
+    device_peak_gib: float | None
+    """The most memory any device of this process had in use so far."""
+
+
+class Writer:
+    """Appends lines to metrics.jsonl and eval.jsonl, each readable at once, and their numbers for TensorBoard.
+
+    Lines of steps after `from_step` are left from a run that went on from there once before; they go.
+    With several processes, the first alone writes.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
+        self._files: dict[str, jsonl.Lines] = {}
+        self._board: board.Board | None = None
+        if jax.process_index() > 0:
+            return
+        for name in (METRICS, EVAL, BAD_STEPS):
+            jsonl.keep_to(directory / name, from_step)
+        self._directory = directory
+        self._files = {name: jsonl.Lines(directory / name) for name in (METRICS, EVAL)}
+        if tensorboard:
+            from jaxsp.reporting import tensorboard as board
+
+            self._board = board.Board(directory / "tensorboard", from_step=from_step)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def settle(self) -> None:
+        """Makes what was written outlive a power cut. Raises: OSError where some of it finds no room."""
+        for file in self._files.values():
+            file.settle()
+        if self._board is not None:
+            self._board.settle()
+
+    def write(self, line: Line) -> None:
+        """A step of training."""
+        self._write(METRICS, dataclasses.asdict(line), "train")
+
+    def write_result(self, result: "DataclassInstance") -> None:
+        """An evaluation of one data set."""
+        fields = dataclasses.asdict(result)
+        self._write(EVAL, fields, f"eval/{fields['data']}")
+
+    def write_bad_step(self, line: "DataclassInstance") -> None:
+        """A step whose numbers are not finite; most runs have none, and no such file."""
+        if jax.process_index() == 0:
+            if BAD_STEPS not in self._files:
+                self._files[BAD_STEPS] = jsonl.Lines(self._directory / BAD_STEPS)
+            self._files[BAD_STEPS].add(json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n")
+
+    def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
+        if name in self._files:
+            self._files[name].add(json.dumps(fields, allow_nan=False).encode() + b"\n")
+        if self._board is not None:
+            parts = {
+                f"{field}/{name}": part
+                for field, value in fields.items()
+                if isinstance(value, dict)
+                for name, part in value.items()
+            }
+            numbers = {
+                f"{group}/{field}": float(value)
+                for field, value in (fields | parts).items()
+                if field != "step" and isinstance(value, int | float)
+            }
+            self._board.add(numbers, step=fields["step"])
+
+
+class Trace:
+    """A trace of some steps by JAX's profiler. The first process writes it; all of them begin and end it at the same steps."""
+
+    def __init__(self, directory: pathlib.Path, steps: tuple[int, int] | None):
+        self._directory = directory
+        self._first, self._last = steps or (0, 0)
+        self._running = False
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._running:
+            self.end()
+
+    def begins(self, step: int) -> bool:
+        """Whether it is to begin before this step; nothing else may be running then."""
+        return step == self._first
+
+    def begin(self) -> None:
+        self._running = True
+        if jax.process_index() == 0:
+            jax.profiler.start_trace(str(self._directory))
+
+    def ends(self, step: int) -> bool:
+        """Whether it is to end when this step has ended."""
+        return self._running and step == self._last
+
+    def end(self) -> None:
+        self._running = False
+        if jax.process_index() == 0:
+            jax.profiler.stop_trace()
+
+
+def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
+    """Floating-point operations that a step over pieces of these lengths needs, forward and backward.
+
+    A matrix costs 2 per element and token, attention 4 per head element and pair of tokens that see each other, of which
+    a piece of n has n (n + 1) / 2; with a window of w, its tokens from the w-th on have w each. Backward costs twice as much
+    as forward.
+    """
+    table = decoder.table(model)
+    stacked = [row for row in jax.tree.leaves(table["layers"]) if row.is_matrix]
+    matrices = sum(row.size * row.num_layers for row in stacked) + decoder.head(table).size
+    return 3 * (2 * matrices * float(piece_lengths.sum()) + attention_flops(model, piece_lengths))
+
+
+def attention_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
+    """Of these, what attention needs forward."""
+    lengths = piece_lengths.astype(np.float64)
+    near = lengths if model.sliding_window is None else np.minimum(lengths, model.sliding_window)
+    pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
+    return 4 * model.num_layers * model.num_heads * model.head_dim * pairs
+
+
+def num_parameters(table: layers.Weights) -> int:
+    """Elements of all weights, padding not counted."""
+    return sum(row.size * (row.num_layers or 1) for row in jax.tree.leaves(table))
+
+
+def peak_tflops(device_kind: str) -> float | None:
+    """The bfloat16 peak of a device, by JAX's name of its kind; None when we do not know it."""
+    words = device_kind.replace("-", " ").split()
+    return next((PEAK_TFLOPS[word] for word in words if word in PEAK_TFLOPS), None)
+
+
+def peak_gib(devices: list[jax.Device]) -> float | None:
+    """The most memory one of these devices had in use, ever; None where devices do not say."""
+    peaks: list[Any] = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    return max(peaks) / 2**30 if all(peak is not None for peak in peaks) else None

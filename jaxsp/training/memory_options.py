@@ -1,0 +1,263 @@
+"""A run's memory options: whether they work here, what to suggest if a step does not fit, and their description."""
+
+import math
+
+import jax
+
+from jaxsp import attention
+from jaxsp.config import schema
+from jaxsp.core import axes, errors
+from jaxsp.runtime import device_mesh
+from jaxsp.training import compile_options, host_offload, memory_fit, train_step
+
+WRONG_GRADIENTS = ("0.10.2", "0.11.0")
+"""Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
+
+HOST_STATE_FROM = (0, 11, 1)
+"""The first release of jax whose arrays in host memory go through shard_map and loops."""
+
+
+def problems(settings: schema.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+    """Reasons that a config's memory options do not work with this release of JAX on these
+    devices."""
+    memory, found = settings.memory, []
+    if memory.offload_activations == "residual_and_attention" and settings.attention.kernel == "reference":
+        found.append(
+            "memory.offload_activations = residual_and_attention: attention.kernel = reference, which is for tests, keeps its "
+            "scores and names nothing else. Use memory.offload_activations=residual, or another attention.kernel."
+        )
+    release = compile_options.numbers(version)
+    if memory.offload_activations != "none":
+        asked = f"memory.offload_activations = {memory.offload_activations}"
+        if version in WRONG_GRADIENTS:
+            found.append(
+                f"{asked}: jax {version} reads offloaded activations back in the wrong order, and gradients would be wrong "
+                "without a word. Install another release, or use memory.offload_activations=none."
+            )
+        elif release < HOST_STATE_FROM and platform == "cpu":
+            found.append(
+                f"{asked}: jax {version} cannot compile it for CPUs. Install jax 0.11.1 or later (Python 3.12), "
+                "or use memory.offload_activations=none; on GPUs it works."
+            )
+    if memory.offload_optimizer != "none" and release < HOST_STATE_FROM:
+        found.append(
+            f"memory.offload_optimizer = {memory.offload_optimizer}: jax {version} cannot keep arrays in host memory inside "
+            "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none."
+        )
+    tokens = settings.data.longest_row * settings.batch.rows_at_once // settings.mesh.seq
+    tile = memory.mlp_tile_tokens
+    if memory.remat == "attention_and_mlp" and tile != "auto" and tile < tokens:
+        found.append(
+            f"memory.mlp_tile_tokens = {tile}: must be at least {tokens}, all tokens of a device, "
+            "because memory.remat = attention_and_mlp cannot keep activations of tiles. "
+            "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
+        )
+    return found
+
+
+def ready(program: train_step.Program, *, uncounted: int) -> memory_fit.Fitted:
+    """Chooses the memory options that are `auto`, and compiles the step.
+
+    Args:   uncounted: estimate of the attention kernel's workspace, in bytes.
+    Raises: UserError if the devices cannot hold it; RuntimeError if XLA did not offload what it should have.
+    """
+
+    def measure(run: jax.stages.Compiled) -> memory_fit.Needs:
+        return memory_fit.largest(memory_fit.measured(run, uncounted))
+
+    limits = memory_fit.limits(program)
+    room = memory_fit.room_of(program, limits)
+    found = memory_fit.fit(program, room=room, uncounted=uncounted, compile_step=train_step.compile, measure=measure)
+    check_offloads(found.program, found.needs)
+    # a step is not refused because of margins and estimates only
+    if found.needs.device > limits.device or found.needs.host > limits.pinned:
+        ways = ways_out(program, device_is_short=found.needs.total > room.device)
+        raise errors.UserError(f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+    return found
+
+
+def ways_out(program: train_step.Program, *, device_is_short: bool) -> list[str]:
+    """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
+    model."""
+    settings = program.config
+    memory = settings.memory
+    if not device_is_short and memory.offload_activations == memory.offload_optimizer == "none":
+        return ["nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"]
+    changes = _less_on_device(program) if device_is_short else _less_on_host(settings.memory)
+    platform = "gpu"  # only GPUs have a known size
+    works = [change for change in changes if not problems(_with_memory(settings, change), platform=platform)]
+    ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
+    if device_is_short:
+        ways += _smaller_batch(program)
+    seq = program.mesh.shape[axes.SEQ]
+    if _can_share(program, 2 * seq):
+        ways.append(f"mesh.seq={2 * seq} on twice the devices")
+    return [*ways, "shorter rows"]
+
+
+def _less_on_device(program: train_step.Program) -> list[dict[str, str]]:
+    """Changes of memory options that reduce memory of the device, each by one level."""
+    memory = program.config.memory
+    states = ("none", "state", "state_and_gradients")
+    changes = []
+    if memory.remat not in ("auto", "full") and memory.offload_activations != "residual_and_attention":
+        changes.append({"remat": "auto"})
+    if memory.offload_activations == "none":
+        changes.append({"offload_activations": "residual"})
+    if memory.offload_optimizer != states[-1]:
+        changes.append({"offload_optimizer": states[states.index(memory.offload_optimizer) + 1]})
+    automatic = memory_fit.changed(program, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+    if min(automatic.mlp_tiles) < min(program.mlp_tiles):
+        changes.append({"mlp_tile_tokens": "auto"})
+    if min(automatic.loss_tiles) < min(program.loss_tiles):
+        changes.append({"loss_tile_tokens": "auto"})
+    return changes
+
+
+def _less_on_host(memory: schema.Memory) -> list[dict[str, str]]:
+    """Changes of memory options that reduce memory of the host, each by one level."""
+    changes = []
+    if memory.offload_activations != "none":
+        below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
+        changes.append({"offload_activations": below})
+    if memory.offload_optimizer != "none":
+        changes.append({"offload_optimizer": "state" if memory.offload_optimizer == "state_and_gradients" else "none"})
+    return changes
+
+
+def _smaller_batch(program: train_step.Program) -> list[str]:
+    """Changes of rows and documents that reduce memory of the device."""
+    settings, ways = program.config, []
+    rows = device_mesh.num_groups(program.mesh) * settings.batch.rows_at_once
+    if settings.batch.rows_at_once > 1:
+        ways.append("batch.rows_at_once=1")
+    if settings.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
+        ways.append(f"batch.rows_per_step={rows}")
+    if settings.data.max_documents_per_row > 1:
+        ways.append(f"data.max_documents_per_row={1 if settings.data.max_documents_per_row <= 8 else 8}")
+    return ways
+
+
+def _with_memory(settings: schema.Config, change: dict[str, str]) -> schema.Config:
+    return settings.model_copy(update={"memory": settings.memory.model_copy(update=change)})
+
+
+def _can_share(program: train_step.Program, seq: int) -> bool:
+    """Whether so many devices could share rows by the attention that the config asks for."""
+    settings, model = program.config, program.model
+    settings = settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"seq": seq})})
+    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    try:
+        kind = attention.choose_kind(settings, window=model.sliding_window, **heads)
+    except errors.UserError:
+        return False
+    sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
+    return not device_mesh.divisions(settings, sizes, degree=kind.degree, with_training=False)
+
+
+def describe(program: train_step.Program) -> str:
+    """Describes the memory options of a run; those that are `auto` are not decided yet."""
+    memory, parts = program.config.memory, []
+    if "auto" in (memory.mlp_tile_tokens, memory.loss_tile_tokens):
+        parts.append(f"{program.tokens:,} tokens per device, in tiles only if the step does not fit otherwise")
+    else:
+        parts.append(f"{program.tokens:,} tokens per device: {_tiles(program)}")
+    recomputed = {
+        "none": "elementwise operations are recomputed in the backward pass",
+        "attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
+        "attention": "layers are recomputed in the backward pass, except attention",
+        "full": "layers are recomputed in the backward pass, including attention",
+        "auto": "layers are recomputed in the backward pass, as far as needed to fit",
+    }
+    parts.append(recomputed["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
+    offloaded = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
+    if memory.offload_activations != "none":
+        parts.append(f"{offloaded[memory.offload_activations]} offloaded to host memory")
+    if program.offloads:
+        parts.append(_traffic(program))
+    parts.append(f"gradients summed in {memory.grad_reduce_dtype}")
+    return "; ".join(parts)
+
+
+def takes(fitted: memory_fit.Fitted) -> str:
+    """Describes the memory of a compiled step, and the memory options that were chosen for it."""
+    size, needs, room, program = memory_fit.size, fitted.needs, fitted.room, fitted.program
+    parts = [f"{size(needs.device)} on each device"]
+    if needs.uncounted:
+        parts[0] += f" and about {size(needs.uncounted)} for cuDNN"
+    if needs.workspace:
+        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimate)})"
+    if math.isfinite(room.device):
+        parts[0] += f" of {size(room.device)} available"
+    if needs.host:
+        parts.append(f"{size(needs.host)} of host memory per device")
+    if program.mesh.devices.flat[0].platform == "cpu" and (program.offloads or program.how.offload_activations != "none"):
+        parts[0] += " (including what is offloaded: a CPU has one memory)"
+    decided = f"remat {program.how.remat}"
+    if fitted.why_full:
+        decided += f", because {fitted.why_full}"
+    decided += f"; {_tiles(program)}"
+    tight = ""
+    if fitted.shortage:
+        tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory"
+    return f"it needs {', '.join(parts)}; {decided}{tight}"
+
+
+def _tiles(program: train_step.Program) -> str:
+    """Describes the tile sizes of the layers and of the loss."""
+    layers, loss = (_at_a_time(tile, program.tokens) for tile in (program.tile, program.loss_tile))
+    return f"layers {layers}, loss {loss}"
+
+
+def _at_a_time(tile: int, tokens: int) -> str:
+    return "all tokens at once" if tile >= tokens else f"{tile:,} tokens at a time"
+
+
+def _traffic(program: train_step.Program) -> str:
+    """Describes what the offloaded optimizer keeps on the host, and the copies of a step."""
+    found = memory_fit.offloaded_by(program)
+    weights, state = found.weights, found.weights + found.moments
+    size = memory_fit.size
+    num_microbatches = program.num_microbatches
+    if program.config.memory.offload_optimizer == "state":
+        there, what = weights + state, "float32 weights and moments" if found.moments else "float32 weights"
+        back = state
+    else:
+        # weights forward and backward, gradients summed, finished, measured, used
+        there = 2 * num_microbatches * weights + (num_microbatches - 1) * 2 * weights + 3 * weights + state
+        back = num_microbatches * weights + (num_microbatches - 1) * weights + weights + state
+        what = "float32 weights, moments and gradients"
+    return f"{what} in host memory; each step copies {size(there)} to each device and {size(back)} back"
+
+
+def check_offloads(program: train_step.Program, needs: memory_fit.Needs) -> None:
+    """Raises: RuntimeError if the compiled step offloads less than the config requests."""
+    found = memory_fit.offloaded_by(program)
+    least = found.total - found.gradients
+    if is_gpu(program) and needs.host < least:
+        raise RuntimeError(
+            f"memory.offload_activations and memory.offload_optimizer need {memory_fit.size(least)} of "
+            f"host memory per device, but the compiled step has {memory_fit.size(needs.host)}: XLA has "
+            "ignored some of the offloading. This is a bug. As a workaround, use "
+            "memory.offload_activations=none memory.offload_optimizer=none."
+        )
+
+
+def reserve(program: train_step.Program, host_bytes: int) -> None:
+    """Reserves the host memory that each device's step needs. Call before weights are loaded: see
+    `host.reserve`."""
+    if host_bytes and is_gpu(program):
+        try:
+            host_offload.reserve(program.mesh.local_devices, host_bytes)
+        except jax.errors.JaxRuntimeError as error:
+            ways = ways_out(program, device_is_short=False)
+            raise errors.UserError(
+                f"XLA could not reserve {memory_fit.size(host_bytes)} of pinned host memory for each device: "
+                f"{str(error).splitlines()[0]} Try {errors.choices(ways)}, or a larger "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (for each device) if the node has more free memory."
+            ) from None
+
+
+def is_gpu(program: train_step.Program) -> bool:
+    """True if the devices have their own memory."""
+    return program.mesh.devices.flat[0].platform == "gpu"

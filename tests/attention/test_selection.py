@@ -1,0 +1,498 @@
+"""Which kernel a run gets, why, and what is said to whom asks for one that cannot be had."""
+
+import re
+import types
+
+import jax
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.config import schema
+from jaxsp.core import errors
+from tests.messages import assert_names, numbers
+
+
+@pytest.fixture(autouse=True)
+def cudnn_9_28_0(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
+
+
+def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
+    """A GPU that is not here, unless a test puts it among jax.local_devices()."""
+    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability, memory_stats=lambda: None)
+
+
+H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-SXM2-16GB", "7.0")
+B200, B300, MI300 = gpu("NVIDIA B200", "10.0"), gpu("NVIDIA B300", "10.3"), gpu("AMD Instinct MI300X", "gfx942")
+RTX6000 = gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0")
+
+
+def choose(
+    device=H100,
+    *,
+    heads=(32, 8, 128),
+    window=None,
+    device_bytes=None,
+    seq=1,
+    row_tokens=131072,
+    pieces=64,
+    rows_at_once=1,
+    dtype="bfloat16",
+    remat="auto",
+    deterministic=False,
+    **asked,
+):
+    settings = schema.parse(
+        {
+            "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
+            "model": {"config": {}, "compute_dtype": dtype},
+            "mesh": {"seq": seq},
+            "attention": asked,
+            "data": {
+                "train": [{"source": "unused", "format": "tokens"}],
+                "row_tokens": row_tokens,
+                "max_documents_per_row": pieces,
+            },
+            "batch": {"rows_per_step": 1, "rows_at_once": rows_at_once},
+            "memory": {"remat": remat},
+            "optimizer": {"learning_rate": 1.0},
+        }
+    )
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    return attention.choose(settings, devices=[device], window=window, device_bytes=device_bytes, **sizes)
+
+
+def refused(*arguments, **fields):
+    with pytest.raises(errors.UserError) as caught:
+        choose(*arguments, **fields)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("device", "fields"),
+    [
+        (H100, {}),
+        (B200, {}),
+        *((H100, {"heads": (8, 8, size)}) for size in (64, 96, 128, 192, 256)),
+        (H100, {"window": 4096}),
+        (A100, {"window": 4096, "pieces": 1}),
+        (A100, {"pieces": 1}),
+        (H100, {"heads": (28, 4, 128), "seq": 4}),
+    ],
+)
+def test_auto_means_cudnn_where_it_runs(device, fields):
+    choice = choose(device, **fields)
+    assert (choice.kernel, choice.why) == ("cudnn", "")
+    assert choose(device, **fields, kernel="cudnn") == choice
+
+
+OBSTACLES = [
+    (jax.devices("cpu")[0], {}, ["NVIDIA", "cpu", "attention.kernel=auto"]),
+    (MI300, {}, ["NVIDIA", "AMD Instinct MI300X"]),
+    (V100, {}, ["A100", "Tesla V100-SXM2-16GB", "7.0"]),
+    (A100, {}, ["Hopper", "NVIDIA A100-SXM4-80GB", "8.0", "data.max_documents_per_row=1"]),
+    (H100, {"dtype": "float32"}, ["bfloat16", "float32", "model.compute_dtype=bfloat16"]),
+    (H100, {"heads": (8, 8, 100)}, ["heads", "8", "256", "100"]),
+    (B200, {"heads": (8, 8, 256)}, ["heads", "8", "128", "256"]),
+    (H100, {"row_tokens": 1000}, ["128", "1000", "data.row_tokens=896 or 1024"]),
+    (H100, {"row_tokens": 64}, ["64", "data.row_tokens=128"]),
+    (H100, {"row_tokens": 2**24}, ["2**31", "16,777,216", "data.row_tokens=16777088"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "fields", "parts"), OBSTACLES)
+def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
+    device,
+    fields,
+    parts,
+):
+    (problem,) = refused(device, **fields, kernel="cudnn")
+    assert_names(problem, "cuDNN", *parts, start="attention.kernel = cudnn: ")
+    choice = choose(device, **fields, seq=4)
+    assert choice.kernel == "blockwise"
+    assert choice.why
+    assert choice.why in problem
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
+    assert_names(said, "8 of 32", "2 of 8", "blockwise")
+    assert choice.why in said
+
+
+def test_every_obstacle_is_named_at_once():
+    problems = refused(A100, kernel="cudnn", dtype="float32", row_tokens=1000, heads=(8, 8, 100))
+    assert len(problems) == 4
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "fields", "parts"),
+    [
+        ((9, 10, 0), B200, {}, ["9.10.0", "bugs"]),
+        ((9, 10, 1), A100, {"pieces": 1}, ["9.10.1", "bugs"]),
+        ((9, 17, 1), H100, {}, ["9.17.1", "packed rows", "9.18.0"]),
+        ((9, 18, 0), H100, {}, None),
+        ((9, 17, 1), H100, {"pieces": 1}, None),
+        ((9, 17, 1), B200, {}, None),
+        ((9, 5, 1), B200, {}, ["9.5.1", "packed rows", "9.6.0"]),
+        ((9, 14, 0), B200, {"window": 4096}, ["9.14.0", "windows", "bug"]),
+        ((9, 14, 0), A100, {"pieces": 1, "window": 4096}, ["9.14.0", "windows", "bug"]),
+        ((9, 14, 0), B200, {"window": 131072}, None),
+        ((9, 14, 1), B200, {"window": 4096}, None),
+        ((9, 18, 0), B200, {"deterministic": True}, ["9.18.0", "run.deterministic", "9.18.1"]),
+        ((9, 18, 1), B200, {"deterministic": True}, None),
+        ((8, 9, 7), H100, {"pieces": 1}, ["8.9.7", "9.0.0"]),
+        ((9, 10, 2), B300, {}, ["9.10.2", "9.11.0"]),
+        (
+            (9, 4, 0),
+            H100,
+            {"pieces": 1, "heads": (8, 8, 192)},
+            ["9.4.0", "heads of 192", "9.5.0"],
+        ),
+        ((9, 1, 1), A100, {"pieces": 1, "window": 4096}, ["9.1.1", "windows", "9.2.0"]),
+        ((9, 1, 1), A100, {"pieces": 1, "window": 131072}, None),  # as long as the rows
+        ((9, 5, 1), H100, {"pieces": 1, "heads": (8, 8, 256), "window": 4096}, None),
+        ((9, 28, 0), B300, {}, None),
+        (None, H100, {}, None),
+    ],
+)
+def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "version", lambda: installed)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    if parts is None:
+        assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
+    else:
+        assert_names(
+            refused(device, **fields, kernel="cudnn")[0],
+            "cuDNN",
+            *parts,
+            start="attention.kernel = cudnn: ",
+        )
+
+
+def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 10, 2))
+    assert choose(H100, kernel="cudnn").kernel == "cudnn"
+    monkeypatch.setattr(jax, "local_devices", lambda: [H100])
+    assert choose(H100).kernel == "blockwise"
+
+
+def test_an_unknown_jax_is_an_obstacle(monkeypatch):
+    monkeypatch.setattr(cudnn_calls, "unknown_jax", lambda: "is called through parts of JAX that changed")
+    assert_names(
+        refused(kernel="cudnn")[0],
+        "is called through parts of JAX that changed",
+        "install",
+    )
+    assert choose().kernel == "blockwise"
+
+
+@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
+def test_other_kernels_run_anywhere(kernel):
+    assert choose(V100, kernel=kernel, dtype="float32", row_tokens=1000).kernel == kernel
+
+
+def test_heads_that_cannot_be_shared_are_refused():
+    assert_names(refused(seq=6, kind="ulysses")[0], "32", start="mesh.seq = 6: ")
+
+
+# 32 query and 8 K/V heads; as few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads * 128 of a chunk below 2**31
+@pytest.mark.parametrize(
+    ("fields", "head_chunks"),
+    [
+        ({"seq": 8}, 1),
+        ({"row_tokens": 2**18 - 128}, 32),  # no call has shorter slots where 512 does not divide the rows
+        ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
+        ({"row_tokens": 2**18, "pieces": 2}, 4),  # 8 heads, 2 slots: 4 GiB
+        ({"row_tokens": 2**18}, 4),
+        ({"row_tokens": 5 * 2**20, "seq": 8}, 4),
+        ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 4),  # no more memory than 64 segments
+        ({"row_tokens": 2**17, "rows_at_once": 2, "seq": 1}, 4),
+    ],
+)
+def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
+    assert choose(**fields).head_chunks == head_chunks
+    work = cudnn_limits.Work(
+        num_heads=32 // fields.get("seq", 1),
+        num_kv_heads=8 // fields.get("seq", 1),
+        head_dim=128,
+        row_tokens=fields.get("row_tokens", 131072),
+        rows_at_once=fields.get("rows_at_once", 1),
+        max_pieces=fields.get("pieces", 64),
+        window=None,
+        dtype="bfloat16",
+    )
+    assert work.elements(head_chunks) < 2**31
+
+
+@pytest.mark.parametrize(("fields", "legal"), [
+    ({}, "1, 2, 4, 8, 16 or 32"),
+    ({"row_tokens": 2**20}, "4, 8, 16 or 32"),
+    ({"heads": (28, 4, 128), "seq": 4}, "1 or 7"),
+    ({"heads": (12, 6, 128)}, "1, 2, 3, 6 or 12"),
+])  # fmt: skip
+def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_they_do(fields, legal):
+    assert_names(
+        refused(**fields, head_chunks=5)[0],
+        f"Use {legal}",
+        "null",
+        start="attention.head_chunks = 5: ",
+    )
+    for number in legal.replace(" or ", ", ").split(", "):
+        assert choose(**fields, head_chunks=int(number)).head_chunks == int(number)
+
+
+def test_head_chunks_that_no_kernel_would_take_are_refused():
+    for device, fields, parts in (
+        (A100, {}, ["blockwise", "Hopper"]),
+        (H100, {"kernel": "reference"}, ["reference", "attention.head_chunks=null"]),
+    ):
+        problem = refused(device, **fields, head_chunks=2)[0]
+        assert_names(problem, "cudnn", *parts, start="attention.head_chunks = 2: ")
+
+
+def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
+    assert choose(kernel="blockwise").uncounted_bytes == 0
+    tokens, heads = 131072, 4
+    sums = 4 * 128 + 4  # float32: dq, and dout * out
+    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
+    assert choose(seq=8).uncounted_bytes == 4 * tokens * heads * (sums + shared)
+    assert choose(seq=8, head_chunks=4).uncounted_bytes == 4 * tokens * 1 * sums
+    assert choose(seq=8, pieces=1).uncounted_bytes == tokens * heads * (sums + shared)
+
+
+def test_the_statistics_of_the_largest_call_are_counted():
+    assert choose(kernel="blockwise").statistic_bytes == 0
+    a_head = 4 * 131072  # float32
+    assert choose(seq=8).statistic_bytes == 4 * a_head * 4  # as of 4 whole rows of 4 heads, whatever the number of pieces
+    assert choose(seq=8, pieces=1000).statistic_bytes == 4 * a_head * 4
+    assert choose(seq=8, head_chunks=2).statistic_bytes == 4 * a_head * 2
+    assert choose(seq=8, pieces=2).statistic_bytes == 2 * a_head * 4
+    assert choose(seq=8, pieces=1).statistic_bytes == a_head * 4
+    # no call has shorter slots where 512 does not divide the rows
+    assert choose(seq=8, row_tokens=131200, head_chunks=1).statistic_bytes == 64 * 4 * 131200 * 4
+
+
+GIB = 2**30
+
+
+def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does():
+    fields = {"row_tokens": 2**20 + 128, "seq": 8, "device_bytes": 80 * GIB}
+    a_piece = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
+    most = 80 * GIB // a_piece
+    suggestion = f"data.max_documents_per_row={most}"
+    problem = refused(**fields, pieces=300)[0]
+    needed = f"{300 * a_piece / GIB:.1f} GiB"
+    assert_names(
+        problem,
+        "1,048,704",
+        "4",
+        needed,
+        "80.0",
+        suggestion,
+        start="data.max_documents_per_row = 300: ",
+    )
+    assert choose(**fields, pieces=most).head_chunks == 4
+    assert_names(refused(**fields, pieces=most + 1)[0], suggestion)
+    # where the rows divide, short pieces have short slots
+    assert choose(**fields | {"row_tokens": 2**20}, pieces=300).kernel == "cudnn"
+
+
+def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
+    fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 3 * GIB}
+    problem = refused(**fields, head_chunks=1)[0]
+    parts = ["524,288", "64", "4.0 GiB", "3.0", "attention.head_chunks=4"]
+    assert_names(problem, *parts, start="attention.head_chunks = 1: ")
+    assert choose(**fields, head_chunks=4).head_chunks == 4
+
+
+def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
+    fields = {"seq": 8, "device_bytes": GIB, "row_tokens": 2**22}
+    problem = refused(**fields)[0]
+    length = GIB // (4 * 128 + 4 + 4) // 128 * 128
+    parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_documents_per_row=1"]
+    assert_names(problem, *parts, start="data.row_tokens = 4194304: ")
+    assert choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
+
+
+def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
+    here = gpu()
+    here.memory_stats = lambda: {"bytes_limit": GIB}
+    monkeypatch.setattr(jax, "local_devices", lambda: [here])
+    assert refused(here, row_tokens=2**22, seq=8)[0].startswith("data.row_tokens = 4194304: ")
+    assert choose(row_tokens=2**22, seq=8).kernel == "cudnn"
+    here.memory_stats = lambda: None
+    assert choose(here, row_tokens=2**22, seq=8).kernel == "cudnn"
+
+
+PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
+A_HEAD = 2 * 32768 * (2 * 32768 + 4)
+"""Bytes for one head of PACKED_32K: 2 slots; for each query, bfloat16 for each key and a float32."""
+
+
+def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
+    choice = choose(**PACKED_32K)
+    assert (choice.kernel, choice.head_chunks, choice.uncounted_bytes) == ("cudnn", 32, A_HEAD)
+    shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
+    assert choose(**PACKED_32K, head_chunks=4).uncounted_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
+    assert choose(**PACKED_32K | {"device_bytes": None}) == choice
+    one_document = choose(**PACKED_32K, pieces=1)
+    assert (one_document.head_chunks, one_document.uncounted_bytes) == (16, 2 * (A_HEAD // 2 + 32768 * shared))
+
+
+def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
+    usual = choose(**PACKED_32K | {"deterministic": False})
+    assert usual.head_chunks == 1
+    assert usual.uncounted_bytes < 8 * GIB
+    assert choose(B200, **PACKED_32K) == usual
+    assert choose(A100, **PACKED_32K, pieces=1) == choose(**PACKED_32K, pieces=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "keys", "heads"),
+    [
+        ("ring", 2, 8192, 32),  # both chunks at once, each over a chunk of keys
+        ("gather", 1, 131072, 4),  # one chunk after another over the whole row; the query heads of one K/V head
+    ],
+)
+def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys, heads):
+    choice = choose(seq=8, kind=kind, pieces=1, deterministic=True, head_chunks=1)
+    chunk = 131072 // 16
+    scores = 2 * rows * chunk * keys * heads  # bfloat16
+    sums = 4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads  # float32 of each query; dk and dv
+    assert choice.uncounted_bytes == scores + sums
+
+
+def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
+    fields = PACKED_32K | {"row_tokens": 262144}
+    size = 2 * 262144 * (2 * 262144 + 4 + 4)  # of one head, with its statistics
+    problem = refused(**fields, kernel="cudnn")[0]
+    sizes = [f"{size / GIB:.1f} GiB", "262,144", "32", "72.8"]
+    suggestions = [
+        "attention.kernel=blockwise",
+        "run.deterministic=false",
+        "data.row_tokens=131072",
+    ]
+    assert_names(problem, *sizes, *suggestions, start="attention.kernel = cudnn: ")
+    assert choose(**fields, kernel="blockwise").kernel == "blockwise"
+    assert choose(**fields | {"row_tokens": 131072}, kernel="cudnn").uncounted_bytes < 72.8 * GIB
+    assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel == "cudnn"
+    automatic = choose(**fields)
+    assert (automatic.kernel, automatic.uncounted_bytes) == ("blockwise", 0)
+    said = attention.describe(automatic, num_heads=32, num_kv_heads=8)
+    assert_names(said, "blockwise", "256.0 GiB")
+    assert choose(B200, **fields).kernel == "cudnn"
+
+
+def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that_fit():
+    fields = {"seq": 8, "kind": "ring", "pieces": 1, "deterministic": True, "device_bytes": 2 * GIB, "kernel": "cudnn"}
+    problem = refused(**fields, row_tokens=2**20)[0]
+    parts = ["run.deterministic", "1,048,576", "32", "2.0", f"data.row_tokens={2**18}"]
+    assert_names(problem, *parts, start="attention.kernel = cudnn: ")
+    assert refused(**fields, row_tokens=2**19)
+    assert choose(**fields, row_tokens=2**18, head_chunks=32).kernel == "cudnn"
+
+
+def test_too_few_head_chunks_for_a_deterministic_backward_pass_are_refused_with_enough_of_them():
+    problem = refused(**PACKED_32K, head_chunks=1)[0]
+    parts = ["run.deterministic", "72.8", "attention.head_chunks=2"]
+    assert_names(problem, *parts, start="attention.head_chunks = 1: ")
+    assert choose(**PACKED_32K, head_chunks=2).head_chunks == 2
+
+
+def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
+    fields = {"row_tokens": 8192, "deterministic": True}
+    problem = refused(RTX6000, **fields, kernel="cudnn")[0]
+    assert_names(problem, "run.deterministic=false", "12.x", start="attention.kernel = cudnn: ")
+    assert choose(RTX6000, **fields).kernel == "blockwise"
+    assert choose(RTX6000, row_tokens=8192).kernel == "cudnn"
+
+
+def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
+    said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8)
+    assert_names(said, "Ulysses of 8", "cuDNN 9.28.0", "2", "4 of 32", "1 of 8")
+    short = choose(row_tokens=8192)
+    said = attention.describe(short, num_heads=32, num_kv_heads=8)
+    assert_names(said, "cuDNN 9.28.0")
+    monkeypatch.setattr(cudnn_calls, "version", lambda: None)
+    unknown = attention.describe(short, num_heads=32, num_kv_heads=8)
+    assert_names(unknown, "cuDNN")
+    assert numbers(unknown) == [], "all heads and rows are on each device"
+    assert unknown == said.replace(" 9.28.0", "")
+
+
+def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
+    """2 slots of 2,097,152 tokens, 4 heads, float32."""
+    said = attention.describe(choose(seq=8, row_tokens=2**21, head_chunks=1), num_heads=32, num_kv_heads=8)
+    assert_names(said, "64 MiB")
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
+def test_the_banner_names_the_window(kernel):
+    choice = choose(kernel=kernel, window=4096)
+    assert choice.window == 4096
+    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
+    assert_names(said, "4,096")
+
+
+def test_the_banner_says_what_each_kind_sends():
+    """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
+    choice = choose(seq=8, heads=(28, 4, 128))
+    assert (choice.kind.inner, choice.kind.degree) == (4, 2)
+    held = 16384 * 128 * 2  # bytes of a head
+    in_neighbours = 3 * 2 * (28 + 4) * held * 3 // 4
+    # k and v forward and backward, their gradients once in float32 and home in bfloat16
+    around = 2 * 4 * held * (1 + 1 + 2 + 1)
+    assert choice.bytes == in_neighbours + around
+    said = attention.describe(choice, num_heads=28, num_kv_heads=4)
+    assert_names(
+        said,
+        "cuDNN 9.28.0",
+        "7 of 28",
+        "1 of 4",
+        "2 of 4",
+        start="Ulysses of 4 x ring of 2",
+    )
+    others = dict(choice.others)
+    assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
+    assert_names(
+        said,
+        f"{choice.bytes / 1e6:,.1f} MB",
+        *(f"{words}: {size / 1e6:,.1f} MB" for words, size in others.items()),
+    )
+
+
+def test_rows_are_cut_into_chunks_that_cudnn_takes():
+    choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
+    assert_names(choice.why, "16", "2048", "data.row_tokens", "130048")
+    assert choose(seq=8, heads=(7, 7, 128)).kernel == "cudnn"
+    # 24 heads on 18 devices, 6 neighbours: chunks of 6, and of 128 for cuDNN
+    near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
+    assert_names(near, "2304", "131072", "data.row_tokens=129024 or 131328")
+    assert choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel == "cudnn"
+    assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel == "cudnn"
+
+
+def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
+    """The named rows are some that fit."""
+    fields = {"seq": 8, "kind": "ring", "pieces": 1}
+    problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
+    assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
+    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
+    assert choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel == "cudnn"
+    problem = refused(**fields | {"pieces": 2}, row_tokens=2**28, kernel="cudnn")[0]
+    assert_names(problem, "268,435,456", "16", "2")
+    longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
+    assert 2**26 < longest < 2**28
+    assert choose(**fields | {"pieces": 2}, row_tokens=longest, kernel="cudnn").kernel == "cudnn"
+
+
+def test_the_reference_kernel_has_no_parts_of_rows():
+    problem = refused(seq=8, heads=(7, 7, 128), kernel="reference")[0]
+    suggestions = ["attention.kernel=auto", "attention.kernel=blockwise"]
+    assert_names(problem, "ring of 8", *suggestions, start="attention.kernel = reference: ")
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "full", "auto"])
+def test_what_is_computed_again_does_not_change_the_kind(remat):
+    """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
+    asked = {"seq": 16, "heads": (40, 10, 128)}
+    assert choose(**asked, remat=remat).kind == choose(**asked).kind

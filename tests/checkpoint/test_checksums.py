@@ -1,0 +1,115 @@
+"""A digest is the same on every mesh, and another when any bit flips."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxsp.checkpoint import checksums
+from jaxsp.core import axes
+from jaxsp.model import decoder
+from jaxsp.training import host_offload
+from tests import batches
+
+MESHES = ((1, 1, 1), (1, 2, 4), (1, 8, 1), (2, 2, 2), (1, 1, 2))
+
+
+def slow(array):
+    """The two sums, element by element, in Python's whole numbers."""
+    sums = []
+    for spread, first, second in checksums._SEEDS:
+        total = 0
+        for index in np.ndindex(array.shape):
+            place = 0
+            for one in index:
+                place = (place * spread + one) % 2**32
+            value = int(array[index].view(f"u{array.itemsize}")) ^ place
+            value = value * first % 2**32
+            value = (value ^ (value >> 15)) * second % 2**32
+            total += value ^ (value >> 13)
+        sums.append(f"{total % 2**32:08x}")
+    return "".join(sums)
+
+
+def stored(array, sizes, dim, kind=None):
+    """The array on a mesh, cut along a dim, which is filled up with ones that must not count."""
+    mesh = batches.mesh(*sizes)
+    shards = sizes[1] * sizes[2]
+    missing = -array.shape[dim] % shards
+    widths = [(0, missing if d == dim else 0) for d in range(array.ndim)]
+    spec = PartitionSpec(*[None] * dim, axes.SHARDS)
+    place = NamedSharding(mesh, spec, **({"memory_kind": kind} if kind else {}))
+    return jax.device_put(np.pad(array, widths, constant_values=1), place)
+
+
+def example(shape, dtype="float32"):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 9)])
+def test_a_digest_is_the_sum_over_elements(shape, dtype):
+    array = np.asarray(example(shape, dtype))
+    assert checksums.on_host(array) == slow(array)
+    whole = jax.device_put(array, NamedSharding(batches.mesh(1, 1, 1), PartitionSpec()))
+    assert checksums.on_devices({"a": whole}, {"a": shape}) == {"a": slow(array)}
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_digest_is_the_same_on_every_mesh(sizes):
+    arrays = {"a": (example((2, 9, 16)), 1), "b": (example((2, 9, 16)), 2), "c": (example((13,)), 0)}
+    found = checksums.on_devices(
+        {name: stored(array, sizes, dim) for name, (array, dim) in arrays.items()},
+        {name: array.shape for name, (array, _) in arrays.items()},
+    )
+    assert found == {name: checksums.on_host(array) for name, (array, _) in arrays.items()}
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="jax 0.11.1: arrays in host memory in a program")
+def test_a_digest_is_the_same_in_host_memory():
+    array = example((3, 9, 16))
+    found = checksums.on_devices({"a": stored(array, (1, 2, 4), 1, host_offload.KIND)}, {"a": array.shape})
+    assert found == {"a": checksums.on_host(array)}
+
+
+def test_an_array_that_is_mixed_in_parts_has_the_same_digest(monkeypatch):
+    array = example((11, 6))
+    whole = checksums.on_host(array)
+    monkeypatch.setattr(checksums, "_AT_ONCE", 25)  # 4 rows of 6
+    assert checksums.on_host(array) == whole == slow(array)
+
+
+def test_every_single_bit_changes_both_sums():
+    array = example((3, 4))
+    right = checksums.on_host(array)
+    for index in np.ndindex(array.shape):
+        for bit in range(32):
+            other = array.copy()
+            other.view(np.uint32)[index] ^= np.uint32(1 << bit)
+            found = checksums.on_host(other)
+            assert found[:8] != right[:8]
+            assert found[8:] != right[8:]
+
+
+def test_elements_that_changed_places_change_the_digest():
+    array = example((4, 6))
+    assert (
+        len({checksums.on_host(x) for x in (array, array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))}) == 5
+    )
+
+
+def test_an_optimizer_s_averages_have_the_shape_of_their_weight():
+    rows = decoder.table(batches.model())
+    like = jax.tree.map(
+        lambda row: jax.ShapeDtypeStruct((*row.stacked_shape[:-1], row.stacked_shape[-1] + 3), jnp.float32), rows
+    )
+    opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, like)
+    found = checksums.by_name(checksums.logical(rows, like, opt))
+    shapes = {name: row.stacked_shape for name, row in checksums.by_name(rows).items()}
+    assert {name: x.shape for name, x in found.items()} == {
+        **{f"master/{name}": shape for name, shape in shapes.items()},
+        **{f"opt/{name}/mu": shape for name, shape in shapes.items()},
+        **{f"opt/{name}/count": () for name in shapes},
+    }

@@ -1,0 +1,102 @@
+"""Free space is compared with what checkpoints need, and a full disk is named."""
+
+import collections
+import os
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from jaxsp.checkpoint import disk_space, writer
+from jaxsp.config import schema
+from jaxsp.core import errors
+from tests import messages
+
+MIB = 2**20
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+def settings(folder, *words):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": 100, "save_every": 10},
+        "model": {"config": {}},
+        "data": {"train": [{"source": "a", "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"learning_rate": 0.1},
+    }
+    return schema.parse(fields, words)
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Call it with the bytes that are free on every disk."""
+    return lambda size: monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, size))
+
+
+def check(chosen, **others):
+    return disk_space.check(chosen, **{"checkpoint_bytes": 100 * MIB, "num_steps": 100, **others})
+
+
+def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
+    free(79 * MIB)
+    with pytest.raises(errors.UserError) as found:
+        check(settings(tmp_path))
+    (problem,) = found.value.problems
+    says = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
+    assert re.match(says, problem)
+    assert check(settings(tmp_path), leftover_bytes=2 * MIB) is not None, "there is space for one, not for three"
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "others", "num_more"),
+    [
+        ([], 0, {}, 3),
+        (["checkpoint.keep_best=2", "data.eval=[{source: a, format: tokens}]"], 0, {}, 5),
+        ([], 2, {}, 1),
+        ([], 5, {}, 1),
+        ([], 0, {"num_steps": 15}, 2),
+        (["run.save_every=30m"], 0, {"num_steps": 15}, 3),
+        (["run.save_every=null"], 0, {}, 1),
+    ],
+)
+def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(tmp_path, free, words, there, others, num_more):
+    for number in range(there):
+        (tmp_path / "run/checkpoints" / str(number)).mkdir(parents=True)
+    chosen = settings(tmp_path, *words)
+    free(80 * MIB * num_more)
+    assert check(chosen, **others) is None
+    free(80 * MIB * num_more - 1)
+    if num_more == 1:
+        with pytest.raises(errors.UserError):
+            check(chosen, **others)
+    else:
+        warning = check(chosen, **others)
+        assert re.search(messages.holding(f"{tmp_path}/run", num_more, "100.0 MiB"), warning)
+
+
+def test_unfinished_checkpoints_count_as_free(tmp_path):
+    (tmp_path / f"8{writer.PARTIAL}/master").mkdir(parents=True)
+    (tmp_path / f"8{writer.PARTIAL}/master/a").write_bytes(bytes(1000))
+    (tmp_path / "6/master").mkdir(parents=True)
+    (tmp_path / "6/master/a").write_bytes(bytes(500))
+    assert writer.leftover_bytes(tmp_path) == 1000
+    assert writer.leftover_bytes(tmp_path / "nowhere") == 0
+
+
+def test_missing_bytes_are_named(tmp_path, free):
+    free(30 * MIB)
+    found = disk_space.shortage(tmp_path, 100 * MIB)
+    assert re.findall(r"[\d.]+ MiB", found) == ["100.0 MiB", "30.0 MiB", "70.0 MiB"]
+    assert disk_space.shortage(tmp_path, 30 * MIB) == ""
+    assert disk_space.num_bytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)}) == 28
+
+
+def test_reason_is_the_operating_system_s(tmp_path):
+    text = (
+        'RESOURCE_EXHAUSTED: Error writing "embedding/0.0" in OCDBT database at local file "/D/8.partial/master/": Failed '
+        'writing: "/D/8.partial/master/d/cca6": Failed to write 663760 bytes: No space left on device '
+        "[os_error_code='28']"
+    )
+    assert writer._reason(ValueError(text)) == os.strerror(28)
+    assert writer._reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"

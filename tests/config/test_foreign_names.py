@@ -1,0 +1,314 @@
+"""Option names of other systems: each is answered with jaxsp's field, or with why there is none."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from jaxsp.config import config_errors, foreign_names, schema
+from jaxsp.core import errors
+
+FOLDER = pathlib.Path(__file__).parent / "foreign"
+
+SOUND = {
+    "run": {"directory": "runs/first", "steps": 3},
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"train": [{"source": "a.txt", "format": "text"}], "row_tokens": 128},
+    "batch": {"rows_per_step": 8},
+    "optimizer": {"learning_rate": 1e-3},
+}
+
+NOT_NEEDED, NOT_OFFERED = "not needed: ", "not offered: "
+
+ANSWERS = {
+    "data.row_tokens": "seq_len sequence_length sequence_len context_length cutoff_len max_length block_size max_seq_length",
+    "batch.rows_at_once": "micro_batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "batch.rows_per_step": "global_batch_size train_batch_size gradient_accumulation_steps",
+    "mesh.seq": "context_parallel_degree context_parallel_size cp sp sp_size cp_size "
+    "sequence_parallel_degree sequence_parallel_size",
+    "mesh.data": "dp fsdp dp_shard dp_shard_size tensor_parallel",
+    "mesh.replica": "dp_replicate_size",
+    "attention.kv_heads_per_gather": "heads_k_stride",
+    "attention.kind": "ring_attn_func",
+    "attention.kernel": "attn_implementation flash_attention",
+    "memory.remat": "remat_policy gradient_checkpointing activation_checkpointing",
+    "memory.offload_activations": "activation_offloading",
+    "memory.offload_optimizer": "offload_optimizer_device load_in_4bit",
+    "memory.mlp_tile_tokens": "tiled_mlp",
+    "data.train_on": "assistant_only_loss completion_only_loss train_on_inputs",
+    "data.chat_template": "chat_template",
+    "model.source": "base_model model_name_or_path",
+    "model.compute_dtype": "bf16 torch_dtype",
+    "data.train": "datasets dataset_name",
+    "data.workers": "dataset_num_proc",
+    "data.eval_fraction": "val_set_size",
+    "run.save_every": "save_steps save_strategy",
+    "run.eval_every": "eval_steps eval_strategy",
+    "run.log_every": "logging_steps",
+    "run.directory": "run_name output_dir",
+    "run.resume": "resume_from_checkpoint",
+    "run.epochs": "num_epochs num_train_epochs",
+    "run.steps": "max_steps",
+    "run.step_timeout": "ddp_timeout",
+    "checkpoint.keep_latest": "save_total_limit",
+    "checkpoint.keep_best": "load_best_model_at_end",
+    "checkpoint.best_by": "metric_for_best_model",
+    "logging.tensorboard": "report_to",
+    "optimizer.warmup_fraction": "warmup_ratio",
+    "optimizer.learning_rate": "lr",
+    "optimizer.schedule": "lr_scheduler lr_scheduler_type",
+    "optimizer.weight_decay": "weight_decay",
+    NOT_NEEDED: "packing sample_packing padding_free deepspeed finetuning_type",
+    NOT_OFFERED: "wandb_project adapter lora_r load_in_4bit push_to_hub tensor_parallel",
+}
+"""Names that the answer must have: a field, or the reason why there is none."""
+
+CASES = [(name, answer) for answer, names in ANSWERS.items() for name in names.split()]
+
+
+def problems(fields: dict, *words: str) -> list[str]:
+    with pytest.raises(errors.UserError) as caught:
+        schema.parse(SOUND | fields, words)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("name", "answer"), CASES)
+def test_a_name_of_another_system_is_answered_wherever_it_stands(name, answer):
+    group = "logging" if answer.startswith("memory") else "memory"
+    asked = [problems({name: 4}), problems({group: {name: 4}}), problems({}, f"{name}=4")]
+    asked.append(problems({}, f"training.{name.upper().replace('_', '-')}=4"))
+    for (line,) in asked:
+        assert re.search(rf"{re.escape(answer)}(?![\w.])", line) or answer in (NOT_NEEDED, NOT_OFFERED)
+        assert (NOT_NEEDED in line, NOT_OFFERED in line) == tuple(
+            (name, reason) in CASES for reason in (NOT_NEEDED, NOT_OFFERED)
+        )
+
+
+def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
+    names = [name for counterpart in foreign_names.COUNTERPARTS for name in counterpart.names]
+    assert len(names) == len(set(names)) >= 250
+    groups = "|".join(schema.Config.model_fields)
+    pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]]+)?")
+    num_fields = 0
+    for counterpart in foreign_names.COUNTERPARTS:
+        for name in pattern.findall(f"{counterpart.field or ''} {counterpart.note}"):
+            field, _, value = name.partition("=")
+            resolve(field)
+            num_fields += 1
+            known = value and value.replace("FOLDER", "x")
+            given = int(value) if value.isdecimal() else known
+            assert not value or config_errors.accepted(schema.Config, field, given) is not None, name
+        if counterpart.field is None:
+            assert counterpart.note.startswith((NOT_NEEDED, NOT_OFFERED))
+            assert not counterpart.note.endswith(": "), counterpart.names
+    assert num_fields > 90
+
+
+def resolve(field: str) -> None:
+    """Asserts that the config has a dotted field."""
+    group: type = schema.Config
+    for part in field.split("."):
+        if not part.isdigit():
+            assert part in group.model_fields, field
+            group = {"train": schema.Source}.get(part, group.model_fields[part].annotation)
+
+
+def test_no_name_with_a_group_is_a_field():
+    dotted = [name for counterpart in foreign_names.COUNTERPARTS for name in counterpart.names if "." in name]
+    for name in dotted:
+        with pytest.raises((AssertionError, KeyError)):
+            resolve(name)
+    assert len(dotted) >= 8
+
+
+@pytest.mark.parametrize(
+    ("word", "suggestion"),
+    [
+        ("data.seq_len=4096", "data.row_tokens=4096"),
+        ("num_train_epochs=3.0", "run.epochs=3"),
+        ("--lr=3e-4", "optimizer.learning_rate=0.0003"),
+        ("eval_strategy=epoch", "run.eval_every=epoch"),
+        ("load_best_model_at_end=true", "checkpoint.keep_best=1"),
+        ("optim=adamw", "optimizer.name=adamw"),
+        ("optimizer.params.lr=1.0", "optimizer.learning_rate=1.0"),
+        ("seed=3", "run.seed=3"),
+        ("training.steps=7", "run.steps=7"),
+        ("dataset_subset=en", "data.train.0.subset=en"),
+        ("data.train.0.path=b.txt", "data.train.0.source=b.txt"),
+        ("optimizer=adamw", "optimizer.name=adamw"),
+        ("model=Qwen/Qwen3-0.6B", "model.source=Qwen/Qwen3-0.6B"),
+    ],
+)
+def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
+    (line,) = (line for line in problems({}, word) if suggestion in line)
+    field, _, value = suggestion.partition("=")
+    assert str(config_errors.accepted(schema.Config, field, schema.notation.load(value))) == value
+    assert line.startswith(word.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("max_steps=-1", "run.steps"),
+        ("bf16=false", "model.compute_dtype"),
+        ("gradient_accumulation_steps=8", "batch.rows_per_step"),
+        ("tiled_mlp_num_shards=8", "memory.mlp_tile_tokens"),
+        ("ddp_timeout=1800", "run.step_timeout"),
+        ("chat_template=chatml", "data.chat_template"),
+    ],
+)
+def test_a_value_of_another_meaning_is_not_kept(word, field):
+    (line,) = problems({}, word)
+    assert field in line
+    assert f"{field}={word.partition('=')[2]}" not in line
+    assert "bfloat16" not in line
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [
+        ("mesh.sq=4", "mesh.seq"),
+        ("mesh.qse=4", None),
+        ("optimizer.learningrate=1.0", "optimizer.learning_rate"),
+        ("optimizer.lerning_rat=1.0", "optimizer.learning_rate"),
+        ("optimizer.beta3=0.5", None),
+        ("mesh.steps=4", "run.steps"),
+        ("memory.learning_rat=1.0", None),
+        ("data.train.0.formt=text", "data.train.0.format"),
+        ("optimiser={learning_rate: 1, schedule: x, eps: 1, beta1: 1, beta2: 1}", "optimizer"),
+        ("mesh.data_parallel=4", None),
+    ],
+)
+def test_only_near_names_of_the_group_and_exact_names_of_others_are_suggested(word, near):
+    lines = [line for line in problems({}, word) if "unknown" in line]
+    (line,) = lines
+    found = re.search(r"Did you mean (.*)\?", line)
+    assert (found and found.group(1)) == near
+
+
+def test_two_names_that_are_equally_near_are_no_suggestion():
+    assert errors.nearest("bet", ["beta", "best"]) is None
+    assert errors.nearest("ab", ["abcd"]) is None
+    assert errors.nearest("rowtokens", ["row_tokens", "row_token"]) == "row_tokens"
+    assert errors.nearest("mseh", ["mesh", "batch"]) == "mesh"
+
+
+@pytest.mark.parametrize(
+    ("file", "pairs"),
+    [
+        (
+            "axolotl.yaml",
+            {
+                "base_model": "model.source=meta-llama/Llama-3.1-8B-Instruct",
+                "sequence_len": "data.row_tokens=65536",
+                "datasets": "data.train",
+                "val_set_size": "data.eval_fraction=0.05",
+                "optimizer": "optimizer.name",
+                "learning_rate": "optimizer.learning_rate=0.0002",
+                "context_parallel_size": "mesh.seq=8",
+                "wandb_project": "not offered",
+            },
+        ),
+        (
+            "training_arguments.json",
+            {
+                "num_train_epochs": "run.epochs=2",
+                "per_device_train_batch_size": "batch.rows_at_once=1",
+                "eval_strategy, eval_steps": "run.eval_every=200",
+                "load_best_model_at_end": "checkpoint.keep_best=1",
+                "seed": "run.seed=7",
+            },
+        ),
+    ],
+)
+def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
+    with pytest.raises(errors.UserError) as caught:
+        schema.load(FOLDER / file, [])
+    page = caught.value.problems
+    assert len(page) <= 34
+    assert max(map(len, page)) <= 100
+    for theirs, ours in pairs.items():
+        (line,) = (line for line in page if line.startswith(f"  {theirs} "))
+        assert line.split(f"{theirs} ", 1)[1].strip().startswith(ours)
+    text = "\n".join(page)
+    assert "deepspeed" in text.partition("Not needed: ")[2].partition(".\n")[0]
+    assert " ".join(text.split()).count(", ".join(schema.Config.model_fields)) == 1
+    names = json.loads((FOLDER / file).read_text()) if file.endswith("json") else schema.read(FOLDER / file)
+    hidden = sum(int(count) for count in re.findall(r" \+ (\d+) ", text))
+    assert sum(re.search(rf"\b{name}\b", text) is None for name in names) <= hidden
+
+
+def test_a_page_names_the_options_of_nested_groups_by_their_last_word_if_they_are_long():
+    group = {
+        "data_parallel_replicate_degree": 1,
+        "data_parallel_shard_degree": -1,
+        "context_parallel_degree": 8,
+        "tensor_parallel_degree": 2,
+        "seq_len": 4096,
+    }
+    page = problems({"parallelism": group})
+    for name in group:
+        shown = "parallelism.seq_len" if name == "seq_len" else name
+        assert any(line.startswith(f"  {shown} ") or f", {shown} " in line for line in page), name
+    assert max(map(len, page)) <= 100
+
+
+def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
+    names = {"lr": 1.0, "seq_len": 8, "lora_r": 4, "packing": True}
+    found = problems(names)
+    assert len(found) == len(names)
+
+
+def test_the_list_of_groups_is_there_once():
+    found = problems({"abc": 1, "bcd": 2, "cde": 3})
+    assert [", ".join(schema.Config.model_fields) in line for line in found] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("word", "example"),
+    [("lr", "optimizer.learning_rate="), ("seed", "run.seed="), ("abc", "mesh.seq="), ("bf16", "model.compute_dtype=")],
+)
+def test_a_word_without_a_value_is_answered_with_an_example_of_its_field(word, example):
+    (line,) = problems({}, word)
+    assert example in line
+    schema.parse(SOUND, [re.search(r"\S+=\S+(?=\.$)", line.replace("key.path=value", "")).group()])
+
+
+def test_notes_are_whole():
+    for counterpart in foreign_names.COUNTERPARTS:
+        for pair in ("()", "[]", "{}"):
+            assert counterpart.note.count(pair[0]) == counterpart.note.count(pair[1]), counterpart.note
+
+
+@pytest.mark.parametrize(
+    ("word", "field"),
+    [
+        ("val_set_size=0.0", "data.eval_fraction"),
+        ("offload_param=none", "memory.offload_optimizer"),
+        ("sequence_parallel=false", "mesh.seq"),
+        ("evals_per_epoch=0", "run.eval_every"),
+        ("save_strategy=no", "run.save_every"),
+        ("bf16=false", "model.compute_dtype"),
+    ],
+)
+def test_an_option_that_is_off_gets_no_example_that_turns_it_on(word, field):
+    (line,) = problems({}, word)
+    assert field in line
+    assert f"{field}=" not in line.replace("(the default; float32", "")
+
+
+@pytest.mark.parametrize(
+    ("word", "wrong"),
+    [
+        ("mesh.model=2", "model.source"),
+        ("validation.steps=3", "run.steps"),
+        ("run.name=x", "optimizer.name"),
+        ("model.name=llama3", "model.source=llama3"),
+        ("fp16.loss_scale=0", "data.train_on"),
+        ("ignore_data_skip=true", "run.on_data_change"),
+    ],
+)
+def test_a_name_that_means_something_else_gets_no_wrong_field(word, wrong):
+    (line,) = problems({}, word)
+    assert wrong not in line

@@ -1,0 +1,358 @@
+"""What a user may write in a config, and what is said about everything else."""
+
+import pathlib
+import re
+
+import pytest
+import yaml
+
+from jaxsp.config import config_errors, schema, yaml_io
+from jaxsp.core import errors
+
+SOUND = """
+run: {directory: runs/first, steps: 3}
+model: {config: {model_type: llama}}
+data: {train: [{source: a.txt, format: text}, {source: b.txt, format: text}], row_tokens: 128}
+batch: {rows_per_step: 8}
+optimizer: {learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def file(tmp_path) -> pathlib.Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(SOUND)
+    return path
+
+
+def problems(file: pathlib.Path, *words: str) -> list[str]:
+    with pytest.raises(errors.UserError) as caught:
+        schema.load(file, list(words))
+    assert not any("\n" in problem for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def test_defaults_are_filled_in(file):
+    found = schema.load(file, [])
+    assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (3, None, -1, "adamw")
+
+
+def test_words_change_the_file(file):
+    words = ["mesh.seq=4", "data.train.1.source=c/*.txt", "run.steps=null", "run.epochs=2", "model.config.hidden_size=64"]
+    found = schema.load(file, words)
+    assert found.mesh.seq == 4
+    assert [source.source for source in found.data.train] == ["a.txt", "c/*.txt"]
+    assert (found.run.steps, found.run.epochs) == (None, 2)
+    assert found.model.config == {"model_type": "llama", "hidden_size": 64}
+
+
+def test_a_word_fills_a_group_that_the_file_leaves_empty(file):
+    file.write_text(SOUND + "mesh:\n")
+    assert schema.load(file, ["mesh.seq=2"]).mesh.seq == 2
+
+
+@pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
+def test_numbers_are_read_as_everyone_writes_them(file, number):
+    """PyYAML reads 3e-4 as text."""
+    assert schema.load(file, [f"optimizer.learning_rate={number}"]).optimizer.learning_rate == pytest.approx(3e-4)
+    file.write_text(SOUND.replace("1.0e-3", number))
+    assert schema.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize("directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "])
+def test_what_is_saved_is_read_back(file, tmp_path, directory):
+    first = schema.load(file, ["mesh.seq=2"])
+    first = first.model_copy(update={"run": first.run.model_copy(update={"directory": directory})})
+    schema.save(first, tmp_path / "saved.yaml")
+    assert schema.load(tmp_path / "saved.yaml", []) == first
+
+
+def test_all_problems_are_told_at_once(file):
+    file.write_text(SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace("steps: 3", "epochs: [1], steps: x"))
+    found = problems(file, "mesh.seq=two", "mesh", "data.train.7.source=x", "nonsense=1", "data.train.0.format=json")
+    starts = [
+        "mesh: ",
+        "data.train.7.source = x: ",
+        "run.steps = x, run.epochs = [1]: ",
+        "run.steps = x: ",
+        "run.epochs = [1]: ",
+        "mesh.seq = two: ",
+        "data.train.0.format = json: ",
+        "batch.rows_per_step = 0: ",
+        "nonsense = 1: ",
+    ]
+    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [True] * len(starts), found
+
+
+SAID = {
+    "mesh.sq=4": "mesh.sq = 4: unknown. Did you mean mesh.seq?",
+    "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
+    "mesh.sep=4": "mesh.sep = 4: unknown. Did you mean mesh.seq?",
+    "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
+    "model.learning_rat=1": "model.learning_rat = 1: unknown. Known here: source, config, tokenizer, compute_dtype.",
+    "memory.xyz=1": "memory.xyz = 1: unknown. Known here: remat, offload_activations, offload_optimizer, "
+    "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
+    "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean data.train.0.source?",
+    "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. For example run.steps=1000.",
+    "run.steps=null": "run.steps, run.epochs: .*missing.*run.epochs=1.",
+    "run.epochs=1": "run.steps = 3, run.epochs = 1: .*run.steps=null or run.epochs=null.",
+    "run.save_every=0": "run.save_every = 0: .*minutes.*epoch.*null.*=100.",
+    "run.eval_every=1m": "run.eval_every = 1m: .*epoch.*null.*=100.",
+    "run.early_stopping_patience=2": "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05.",
+    "run.early_stopping_min_delta=0.1": "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0.",
+    "run.save_every=epoch": "run.save_every = epoch: .*run.epochs=1.*run.save_every=100.",
+    "run.eval_every=epoch": "run.eval_every = epoch: .*run.epochs=1.*run.eval_every=100.",
+    "run.save_every=1h": "run.save_every = 1h: .*minutes.*=100.",
+    "model.source=a/b": "model.source = a/b, model.config = .*: .*model.source=null or model.config=null.",
+    "model.config=null": "model.source, model.config: .*missing.*model.source=.*.",
+    "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: .*first.*last.*=[3, 5].",
+    "run.directory=7": "run.directory = 7: .*text.*quotes.*run.directory=runs/first.",
+    "run.directory=''": "run.directory = '': .*empty.*=runs/first.",
+    "mesh.data=0": "mesh.data = 0: .*mesh.data=-1.",
+    "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
+    "mesh.seq=2.0": "mesh.seq = 2.0: .*integer.*",
+    "mesh=4": "mesh = 4: .*replica, data, seq, virtual_cpu_devices.",
+    "mesh=null": "mesh = null: .*replica, data, seq, virtual_cpu_devices.",
+    "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",
+    "data.train=a.txt": "data.train = a.txt: .*list.*data.train=[{source: .*}].",
+    "data.train=[a.txt]": "data.train.0 = a.txt: .*source, format, name, weight, .*.",
+    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text.",
+    "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: .*twice.*data.row_tokens=8192.",
+    "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: every step has .* Use [256, 512, 1024]. .*",
+    "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: every step has .* Use [8, 2000000000]. .*",
+    "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
+    "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
+    "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
+    "data.eval=[{source: a.txt, format: text, weight: 1}]": "data.eval.0.weight: .*evaluated.*",
+    "data.chat_template=a.jinja": "data.chat_template = a.jinja: .*messages or prompt_completion.*",
+    "data.train.x=1": "data.train.x = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",
+    "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: .*auto.*=1024.",
+    "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: .*auto.*=1024.",
+    "data.train.2.source=c.txt": "data.train.2.source = c.txt: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "data.train.²=1": "data.train.² = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "run.steps.x=1": "run.steps.x = 1: .*run.steps = 3.*",
+    "optimizer.learning_rate=.nan": "optimizer.learning_rate = nan: .*finite.*=1e-05.",
+    "optimizer.learning_rate=fast": "optimizer.learning_rate = fast: .*number.*=1e-05.",
+    "optimizer.learning_rate=true": "optimizer.learning_rate = true: .*number.*=1e-05.",
+    "optimizer.eps=.inf": "optimizer.eps = inf: .*finite.*=1e-08.",
+    "run.eval_at_start=true": "run.eval_at_start = true: .*data.eval=.*data.eval_fraction=0.05.",
+    "optimizer={learning_rate: 1, warmup_steps: 2, warmup_fraction: 0.1}": "optimizer.warmup_steps = 2, "
+    "optimizer.warmup_fraction = 0.1: .*optimizer.warmup_steps=0 or optimizer.warmup_fraction=null.",
+    "optimizer.beta1=1": "optimizer.beta1 = 1: .* 1.*optimizer.beta1=0.9.",
+    "run.directory=2026-13-01": "run.directory = 2026-13-01: .*YAML.*'run.directory=\"...\"'.",
+    "run.directory={a}/b": "run.directory = {a}/b: .*YAML.*'run.directory=\"...\"'.",
+    "mesh.seq": "mesh.seq: .*key.path=value.*mesh.seq=4.",
+    "=4": "=4: .*key.path=value.*",
+    "mesh..seq=4": "mesh..seq=4: .*key.path=value.*",
+}
+
+
+@pytest.mark.parametrize(("word", "said"), SAID.items())
+def test_one_mistake_is_one_line_that_names_field_value_rule_and_way_out(file, word, said):
+    (found,) = problems(file, word)
+    pattern = ".*".join(re.escape(part) for part in said.split(".*"))
+    assert re.fullmatch(pattern, found), found
+
+
+def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
+    file.write_text("data: {}\nrun: {}\n")
+    found = problems(file)
+    names = ["data.row_tokens", "data.train", "run.directory"]
+    for name in names:
+        (line,) = [line for line in found if line.startswith(f"{name}: ")]
+        assert "missing" in line
+        assert f" {name}=" in line
+    (line,) = [line for line in found if line.startswith("model: ")]
+    assert "source, config, tokenizer, compute_dtype" in line
+    assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
+
+
+def test_no_count_is_larger_than_the_devices_can_count():
+    """On the devices, counts are 32-bit integers; larger ones ended in an OverflowError."""
+    counts = [
+        f"{group}.{name}" for group, name, _ in fields() if config_errors.accepted(schema.Config, f"{group}.{name}", 7) == 7
+    ]
+    whole = [key for key in counts if config_errors.accepted(schema.Config, key, 7.5) is None]
+    assert len(whole) >= 20
+    for key in whole:
+        largest = 2**32 - 1 if key == "run.seed" else 2**31 - 1
+        assert config_errors.accepted(schema.Config, key, largest) == largest, key
+        for value in (largest + 1, 10**30, 1e30):
+            assert config_errors.accepted(schema.Config, key, value) is None, (key, value)
+
+
+def test_the_example_of_every_field_is_valid():
+    inner = [f"data.train.0.{name}" for name in schema.Source.model_fields]
+    for key in [*(f"{group}.{name}" for group, name, _ in fields()), *inner]:
+        name, _, text = schema.example(key).partition("=")
+        assert name == key
+        assert config_errors.accepted(schema.Config, key, yaml_io.load(text)) is not None, key
+
+
+@pytest.mark.parametrize(
+    ("word", "works"),
+    [
+        ("optimizer.warmup_steps=0.1", "optimizer.warmup_fraction=0.1"),
+        ("optimizer.warmup_fraction=50", "optimizer.warmup_steps=50"),
+        ("run.steps=1e5", "run.steps=100000"),
+        ("optimizer.schedule=cosin", "optimizer.schedule=cosine"),
+        ("mesh.seq=4.0", "mesh.seq=4"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_the_one_that_was_meant(file, word, works):
+    (line,) = problems(file, word)
+    assert works in re.findall(r"[\w.]+=[\w.]*\w", line)
+    schema.load(file, [works])
+
+
+def test_the_values_that_errors_propose_are_accepted(file):
+    for group, name, _ in fields():
+        key = f"{group}.{name}"
+        wrong = "x" if key == "data.eval" else "[]"
+        (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE)
+        other = {
+            "run.epochs": ["run.steps=null"],
+            "model.source": ["model.config=null"],
+            "data.chat_template": ["data.train.0.format=messages"],
+            "run.early_stopping_patience": ["data.eval_fraction=0.1", "run.eval_every=epoch", "run.steps=null", "run.epochs=1"],
+            "run.early_stopping_min_delta": [
+                "run.early_stopping_patience=1",
+                "data.eval_fraction=0.1",
+                "run.eval_every=5",
+                "checkpoint.best_by=held_out",
+            ],
+            "checkpoint.best_by": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
+        }
+        schema.load(file, [example, *other.get(key, [])])
+
+
+def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
+    """It has the default of max_documents_per_row, which is more than the row has tokens."""
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(schema.load(file, ["data.row_tokens=32"]).model_dump(mode="json")))
+    assert schema.load(saved, []).data.row_tokens == 32
+
+
+def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
+    sets = "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
+    assert schema.load(file, [sets]).data.eval[0].name == "held_out"
+    (found,) = problems(file, sets, "data.eval_fraction=0.1")
+    assert found.startswith("data.eval.0.name = held_out: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (b"a: [1", "YAML.*while parsing"),
+        (b"run: {}\nmesh: {}\nrun: {}\n", "YAML.*run.*twice"),
+        (b"run: {seed: 1, seed: 2}\n", "YAML.*seed.*twice"),
+        (b"run: 2026-13-01\n", "YAML.*month must be in 1..12"),
+        (b"- 1\n", "`group: {field: value}`"),
+        (b"", "`group: {field: value}`"),
+        (b"\xff\xfe\xff", "(utf-8|UTF-8|codec)"),
+    ],
+)
+def test_a_file_that_holds_no_config_is_one_line(file, text, says):
+    file.write_bytes(text)
+    (found,) = problems(file)
+    assert re.match(f"{re.escape(str(file))}: .*{says}", found), found
+
+
+def test_a_file_that_is_not_there_is_answered_with_one_that_is(tmp_path, monkeypatch):
+    (found,) = problems(tmp_path / "x.yaml")
+    assert found.startswith(f"{tmp_path}/x.yaml: no such file. ")
+    assert pathlib.Path(re.search(r"\S+quickstart\.yaml", found).group()).is_file()
+    monkeypatch.chdir(tmp_path)
+    (elsewhere,) = problems(tmp_path / "x.yaml")
+    assert pathlib.Path(re.search(r"\S+quickstart\.yaml", elsewhere).group()).is_file()
+    (found,) = problems(tmp_path)
+    assert found.startswith(f"{tmp_path}: cannot be read: ")
+
+
+@pytest.mark.parametrize("text", [None, "- 1\n"])
+def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(schema, "__file__", str(tmp_path / "site-packages/jaxsp/core/config.py"))
+    path = tmp_path / "x.yaml"
+    if text is not None:
+        path.write_text(text)
+    first, *lines = problems(path)
+    assert "quickstart" not in first
+    path.write_text("\n".join(lines))
+    assert schema.load(path, []).run.directory
+
+
+@pytest.mark.parametrize("field", ["run.directory", "run.resume", "model.source", "model.tokenizer"])
+def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
+    monkeypatch.setenv("HOME", "/home/me")
+    group, name = field.split(".")
+    words = ["model.config=null"] * (field == "model.source")
+    found = schema.load(file, [f"{field}=~/x", *words])
+    assert getattr(getattr(found, group), name) == "/home/me/x"
+    for value in ("runs/a/", "./~x", "Qwen/Qwen3-0.6B"):
+        found = schema.load(file, [f"{field}={value}", *words])
+        assert getattr(getattr(found, group), name) == value, "as it was written"
+    for value in ("~nosuchuser/x", f"a/{'b' * 256}"):
+        (line,) = problems(file, f"{field}={value}", *words)
+        assert line.startswith(f"{field} = ")
+
+
+def test_a_long_value_is_cut(file):
+    (found,) = problems(file, f"mesh.seq={'x' * 1000}")
+    assert len(found) < 300
+
+
+def fields() -> list:
+    return [
+        (group, name, field)
+        for group, outer in schema.Config.model_fields.items()
+        for name, field in outer.annotation.model_fields.items()
+    ]
+
+
+def test_every_field_has_a_docstring_and_is_in_the_help():
+    text = schema.describe()
+    inner = [("data", f"train[].{name}", field) for name, field in schema.Source.model_fields.items()]
+    for group, name, field in [*fields(), *inner]:
+        assert field.description, f"{group}.{name} has no docstring"
+        assert f"  {group}.{name}  (" in text
+        assert " ".join(field.description.split()) in text
+    for name, outer in schema.Config.model_fields.items():
+        assert f"{name}: {outer.annotation.__doc__}" in text
+
+
+def test_the_help_says_types_and_defaults():
+    text = schema.describe()
+    for line in (
+        "run.steps  (int | null; default null)",
+        "model.config  (mapping | null; default null)",
+        "model.tokenizer  (text | null; default null)",
+        "model.compute_dtype  (bfloat16 | float32; default bfloat16)",
+        "data.train  (list; required)",
+        "run.save_every  (int | text | null; default 30m)",
+        "optimizer.eps  (float; default 1e-08)",
+        "memory.mlp_tile_tokens  (auto | int; default auto)",
+    ):
+        assert line in text
+
+
+def test_nothing_can_be_changed_afterwards(file):
+    found = schema.load(file, [])
+    with pytest.raises(ValueError, match="frozen"):
+        found.mesh.seq = 2
+
+
+def test_weights_ask_for_steps(file):
+    words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
+    (found,) = problems(file, *words)
+    assert re.match(r"data\.train\.0\.weight: .*run\.steps", found), found
+    assert [one.weight for one in schema.load(file, words[2:]).data.train] == [1, 3]
+
+
+def test_steps_with_shorter_rows_have_as_many_tokens(file):
+    both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_at_once=2"])
+    assert (both.data.row_lengths, both.data.longest_row) == ((32, 128), 128)
+    short = both.for_rows_of(32)
+    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_at_once) == ((32,), 32, 8)
+    assert both.for_rows_of(128).batch == both.batch

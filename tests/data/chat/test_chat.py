@@ -1,0 +1,674 @@
+"""What of a conversation is learned: what the assistant says and its end mark, to the token, or nothing at all."""
+
+import unicodedata
+
+import jinja2
+import numpy as np
+import pytest
+from tokenizers import normalizers, processors
+from transformers.utils import chat_template_utils
+
+from jaxsp.config import schema
+from jaxsp.core import batch, errors
+from jaxsp.data.chat import assistant_spans, chat, template_text
+from jaxsp.data.tokenization import encoding
+from tests.data.chat import chats
+from tests.messages import assert_names
+
+SHOWN = {
+    "chatml": (
+        chats.CHATML,
+        lambda m: (m["content"] or "") + chats.call_text(m, "<tool_call>", "</tool_call>") + "<|im_end|>\n",
+    ),
+    "headers": (chats.HEADERS, lambda m: (m["content"] or "").strip() + chats.call_text(m) + "<|eot_id|>"),
+    "inst": (chats.INST, lambda m: " " + (m["content"] or "") + chats.call_text(m, "[TOOL_CALLS]") + "</s>"),
+    "turns": (chats.TURNS, lambda m: m["content"].strip() + "<end_of_turn>\n"),
+}
+"""Templates without marks, and what a message of the assistant is in their text."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chats.tokenizer()
+
+
+def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
+    rendered = chat.render(record, tokenizer=tokenizer, template=template, train_on=train_on)
+    (made,) = encoding.encode([rendered], tokenizer)
+    if isinstance(made, template_text.Refused):
+        raise made
+    return made
+
+
+def learned(tokens, labels):
+    """The runs of tokens that are learned."""
+    assert tokens.dtype == labels.dtype == np.int32
+    assert len(tokens) == len(labels)
+    is_learned = labels != batch.NO_LABEL
+    np.testing.assert_array_equal(labels[is_learned], tokens[is_learned])
+    borders = np.flatnonzero(np.diff(is_learned, prepend=False, append=False))
+    return [tokens[start:end] for start, end in borders.reshape(-1, 2)]
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_loss_is_on_what_the_assistant_says_and_its_end_mark(tokenizer, name):
+    template, says = SHOWN[name]
+    for messages in chats.conversations(50, alternating=name == "turns"):
+        tokens, labels = encode({"messages": messages}, tokenizer, template)
+        expected = [says(message) for message in messages if message["role"] == "assistant"]
+        assert [tokenizer.decode(run) for run in learned(tokens, labels)] == expected
+        whole = tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+        assert tokens.tolist() == whole
+        assert encode({"messages": messages}, tokenizer, template, "all")[1] is None
+
+
+def test_marks_give_the_mask_that_transformers_gives(tokenizer):
+    for messages in chats.conversations(50):
+        tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
+        theirs = tokenizer.apply_chat_template(messages, chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+        assert tokens.tolist() == theirs["input_ids"]
+        assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"]
+        np.testing.assert_array_equal(labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1])
+
+
+def test_marks_that_end_in_a_character_of_several_tokens_hold_all_of_it(tokenizer):
+    """transformers marks but the first of them."""
+    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endfor %}"
+    tokens, labels = encode({"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template)
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["x \U0001f980"]
+
+
+def test_turns_that_change_when_others_follow_are_found(tokenizer):
+    thinks = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\none", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "<|im_start|>assistant\n"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "<|im_start|>assistant\nq"},
+        {"role": "assistant", "content": "three", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "<think>\nso\n</think>\n\nfour"},
+    ]
+    call = chats.call_text(thinks[1], "<tool_call>", "</tool_call>")
+    found = learned(*encode({"messages": thinks}, tokenizer, chats.THINKING))
+    assert [tokenizer.decode(run) for run in found] == [
+        f"one{call}<|im_end|>\n",
+        "two<|im_end|>\n",
+        f"three{call}<|im_end|>\n",
+        "<think>\nso\n</think>\n\nfour<|im_end|>\n",
+    ]
+    for messages in chats.conversations(50):
+        expected = [SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"]
+        expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
+        found = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
+        assert [tokenizer.decode(run) for run in found] == expected
+
+
+ALTERNATING = """{%- set ns = namespace(plain=0) -%}
+{%- for message in messages if message.role != 'tool' and not message.tool_calls -%}
+{%- if (message.role == 'user') != (ns.plain % 2 == 0) -%}
+{{ raise_exception('Roles must alternate, except for tool calls and their results') }}
+{%- endif -%}
+{%- set ns.plain = ns.plain + 1 -%}
+{%- endfor -%}"""
+LONG = {
+    "chatml": chats.CHATML,
+    "headers": chats.HEADERS,
+    "inst": chats.INST,
+    "turns": chats.TURNS,
+    "thinking": chats.THINKING,
+    "mistral": ALTERNATING + chats.INST,
+}
+"""Templates whose long conversations are masked in linear time."""
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, name):
+    """Prefixes of each turn take quadratic time: 25 times TRL's for gemma 3 at 300 turns."""
+    call = {"role": "assistant", "tool_calls": [chats.CALL]}
+    called = [] if name == "turns" else [TALK[0], call, {"role": "tool", "content": "t"}, TALK[1]]
+    messages = [*TALK, *called] * 20
+    render, rendered = chat_template_utils.render_jinja_template, []
+
+    def counted(conversations, **options):
+        rendered.append(len(conversations[0]))
+        return render(conversations, **options)
+
+    monkeypatch.setattr(chat_template_utils, "render_jinja_template", counted)
+    tokens, labels = encode({"messages": messages}, tokenizer, LONG[name])
+    spoken = [message for message in messages if message["role"] == "assistant"]
+    assert len(learned(tokens, labels)) == len(spoken)
+    assert len(rendered) <= 8
+    assert sum(rendered) <= 5 * len(messages) + 20
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
+    def render(messages, *, prompt=False):
+        options = {"chat_template": LONG[name], "tokenize": False, "add_generation_prompt": prompt}
+        try:
+            return tokenizer.apply_chat_template(list(messages), **options)
+        except jinja2.TemplateError as error:
+            raise template_text.Refused(str(error)) from None
+
+    ways = [assistant_spans._by_prefixes, assistant_spans._by_insertion, assistant_spans._by_exchanges]
+    at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
+    for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
+        messages = [{k: v for k, v in one.items() if v is not None} for one in conversation]
+        whole = render(messages)
+        spoken = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        results = [way(messages, spoken, whole, render) for way in ways]
+        found = [[part.span for part in parts] for parts in results if parts is not None]
+        assert len(found) >= at_least[name]
+        assert found == found[:1] * len(found)
+
+
+@pytest.mark.parametrize("longer_than", [2, 4])
+@pytest.mark.parametrize("place", ["front", "header", "end"])
+def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, place, longer_than):
+    """The conversation has 4 messages, and 10 with exchanges; the one of four words has up to 4."""
+    turn = "{{ '<start_of_turn>' + ("
+    otherwise = "" if place == "end" else "B"
+    added = f"{{{{ 'A' if messages | length > {longer_than} else '{otherwise}' }}}}"
+    template = {
+        "front": added + chats.TURNS,
+        "header": chats.TURNS.replace(turn, added + turn),
+        "end": chats.TURNS + added,
+    }[place]
+    assert template.count(added) == 1
+
+    def render(messages, *, prompt=False):
+        options = {"chat_template": template, "tokenize": False, "add_generation_prompt": prompt}
+        return tokenizer.apply_chat_template(list(messages), **options)
+
+    talk = TALK + TALK
+    assert assistant_spans._by_exchanges(talk, [1, 3], render(talk), render) is None
+
+
+def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
+    """As the prompts of models that think, which the turns of those that do not lack."""
+    thinks = chats.CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+    assert "<think>" in thinks
+    for talk in (TALK, TALK + TALK):
+        found = learned(*encode({"messages": talk}, tokenizer, thinks))
+        assert [tokenizer.decode(run) for run in found] == ["answer<|im_end|>\n"] * (len(talk) // 2)
+
+
+def test_what_is_null_is_not_there_for_a_template(tokenizer):
+    template = chats.CHATML.replace("(message.content or '')", "(message.content if message.content is defined else 'nothing')")
+    messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [chats.CALL]}]
+    tokens, labels = encode({"messages": messages}, tokenizer, template)
+    assert tokens.tolist() == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    assert tokenizer.decode(learned(tokens, labels)[0]).startswith("nothing<tool_call>")
+
+
+def test_a_conversation_may_begin_with_the_assistant(tokenizer):
+    messages = [
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"},
+    ]
+    found = learned(*encode({"messages": messages}, tokenizer))
+    assert [tokenizer.decode(run) for run in found] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
+
+
+def test_what_a_tokenizer_does_around_tokens_moves_no_label():
+    """A normalizer that makes one character of two, and spaces that are taken out of tokens' offsets."""
+    tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    for template in (chats.INST, chats.CHATML):
+        for messages in chats.conversations(20):
+            says = dict(SHOWN.values())[template]
+            expected = [unicodedata.normalize("NFC", says(message)) for message in messages if message["role"] == "assistant"]
+            assert [tokenizer.decode(run) for run in learned(*encode({"messages": messages}, tokenizer, template))] == expected
+    assert tokenizer.backend_tokenizer.post_processor is not None
+
+
+def test_a_token_across_the_border_is_refused(tokenizer):
+    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
+    with pytest.raises(template_text.Refused, match=r"token.*assistant\\n'.*'\\nan ans"):
+        encode(record, tokenizer)
+    assert encode(record, tokenizer, train_on="all")[1] is None
+    theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+    labels = encode(record, tokenizer, chats.MARKED)[1]
+    assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], "marks are the user's word"
+
+
+TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
+PROMPT = "{%- if add_generation_prompt"
+PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+UNPROMPTED = chats.CHATML[: chats.CHATML.index(PROMPT)]
+HALF_PROMPTED = chats.CHATML.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>' }}{% endif")
+CALLED = [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "parts"),
+    [
+        ({"messages": []}, chats.CHATML, ["messages", "empty"]),
+        ({"messages": "hi"}, chats.CHATML, ["messages", "list"]),
+        ({"messages": [{"content": "x"}]}, chats.CHATML, ["messages", "list", "role"]),
+        ({"messages": TALK[:1]}, chats.CHATML, ["assistant", "user", "data.train_on=all"]),
+        ({"messages": TALK, "tools": TOOLS}, chats.CHATML, ["tools", "template"]),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"add_generation_prompt": True}},
+            chats.CHATML,
+            ["chat_template_kwargs", "add_generation_prompt"],
+        ),
+        (
+            {"messages": [{"role": "critic", "content": "x"}, *TALK]},
+            chats.INST,
+            ["Only user, system, tool and assistant roles are supported"],
+        ),
+        ({"messages": TALK[:1] + TALK}, chats.TURNS, ["Conversation roles must alternate"]),
+        ({"messages": TALK}, "{{ messages[0].content }}", ["drops", "message 2", "assistant"]),
+        ({"messages": TALK}, "{{ messages[1].content }}", ["drops", "message 1", "user"]),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]},
+            chats.CHATML.replace("tool_calls", "calls"),
+            ["drops", "message 2"],
+        ),
+        (
+            {"messages": [TALK[0], {**TALK[1], "reasoning_content": "hmm"}]},
+            chats.CHATML,
+            ["thinking"],
+        ),
+        (
+            {"messages": TALK},
+            PLAIN,
+            [
+                "end",
+                "message 2",
+                "assistant",
+                "data.train_on=all",
+                "trl/tree/main/trl/chat_templates",
+            ],
+        ),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, PLAIN, ["end", "message 2", "assistant"]),
+        # a header that the prompt does not write, or half of it
+        *(
+            ({"messages": messages}, template, ["prompt", "header", "message 2"])
+            for template in (UNPROMPTED, HALF_PROMPTED)
+            for messages in (
+                TALK,
+                TALK + TALK,
+                CALLED,
+                [TALK[0], {"role": "assistant", "content": ""}],
+            )
+        ),
+        *(
+            (
+                {"prompt": TALK[:1], "completion": completion},
+                template,
+                ["prompt", "header", "message 2"],
+            )
+            for template in (UNPROMPTED, HALF_PROMPTED)
+            for completion in (TALK[1:], CALLED[1:])
+        ),
+        # arguments left out
+        (
+            {"messages": CALLED},
+            chats.CHATML.replace("call.function |", "call.function.name |"),
+            ["drops", "message 2"],
+        ),
+        (
+            {"messages": CALLED},
+            chats.MARKED.replace("call.function |", "{'arguments': 1} |"),
+            ["drops", "message 2"],
+        ),
+        (
+            {"messages": TALK, "chat_template_kwargs": {"strftime_now": "x"}},
+            chats.CHATML,
+            ["chat_template_kwargs", "strftime_now"],
+        ),
+        ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, ["date", "strftime_now"]),
+        (
+            {"messages": CALLED},
+            chats.CHATML.replace("call.function | tojson", "'' + call.function.name + call.function.arguments"),
+            ["arguments", "| tojson"],
+        ),
+        (
+            {"messages": TALK + TALK},
+            "{{ messages | length }}" + chats.CHATML,
+            ["turns", "{% generation %}"],
+        ),
+        # different with the turns that are put between, in as many characters, and different at its end
+        (
+            {"messages": TALK + TALK},
+            "{{ 'A' if messages | length in (1, 10) else 'B' }}" + chats.CHATML,
+            ["turns", "{% generation %}"],
+        ),
+        (
+            {"messages": TALK + TALK},
+            chats.CHATML.replace(PROMPT, "{{ messages | length }}" + PROMPT),
+            ["turns", "{% generation %}"],
+        ),
+        (
+            {"messages": TALK},
+            "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.content }}{% endfor %}",
+            ["{% generation %}", "leave out", "assistant"],
+        ),
+        (
+            {"prompt": TALK[:1], "completion": "x"},
+            chats.CHATML,
+            ["prompt", "completion", "text", "messages"],
+        ),
+        ({"prompt": TALK[:1], "completion": []}, chats.CHATML, ["completion", "empty"]),
+        (
+            {"prompt": TALK[:1], "completion": TALK[1:]},
+            "{{ messages | length }}" + chats.CHATML,
+            ["prompt", "completion", "data.train_on=all"],
+        ),
+    ],
+)
+def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, parts):
+    with pytest.raises(template_text.Refused) as raised:
+        encode(record, tokenizer, template)
+    assert_names(raised.value, *parts)
+
+
+def test_a_part_without_the_turns_words_is_refused():
+    whole = "ask another answ<|im_end|>\n"
+    with pytest.raises(template_text.Refused, match=r"message 2 \(assistant\)"):
+        assistant_spans.check(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), way_out="")
+
+
+def test_thinking_may_stand_before_the_words_and_nothing_else():
+    said = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
+    for text, before, begins in (
+        ("four<|im_end|>", "", True),
+        ("\n<think>four</think>four", "", True),
+        ("hm</think></think> four", "<think>\n", True),
+        ("hm</think>four", "", False),
+        ("<think>four</think>assistant\nfour", "", False),
+        ("assistant\nfour", "", False),
+    ):
+        assert template_text.begin(said, text, before=before) == begins
+    assert template_text.begin(
+        {"role": "assistant", "content": "a <think>b</think> c"}, "a <think>b</think> c<|im_end|>", before=""
+    )
+
+
+GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parts"),
+    [
+        (
+            "{% macro say(m) %}A: " + GENERATION + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+            ["{% generation %}", "{% macro %}"],
+        ),
+        (
+            "{% macro wrap() %}{{ caller() }}{% endmacro %}{% for m in messages %}{% call wrap() %}"
+            + GENERATION
+            + "{% endcall %}{% endfor %}",
+            ["{% generation %}", "{% call %}"],
+        ),
+        (
+            "{% for m in messages %}{% filter trim %}" + GENERATION + "{% endfilter %}{% endfor %}",
+            ["{% generation %}", "{% filter %}"],
+        ),
+        (
+            "{% for m in messages %}{% set x %}" + GENERATION + "{% endset %}{{ x }}{% endfor %}",
+            ["{% generation %}", "{% set %}"],
+        ),
+        (
+            "{% for m in messages recursive %}" + GENERATION + "{% endfor %}",
+            ["{% generation %}", "{% recursive for %}"],
+        ),
+        (
+            "{% for m in messages %}{% generation %}" + GENERATION + "{% endgeneration %}{% endfor %}",
+            ["inside", "{% generation %}"],
+        ),
+        # two letters of an earlier turn
+        (
+            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}"
+            + GENERATION
+            + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}{% endif %}{% endfor %}",
+            ["{% generation %}", "part", "message 2", "assistant"],
+        ),
+        # its call but not its words
+        (
+            "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}{% generation %}{{ m.tool_calls | tojson }}"
+            "{% endgeneration %}{% elif m.role == 'assistant' %}"
+            + GENERATION
+            + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            ["{% generation %}", "part", "message 4", "assistant"],
+        ),
+        # all but what a longer answer has
+        (
+            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}{% endgeneration %}"
+            "{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            ["{% generation %}", "part", "message 4", "assistant"],
+        ),
+        (
+            "{% for m in messages %}" + GENERATION + "{% endfor %}",
+            ["{% generation %}", "message 1", "user"],
+        ),
+        (
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}",
+            ["{% generation %}", "message 1", "user"],
+        ),
+        (
+            "{# {% generation %} #}{% for m in messages[:1] %}{{ m.content }}{% endfor %}",
+            ["drops", "message 2"],
+        ),
+    ],
+)
+def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
+    tokenizer,
+    template,
+    parts,
+):
+    talk = [
+        *TALK,
+        TALK[0],
+        {"role": "assistant", "content": "wait", "tool_calls": [chats.CALL]},
+        {"role": "tool", "content": "t"},
+        {"role": "assistant", "content": "a long answer2"},
+    ]
+    if "tool_calls" not in template:
+        talk = [*TALK, TALK[0], talk[-1]]
+    with pytest.raises(template_text.Refused) as raised:
+        encode({"messages": talk}, tokenizer, template)
+    assert_names(raised.value, *parts)
+
+
+def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
+    last = chats.MARKED.replace("{%- if message.role == 'assistant' %}", "{%- if loop.last %}")
+    cut = chats.MARKED.replace("{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}")
+    thinks = [TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}, *TALK]
+    for template, expected in ((last, ["answer<|im_end|>\n"]), (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"])):
+        assert template != chats.MARKED
+        found = learned(*encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template))
+        assert [tokenizer.decode(run) for run in found] == expected
+
+
+def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
+    template = chats.MARKED.replace("role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}")
+    assert template != chats.MARKED
+    thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
+    found = learned(*encode({"messages": thinks}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in found] == ["<think>hm</think>one<|im_end|>\n"]
+
+
+def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
+    arguments = {"it's": ['a "quoted"\n\\ \u00f6', {"x": "1 < 2 & '3'"}]}
+    talk = [TALK[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    for way in ("tojson", "tojson(ensure_ascii=True)", "string", "string | e"):
+        tokens, labels = encode(
+            {"messages": talk}, tokenizer, chats.CHATML.replace("call.function | tojson", f"call.function | {way}")
+        )
+        assert len(learned(tokens, labels)) == 1
+
+
+def test_words_that_others_say_too_are_told_apart(tokenizer):
+    """`assistant` stands in the header, `x` in what the user says."""
+    words = ["assistant", "x", "user", "x", "x", "assistant", "ask"]
+    talk = [{"role": ("user", "assistant")[number % 2], "content": word} for number, word in enumerate([*words, "<"])]
+    expected = [f"{message['content']}<|im_end|>\n" for message in talk[1::2]]
+    for template in (chats.MARKED, chats.CHATML, chats.THINKING):
+        found = [tokenizer.decode(run) for run in learned(*encode({"messages": talk}, tokenizer, template))]
+        assert [run.removeprefix("<think>\n\n</think>\n\n") for run in found] == expected
+
+
+def test_a_template_that_writes_the_date_writes_the_same_tomorrow(tokenizer):
+    """As Llama 3.2's, which has a date of its own for a renderer that knows none. A record may give one."""
+    dated = (
+        "\n  {% if not date_string is defined %}"
+        "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+        "{% endif %}{{ date_string }}:" + chats.CHATML
+    )
+    tokens, labels = encode({"messages": TALK}, tokenizer, dated)
+    assert tokenizer.decode(tokens).startswith("\n26 Jul 2024:<|im_start|>")
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    given = {"messages": TALK, "chat_template_kwargs": {"date_string": "1 May 2025"}}
+    theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")["input_ids"]
+    assert encode(given, tokenizer, dated)[0].tolist() == theirs
+
+
+def test_an_accent_that_joins_the_letter_before_it_is_refused():
+    tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
+    template = "{% for m in messages %}{{ m.role + ':E' + m.content + '</s>' }}{% endfor %}" + (
+        "{{ 'assistant:E' if add_generation_prompt }}"
+    )
+    said = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
+    with pytest.raises(template_text.Refused, match=r"token.*:E'.*'\u0301x</s>'"):
+        encode({"messages": said}, tokenizer, template)
+    found = learned(*encode({"messages": TALK}, tokenizer, template))
+    assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
+
+
+def test_a_completion_without_a_token_learns_the_end_alone():
+    tokenizer = chats.tokenizer(normalizer=normalizers.Strip())
+    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " "}, tokenizer)
+    assert [run.tolist() for run in learned(tokens, labels)] == [[tokenizer.eos_token_id]]
+    assert tokenizer.decode(tokens) == "2 + 2 =</s>"
+
+
+def test_tools_reach_the_template(tokenizer):
+    template = "{{ (tools | tojson) if tools }}" + chats.CHATML
+    tokens, labels = encode({"messages": TALK, "tools": TOOLS}, tokenizer, template)
+    assert tokenizer.decode(tokens).startswith('[{"type": "function", "function": {"name": "weather"')
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+    assert encode({"messages": TALK, "tools": []}, tokenizer)[0].tolist() == encode({"messages": TALK}, tokenizer)[0].tolist()
+
+
+def test_a_completion_is_learned_with_the_end_token(tokenizer):
+    tokens, labels = encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
+    assert (tokenizer.decode(tokens), [tokenizer.decode(run) for run in learned(tokens, labels)]) == (
+        "2 + 2 = 4</s>",
+        [" 4</s>"],
+    )
+    merged, labels = encode({"prompt": "it is an ", "completion": "answer"}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(merged, labels)] == [" answer</s>"], "a token across the border is learned"
+    done, labels = encode({"prompt": "a", "completion": " b</s>"}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(done, labels)] == [" b</s>"]
+    assert encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer, train_on="all")[0].tolist() == tokens.tolist()
+    tokens, labels = encode({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer)
+    assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
+
+
+def test_a_tokenizer_without_offsets_learns_all_or_nothing():
+    from transformers import ByT5Tokenizer
+
+    slow = ByT5Tokenizer()
+    with pytest.raises(template_text.Refused, match=r"ByT5Tokenizer.*data\.train_on=all"):
+        encode({"messages": TALK}, slow)
+    tokens, labels = encode({"messages": TALK}, slow, train_on="all")
+    assert (slow.decode(tokens).count("answer"), labels) == (1, None)
+
+
+def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+
+    def given(name):
+        data = {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8, "chat_template": name}
+        return chat.template(schema.Data.model_validate(data), tokenizer)
+
+    (tmp_path / "a.jinja").write_text(chats.CHATML)
+    assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null",
+    ):
+        given("b.jinja")
+    with pytest.raises(errors.UserError, match=r"Jinja.*line 2: unexpected '\}'"):
+        given("{{ x }}\n{{ y }")
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja",
+    ):
+        given(None)
+    own = chats.tokenizer()
+    own.chat_template = chats.CHATML
+    data = schema.Data.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
+    assert chat.template(data, own) is None
+
+
+def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
+    """In OpenAI's older format; dropped, an empty answer would be learned."""
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    talk = [TALK[0], {"role": "assistant", "content": "", "function_call": call}, *TALK]
+    for template in (chats.CHATML, chats.MARKED):
+        with pytest.raises(template_text.Refused, match=r"message 2 .*tool_calls"):
+            encode({"messages": talk}, tokenizer, template)
+        if template == chats.CHATML:
+            template = template.replace("(message.content or '')", "message.content + (message.function_call | string)")
+        else:
+            template = template.replace("message.content or ''", "message.content + (message.function_call | string)")
+        (first, _) = learned(*encode({"messages": talk}, tokenizer, template))
+        assert "Rome" in tokenizer.decode(first)
+
+
+THOUGHT = chats.MARKED.replace(
+    "{% generation %}{{ message.content or '' }}",
+    "{% generation %}{{ message.thinking or '' }}{% endgeneration %}{% generation %}{{ message.content or '' }}",
+)
+
+
+@pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED, chats.THINKING, THOUGHT])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, mark):
+    call = {"role": "assistant", "tool_calls": [chats.CALL], **mark}
+    talk = [*TALK, TALK[0], {"role": "assistant", "content": "two", **mark}, TALK[0], call, TALK[0]]
+    talk.append({"role": "assistant", "content": "three", "weight": 1, "train": True})
+    if template == THOUGHT:
+        talk = [message | {"thinking": "hm"} if message["role"] == "assistant" else message for message in talk]
+    plain = [{key: value for key, value in one.items() if key not in ("weight", "train")} for one in talk]
+    tokens, labels = encode({"messages": talk}, tokenizer, template)
+    whole, every = encode({"messages": plain}, tokenizer, template)
+    np.testing.assert_array_equal(tokens, whole)
+    one, _, _, three = learned(whole, every)
+    assert [run.tolist() for run in learned(tokens, labels)] == [one.tolist(), three.tolist()]
+
+
+def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
+    silent = {**TALK[1], "weight": 0}
+    across = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
+    for record, template, train_on, parts in (
+        (
+            {"messages": [TALK[0], silent]},
+            chats.CHATML,
+            "assistant",
+            ["every turn", "assistant", "weight 0"],
+        ),
+        (
+            {"messages": [*TALK, silent]},
+            chats.CHATML,
+            "all",
+            ["message 3", "weight 0", "data.train_on=assistant"],
+        ),
+        (
+            {"prompt": TALK[:1], "completion": [silent]},
+            chats.CHATML,
+            "assistant",
+            ["weight 0", "format: messages"],
+        ),
+        ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
+    ):
+        with pytest.raises(template_text.Refused) as raised:
+            encode(record, tokenizer, template, train_on)
+        assert_names(raised.value, *parts)

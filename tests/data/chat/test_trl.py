@@ -1,0 +1,184 @@
+"""Ids and labels are those of TRL's SFTTrainer, for the same records and the same template."""
+
+import json
+import random
+import types
+
+import datasets
+import pytest
+
+from jaxsp.config import schema
+from jaxsp.data.chat import assistant_spans, chat, template_text
+from jaxsp.data.ingest import formats
+from jaxsp.data.tokenization import encoding
+from tests.data.chat import chats
+
+sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
+chat_template_utils = pytest.importorskip("trl.chat_template_utils", reason="needs trl, as above")
+
+
+def theirs(records, tokenizer, *, messages):
+    """What SFTTrainer makes of a data set, by its own preparation."""
+    trainer = types.SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=not messages, chat_template=None)
+    settings = types.SimpleNamespace(
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=messages, max_length=None, shuffle_dataset=False
+    )
+    made = sft_trainer.SFTTrainer._prepare_dataset(
+        trainer, datasets.Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, settings, False, None, "train"
+    )
+    return [(row["input_ids"], row["labels"]) for row in made]
+
+
+def ours(records, tokenizer, template=None):
+    rendered = [chat.render(one, tokenizer=tokenizer, template=template, train_on="assistant") for one in records]
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in encoding.encode(rendered, tokenizer)]
+
+
+@pytest.fixture
+def tokenizer():
+    made = chats.tokenizer()
+    made.chat_template = chats.MARKED
+    return made
+
+
+def test_conversations(tokenizer):
+    records = [{"messages": messages} for messages in chats.conversations(50)]
+    expected = theirs(records, tokenizer, messages=True)
+    assert ours(records, tokenizer) == expected
+    assert ours(records, tokenizer, chats.CHATML) == expected, "derived without marks"
+
+
+def test_prompts_and_completions_of_messages(tokenizer):
+    records = []
+    for messages in chats.conversations(50):
+        border = max(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+        records.append({"prompt": messages[:border], "completion": messages[border:]})
+    assert ours(records, tokenizer) == theirs(records, tokenizer, messages=False)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_prompts_and_completions_of_text(tokenizer, begins):
+    """Also where a token holds the end of the prompt and the beginning of the completion."""
+    from tokenizers import processors
+
+    if begins:
+        post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.backend_tokenizer.post_processor = post
+    texts = [message["content"] for messages in chats.conversations(30, alternating=True) for message in messages]
+    records = [{"prompt": a, "completion": b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    records += [{"prompt": "an ", "completion": "answer"}, {"prompt": "", "completion": "x"}, {"prompt": "x", "completion": ""}]
+    records += [{"prompt": "x\n", "completion": "\ny"}, {"prompt": "x", "completion": "y</s>"}]
+    made = ours(records, tokenizer)
+    assert made == theirs(records, tokenizer, messages=False)
+    assert (made[0][0][0] == tokenizer.bos_token_id) == begins
+
+
+@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "llama3", "gemma", "gemma3", "cohere", "lfm2"])
+def test_the_mask_derived_of_a_known_template_is_that_of_its_counterpart_with_marks(name):
+    """TRL has both of each model. Of Qwen 2.5's, the marks hold the header's line break too, which no prompt ends before."""
+    plain, marked = (
+        (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}{kind}.jinja").read_text() for kind in ("", "_training")
+    )
+    tokenizer = chats.tokenizer()
+    tokenizer.add_special_tokens(
+        {
+            "additional_special_tokens": [
+                "<|START_OF_TURN_TOKEN|>",
+                "<|CHATBOT_TOKEN|>",
+                "<|USER_TOKEN|>",
+                "<|END_OF_TURN_TOKEN|>",
+            ]
+        }
+    )
+    records = [{"messages": messages} for messages in chats.conversations(20, alternating=True)]
+    tokenizer.chat_template = marked
+    assert ours(records, tokenizer, plain) == theirs(records, tokenizer, messages=True)
+
+
+TALK = [
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "one answer"},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+TEMPLATES = sorted(chat_template_utils._CHAT_TEMPLATES_DIR.glob("*.jinja"))
+
+
+MARKED = [path for path in TEMPLATES if path.stem.endswith("_training")]
+
+
+@pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
+def test_the_marks_of_every_template_of_trl_are_taken(tokenizer, path):
+    if path.stem.startswith(("idefics3", "llava_next", "smolvlm")):
+        pytest.skip("takes no contents that are strings")
+    tokenizer.chat_template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    records = [{"messages": TALK}, {"messages": TALK[:2]}]
+    for (_, mine), (_, labels) in zip(ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True):
+        # one of them has the date of today in its prompt
+        assert [one for one in mine if one >= 0] == [one for one in labels if one >= 0]
+
+
+def talk(draw: random.Random, *, alternating: bool) -> list[dict]:
+    """A conversation of odd contents: empty, spaces around them, end marks and headers in them."""
+    pieces = ["a", "Qx0z", " ", "\n", "assistant", "user\n", "[INST] ", "</s>", "<turn|>\n"]
+    pieces += ["<end_of_turn>\n", "<start_of_turn>user\n", "<start_of_turn>model\n"]
+    pieces += ["<|im_end|>\n", "<|im_start|>assistant\n", "<|turn>user\n"]
+
+    def said():
+        return "".join(draw.choice(pieces) for _ in range(draw.randint(0, 4)))
+
+    made = []
+    if not alternating and draw.random() < 0.4:
+        made.append({"role": "system", "content": "s"})
+    for number in range(draw.randint(1, 7)):
+        made.append({"role": "user", "content": said() or "u"})
+        thinking = f"<think>\nreason {number}\n</think>\n\n" if draw.random() < 0.2 else ""
+        answer = {"role": "assistant", "content": thinking + said()}
+        made.append(answer | {"weight": int(draw.random() < 0.8)})
+        if not alternating and draw.random() < 0.25:
+            made[-1]["tool_calls"] = [chats.CALL | {"id": "abcdefghi"}]
+            made.append({"role": "tool", "content": "r", "tool_call_id": "abcdefghi", "name": "f"})
+            made.append({"role": "assistant", "content": f"answer {number}"})
+        if not alternating and draw.random() < 0.1:
+            made.append({"role": "assistant", "content": f"again {number}"})
+    return made
+
+
+UNMARKED = [path for path in TEMPLATES if "endgeneration" not in path.read_text()]
+
+
+@pytest.mark.parametrize("path", UNMARKED, ids=lambda path: path.stem)
+def test_every_way_to_find_turns_finds_the_same_parts(monkeypatch, path):
+    """Long conversations are tried by exchanges and insertion first, short ones by prefixes."""
+    template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    tokenizer = chats.tokenizer()
+    draw = random.Random(0)
+    for number in range(10):
+        messages = talk(draw, alternating=number % 2 == 0)
+        found = []
+        for many in (0, 99):
+            monkeypatch.setattr(assistant_spans, "_MANY_TURNS", many)
+            options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
+            try:
+                made = chat.render({"messages": messages}, **options)
+            except template_text.Refused:
+                continue
+            found.append((made.text, made.learned))
+        assert found[1:] in ([], found[:1])
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5", "qwen2_5_training", "qwen3", "llama3_1", "llama3_2", "gptoss_training", "lfm2_v2", "gemma4"]
+)
+def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, name):
+    template = (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
+    template = template.replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
+    call = chats.CALL["function"] | {"arguments": json.dumps(chats.CALL["function"]["arguments"])}
+    made = []
+    for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
+        messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+        check = formats.checker(schema.Source(source="x", format="messages"), labels=False)
+        made.append(ours([json.loads(check({"messages": messages})["record"])], tokenizer, template))
+    assert made[0] == made[1]

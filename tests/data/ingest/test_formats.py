@@ -1,0 +1,288 @@
+"""What is kept of a record of each format, and what is said of one that is not what its format says."""
+
+import json
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from jaxsp.config import schema
+from jaxsp.data.ingest import formats
+from jaxsp.data.ingest import records as files
+from tests.messages import assert_names
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "when": None}}}
+
+CALLED = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def kept(record, format="messages", **fields):
+    found = formats.checker(schema.Source(source="x", format=format, **fields), labels=False)(record)
+    return json.loads(found["record"])
+
+
+def problem(record, format="messages", **fields):
+    with pytest.raises(formats.Bad) as raised:
+        kept(record, format, **fields)
+    return str(raised.value)
+
+
+def test_messages_keep_what_a_template_may_use_and_nothing_else_of_the_record():
+    messages = [
+        {"role": "system", "content": ""},
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALLED], "reasoning_content": "why"},
+        {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "22"},
+        ASSISTANT,
+    ]
+    record = {"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "id": 7}
+    expected = [dict(message) for message in messages]
+    del expected[2]["content"]
+    assert kept(record) == {"messages": expected, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    assert kept({"messages": [USER | {"tool_calls": []}], "tools": []}) == {"messages": [USER]}
+
+
+def test_arguments_of_a_call_may_be_a_string_of_json():
+    """As OpenAI writes them; a null in them was written, not filled in."""
+    given = '{"city": "Rome", "when": null, "at": [{"x": null}]}'
+    expected = {"city": "Rome", "when": None, "at": [{"x": None}]}
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
+    record = {
+        "messages": [USER, {"role": "assistant", "tool_calls": [call, {"name": "f", "arguments": "{}"}, CALL, {"name": "g"}]}]
+    }
+    assert kept(record)["messages"][1]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "weather", "arguments": expected}},
+        {"name": "f", "arguments": {}},
+        CALL,
+        {"name": "g"},
+    ]
+
+
+def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
+    records = [
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": [TOOL], "chat_template_kwargs": {"a": 1}},
+        {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
+    ]
+    parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    columns = formats.columns(schema.Source(source="x", format="messages"), field="f.source")
+    table = [record for _, record, _ in files.records(str(tmp_path / "a.parquet"), columns)]
+    assert [kept(record) for record in table] == [
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}],
+            "tools": [TOOL],
+            "chat_template_kwargs": {"a": 1},
+        },
+        {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
+    ]
+
+
+def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
+    """In arguments of calls and in tools they are data; a message's own null field is one that it lacks."""
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
+    said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
+    record = {"messages": [USER, said], "tools": [tool], "chat_template_kwargs": {"a": None, "b": 1}}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record))
+    columns = formats.columns(schema.Source(source="x", format="messages"), field="f.source")
+    ((_, line, _),) = files.records(str(tmp_path / "a.jsonl"), columns)
+    assert kept(line) == {
+        "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
+        "tools": [tool],
+        "chat_template_kwargs": {"b": 1},
+    }
+    json_table = pa.table({name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()})
+    parquet.write_table(json_table, tmp_path / "a.parquet")
+    ((_, row, _),) = files.records(str(tmp_path / "a.parquet"), columns)
+    assert kept(row) == kept(line)
+
+
+def test_names_and_roles_are_the_users():
+    record = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "functions": [TOOL]}
+    found = kept(
+        record,
+        fields={"messages": "conversations", "role": "from", "content": "value", "tools": "functions"},
+        roles={"human": "user", "gpt": "assistant"},
+    )
+    assert found == {"messages": [USER, ASSISTANT], "tools": [TOOL]}
+    both = {"role": "other", "from": "human", "value": "hi"}
+    assert kept({"messages": [both]}, fields={"role": "from", "content": "value"})["messages"][0] == {
+        "role": "human",
+        "content": "hi",
+    }
+
+
+def test_conversations_and_tools_may_be_strings_of_json():
+    record = {"messages": json.dumps([USER, ASSISTANT]), "tools": json.dumps([TOOL]), "chat_template_kwargs": '{"a": 1}'}
+    assert kept(record) == {"messages": [USER, ASSISTANT], "tools": [TOOL], "chat_template_kwargs": {"a": 1}}
+    assert kept({"messages": json.dumps([USER]), "tools": "", "chat_template_kwargs": ""}) == {"messages": [USER]}
+
+
+def test_parts_of_text_become_the_text_that_they_are():
+    parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b", "image": None}]
+    assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [{"role": "user", "content": "a\nb"}]
+
+
+def test_prompt_and_completion_are_both_text_or_both_messages():
+    for prompt, completion in (("a", "b"), ([USER], [ASSISTANT]), ("", "b")):
+        record = {"prompt": prompt, "completion": completion}
+        assert kept(record | {"other": 1}, "prompt_completion") == record
+    alpaca = {"instruction": "a", "output": "b"}
+    fields = {"prompt": "instruction", "completion": "output"}
+    assert kept(alpaca, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
+    said = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
+    assert_names(said, "input", "instruction")
+    assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
+    mixed = {"prompt": "a", "completion": [ASSISTANT]}
+    assert_names(problem(mixed, "prompt_completion"), "prompt", "string", "completion", "messages")
+
+
+BAD = [
+    ({"messages": []}, ["messages", "empty"]),
+    ({"messages": None, "id": 1}, ["messages", "null"]),
+    ({"messages": {"role": ["user"]}}, ["messages", "object", "list"]),
+    ({"messages": "hello"}, ["messages", "string", "JSON"]),
+    ({"messages": '{"role": "user"}'}, ["messages", "object", "list"]),
+    ({"messages": ["hi"]}, ["messages", "message 1", "string", "object"]),
+    ({"messages": [USER, None]}, ["messages", "message 2", "null", "object"]),
+    ({"messages": [{"content": "x", "name": "y"}]}, ["message 1", "role", "content, name"]),
+    (
+        {"messages": [{"from": "human", "value": "x"}]},
+        [
+            "message 1",
+            "role",
+            "from, value",
+            "fields: {role: from, content: value}",
+            "roles: {human: user, gpt: assistant}",
+        ],
+    ),
+    ({"messages": [{"role": 1, "content": "x"}]}, ["message 1", "role", "number"]),
+    ({"messages": [{"role": "", "content": "x"}]}, ["message 1", "role", "''"]),
+    ({"messages": [{"role": "user"}]}, ["message 1", "content", "tool_calls", "role"]),
+    (
+        {"messages": [{"role": "user", "content": None, "tool_calls": []}]},
+        ["message 1", "content", "tool_calls"],
+    ),
+    ({"messages": [{"role": "user", "content": 3}]}, ["message 1", "content", "number", "string"]),
+    (
+        {"messages": [{"role": "user", "content": {"a": 1}}]},
+        ["message 1", "content", "object", "string"],
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "image": "x"}]}]},
+        ["message 1", "content", "type image", '{"type": "text", "text": ...}'],
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]},
+        ["message 1", "content", "type image", '{"type": "text", "text": ...}'],
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["x"]}]},
+        ["message 1", "content", "part", '{"type": "text", "text": ...}'],
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": "x"}]},
+        ["message 1", "tool_calls", "string", "list"],
+    ),
+    (
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [CALL, {"function": {"name": "f", "arguments": "Rome"}}],
+                },
+            ]
+        },
+        ["message 2", "tool_calls", "call 2", "arguments", "string", "JSON"],
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]},
+        ["message 1", "tool_calls", "call 1", "arguments", "list", "object", '{"city": "Rome"}'],
+    ),
+    ({"messages": [USER], "tools": {}}, ["tools", "object", "list"]),
+    ({"messages": [USER], "tools": "weather"}, ["tools", "string", "JSON"]),
+    ({"messages": [USER], "tools": ["weather"]}, ["tools", "string", "object"]),
+    ({"messages": [USER], "chat_template_kwargs": []}, ["chat_template_kwargs", "list", "object"]),
+    ({"messages": [{"role": "user", "content": "\ud800"}]}, ["Unicode"]),
+    (
+        {"messages": [{"role": "user", "content": "x", "score": math.nan}]},
+        ["JSON", "Out of range float values"],
+    ),
+    ({"messages": [{"role": "user", "content": "x", "when": b"y"}]}, ["JSON", "bytes"]),
+    (["x"], ["list", '{"messages": ...}']),
+    ({}, ["messages", "nothing"]),
+    ({"text": "x"}, ["messages", "text", "format: text"]),
+    (
+        {"conversations": [], "id": 1},
+        [
+            "conversations, id",
+            "format: messages",
+            "fields: {messages: conversations, role: from, content: value}",
+            "roles: {human: user, gpt: assistant}",
+        ],
+    ),
+    (
+        {"prompt": "a", "completion": "b"},
+        ["messages", "completion, prompt", "format: prompt_completion"],
+    ),
+    (
+        {"instruction": "a", "output": "b"},
+        [
+            "messages",
+            "format: prompt_completion",
+            "fields: {prompt: instruction, completion: output}",
+        ],
+    ),
+    (
+        {"instruction": "a", "input": "", "output": "b"},
+        ["messages", "input, instruction, output", "prompt"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("record", "parts"), BAD)
+def test_what_is_wrong_with_a_record_is_said_with_what_it_has(record, parts):
+    assert_names(problem(record), *parts)
+
+
+def test_a_field_that_is_not_used_may_hold_anything():
+    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {"messages": [USER]}
+
+
+def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
+    check = formats.checker(schema.Source(source="x", format="tokens"), labels=True)
+    for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
+        found = check({"input_ids": ids, "labels": "[-100, 2]"})
+        assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([1, 2], [-100, 2])
+        assert found["input_ids"].dtype == found["labels"].dtype == np.int32
+
+
+def test_columns_are_called_as_the_user_says():
+    source = schema.Source(source="x", format="prompt_completion", fields={"prompt": "q", "tools": "functions", "role": "who"})
+    found = formats.columns(source, field="data.train.0.source")
+    assert (found.required, found.optional) == (("q", "completion"), ("functions", "chat_template_kwargs"))
+
+
+def test_half_a_pair_is_named_by_the_half_that_is_missing(tmp_path):
+    parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
+    columns = formats.columns(schema.Source(source="x", format="prompt_completion"), field="f.source")
+    ((_, record, _),) = files.records(str(tmp_path / "a.parquet"), columns)
+    assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
+
+
+def test_weight_and_train_of_a_message_are_0_or_1():
+    for fields in ({"weight": 0}, {"weight": 1.0}, {"train": False}, {"train": True}, {"weight": None}):
+        kept({"messages": [USER, ASSISTANT | fields]})
+    for fields, parts in (
+        ({"weight": 0.5}, ["weight", "0.5", "0", "1"]),
+        ({"train": "no"}, ["train", "'no'", "true", "false"]),
+    ):
+        assert_names(problem({"messages": [USER, ASSISTANT | fields]}), "message 2", *parts)
+    of_user = problem({"messages": [USER | {"train": True}, ASSISTANT]})
+    assert_names(of_user, "message 1", "train", "true", "assistant", "data.train_on=all")
+    assert "function_call" in kept({"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]})["messages"][1]

@@ -1,0 +1,374 @@
+"""Every kind of file gives the same records, as many as there are in it, and half a file is never taken for a whole one."""
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import time
+
+import datasets
+import pyarrow as pa
+import pytest
+from pyarrow import feather, parquet
+
+from jaxsp.core import errors
+from jaxsp.data.ingest import columnar, records
+from tests.messages import assert_names
+
+TEXT = columnar.Columns(required=("text",), optional=("note",))
+
+RECORDS = [
+    {"text": f'{number}\u00e4\u4e2d\U0001f600 "quoted", [{{}}]\r\nnew\tline\\' + "x" * (number % 50), "note": "n" * number}
+    for number in range(1, 301)
+]
+"""With what each kind of file has to escape."""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def compressed(content: bytes, codec: str | None) -> bytes:
+    if codec is None:
+        return content
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, codec) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+def as_csv(delimiter: str) -> bytes:
+    lines = io.StringIO()
+    table = csv.DictWriter(lines, ["text", "note"], delimiter=delimiter)
+    table.writeheader()
+    table.writerows(RECORDS)
+    return lines.getvalue().encode()
+
+
+def as_arrow(new) -> bytes:
+    table, sink = pa.table({name: [record[name] for record in RECORDS] for name in ("text", "note")}), io.BytesIO()
+    with new(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=70)
+    return sink.getvalue()
+
+
+def as_parquet() -> bytes:
+    sink = io.BytesIO()
+    parquet.write_table(pa.Table.from_pylist(RECORDS), sink, row_group_size=70)
+    return sink.getvalue()
+
+
+LINES = "\n".join(json.dumps(record, ensure_ascii=number % 2 == 0) for number, record in enumerate(RECORDS)).encode()
+
+CONTENT = {
+    "a.jsonl": LINES,
+    "a.ndjson": LINES.replace(b"\n", b"\n\n  \r\n") + b"\n",
+    "lines.json": b"\xef\xbb\xbf" + LINES,
+    "array.json": json.dumps(RECORDS).encode(),
+    "indented.JSON": b"\xef\xbb\xbf\n" + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode() + b"\n",
+    "a.csv": as_csv(","),
+    "marked.csv": b"\xef\xbb\xbf" + as_csv(","),
+    "a.tsv": as_csv("\t"),
+    "a.parquet": as_parquet(),
+    "file.arrow": as_arrow(pa.ipc.new_file),
+    "stream.arrow": as_arrow(pa.ipc.new_stream),
+}
+
+
+def read(path, columns=TEXT):
+    return list(records.records(str(path), columns))
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [
+        (name, codec)
+        for name in CONTENT
+        for codec in ((None, "gzip", "zstd") if records.kind(name) in ("json", "csv") else (None,))
+    ],
+)
+@pytest.mark.parametrize("size", [1, 100, 2**20])
+def test_every_kind_of_file_gives_every_record(tmp_path, monkeypatch, name, codec, size):
+    monkeypatch.setattr(records, "_CHUNK", size)
+    monkeypatch.setattr(columnar, "_BATCH", size)
+    path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
+    path.write_bytes(compressed(CONTENT[name], codec))
+    found = read(path)
+    assert [record for _, record, _ in found] == RECORDS
+    assert {problem for _, _, problem in found} == {None}
+    assert len({place for place, _, _ in found}) == len(RECORDS)
+
+
+def test_places_are_lines_rows_or_the_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"text": "y"}\n')
+    (tmp_path / "a.json").write_text('[{"text": "x"},\n{"text": "y"}]')
+    (tmp_path / "a.csv").write_text('text\n"x\ny"\n\nz\n')
+    (tmp_path / "a.txt").write_text("x")
+    parquet.write_table(pa.table({"text": ["x", "y"]}), tmp_path / "a.parquet")
+    for name, places in {
+        "a.jsonl": ["a.jsonl, line 1", "a.jsonl, line 3"],
+        "a.json": ["a.json, record 1", "a.json, record 2"],
+        "a.csv": ["a.csv, line 2", "a.csv, line 5"],
+        "a.txt": ["a.txt"],
+        "a.parquet": ["a.parquet, row 1", "a.parquet, row 2"],
+    }.items():
+        assert [place for place, _, _ in read(name)] == places
+
+
+def test_several_compressed_files_in_one_are_one(tmp_path):
+    half = LINES.index(b"\n", len(LINES) // 2)
+    for name, codec in (("a.jsonl.gz", "gzip"), ("a.jsonl.zst", "zstd")):
+        (tmp_path / name).write_bytes(compressed(LINES[:half], codec) + compressed(LINES[half:], codec))
+        assert [record for _, record, _ in read(name)] == RECORDS
+
+
+@pytest.mark.parametrize("cut", [1, 4, 8, 9, 0.5, 0.99])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.csv.gz", "a.txt.gz", "a.jsonl.zst", "a.json.zst", "a.parquet", "file.arrow", "stream.arrow"]
+)
+def test_half_a_file_is_an_error(tmp_path, name, cut):
+    codec = {".gz": "gzip", ".zst": "zstd"}.get(name[name.rindex(".") :])
+    inner = {"a.txt.gz": "a.jsonl", "a.json.zst": "array.json"}.get(name, name.removesuffix(".gz").removesuffix(".zst"))
+    content = compressed(CONTENT[inner], codec)
+    (tmp_path / name).write_bytes(content[: -int(cut if cut >= 1 else cut * len(content))])
+    with pytest.raises(errors.UserError, match=rf"^{name}: .*broken"):
+        read(name)
+
+
+def test_a_stream_cut_between_two_batches_is_an_error(tmp_path):
+    whole = CONTENT["stream.arrow"]
+    ends = [whole.index(b"\xff\xff\xff\xff", start + 1) for start in [whole.index(b"\xff\xff\xff\xff", 5)]]
+    (tmp_path / "a.arrow").write_bytes(whole[: ends[0]])
+    with pytest.raises(errors.UserError, match=r"^a\.arrow: .*broken.*row 70.*stream"):
+        read("a.arrow")
+
+
+BROKEN = [
+    ("a.json", '[{"text": "x"}, {"text": "y"}', ["record 2", "array", "end"]),
+    ("a.json", '[{"text": "x"},', ["record 1", "array", "end"]),
+    ("a.json", '[{"text": "x"}, {"text": "y', ["record 1", "Unterminated string"]),
+    ("a.json", '[{"text": "x"}, {"text": "y"},]', ["record 2", "Expecting value"]),
+    ("a.json", '[{"text": "x"} {"text": "y"}]', ["record 1", ", or ]", "{"]),
+    ("a.json", '[{"text": "x"}] {"text": "y"}', ["record 1", "nothing", "{"]),
+    ("a.json", '[{"text": "x"}, {"text": oops}, {"text": "y"}]', ["record 1", "Expecting value"]),
+    ("a.json", "[" * 100_000, ["first record", "maximum recursion"]),
+    ("a.csv", 'text,note\nx,1\n"y,2\nz,3\n', ["line 2", "unexpected end of data"]),
+    ("a.csv", 'text,note\nx,1\n"y" z,2\n', ["line 2", "',' expected after '\"'"]),
+    ("a.jsonl.gz", '{"text": "x"}', ["first record", "incorrect header check"]),
+    ("a.jsonl.zst", '{"text": "x"}', ["first record", "Unknown frame descriptor"]),
+    ("a.parquet", "PAR1 nonsense", ["first record"]),
+    ("a.arrow", "nonsense", ["first record"]),
+    ("a.arrow", "", ["first record"]),
+]
+
+
+@pytest.mark.parametrize("size", [5, 2**20])
+@pytest.mark.parametrize(("name", "content", "parts"), BROKEN)
+def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
+    tmp_path,
+    monkeypatch,
+    name,
+    content,
+    parts,
+    size,
+):
+    monkeypatch.setattr(records, "_CHUNK", size)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(errors.UserError) as caught:
+        read(name)
+    (problem,) = caught.value.problems
+    assert_names(problem, "broken", *parts, start=f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("a.csv", "", ["first line", "empty"]),
+        ("a.csv", "text,text\nx,y", ["first line", "twice"]),
+        ("a.jsonl.gz", "", ["empty", "compressed"]),
+        (
+            "a.txt",
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            ["git-lfs", "git lfs pull"],
+        ),
+    ],
+)
+def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, parts):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(errors.UserError) as caught:
+        read(name)
+    assert_names(caught.value, *parts, start=f"{name}: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "count", "bad"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff"}\n{"text": "y"}',
+            3,
+            {"a.jsonl, line 2": ["UTF-8"]},
+        ),
+        (
+            "a.json",
+            b'[{"text": "x"}, {"text": "\xff"}, 1234, 5]',
+            4,
+            {"a.json, record 2": ["UTF-8"]},
+        ),
+        (
+            "b.json",
+            b'[{"text": "x"}, {"text": "a", "text": "b"}, {"text": ""}]',
+            3,
+            {"b.json, record 2": ["text", "twice"]},
+        ),
+        ("a.txt", b"\xff\xfex\0", 1, {"a.txt": ["UTF-8"]}),
+        ("a.csv", b"text,note\nx,\xff\ny,2\n", 2, {"a.csv, line 2": ["UTF-8"]}),
+        (
+            "b.csv",
+            b"text,note\nx\ny,2\nz,3,4\n",
+            3,
+            {"b.csv, line 2": ["1", "2"], "b.csv, line 4": ["3", "2"]},
+        ),
+        (
+            "c.jsonl",
+            b"[" * 100_000 + b'\n{"text": "x"}',
+            2,
+            {"c.jsonl, line 1": ["JSON", "maximum recursion"]},
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2**20])
+def test_a_record_that_cannot_be_read_is_one_all_the_same(tmp_path, monkeypatch, name, content, count, bad, size):
+    monkeypatch.setattr(records, "_CHUNK", size)
+    (tmp_path / name).write_bytes(content)
+    found = read(name)
+    assert len(found) == count
+    problems = {place: problem for place, _, problem in found if problem}
+    assert list(problems) == list(bad)
+    for place, parts in bad.items():
+        assert_names(problems[place], *parts)
+
+
+def test_bytes_that_a_table_calls_text_are_one_bad_row(tmp_path):
+    texts = pa.array([b"x", b"\xff", b"y"]).view(pa.string())
+    with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema({"text": pa.string()})) as writer:
+        writer.write_batch(pa.record_batch([texts], names=["text"]))
+    assert [(record and record["text"], bool(problem)) for _, record, problem in read("a.arrow")] == [
+        ("x", False),
+        (None, True),
+        ("y", False),
+    ]
+
+
+def test_only_the_wanted_columns_are_read_and_else_all_are_named(tmp_path):
+    parquet.write_table(pa.table({"body": ["x"], "text": ["y"], "number": [1]}), tmp_path / "a.parquet")
+    assert read("a.parquet")[0][1] == {"text": "y"}
+    wanted = columnar.Columns(required=("text", "other"))
+    assert read("a.parquet", wanted)[0][1] == dict.fromkeys(["body", "text", "number"], "")
+
+
+def test_json_in_tables_is_parsed(tmp_path):
+    messages = [[{"role": "a", "arguments": {"x": 1}}], [{"role": "b", "arguments": {"x": ["y", None]}}], None]
+    made = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
+    made.data.validate(full=True)
+    parquet.write_table(made.data.table, tmp_path / "a.parquet")
+    found = [record["messages"] for _, record, _ in read("a.parquet", columnar.Columns(required=("messages",)))]
+    assert found == messages
+
+
+MAP = pa.map_(pa.string(), pa.struct({"a": pa.int64(), "b": pa.int64()}))
+
+
+@pytest.mark.parametrize("write", [parquet.write_table, feather.write_feather])
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (MAP, [("k", {"a": 1})]),
+        (pa.struct({"extra": MAP}), {"extra": [("k", None)]}),
+        (pa.list_(pa.struct({"extra": MAP})), [{"extra": [("k", {"b": 2})]}, {}]),
+        (pa.list_(pa.struct({"x": pa.int64()}), 2), [{"x": 1}, {}]),
+    ],
+    ids=["map", "struct", "list", "fixed size"],
+)
+def test_maps_in_tables_are_pairs(tmp_path, write, kind, value):
+    """Objects are without the fields that are null; pairs are not."""
+    table = pa.table({"text": ["x", "y"], "note": pa.array([value, None], kind)})
+    write(table, tmp_path / ("a.parquet" if write is parquet.write_table else "a.arrow"))
+    (name,) = (path.name for path in tmp_path.iterdir())
+    found = [record for _, record, _ in read(name)]
+    assert found == [{"text": "x", "note": value}, {"text": "y", "note": None}]
+
+
+def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_CHUNK", 10)
+    tried, decoder = [], records._decoder()[0]
+
+    def decode(text, at):
+        tried.append(len(text))
+        return decoder.raw_decode(text, at)
+
+    monkeypatch.setattr(records, "_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), []))
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 10_000}]))
+    assert len(read("a.json")) == 1
+    assert len(tried) < 20
+
+
+def test_records_come_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "_CHUNK", 1000)
+    (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
+    assert [record for _, record, _ in itertools.islice(records.records("a.json", TEXT), 50)] == RECORDS[:50]
+
+
+def test_gzip_of_other_programs_is_read(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    assert len(read("a.jsonl.gz")) == len(RECORDS)
+
+
+def test_streams_that_follow_each_other_in_a_file_are_all_read(tmp_path):
+    """As `cat` makes them."""
+
+    def stream(table):
+        buffer = pa.BufferOutputStream()
+        with pa.ipc.new_stream(buffer, table.schema) as writer:
+            writer.write_table(table)
+        return buffer.getvalue().to_pybytes()
+
+    one, two = (stream(pa.table({"text": texts})) for texts in (["a", "b"], ["c"]))
+    (tmp_path / "a.arrow").write_bytes(one + two)
+    found = [(place.rpartition(" ")[2], record) for place, record, _ in read("a.arrow")]
+    assert found == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
+    for rest, noun in ((stream(pa.table({"x": [1]})), "columns"), (two[:-4], "")):
+        (tmp_path / "a.arrow").write_bytes(one + rest)
+        with pytest.raises(errors.UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):
+            read("a.arrow")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_table_with_a_wanted_column_twice_is_refused(tmp_path, name):
+    table = pa.table([["a"], ["b"], [1], [2]], names=["text", "text", "other", "other"])
+    if name == "a.parquet":
+        parquet.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_file(str(tmp_path / name), table.schema) as writer:
+            writer.write_table(table)
+    with pytest.raises(errors.UserError, match=rf"^{name}: .*text.*twice"):
+        read(name)
+    parquet.write_table(table.select([0, 2, 3]), tmp_path / "b.parquet")
+    assert [record for _, record, _ in read("b.parquet")] == [{"text": "a"}]
+
+
+def test_a_name_that_occurs_twice_among_many_is_found_at_once(tmp_path):
+    """Counting each name by itself took 13 s for as many."""
+    names = [*range(20_000), 7]
+    (tmp_path / "a.jsonl").write_text("{" + ", ".join(f'"{name}": 0' for name in names) + "}")
+    started = time.perf_counter()
+    ((_, _, problem),) = read("a.jsonl")
+    assert_names(problem, "7", "twice")
+    assert time.perf_counter() - started < 2
+
+
+def test_an_array_may_begin_after_any_number_of_spaces(tmp_path):
+    (tmp_path / "a.json").write_text(" " * (2**20 + 5) + '[{"text": "x"}]')
+    assert [record for _, record, _ in read("a.json")] == [{"text": "x"}]

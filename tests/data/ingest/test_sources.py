@@ -1,0 +1,419 @@
+"""Files become records; whatever cannot be used is named with its file and line."""
+
+import concurrent.futures
+import errno
+import json
+import os
+import threading
+import time
+
+import datasets
+import pytest
+
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.data.ingest import sources
+from jaxsp.runtime import cluster
+from tests.messages import assert_names, numbers
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def settings(**fields):
+    return schema.Data(train=[schema.Source(source="x", format="text")], row_tokens=8, **fields)
+
+
+def read(source, format="text", data=None, **fields):
+    return sources.read(
+        schema.Source(source=source, format=format, **fields), data=data or settings(), field="data.train.0.source"
+    )
+
+
+def problems(source, format="text", data=None, **fields):
+    """What is wrong with a source, without whose fault it is."""
+    with pytest.raises(errors.UserError) as caught:
+        read(source, format, data, **fields)
+    assert all("\n" not in problem and problem.startswith("data.train.0.") for problem in caught.value.problems)
+    assert not list(datasets.config.HF_DATASETS_CACHE.rglob("cache-*"))
+    return [problem.removeprefix(f"data.train.0.source = {source}: ") for problem in caught.value.problems]
+
+
+def write_parquet(path, columns):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table(columns), path)
+
+
+def test_a_text_file_is_one_document_byte_for_byte_but_for_the_mark_of_its_encoding(tmp_path):
+    text = "eins\r\nzwei \ufeff\U0001f600\n\n"
+    (tmp_path / "a.md").write_bytes(text.encode())
+    (tmp_path / "b.md").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert read("*.md")["text"] == [text, text]
+
+
+def test_a_glob_is_sorted_and_goes_into_folders(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/b/c.txt", "c.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read("**/*.txt")["text"] == ["a/b/c.txt", "a/z.txt", "b.txt"]
+
+
+def test_the_standard_library_and_the_home_folder_have_names(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.txt").write_text("mine")
+    assert read("~/mine.txt")["text"] == ["mine"]
+    (text,) = read("{stdlib}/json/__init__.py")["text"]
+    assert "JSON (JavaScript Object Notation)" in text
+
+
+def test_json_lines_and_parquet_give_the_same_records(tmp_path):
+    records = [
+        {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "note": "x"},
+        {"input_ids": [8], "labels": [8]},
+        {"input_ids": [], "labels": []},
+    ]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
+    write_parquet("a.parquet", {name: [record[name] for record in records] for name in ("input_ids", "labels")})
+    for file in ("a.jsonl", "a.parquet"):
+        found = read(file, format="tokens")
+        assert found["input_ids"] == [[5, 6, 7], [8], []]
+        assert found["labels"] == [[-100, 6, 7], [8], []]
+    (tmp_path / "b.json").write_text('{"text": "one", "more": {"a": 1}}\n{"text": "2020-01-01", "more": 3}\n')
+    write_parquet("b.parquet", {"text": ["one", "2020-01-01"]})
+    assert read("b.json")["text"] == read("b.parquet")["text"] == ["one", "2020-01-01"]
+
+
+def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_BATCH", 100)
+    texts = ["x" * (number % 70) + str(number) for number in range(50)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    found = read("a.jsonl")
+    assert found["text"] == texts
+    assert found.data.column("text").num_chunks > 5
+
+
+def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
+    file = tmp_path / "a.txt"
+    file.write_text("one")
+    first = read("a.txt")
+    with monkeypatch.context() as broken:
+        broken.setattr(sources, "_write", None)
+        assert read("a.txt")["text"] == ["one"]
+        assert read("a.txt")._fingerprint == first._fingerprint
+    file.write_text("another")
+    assert read("a.txt")["text"] == ["another"]
+
+
+def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one")
+    write, begun = sources._write, []
+
+    def slow(*arguments, **named):
+        begun.append(arguments)
+        time.sleep(0.3)
+        write(*arguments, **named)
+
+    monkeypatch.setattr(sources, "_write", slow)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(read, ["a.txt"] * 4):
+            assert found["text"] == ["one"]
+    assert len(begun) == 1
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
+    cached, order = tmp_path / "records.arrow", []
+    monkeypatch.setattr(sources, "_FIRST_S", 10.0 if comes else 0.3)
+    here = threading.local()
+
+    def make(index):
+        here.process = cluster.Process(index=index, num_processes=2)
+        with sources.made_once(cached):
+            order.append(index)
+
+    monkeypatch.setattr(sources.processes, "here", lambda: here.process)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        other = pool.submit(make, 1)
+        if comes:
+            time.sleep(0.2)
+            pool.submit(make, 0).result(5)
+        other.result(5)
+    assert order == ([0, 1] if comes else [1])
+
+
+def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever may do everything finds no folder that cannot be written
+    with sources.made_once(tmp_path / "records.arrow"):
+        assert not list(tmp_path.glob("*.lock"))
+
+
+REFUSED = [
+    # (files, source, format, parts of the message)
+    ({}, "no.txt", "text", ["HuggingFaceH4/ultrachat_200k"]),
+    ({}, "no/such.jsonl", "text", ["HuggingFaceH4/ultrachat_200k"]),
+    ({}, "no/such.txt.gz", "text", ["HuggingFaceH4/ultrachat_200k"]),
+    ({}, "no/**/*.txt", "text", ["*", "**"]),
+    ({"a/b.txt": "x"}, "a", "text", ["folder", "a/**/*.txt"]),
+    ({"a.txt": "x", "a.jsonl": "{}"}, "a.*", "text", ["a.jsonl and a.txt"]),
+    ({"a.txt": "x"}, "a.txt", "tokens", ["input_ids", "format: text", ".jsonl"]),
+    ({"a.txt.gz": "x"}, "a.txt.gz", "prompt_completion", ["prompt or completion", "format: text"]),
+    ({"a.txt": ""}, "a.txt", "text", ["record", "text"]),
+    ({"a.jsonl": "\n"}, "a.jsonl", "text", ["record", "text"]),
+    ({"a.jsonl": ""}, "a.jsonl", "messages", ["record", "messages"]),
+    ({"a.json": "[]"}, "a.json", "text", ["record", "text"]),
+    ({"a.csv": "text\n"}, "a.csv", "text", ["record", "text"]),
+    ({"a.jsonl": '{"input_ids": []}'}, "a.jsonl", "tokens", ["record", "input_ids"]),
+    ({"a.ZIP": "text"}, "a.ZIP", "text", ["a.ZIP", ".zip files", ".jsonl"]),
+    ({"a.tar.gz": "text"}, "a.tar.gz", "text", ["a.tar.gz", ".tar.gz files", ".jsonl"]),
+    (
+        {"a.parquet.gz": "text"},
+        "a.parquet.gz",
+        "text",
+        ["a.parquet.gz", ".parquet.gz files", ".jsonl"],
+    ),
+    ({"a.gz": "text"}, "a.gz", "text", ["a.gz", "compressed", "a.jsonl.gz"]),
+]
+
+
+@pytest.mark.parametrize(("made", "source", "format", "parts"), REFUSED)
+def test_what_cannot_be_read_at_all_is_named_with_a_way_out(tmp_path, made, source, format, parts):
+    for name, content in made.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    (problem,) = problems(source, format)
+    assert_names(problem, *parts)
+    assert not list((tmp_path / "cache").rglob("*.arrow")), "half a file would be taken for a whole one"
+
+
+def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.TXT").write_text(folder)
+        os.utime(tmp_path / folder / "a.TXT", (1, 1))  # as archives and containers do
+        monkeypatch.chdir(tmp_path / folder)
+        assert read("a.TXT")["text"] == [folder]
+
+
+def test_json_lines_have_several_names(tmp_path):
+    for name in ("a.JSONL", "b.ndjson"):
+        (tmp_path / name).write_text('{"text": "x"}')
+        assert read(name)["text"] == ["x"]
+
+
+def write_lines(path, records):
+    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+
+
+@pytest.mark.parametrize(
+    ("format", "records", "parts"),
+    [
+        ("text", ['{"text": "y"'], ["JSON", "Expecting ',' delimiter"]),
+        ("text", ['["x"]'], ["list", '{"text": ...}']),
+        ("text", [{"body": "y"}], ["text", "body"]),
+        ("text", [{"text": None}], ["text", "null"]),
+        ("text", [{"text": 7}], ["text", "number", "string"]),
+        ("text", ['{"text": "\\ud800"}'], ["text", "Unicode"]),
+        ("text", ['{"text": "a", "text": "b"}'], ["text", "twice"]),
+        ("tokens", [{"text": "x"}], ["input_ids", "format: text"]),
+        ("tokens", [{"input_ids": "1 2"}], ["input_ids", "string", "JSON"]),
+        ("tokens", [{"input_ids": [1, 2.5]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [[1], [2, 3]]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [True]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [2147483648]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [1, None]}], ["input_ids", "list", "2,147,483,648"]),
+        ("tokens", [{"input_ids": [1], "labels": [1]}], ["labels", "first record"]),
+    ],
+)
+def test_a_bad_record_is_named_with_its_line_and_what_is_wrong(tmp_path, format, records, parts):
+    good = {"text": "x"} if format == "text" else {"input_ids": [1]}
+    write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
+    problem, summary = problems("a.jsonl", format)
+    assert_names(problem, *parts, start="a.jsonl, line 3: ")
+    assert numbers(summary) == [1, 3]
+    assert_names(summary, "data.on_bad_record=skip")
+
+
+def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tmp_path):
+    labelled = {"input_ids": [1, 2], "labels": [-100, 2]}
+    write_lines(tmp_path / "a.jsonl", [labelled, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2]}])
+    one, two, _ = problems("a.jsonl", "tokens")
+    assert_names(one, "1 labels", "2 input_ids", "-100", start="a.jsonl, line 2: ")
+    assert_names(two, "labels", "input_ids", start="a.jsonl, line 3: ")
+    found = read("a.jsonl", "tokens", settings(on_bad_record="skip"))
+    assert (found["input_ids"], found["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
+
+
+def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
+    found = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert found["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
+    assert found["text"] == ["x", "", "", ""]
+    assert [bool(problem) for problem in found["problem"]] == [False, True, False, True]
+    assert_names(found["problem"][1], "JSON")
+    assert_names(found["problem"][3], "text", "number", "string")
+    for asked in ("one", "two"):  # also of what is cached
+        assert sources.judge(found, data=settings(on_bad_record="skip"), asked=asked) == 2
+
+
+def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"])
+    for _ in range(2):  # what was read is kept, and so is what was wrong with it
+        *named, summary = problems("a.jsonl")
+        places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
+        assert places == tuple(f"a.jsonl, line {number}" for number in (2, 3, 4, 5, 6))
+        assert_names(reasons[0], "text", "number", "string")
+        assert set(reasons[1:]) == {reasons[1]} != {reasons[0]}, "the same reason is not repeated"
+        assert numbers(summary)[:3] == [8, 9, 5]
+        assert_names(summary, "data.on_bad_record=skip")
+    lenient = settings(on_bad_record="skip", max_bad_records=8)
+    assert sources.judge(read("a.jsonl", data=lenient), data=lenient, asked="x") == 8
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
+    assert numbers(summary) == [8, 9, 5, 7, 8]
+    assert_names(summary, "data.max_bad_records")
+
+
+def test_reading_stops_early_where_nearly_everything_is_bad(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
+    for data, most in ((settings(), 100), (settings(on_bad_record="skip"), 100), (settings(max_bad_records=120), 120)):
+        first, second, *_, summary = problems("a.jsonl", data=data)
+        assert_names(first, "text", "format: messages", start="a.jsonl, line 2: ")
+        assert second.startswith("a.jsonl, line 3: ")
+        assert numbers(summary) == [most]
+        assert_names(summary, "data.on_bad_record=skip", "data.max_bad_records")
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+    assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
+
+
+def test_a_source_of_which_nothing_is_left_is_refused_under_skip_too(tmp_path):
+    write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
+    *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
+    assert numbers(summary) == [1, 2]
+    assert_names(summary, "format", "fields")
+    assert "data.on_bad_record" not in summary, "it is skip already"
+    assert not list((tmp_path / "cache").rglob("*.arrow"))
+
+
+def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}])
+    for fields, start, parts in (
+        ({"fields": {"txt": "body"}}, "data.train.0.fields", ["txt", "text"]),
+        ({"fields": {"role": "from"}}, "data.train.0.fields", ["role", "text"]),
+        ({"roles": {"human": "user"}}, "data.train.0.roles", ["text", "format: messages"]),
+        ({"split": "test"}, "data.train.0.split = test: ", ["data.train.0.split", "train"]),
+        ({"subset": "en"}, "data.train.0.subset = en: ", ["files"]),
+        ({"revision": "main"}, "data.train.0.revision = main: ", ["files"]),
+        (
+            {"format": "messages", "fields": {"tools": "function"}},
+            "fields: ",
+            ["function", "tools"],
+        ),
+        ({"format": "messages", "roles": {"user": "user", "humna": "user"}}, "roles: ", ["humna"]),
+        (
+            {"format": "messages", "fields": {"role": "content"}},
+            "data.train.0.fields: ",
+            ["role and content", "from content"],
+        ),
+    ):
+        (problem,) = problems("a.jsonl", **fields)
+        assert_names(problem, *parts, start=start)
+
+
+def test_what_is_read_of_the_same_file_in_another_way_is_read_again(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
+    assert read("a.jsonl")["text"] == ["x"]
+    assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
+    assert read("a.jsonl")["text"] == ["x"]
+
+
+@pytest.mark.parametrize("source", ["~nosuchuser/x.txt", "a" * 300 + ".txt"])
+def test_a_path_that_cannot_exist_is_the_users_mistake(source):
+    (problem,) = problems(source)
+    assert_names(problem, "~nosuchuser" if "~" in source else "304 bytes")
+
+
+@pytest.mark.parametrize("pattern", ["top/**/**/*.txt", "top/*.txt", "top/**/*.txt"])
+def test_a_glob_reads_each_file_once(tmp_path, pattern):
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "b.txt").write_text("x")
+    (tmp_path / "top" / "a.txt").symlink_to("b.txt")
+    (tmp_path / "top" / "me").symlink_to(".")
+    assert read(pattern)["place"] == ["top/a.txt"]
+
+
+def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "body": "y"}')
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+
+    def check(*given):
+        made = {f"data.train.{number}": schema.Source(format="text", **one) for number, one in enumerate(given)}
+        sources.check_distinct(made)
+
+    check({"source": "a.jsonl"}, {"source": "b.jsonl"}, {"source": "a.jsonl", "fields": {"text": "body"}})
+    check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
+    for other in ("./a.jsonl", "*.jsonl"):
+        with pytest.raises(errors.UserError) as caught:
+            check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
+        assert_names(
+            caught.value.problems[0],
+            "a.jsonl",
+            "weight",
+            start=f"data.train.1.source = {other}: ",
+        )
+
+
+def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}')
+    find, listed = sources._find, []
+    monkeypatch.setattr(sources, "_find", lambda *args: listed.append(args) or find(*args))
+
+    def count(*given):
+        listed.clear()
+        made = {f"data.train.{n}": schema.Source(format="text", **one) for n, one in enumerate(given)}
+        sources.check_distinct(made)
+        return len(listed)
+
+    other = {"source": "*.jsonl", "fields": {"text": "body"}}
+    assert count({"source": "*.jsonl"}) == 0
+    assert count({"source": "*.jsonl"}, other) == 0
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}')
+    assert count({"source": "a*.jsonl"}, {"source": "b*.jsonl"}, other) == 2
+
+
+def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_path):
+    (tmp_path / os.fsdecode(b"caf\xe9.txt")).write_text("x")
+    assert read("*.txt")["place"] == ["caf\\udce9.txt"]
+    (tmp_path / "a.jsonl").write_text('{"\\ud800": 1}\n{"text": "x"}\n{"\\ud800": 1, "\\ud800": 2}')
+    found = read("a.jsonl", data=settings(on_bad_record="skip"))
+    assert found["problem"][1] is None
+    assert_names(found["problem"][0], "text", "\\ud800")
+    assert_names(found["problem"][2], "\\ud800", "twice")
+
+
+def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
+    """As `cp -p`, `rsync -t` and tar leave it."""
+    for text in ("AAAA", "BBBB"):
+        (tmp_path / "new.txt").write_text(text)
+        os.utime(tmp_path / "new.txt", (1, 1))
+        (tmp_path / "new.txt").replace(tmp_path / "a.txt")
+        assert read("a.txt")["text"] == [text]
+        time.sleep(0.02)  # file systems count time in steps of some milliseconds
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is_wrapped):
+    cached = tmp_path / "jaxsp" / "0123" / "records.arrow"
+    cached.parent.mkdir(parents=True)
+    error = OSError(number, os.strerror(number))
+    if is_wrapped:
+        cause, error = error, RuntimeError("while generating")
+        error.__cause__ = cause
+    with pytest.raises(errors.UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.made_once(cached):
+        raise error
+    with pytest.raises(IsADirectoryError), sources.made_once(cached):
+        raise IsADirectoryError(errno.EISDIR, "another error")

@@ -1,0 +1,138 @@
+"""Sources take turns by weight and lengths step by step, in an order that can be cut anywhere."""
+
+import numpy as np
+import pytest
+
+from jaxsp.core import errors
+from jaxsp.data.packing import mixing, packing
+
+SHARES = (0.55, 0.3, 0.15)
+
+
+def parts(*num_rows, row_tokens=8):
+    """Sources of so many full rows; the rows of source s are documents 100 * s and on."""
+    return [
+        packing.Epochs(
+            np.full(count, row_tokens), row_tokens=row_tokens, max_pieces=1, seed=0, documents=100 * source + np.arange(count)
+        )
+        for source, count in enumerate(num_rows)
+    ]
+
+
+def stream_of(*num_rows, shares=SHARES):
+    return mixing.Stream(parts(*num_rows), shares, row_tokens=8, sources=range(len(num_rows)))
+
+
+def test_every_beginning_has_each_part_in_proportion():
+    found = np.array([stream.row(index).document[0] // 100 for stream in [stream_of(7, 5, 3)] for index in range(2000)])
+    for end in range(1, 2000):
+        counts = np.bincount(found[:end], minlength=3)
+        assert np.all(np.abs(counts - end * np.array(SHARES)) < 1.5), end
+
+
+def test_the_order_is_the_one_that_is_drawn():
+    """As at the top of the module; the first of two that stand at the same place comes first."""
+    stream = stream_of(9, 9, shares=(0.75, 0.25))
+    assert "".join("ab"[stream.row(index).document[0] // 100] for index in range(12)) == "aabaaabaaaba"
+
+
+def test_each_part_goes_through_its_own_rows_without_a_gap():
+    stream, expected = stream_of(7, 5, 3), parts(7, 5, 3)
+    taken = [0, 0, 0]
+    for index in range(200):
+        row = stream.row(index)
+        part = int(row.document[0]) // 100
+        assert row.document[0] == expected[part].row(taken[part]).document[0]
+        taken[part] += 1
+        assert stream.num_rows(index + 1) == taken
+
+
+MANY = (0.9, *(0.001,) * 100)
+"""The first part runs behind its share by 45 rows, because all others have one as early as they can."""
+
+
+@pytest.mark.parametrize("shares", [SHARES, (0.9, *(0.01,) * 10), MANY])
+def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
+    def stream():
+        return stream_of(*(5,) * len(shares), shares=shares)
+
+    straight = [(stream._find(index), stream.row(index).document[0]) for stream in [stream()] for index in range(5000)]
+    for part in range(len(shares)):
+        places = [place for (found, place), _ in straight if found == part]
+        assert places == list(range(len(places))), "each of a part's rows once, in order"
+    jumping = stream()
+    for index in np.random.default_rng(0).permutation(5000)[:300].tolist():
+        assert (jumping._find(index), jumping.row(index).document[0]) == straight[index]
+
+
+def test_one_part_is_its_own_sequence_with_epochs():
+    (only,) = parts(5)
+    stream = mixing.Stream([only], [1.0], row_tokens=8)
+    assert [stream.row(index).document[0] for index in range(12)] == [only.row(index).document[0] for index in range(12)]
+    assert [stream.epoch_of(index) for index in (0, 4, 5)] == [0, 0, 1]
+    assert (stream.rows_in(3), stream.num_rows(12)) == (15, [12])
+    assert stream_of(5, 5, 5).epoch_of(3) is None
+
+
+def schedule(**changed):
+    fields = {"begin": (0, 0), "rows_per_step": (8, 2), "shares": (0.75, 0.25), "seed": 0, "num_steps": 400}
+    return mixing.schedule(**fields | changed)
+
+
+def laid_out(found):
+    """Stream, first row and number of rows of each step. Shapes: [steps]."""
+    return np.array([found.rows(step) for step in range(len(found))], np.int64).reshape(-1, 3).T
+
+
+def test_steps_of_each_length_come_in_proportion_and_in_an_order_that_the_seed_decides():
+    stream, _, _ = laid_out(schedule())
+    for end in range(1, 401):
+        assert abs(int((stream[:end] == 1).sum()) - end / 4) < 2
+    streams = stream.tolist()
+    assert streams == laid_out(schedule())[0].tolist()
+    assert streams != laid_out(schedule(seed=1))[0].tolist()
+    assert len({tuple(streams[place : place + 4]) for place in range(0, 400, 4)}) == 4, "not one pattern again and again"
+
+
+def test_a_stream_s_steps_follow_each_other_without_a_gap():
+    streams, firsts, num_rows = laid_out(schedule())
+    for stream, per_step in ((0, 8), (1, 2)):
+        first = firsts[streams == stream]
+        assert first.tolist() == [per_step * number for number in range(len(first))]
+    assert set(num_rows.tolist()) == {8, 2}
+
+
+@pytest.mark.parametrize("many", [{"num_steps": 60}, {"num_steps": None, "ends": (301, 33)}])
+def test_a_schedule_goes_on_from_what_was_consumed(many):
+    straight = schedule(**many)
+    for done in range(len(straight) + 1):
+        rest = many if many.get("ends") else {"num_steps": 60 - done}
+        after = schedule(**rest, begin=straight.consumed(done))
+        np.testing.assert_array_equal(laid_out(after), laid_out(straight)[:, done:])
+
+
+def test_at_the_end_of_the_data_every_row_was_there_once():
+    found = schedule(num_steps=None, ends=(301, 33))
+    assert len(found) == 38 + 17
+    assert found.consumed(len(found)) == (301, 33)
+    assert found.num_rows == 301 + 33
+    for stream, end in ((0, 301), (1, 33)):
+        steps = [rows for rows in map(found.rows, range(len(found))) if rows.stream == stream]
+        assert [index for rows in steps for index in range(rows.first, rows.first + rows.num_rows)] == list(range(end))
+
+
+def test_one_length_is_one_integer():
+    found = mixing.schedule(begin=[10], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])
+    assert laid_out(found).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
+    assert [found.consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
+    assert len(mixing.schedule(begin=[20], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])) == 0
+
+
+def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
+    found = mixing.schedule(begin=[5], rows_per_step=[4], shares=[1.0], seed=0, num_steps=10**9)
+    assert found.rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
+    assert (found.consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
+    assert sum(stream_of(7, 5, 3).num_rows(10**12)) == 10**12
+    for fields in ({"begin": [0], "rows_per_step": [4], "shares": [1.0], "num_steps": 10**20}, {"num_steps": 10**9}):
+        with pytest.raises(errors.UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
+            schedule(**fields)

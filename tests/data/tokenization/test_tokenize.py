@@ -1,0 +1,288 @@
+"""Records become tokens, once."""
+
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+import tokenizers as library
+import transformers
+
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.data.ingest import sources
+from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.tokenization import tokenize as text
+from tests.data.chat import chats
+
+FIELD = "data.train.0.source"
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def asked(name, format="text", **data):
+    source = {"source": name, "format": format}
+    return schema.Data.model_validate({"train": [source], "row_tokens": 8, "workers": 1, **data})
+
+
+def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data):
+    settings = asked(name, format, **data)
+    return text.tokenize(
+        sources.read(settings.train[0], data=settings, field=FIELD),
+        source=settings.train[0],
+        data=settings,
+        tokenizer=tokenizer or tokenizers.of_bytes(),
+        vocab_size=vocab_size,
+        field=FIELD,
+    )
+
+
+def tokens(*args, **kwargs):
+    return tokenize(*args, **kwargs).dataset["tokens"][:]
+
+
+def words_tokenizer(**special):
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "one": 3, "two": 4}
+    backend = library.Tokenizer(library.models.WordLevel(vocab, unk_token="<unk>"))
+    backend.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    if special.get("bos_token"):
+        backend.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def test_an_end_is_added_once_and_special_tokens_are_the_tokenizers_own(tmp_path):
+    write(tmp_path / "a.jsonl", *({"text": words} for words in ("one two", "two </s>", "")))
+    both = words_tokenizer(bos_token="<s>", eos_token="</s>")
+    assert tokens("a.jsonl", tokenizer=both) == [[1, 3, 4, 2], [1, 4, 2], []]
+    assert tokens("a.jsonl", tokenizer=words_tokenizer(eos_token="</s>")) == [[3, 4, 2], [4, 2], []]
+    assert tokens("a.jsonl", tokenizer=words_tokenizer()) == [[3, 4], [4, 2], []]
+
+
+def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
+    """Also of one that is not fast, and of one that was saved with truncation and padding."""
+    # ByT5 warns of an end token inside a text
+    said = [message["content"].replace("</s>", "") for chat in chats.conversations(20, alternating=True) for message in chat]
+    write(tmp_path / "a.jsonl", *({"text": words} for words in said))
+    cut = chats.tokenizer()
+    cut.backend_tokenizer.enable_truncation(3)
+    cut.backend_tokenizer.enable_padding(length=5)
+    for tokenizer in (cut, chats.tokenizer(), tokenizers.of_bytes(), transformers.ByT5Tokenizer()):
+        made, end = tokens("a.jsonl", tokenizer=tokenizer), tokenizer.eos_token_id
+        assert made == [ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]]
+
+
+def test_token_records_stay_as_they_are(tmp_path):
+    write(tmp_path / "a.jsonl", {"input_ids": [1, 2, 256], "labels": [-100, 2, 256]})
+    found = tokenize("a.jsonl", format="tokens").dataset
+    assert set(found.column_names) == {"place", "problem", "tokens", "labels"}
+    assert (found["tokens"][:], found["labels"][:]) == ([[1, 2, 256]], [[-100, 2, 256]])
+
+
+def test_conversations_and_completions_have_labels_unless_all_is_learned(tmp_path):
+    tokenizer = chats.tokenizer()
+    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    write(tmp_path / "b.jsonl", {"prompt": "q", "completion": " x"})
+    for name, format, said in (("a.jsonl", "messages", "x<|im_end|>\n"), ("b.jsonl", "prompt_completion", " x</s>")):
+        found = tokenize(name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML).dataset[0]
+        assert len(found["labels"]) == len(found["tokens"])
+        assert tokenizer.decode([label for label in found["labels"] if label != -100]) == said
+        everything = tokenize(name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all").dataset
+        assert set(everything.column_names) == {"place", "problem", "tokens"}
+        assert everything["tokens"][0] == found["tokens"]
+
+
+def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
+    refused = {"messages": [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}]}
+    write(tmp_path / "a.jsonl", good, {"messages": "hi"}, refused, good)
+    how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": chats.TURNS}
+    write(tmp_path / "b.jsonl", good, refused, good)
+    with pytest.raises(
+        errors.UserError,
+        match=r"b\.jsonl, line 2: .*Conversation roles must alternate",
+    ):
+        tokenize("b.jsonl", **how)
+    for _ in range(2):  # from the cache too
+        made = tokenize("a.jsonl", **how, on_bad_record="skip")
+        assert [bool(problem) for problem in made.dataset["problem"]] == [False, True, True, False]
+        assert [bool(ids) for ids in made.dataset["tokens"]] == [True, False, False, True]
+        assert made.dataset["labels"][1:3] == [[], []]
+    with pytest.raises(errors.UserError, match=r"max_bad_records"):
+        tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
+
+
+def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some text")
+    first = tokens("a.txt")
+
+    def encode(*_, **__):
+        raise RuntimeError("tokenised again")
+
+    monkeypatch.setattr(encoding, "encode", encode)
+    monkeypatch.setattr(text, "_count", encode)
+    assert tokens("a.txt") == tokens("a.txt", workers=3) == tokens("a.txt", workers=None) == first
+    with pytest.raises(RuntimeError, match="again"):
+        tokenize("a.txt", tokenizer=words_tokenizer())
+    (tmp_path / "a.txt").write_text("other text")
+    with pytest.raises(RuntimeError, match="again"):
+        tokenize("a.txt")
+
+
+def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    tokenizer = chats.tokenizer()
+    made = []
+    encode = encoding.encode
+    monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
+    for number, change in enumerate(
+        [{"chat_template": chats.CHATML}, {"chat_template": chats.TURNS}, {"chat_template": chats.CHATML, "train_on": "all"}], 1
+    ):
+        for _ in range(2):
+            tokenize("a.jsonl", format="messages", tokenizer=tokenizer, **change)
+            assert len(made) == number
+    monkeypatch.setattr(text.importlib.metadata, "version", lambda name: "another")
+    tokenize("a.jsonl", format="messages", tokenizer=tokenizer, chat_template=chats.CHATML)
+    assert len(made) == 4
+
+
+def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    write(tmp_path / "b.jsonl", {"text": "x"})
+    made = []
+    encode = encoding.encode
+    monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
+    first = tokens("a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML)
+    kept = chats.tokenizer()
+    kept.chat_template = chats.CHATML
+    assert tokens("a.jsonl", format="messages", tokenizer=kept) == first
+    tokens("b.jsonl", tokenizer=kept)
+    assert len(made) == 2
+    kept.chat_template = chats.TURNS
+    tokens("b.jsonl", tokenizer=kept)
+    assert len(made) == 2, "text needs no template"
+    assert tokens("a.jsonl", format="messages", tokenizer=kept) != first
+    assert len(made) == 3
+
+
+def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
+    chunks = [[[1, 2, 3], [4]], [[5, 6]]]
+
+    def digest(chunks, labels=None):
+        tables = [datasets.Dataset.from_dict({"tokens": chunk}, features=features("tokens")) for chunk in chunks]
+        made = datasets.concatenate_datasets(tables)
+        if labels is not None:
+            column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
+            made = datasets.concatenate_datasets([made, column], axis=1)
+        return text._count(made)["digest"]
+
+    def features(name):
+        return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
+
+    same = digest(chunks)
+    assert digest([[*chunks[0], *chunks[1]]]) == digest([[[1, 2, 3]], [[4], [5, 6]]]) == same
+    labels = [[-100, 2, 3], [4], [5, 6]]
+    others = [[[[1, 2], [3, 4], [5, 6]]], [[[1, 2, 3], [4], [5, 7]]], [[[4], [1, 2, 3], [5, 6]]]]
+    digests = [same, *map(digest, others), digest(chunks, labels), digest(chunks, [[1, 2, 3], *labels[1:]])]
+    assert len(set(digests)) == len(digests)
+    write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": [3]})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
+    assert tokenize("a.jsonl", format="tokens").digest == tokenize("elsewhere/b.jsonl", format="tokens").digest
+
+
+def test_the_lowest_and_the_highest_id_are_known_by_their_records():
+    features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
+    parts = [datasets.Dataset.from_dict({"tokens": lists}, features=features) for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])]
+    assert text._count(datasets.concatenate_datasets(parts))["ids"] == {"tokens": [(3, 2), (9, 3)]}
+
+
+@pytest.mark.e2e
+def test_workers_change_nothing(tmp_path):
+    """Also where JAX has its threads already, which a fork would not survive (it warns)."""
+    write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
+    program = """
+import jax
+from jaxsp.core import config
+from jaxsp.data import sources, text, tokenizers
+jax.devices()
+data = config.Data.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "workers": 2})
+records = sources.read(data.train[0], data=data, field="f")
+args = dict(source=data.train[0], data=data, tokenizer=tokenizers.of_bytes(), vocab_size=257, field="f")
+made = text.tokenize(records, **args)
+print([made.digest, made.dataset["tokens"][:]])
+"""
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "num_proc=2" in ran.stderr, "the bar says how many work"
+    assert "os.fork" not in ran.stderr, ran.stderr
+    alone = tokenize("a.jsonl")
+    assert eval(ran.stdout) == [alone.digest, alone.dataset["tokens"][:]]
+
+
+def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
+    """`datasets` forbids its workers threads."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("RAYON_NUM_THREADS", "1")
+    how = text.How(tokenizer=tokenizers.of_bytes(), template=None, format="text", train_on="all")
+    records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
+    for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
+        assert text._encoded(records, how=how, num_threads=threads)["tokens"].to_pylist() == [[120, 256]]
+        assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+    write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 300]})
+    with pytest.raises(
+        errors.UserError,
+        match=r"data\.train\.0\.source = a\.jsonl: .*line 3: .*tokens.* 300\b.*vocab_size.* 255\b",
+    ):
+        tokenize("a.jsonl", format="tokens", vocab_size=256)
+    assert len(tokenize("a.jsonl", format="tokens", vocab_size=301).dataset) == 3
+    write(tmp_path / "b.jsonl", {"input_ids": [1, -100], "labels": [1, -100]})
+    with pytest.raises(errors.UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
+        tokenize("b.jsonl", format="tokens", vocab_size=256)
+    write(tmp_path / "c.jsonl", {"input_ids": [1], "labels": [-100]}, {"input_ids": [1, 2], "labels": [-100, -1]})
+    with pytest.raises(errors.UserError, match=r"c\.jsonl, line 2: .*labels.* -1\b"):
+        tokenize("c.jsonl", format="tokens", vocab_size=256)
+    (tmp_path / "d.txt").write_text("x")
+    with pytest.raises(errors.UserError, match=r"d\.txt: .*tokens.* 256\b.*vocab_size.* 256\b"):
+        tokenize("d.txt", vocab_size=256)
+
+
+def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
+    good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
+    write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
+    settings = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
+    how = {"source": settings.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
+    records = sources.read(settings.train[0], data=settings, field=FIELD)
+    place, tokens, labels = text.first(records, data=settings, **how)
+    made = text.tokenize(records, data=settings, vocab_size=1000, **how).dataset[1]
+    assert (place, tokens.tolist(), labels.tolist()) == (made["place"], made["tokens"], made["labels"])
+    assert np.any(labels != -100)
+    strict = settings.model_copy(update={"on_bad_record": "error"})
+    with pytest.raises(errors.UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
+        text.first(records, data=strict, **how)
+
+
+def test_other_users_may_read_the_cache(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    before = os.umask(0o022)
+    try:
+        tokenize("a.txt")
+    finally:
+        os.umask(before)
+    made = [file for file in (tmp_path / "cache" / "jaxsp").rglob("*") if file.is_file()]
+    assert any(file.name.startswith("counted-") for file in made)
+    assert all(file.stat().st_mode & 0o044 == 0o044 for file in made if file.suffix != ".lock")

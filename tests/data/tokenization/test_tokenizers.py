@@ -1,0 +1,54 @@
+"""Which tokenizer makes the tokens."""
+
+import re
+
+import pytest
+import tokenizers as library
+import transformers
+
+from jaxsp.core import errors
+from jaxsp.data.tokenization import tokenizers
+
+
+def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
+    made = tokenizers.of_bytes()
+    made.save_pretrained(tmp_path / "tokenizer")
+    everything = "".join(map(chr, range(0x800))) + "\r\n \U0001f600 中文 <eos> def f(x):\n\treturn x"
+    for tokenizer in (made, transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
+        ids = tokenizer(everything)["input_ids"]
+        assert ids == list(everything.encode())
+        assert tokenizer.decode(ids) == everything
+        assert (tokenizer.eos_token, tokenizer.eos_token_id, len(tokenizer)) == ("<eos>", 256, 257)
+    assert sorted(made.get_vocab().values()) == list(range(257))
+
+
+def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
+    assert len(tokenizers.load("bytes")) == 257
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = nowhere: "):
+        tokenizers.load("nowhere")
+    for missing in (f"{tmp_path}/none", "./none", "a/b/c"):
+        with pytest.raises(errors.UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"):
+            tokenizers.load(missing)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{")
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*broken: "):
+        tokenizers.load(str(tmp_path / "broken"))
+    empty = library.Tokenizer(library.models.BPE())
+    transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path / "empty")
+    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*empty: .*vocabulary"):
+        tokenizers.load(str(tmp_path / "empty"))
+
+
+def test_content_is_all_that_a_tokenizer_is_made_of_but_templates_and_use_does_not_change_it():
+    def words(**special):
+        backend = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>"))
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+
+    ends = words(eos_token="</s>")
+    before = tokenizers.content(ends)
+    assert before == tokenizers.content(words(eos_token="</s>")) != tokenizers.content(words())
+    ends("one")
+    assert tokenizers.content(ends) == before
+    for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
+        ends.chat_template = template
+        assert tokenizers.content(ends) == before

@@ -1,0 +1,268 @@
+"""Bytes that a compiled program sends, against those of our formulas, and against programs short enough to count by hand."""
+
+import jax
+import pytest
+
+from jaxsp import attention
+from jaxsp.core import axes
+from jaxsp.planner.cost import comms
+from jaxsp.training import memory_fit, sharding
+from tests.messages import assert_names
+from tests.planner import programs
+
+FEW_BYTES = 1024
+"""Counts, the loss and the norms of gradients are summed over the mesh too: a few numbers."""
+
+
+def check(step, *, dtype, remat="attention"):
+    """What a step sends is what the formulas say, and nothing else."""
+    found, expected = comms.sent(step.written.text), comms.formula(step.program)
+    assert step.program.how.remat == remat
+    assert comms.total(found, kind="all-gather", dtype=dtype) == comms.total(found, kind="all-gather") == expected["all-gather"]
+    assert comms.total(found, kind="reduce-scatter", dtype="f32") == expected["reduce-scatter"]
+    assert 0 <= comms.total(found, kind="all-reduce") - expected["all-reduce"] < FEW_BYTES
+    assert comms.total(found, kind="all-to-all", dtype=dtype) == expected["all-to-all"]
+    for kind, scope in (
+        ("all-gather", sharding.SCOPE),
+        ("reduce-scatter", sharding.SCOPE),
+        ("all-to-all", attention.SCOPE),
+    ):
+        assert comms.total(found, kind=kind, scope=scope) == comms.total(found, kind=kind)
+    assert comms.total(found, kind="collective-permute") == 0
+    over = {
+        kind: {comms.axes_of(one.group, step.program.mesh.shape) for one in found if one.kind == kind} for kind in comms.KINDS
+    }
+    sizes = step.program.mesh.shape
+    assert over["all-to-all"] == {(axes.SEQ,)}
+    assert over["all-gather"] == over["reduce-scatter"] == {tuple(axis for axis in axes.SHARDS if sizes[axis] > 1)}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("data", "seq", "num_heads", "turns"),
+    [(2, 4, 32, 3), *(pytest.param(1, *one, 1, marks=pytest.mark.slow) for one in ((32, 32), (8, 64), (32, 64)))],
+    ids=str,
+)
+def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
+    check(programs.gpu_step(data=data, seq=seq, num_heads=num_heads, turns=turns), dtype="bf16")
+
+
+@pytest.mark.e2e
+def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
+    step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
+    groups = {frozenset(one.group) for one in comms.sent(step.written.text)}
+    assert groups == memory_fit.communicators(step.program.mesh.shape, step.program.attend.kind)
+    assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "attention")), "full"])
+def test_a_cpu_program_sends_what_the_formulas_say(remat):
+    # float32, because XLA's CPU programs send bfloat16 as float32; one turn, because they gather embedding and head before the
+    # loop over turns
+    words = ["mesh.replica=2", "mesh.data=2", "mesh.seq=2", "batch.rows_per_step=4", "data.row_tokens=512"]
+    words += ["model.compute_dtype=float32", f"memory.remat={remat}"]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
+    asked = programs.settings(*words, hidden_size=256, intermediate_size=512, vocab_size=509, **heads)
+    check(programs.step(asked, jax.devices()), dtype="f32", remat=remat)
+
+
+def program(*lines, more=""):
+    """A compiled program for 8 devices with these instructions."""
+    body = "\n".join(f"  {line}" for line in lines)
+    return f"HloModule small, is_scheduled=true, num_partitions=8\n{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+
+
+def computation(name, *lines):
+    return f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+GROUPS = "replica_groups={{0,1,2,3},{4,5,6,7}}"
+GATHER = f"%x = f32[64]{{0}} all-gather(%a), {GROUPS}, dimensions={{0}}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([GATHER], 3 / 4 * 256),
+        ([f"%x = f32[16]{{0}} reduce-scatter(%a), {GROUPS}, to_apply=%add"], 3 * 64),
+        ([f"%x = f32[64]{{0}} all-to-all(%a), {GROUPS}, dimensions={{0}}"], 3 / 4 * 256),
+        ([f"%x = (f32[16]{{0}}, f32[16]{{0}}, f32[16]{{0}}, f32[16]{{0}}) all-to-all(%a, %b, %c, %d), {GROUPS}"], 3 / 4 * 256),
+        ([f"%x = f32[64]{{0}} all-reduce(%a), {GROUPS}, to_apply=%add"], 2 * 3 / 4 * 256),
+        (["%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,1},{1,2},{2,0}}"], 256),
+        (["%x = (f32[64]{0}, /*index=1*/bf16[2,32]{1,0}) all-gather(%a, %b), replica_groups={}"], 7 / 8 * (256 + 128)),
+    ],
+)
+def test_each_kind_is_counted_as_its_algorithm_sends_it(lines, expected):
+    (one,) = comms.sent(program(*lines, more=computation("add", "ROOT %s = f32[] add(%p, %q)")))
+    assert one.bytes == expected
+
+
+@pytest.mark.parametrize(
+    ("written", "group"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", (0, 1)),
+        ("{}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+        ("mesh['replica'=1,'data'=2,'seq'=4] {'seq'}", (0, 1, 2, 3)),
+        ("mesh['replica'=1,'data'=2,'seq'=4] {'replica','data'}", (0, 4)),
+        ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 1, 2, 3)),
+    ],
+)
+def test_groups_are_read_in_every_way_that_xla_writes_them(written, group):
+    (one,) = comms.sent(program(f"%x = f32[64]{{0}} all-gather(%a), channel_id=1, replica_groups={written}, dimensions={{0}}"))
+    assert one.group == group
+
+
+ASYNC = {
+    "all-gather": ["%x = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), GROUPS", "%y = f32[64]{0} all-gather-done(%x)"],
+    "all-to-all": ["%x = ((f32[64]{0}), f32[64]{0}) all-to-all-start(%a), GROUPS", "%y = f32[64]{0} all-to-all-done(%x)"],
+    "all-reduce": ["%x = f32[64]{0} all-reduce-start(%a), GROUPS", "%y = f32[64]{0} all-reduce-done(%x)"],
+    "reduce-scatter": [
+        "%x = ((f32[64]{0}), f32[16]{0}) async-start(%a), calls=%wrapped",
+        "%y = f32[16]{0} async-done(%x), calls=%wrapped",
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ASYNC)
+def test_what_is_begun_and_ended_counts_once(kind):
+    result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
+    plain = f"%w = {result} {kind}(%b), {GROUPS}"
+    lines = [line.replace("GROUPS", GROUPS) for line in ASYNC[kind]]
+    more = computation("wrapped", plain) if kind == "reduce-scatter" else ""
+    assert [one.bytes for one in comms.sent(program(*lines, more=more))] == [comms.sent(program(plain))[0].bytes]
+
+
+@pytest.mark.parametrize("kind", ASYNC)
+def test_what_runs_meanwhile_is_between_begin_and_end(kind):
+    """Also where the collective itself is in a computation of its own, as jax 0.12 has all of them."""
+    result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
+    begun, ended = (line.replace("GROUPS", GROUPS) for line in ASYNC[kind])
+    more = computation("wrapped", f"%w = {result} {kind}(%b), {GROUPS}") if kind == "reduce-scatter" else ""
+    (one,) = comms.sent(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
+    assert one.end - one.begin == 2
+
+
+def loop(body, trips="4"):
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
+    return f"%loop.{body} = (s32[], f32[8]{{0}}) while(%t), condition=%less, body=%{body}{known}"
+
+
+LESS = computation("less", "ROOT %l = pred[] compare(%i, %n), direction=LT")
+
+
+def test_loops_multiply_and_called_computations_count_where_they_are_called():
+    more = (
+        LESS
+        + computation("inner", GATHER)
+        + computation("outer", loop("inner", "3"), "%c = f32[8]{0} call(%b), to_apply=%inner")
+    )
+    text = program(loop("outer", "5"), "%c = f32[8]{0} call(%a), to_apply=%inner", more=more)
+    (one,) = comms.sent(text)
+    assert one.times == 5 * (3 + 1) + 1
+    assert one.bytes == one.times * 192
+
+
+COUNTED = """
+%end (c: s32[]) -> pred[] {
+  %c = s32[] parameter(0)
+  %seven = s32[] constant(7)
+  ROOT %less = pred[] compare(%c, %seven), direction=LT
+}
+%less (t: (s32[], f32[8])) -> pred[] {
+  %i = s32[] get-tuple-element(%t), index=0
+  ROOT %l = pred[] fusion(%i), kind=kLoop, calls=%end
+}
+%body (t: (s32[], f32[8])) -> (s32[], f32[8]) {
+  GATHER
+  %i = s32[] get-tuple-element(%t), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %r = (s32[], f32[8]{0}) tuple(%next, /*index=1*/%x)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        (("", ""), 5),
+        (("direction=LT", "direction=LE"), None),
+        (("constant(1)", "constant(2)"), None),
+        (("(%c, %seven)", "(%seven, %c)"), None),
+    ],
+)
+def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_ends(change, times):
+    lines = [
+        "%two = s32[] constant(2)",
+        "%begin = s32[] copy(%two)",
+        "%t = (s32[], f32[8]{0}) tuple(%begin, /*index=1*/%a)",
+        "%l = (s32[], f32[8]{0}) while(%t), condition=%less, body=%body, "
+        'backend_config={"known_induction_variable":{"tuple_index":"0"}}',
+    ]
+    text = program(*lines, more=COUNTED.replace("GATHER", GATHER).replace(*change))
+    if times is None:
+        with pytest.raises(ValueError, match=r"l .*loop"):
+            comms.sent(text)
+    else:
+        assert [one.times for one in comms.sent(text)] == [times]
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (["%x = f32[64]{0} ragged-all-to-all(%a)"], ["ragged-all-to-all", "x"]),
+        (["%x = f32[64]{0} all-gather(%a), replica_groups=@groups"], ["x", "groups", "@groups"]),
+        (["%x = f3[64]{0} all-gather(%a), replica_groups={}"], ["f3"]),
+        (["%x = (f32[16]{0}, f32[64]{0}) all-gather-start(%a), replica_groups={}"], ["x", "end"]),
+        (["%y = f32[64]{0} all-gather-done(%x)"], ["y", "x", "begin"]),
+        (["%x = f32[64]{0} collective-permute(%a), pairs={}"], ["x", "source_target_pairs"]),
+        ([loop("gathers", "")], ["loop"]),
+        (
+            ["%x = f32[8]{0} conditional(%p, %a), branch_computations={%gathers, %less}"],
+            ["x", "conditional"],
+        ),
+    ],
+)
+def test_what_cannot_be_understood_is_an_error(lines, parts):
+    with pytest.raises(ValueError, match=parts[0]) as caught:
+        comms.sent(program(*lines, more=LESS + computation("gathers", GATHER)))
+    assert_names(caught.value, *parts)
+
+
+def test_a_text_without_a_program_is_an_error():
+    with pytest.raises(ValueError, match="ENTRY"):
+        comms.sent("HloModule empty")
+
+
+def test_scopes_are_found_in_combined_and_differentiated_operations():
+    names = [
+        "jit(step)/jvp(weights)/all_gather",
+        "(a/weights/all_gather:b/weights/all_gather)",
+        "jit(step)/myweights/all_gather",
+    ]
+    lines = [f'{GATHER.replace("%x", f"%x.{i}")}, metadata={{op_name="{name}"}}' for i, name in enumerate(names)]
+    found = comms.sent(program(*lines))
+    assert comms.total(found, scope="weights") == 2 * 192
+    assert comms.total(found) == 3 * 192
+
+
+def test_groups_are_told_by_axes_and_others_are_an_error():
+    sizes = {"replica": 1, "data": 2, "seq": 4}
+    assert comms.axes_of((0, 1, 2, 3), sizes) == ("seq",)
+    assert comms.axes_of((0, 4), sizes) == ("data",)
+    assert comms.axes_of((0, 1), sizes) == comms.axes_of((0, 2), sizes) == comms.axes_of((2, 0), sizes) == ("seq",)
+    assert comms.axes_of(range(8), sizes) == ("data", "seq")
+    with pytest.raises(ValueError, match=r"\(0, 1, 4\)"):
+        comms.axes_of((0, 1, 4), sizes)
+
+
+def test_a_ring_s_group_is_who_passes_on_to_whom():
+    text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}")
+    (one,) = comms.sent(text)
+    assert one.group == (0, 2)
+    text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,3},{3,1},{1,0}}")
+    assert comms.sent(text)[0].group == (0, 3, 1)

@@ -1,0 +1,118 @@
+"""What a compiled program computes and moves, from programs short enough to count by hand, and against a formula."""
+
+import pytest
+
+from jaxsp.planner.cost import hlo_cost
+from jaxsp.reporting import metrics
+from tests.planner import programs
+
+HEAD = "HloModule small, is_scheduled=true, num_partitions=8\n"
+MEGA = 2**20
+
+
+def kernels(*lines, more=""):
+    body = "\n".join(f"  {line}" for line in lines)
+    return hlo_cost.kernels(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
+
+
+def computation(name, *lines):
+    return f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+
+
+A = "%a = bf16[512,1024]{1,0} parameter(0)"
+B = "%b = bf16[1024,2048]{1,0} parameter(1)"
+DOT = "ROOT %d = bf16[512,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+def test_a_product_counts_two_for_each_multiplication_and_reads_and_writes_each_array_once():
+    (one,) = kernels(A, B, DOT)
+    assert one.flops == 2 * 512 * 1024 * 2048
+    assert one.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+
+
+def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    cublas = (
+        '%c = (bf16[512,2048]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config='
+        + config
+    )
+    fusion = "%f = bf16[512,2048]{1,0} fusion(%a, %b), kind=kCustom, calls=%inner"
+    found = kernels(A, B, cublas, fusion, more=computation("inner", A, B, DOT))
+    assert [one.flops for one in found] == [2 * 512 * 1024 * 2048] * 2
+
+
+def test_elements_of_tuples_are_read_as_xla_of_jax_0_11_abbreviates_them():
+    pair = "%p = (s32[], bf16[1024,2048]{1,0}, /*index=2*/(bf16[512,1024]{1,0}, u32[])) parameter(0)"
+    rename = "%q = (bf16[512,1024]{1,0}, u32[]) bitcast(%p#2)"
+    fusion = "ROOT %f = bf16[512,2048]{1,0} fusion(%q#0, %p#1, /*index=2*/%p#1), kind=kCustom, calls=%inner"
+    dot = "ROOT %d = bf16[512,2048]{1,0} dot(%q#0, %p#1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    for lines in ((pair, rename, dot), (pair, rename, fusion)):
+        (one,) = kernels(*lines, more=computation("inner", A, B, DOT))
+        assert one.flops == 2 * 512 * 1024 * 2048
+        assert one.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+
+
+def test_a_loop_counts_as_often_as_it_runs():
+    body = computation("body", A, B, DOT)
+    condition = computation("condition", "ROOT %p = pred[] constant(true)")
+    loop = '%w = bf16[512,2048]{1,0} while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}'
+    (one,) = [one for one in kernels(A, loop, more=body + condition) if one.flops]
+    assert one.times == 7
+
+
+STACK = "%s = f32[32,1024,1024]{2,1,0} parameter(0)"
+PLACE = "%i = s32[] parameter(1)"
+SLICE = "ROOT %x = f32[1,1024,1024]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,1024,1024}"
+UPDATE = "ROOT %u = f32[32,1024,1024]{2,1,0} dynamic-update-slice(%s, %n, %i, %i, %i)"
+
+
+def test_a_slice_of_a_stack_reads_the_slice_alone():
+    fusion = "ROOT %f = f32[1,1024,1024]{2,1,0} fusion(%s, %i), kind=kLoop, calls=%inner"
+    (one,) = kernels(STACK, PLACE, fusion, more=computation("inner", STACK, PLACE, SLICE))
+    assert one.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
+
+
+def test_an_update_in_place_writes_the_update_alone():
+    new = "%n = f32[1,1024,1024]{2,1,0} parameter(2)"
+    fusion = "ROOT %f = f32[32,1024,1024]{2,1,0} fusion(%s, %i, %n), kind=kLoop, calls=%inner"
+    (one,) = kernels(STACK, PLACE, new, fusion, more=computation("inner", STACK, PLACE, new, UPDATE))
+    assert one.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
+
+
+def test_what_goes_to_the_host_and_comes_back_is_told_apart():
+    there = "%s = f32[32,1024,1024]{2,1,0:S(5)} parameter(0)"
+    begin = "%b = ((f32[32,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[]) fusion-start(%s, %i), calls=%inner"
+    done = "%e = f32[1,1024,1024]{2,1,0} fusion-done(%b)"
+    copy = "%c = (f32[1,1024,1024]{2,1,0:S(5)}, f32[1,1024,1024]{2,1,0}, u32[]) copy-start(%e)"
+    copied = "ROOT %d = f32[1,1024,1024]{2,1,0:S(5)} copy-done(%c)"
+    more = computation("inner", there, PLACE, SLICE)
+    back, out = kernels(there, PLACE, begin, done, copy, copied, more=more)
+    assert (back.from_host, back.to_host) == (4 * MEGA, 0)
+    assert (out.from_host, out.to_host) == (0, 4 * MEGA)
+
+
+def test_an_update_that_runs_beside_others_counts_once():
+    stack = STACK.replace("1,0}", "1,0:S(5)}")
+    new = "%n = f32[1,1024,1024]{2,1,0} parameter(2)"
+    update = UPDATE.replace("1,0}", "1,0:S(5)}")
+    fusion = "ROOT %f = f32[32,1024,1024]{2,1,0:S(5)} fusion(%s, %i, %n), kind=kLoop, calls=%inner"
+    shapes = "((f32[32,1024,1024]{2,1,0:S(5)}, s32[], f32[1,1024,1024]{2,1,0}), f32[32,1024,1024]{2,1,0:S(5)}, u32[])"
+    begin = f"%b = {shapes} async-start(%s, %i, %n), calls=%wrapped"
+    done = "ROOT %e = f32[32,1024,1024]{2,1,0:S(5)} async-done(%b)"
+    more = computation("inner", stack, PLACE, new, update) + computation("wrapped", stack, PLACE, new, fusion)
+    (one,) = kernels(stack, PLACE, new, begin, done, more=more)
+    assert (one.from_host, one.to_host) == (0, 4 * MEGA)
+
+
+@pytest.mark.e2e
+def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wants():
+    """Of layers all but the last product, whose result nobody wants, is computed twice forward, and the head's logits too."""
+    step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)
+    model, tokens = step.program.model, programs.SHARE_TOKENS
+    found = sum(one.flops * one.times for one in hlo_cost.kernels(step.written.text))
+    attention = metrics.attention_flops(model, programs.pieces(step))
+    needed = (metrics.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
+    D, F, H, G, K = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim
+    layer = 2 * tokens * (D * (2 * H + 2 * G) * K + 3 * D * F)
+    again = model.num_layers * (layer - 2 * tokens * D * F) + 2 * tokens * model.vocab_size * D
+    assert found == pytest.approx(needed + again, rel=0.02)

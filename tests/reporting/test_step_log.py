@@ -1,0 +1,95 @@
+"""Times of steps, and what the terminal and the log show of them."""
+
+import io
+import re
+import time
+
+import pytest
+import rich.console
+
+from jaxsp.reporting import banner, metrics, step_log
+from jaxsp.runtime import distributed
+from tests import messages
+
+
+def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
+    class Results:
+        def block_until_ready(self):
+            time.sleep(0.05)
+            return self
+
+    began = time.perf_counter()
+    end = step_log.EndTime(Results())
+    time.sleep(0.3)
+    assert 0.05 <= end.get() - began < 0.25
+
+
+def metrics_line(step, **fields):
+    """A line of metrics.jsonl; fields that are not shown are zero."""
+    types = metrics.Line.__annotations__.items()
+    known = {name: 0.0 if "float" in str(kind) else 0 for name, kind in types}
+    shown = {
+        "loss": 6.26143,
+        "learning_rate": 1.2e-5,
+        "grad_norm": 0.844,
+        "tokens_per_s": 3222.4,
+        "num_tokens_by_source": {},
+        "device_peak_gib": None,
+    }
+    return metrics.Line(**(known | shown | fields | {"step": step}))
+
+
+def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400, first_step=17):
+    """Output for finished steps of a run that resumed after `first_step`."""
+    now = [1000.0]
+    monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
+    file = io.StringIO()
+    console = rich.console.Console(file=file, force_terminal=terminal, width=width, color_system=None, markup=False)
+    progress = banner.Progress(console, first_step=first_step, num_steps=num_steps)
+    with progress:
+        for line in lines:
+            now[0] += seconds_per_step
+            progress.show(line)
+    return file.getvalue()
+
+
+def test_a_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
+    printed = shown(monkeypatch, metrics_line(18), metrics_line(19)).splitlines()
+    assert len(printed) == 2
+    assert "left" not in printed[0], "the first step takes longer than the others"
+    numbers = ("19/400", "6.2614", "1.2e-05", "0.844", "3,222", "1 min 0 s", "3 h 10 min")
+    assert re.match(r"\d\d:\d\d:\d\d.*" + messages.holding(*numbers), printed[1])
+    assert len(printed[1]) <= 120
+
+
+def test_log_lines_are_at_least_ten_seconds_apart_except_for_the_first_and_last(monkeypatch):
+    lines = [metrics_line(step) for step in range(18, 31)]
+    printed = shown(monkeypatch, *lines, seconds_per_step=4.0, num_steps=30)
+    assert re.findall(r"(\d+)/30", printed) == ["18", "21", "24", "27", "30"]
+
+
+def test_a_step_without_finite_numbers_has_a_log_line(monkeypatch):
+    printed = shown(monkeypatch, metrics_line(18, loss=None, grad_norm=None))
+    assert re.search(messages.holding("none", "1.2e-05", "none"), printed)
+
+
+@pytest.mark.parametrize(("peak_gib", "memory"), [(61.53, ["61.5 GiB"]), (None, [])])
+@pytest.mark.parametrize("width", [90, 130])
+def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(monkeypatch, peak_gib, memory, width):
+    line = metrics_line(18, device_peak_gib=peak_gib)
+    lines = [metrics_line(17), line]  # the first step says nothing about the others
+    printed = shown(monkeypatch, *lines, terminal=True, width=width, first_step=16)
+    drawn = re.findall(r"18/400 [^\r\n\x1b]*", printed)[-1].rstrip()
+    numbers = ("6.2614", "1.2e-05", "3,222", *memory, "left 3 h 11 min")
+    assert re.search(messages.holding(*numbers), drawn)
+    assert re.findall(r"\S+ GiB", drawn) == memory
+    assert len(drawn) <= width
+
+
+def test_a_message_on_a_terminal_replaces_what_is_on_its_line(monkeypatch):
+    written = []
+    monkeypatch.setattr(distributed.os, "write", lambda _, data: written.append(data))
+    for is_terminal in (True, False):
+        monkeypatch.setattr(distributed.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal)
+        distributed.say("stopping")
+    assert written == [b"\r\x1b[2Kstopping\n", b"stopping\n"]

@@ -1,0 +1,157 @@
+"""Rows of several lengths: the same loss of each document, one step for each length, stopped and gone on with."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp import attention
+from jaxsp.checkpoint import reader
+from jaxsp.config import schema
+from jaxsp.core import batch
+from jaxsp.run import build, trainer
+from jaxsp.training import train_step
+from tests import batches, messages, tolerances
+
+MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}
+WEIGHTS = {"train.jsonl": 3.0, "short.jsonl": 1.0}
+LENGTHS = [3, 30, 31, 32, 33, 64, 100, 128, 300, 2, 17, 8, 120]
+
+
+def settings(folder, *words, row_tokens, data=2, seq=2):
+    fields = {
+        "run": {"directory": str(folder / "run"), "epochs": 2, "save_every": 2, "resume": "auto"},
+        "model": {"config": MODEL, "compute_dtype": "float32"},
+        "mesh": {"data": data, "seq": seq},
+        "data": {
+            "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
+            "row_tokens": row_tokens,
+            "max_documents_per_row": 4,
+        },
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"learning_rate": 0.01},
+        "checkpoint": {"keep_latest": 100},
+        "logging": {"tensorboard": False},
+    }
+    return schema.parse(fields, words)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 101, n).tolist()}) for n in LENGTHS]
+    (tmp_path / "train.jsonl").write_text("\n".join(records))
+    return tmp_path
+
+
+def losses(chosen):
+    """The loss of each document, by its first tokens: all other labels of a step are taken away."""
+    program, material = build.training(chosen, devices=jax.devices()[:4])
+    master, found = material.weights(), {}
+    data = material.train
+    totals = {
+        stream.row_tokens: train_step.compile_totals(
+            train_step.Program(
+                config=chosen.for_rows_of(stream.row_tokens),
+                model=program.model,
+                mesh=program.mesh,
+                attend=program.attend,
+                num_steps=1,
+            )
+        )
+        for stream in data.streams
+    }
+    for given, counts in data.feed(chosen, program.mesh, data.schedule(chosen, epochs=1), layout=1).batches():
+        tokens, labels = np.asarray(given.tokens_BL), np.asarray(given.labels_BL)
+        starts, lengths = np.asarray(given.starts_BM), np.asarray(given.lengths_BM)
+        for turn, slot, piece in np.argwhere(lengths > 0):
+            start, length = starts[turn, slot, piece], lengths[turn, slot, piece]
+            only = np.full_like(labels, batch.NO_LABEL)
+            part = (turn, slot, slice(start, start + length))
+            only[part] = labels[part]
+            one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
+            found[tuple(tokens[part][:2])] = float(totals[counts.row_tokens](master, batch.Batch(**one)).loss)
+    return found
+
+
+@pytest.mark.e2e
+def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
+    (folder / "train.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:8]))  # none is cut
+    one, several = (losses(settings(folder, row_tokens=row_tokens)) for row_tokens in (128, [32, 64, 128]))
+    assert len(one) == 8
+    for document, loss in one.items():
+        assert several[document] == pytest.approx(loss, rel=tolerances.MESH)
+
+
+def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(folder, monkeypatch):
+    choose = attention.choose
+
+    def choose_cudnn_for_short_rows(chosen, **arguments):
+        choice = choose(chosen, **arguments)
+        return dataclasses.replace(choice, kernel="cudnn") if chosen.data.longest_row < 128 else choice
+
+    monkeypatch.setattr(attention, "choose", choose_cudnn_for_short_rows)
+    _, material = build.training(settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4])
+    assert material.choice.kernel == "blockwise"
+
+
+def train(chosen):
+    program, material = build.training(chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq])
+    trainer.train(program, material, rich.console.Console(quiet=True))
+    directory = chosen.run.directory
+    with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.e2e
+def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(folder, tmp_path):
+    straight = train(settings(folder, "run.directory=" + str(tmp_path / "straight"), row_tokens=[64, 128]))
+    assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
+    assert {line["row_tokens"] for line in straight} == {64, 128}
+    banner = (tmp_path / "straight/banner.txt").read_text()
+    assert re.search(messages.holding(2, 128, 4, 64, 256), banner)
+
+    other = train(settings(folder, "run.directory=" + str(tmp_path / "1x4"), row_tokens=[64, 128], data=1, seq=4))
+    go_on = settings(
+        folder,
+        "run.directory=" + str(tmp_path / "on"),
+        "run.resume=" + str(tmp_path / "straight/checkpoints/4"),
+        row_tokens=[64, 128],
+    )
+    meta = reader.read_meta(tmp_path / "straight/checkpoints/4")
+    assert set(meta.rows) == {"64", "128"}
+    for lines, expected, exact in ((other, straight, False), (train(go_on), straight[4:], True)):
+        for line, wanted in zip(lines, expected, strict=True):
+            for name in (
+                "step",
+                "row_tokens",
+                "num_rows",
+                "num_tokens",
+                "num_loss_tokens",
+                "num_tokens_total",
+                "padding_share",
+            ):
+                assert line[name] == wanted[name], name
+            for name in ("loss", "grad_norm"):
+                assert line[name] == (wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_sources_goes_on_after_a_stop_with_the_rows_that_would_have_come(folder, tmp_path):
+    records = (folder / "train.jsonl").read_text().splitlines()
+    (folder / "short.jsonl").write_text("\n".join(records[:5]))
+    weights = [{"source": str(folder / name), "format": "tokens", "weight": weight} for name, weight in WEIGHTS.items()]
+    words = ["run.epochs=null", "run.steps=9", f"data.train={json.dumps(weights)}"]
+    straight = train(settings(folder, f"run.directory={tmp_path}/straight", *words, row_tokens=[64, 128]))
+    tokens = {name: sum(line["num_tokens_by_source"][f"{folder}/{name}"] for line in straight) for name in WEIGHTS}
+    assert tokens["train.jsonl"] > tokens["short.jsonl"] > 0
+    assert {line["epoch"] for line in straight} == {None}
+    on = [f"run.directory={tmp_path}/on", f"run.resume={tmp_path}/straight/checkpoints/4"]
+    after = train(settings(folder, *on, *words, row_tokens=[64, 128]))
+    for line, wanted in zip(after, straight[4:], strict=True):
+        for name in ("step", "row_tokens", "num_tokens_by_source", "num_tokens_total", "loss", "grad_norm"):
+            assert line[name] == wanted[name], name

@@ -1,0 +1,114 @@
+"""--show-example: what is learned of the first record of each training source, as training would learn it."""
+
+import re
+
+import datasets
+import jax
+import pytest
+import rich.console
+
+from jaxsp import train
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.data.tokenization import encoding
+from jaxsp.run import preview
+from tests import messages
+from tests.data.chat import chats
+
+TALK = '{"messages": [{"role": "user", "content": "q [red]"}, {"role": "assistant", "content": "one\\ntwo"}]}\n'
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "talk.jsonl").write_text(TALK * 3)
+    (tmp_path / "pair.jsonl").write_text('{"prompt": "2 + 2 =", "completion": " 4"}\n')
+    (tmp_path / "ids.jsonl").write_text('{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}\n')
+    (tmp_path / "long.txt").write_text("x" * 5000)
+    (tmp_path / "chat.jinja").write_text(chats.CHATML)
+
+
+def asked(*sources, tokenizer="bytes"):
+    return schema.parse(
+        {
+            "run": {"directory": "run", "steps": 1},
+            "model": {"config": {"model_type": "llama", "vocab_size": 257}, "tokenizer": tokenizer},
+            "data": {
+                "train": [{"source": name, "format": format} for name, format in sources],
+                "row_tokens": 64,
+                "chat_template": "chat.jinja" if "messages" in dict(sources).values() else None,
+            },
+            "batch": {"rows_per_step": 1},
+            "optimizer": {"learning_rate": 0.1},
+        }
+    )
+
+
+def shown(settings, **options):
+    console = rich.console.Console(markup=False, **{"width": 200, **options})
+    with console.capture() as capture:
+        preview.show(settings, console)
+    return capture.get()
+
+
+def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
+    said = shown(asked(("talk.jsonl", "messages"), ("pair.jsonl", "prompt_completion"), ("ids.jsonl", "tokens")))
+    first, second, third = said.strip().split("\n\ndata.")
+    place, counts, *_ = first.splitlines()
+    assert re.match(messages.holding("data.train.0.source = talk.jsonl", "line 1"), place)
+    assert re.match(messages.holding("75 tokens", 18, "⟦"), counts)
+    assert first.endswith("<|im_start|>user\nq [red]<|im_end|>\n<|im_start|>assistant\n⟦one↵\ntwo<|im_end|>↵\n⟧")
+    assert second.endswith("2 + 2 =⟦ 4<eos>⟧")
+    assert re.search(messages.holding("3 tokens", 1), third)
+
+
+def test_what_is_learned_is_coloured_on_a_terminal():
+    said = shown(asked(("talk.jsonl", "messages")), force_terminal=True, color_system="standard")
+    assert "⟦" not in said
+    assert "\x1b[30;42mone↵" in said
+    assert "\x1b[30;42mtwo<|im_end|>↵" in said
+    assert "\x1b[30;42m" in said.splitlines()[1], "an example of it"
+
+
+def test_ids_are_shown_where_there_is_no_tokenizer():
+    assert " 5 6⟦ 7⟧" in shown(asked(("ids.jsonl", "tokens"), tokenizer=None))
+
+
+def test_of_a_long_document_the_first_and_last_200_tokens_are_shown():
+    said = shown(asked(("long.txt", "text")))
+    _, counts, shown_text = said.split("\n", 2)
+    assert re.match(messages.holding("5,001 tokens", "5,000"), counts)
+    assert re.search(messages.holding("4,601"), shown_text)
+    found = (shown_text.count("x"), "x⟦xx" in shown_text, "x<eos>⟧" in shown_text)
+    assert found == (399, True, True)
+
+
+def test_a_chat_is_shown_up_to_4000_tokens(tmp_path):
+    (tmp_path / "long.jsonl").write_text(TALK.replace("q [red]", "x" * 3000))
+    said = shown(asked(("long.jsonl", "messages")))
+    assert "x" * 3000 in said
+
+
+def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypatch, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text(
+        "{run: {directory: run, steps: 1}, batch: {rows_per_step: 1}, optimizer: {learning_rate: 1}}"
+    )
+    given = []
+    encode = encoding.encode
+    monkeypatch.setattr(encoding, "encode", lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer))
+    monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
+    words = ["data.row_tokens=64", "data.train=[{source: talk.jsonl, format: messages}]", "data.chat_template=chat.jinja"]
+    words += ["model.config={model_type: llama, vocab_size: 257}", "model.tokenizer=bytes"]
+    train.main(["c.yaml", "--show-example", *words])
+    assert given == [1]
+    assert "⟦one↵" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+
+def test_problems_of_all_sources_are_said():
+    with pytest.raises(errors.UserError) as raised:
+        shown(asked(("no.jsonl", "text"), ("ids.jsonl", "messages"), ("talk.jsonl", "messages")))
+    assert [problem.partition(" = ")[0] for problem in raised.value.problems if problem.startswith("data.train")]
+    assert "data.train.0.source" in str(raised.value)
+    assert "data.train.1.source" in str(raised.value)

@@ -1,0 +1,420 @@
+"""When checkpoints are due, and what is left of a run that breaks."""
+
+import contextlib
+import dataclasses
+import errno
+import io
+import json
+import pathlib
+import re
+import time
+
+import filelock
+import jax
+import numpy as np
+import pytest
+import rich.console
+from jax.experimental import multihost_utils
+
+from jaxsp.checkpoint import reader, schedule
+from jaxsp.checkpoint.writer import DELETING, Outcome, Store
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.run import build, trainer
+from jaxsp.runtime import preemption, run_status
+from jaxsp.training import train_step
+from tests import batches, messages
+
+
+def settings(folder, *words):
+    fields = {
+        "run": {"directory": str(folder / "run"), "steps": 6, "save_every": None},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"tensorboard": False},
+    }
+    return schema.parse(fields, words)
+
+
+def train(chosen):
+    program, material = build.training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(quiet=True))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    return tmp_path
+
+
+class Recorded(Store):
+    """Writes nothing, and notes the steps."""
+
+    steps = ()
+    compile_s = 0.0
+
+    def __init__(self):
+        self.steps = []
+
+    def save(self, state, meta):
+        self.steps.append(meta.step)
+
+    def poll(self, *, wait=False):
+        return None
+
+
+def test_minutes_count_from_the_last_checkpoint(monkeypatch):
+    now = 1000.0
+    state = train_step.State(master={}, opt={}, step=np.int32(0))
+    meta = reader.Meta(config={}, model={}, data={}, step=0, rows={}, num_tokens_total=0)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    store = Recorded()
+    save = schedule.Saving(store, schema.Run(directory="x", steps=9, save_every="2m"), first_step=0, say=print)
+    due = []
+    for number in range(1, 9):
+        now += 50
+        if save.due(number):
+            due.append(number)
+            save(state, dataclasses.replace(meta, step=number))
+    assert due == store.steps == [3, 6], "after 150 s, the first step's end past 120"
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("save_every", "steps"),
+    [
+        ("4", [4, 6]),
+        pytest.param("null", [6], marks=pytest.mark.slow),
+        pytest.param("30m", [6], marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoints_are_written_when_asked_and_at_the_end(folder, save_every, steps):
+    train(settings(folder, f"run.save_every={save_every}"))
+    assert sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir()) == steps
+
+
+@pytest.mark.e2e
+def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
+    """The next step takes over the memory of the state that is being written."""
+    constant = "optimizer.schedule=constant"
+    train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
+    table = build.training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
+    for num_steps in (1, 4):
+        train(settings(folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant))
+        one, other = (reader.read_weights(folder / f"{name}/checkpoints/{num_steps}", table) for name in ("run", num_steps))
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            assert np.array_equal(a, b), num_steps
+
+
+def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
+    now, said, store = 1000.0, [], Recorded()
+    outcomes = [Outcome(step=2, failure="no space left on device"), None, Outcome(step=3, failure=None)]
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(Recorded, "poll", lambda self: outcomes.pop(0))
+    save = schedule.Saving(store, schema.Run(directory="x", steps=9), first_step=1, say=said.append)
+    save.check()
+    (failed,) = said
+    assert re.match(messages.holding("checkpoint 2", "no space left on device", "60 s"), failed)
+    now += 59
+    save.check()
+    assert not save.due(3)
+    now += 2
+    assert save.due(4)
+    save.check()
+    written, waited = said[1:]
+    assert re.match(messages.holding("checkpoint 3"), written)
+    assert re.match(messages.holding("step 3", "0 s"), waited)
+    assert (save.last_step, save.due(4)) == (3, False)
+
+
+def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(monkeypatch):
+    said, slept, store = [], [], Recorded()
+    monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
+    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (5.0, 10.0))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    full = Outcome(step=9, failure="No space left on device")
+    # before and after each of three attempts
+    outcomes = [None, full, None, full, None, full]
+    state = train_step.State(master={}, opt={}, step=np.int32(0))
+    meta = reader.Meta(config={}, model={}, data={}, step=9, rows={}, num_tokens_total=0)
+    save = schedule.Saving(store, schema.Run(directory="x", steps=9), first_step=0, say=said.append)
+    save(state, meta, is_last=True)
+    assert not said, "nobody knows yet how the write ends"
+    with pytest.raises(errors.Stopped, match="No space left on device"):
+        save.finish(state, meta)
+    assert (store.steps, slept, len(said)) == ([9, 9, 9], [5.0, 10.0], 3)
+    attempts = [re.findall(r"\d+ s\b", line) for line in said]
+    assert attempts == [["5 s"], ["10 s"], []], "and not `Training continues`, in 60 s"
+
+
+def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypatch):
+    tried = []
+
+    def fail(self, meta):
+        tried.append(meta.step)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Store, "_finish", fail)
+    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (0.1, 0.1))
+    with pytest.raises(errors.Stopped, match=messages.holding(6, "no space left on device")):
+        train(settings(folder, "run.save_every=4"))
+    assert tried == [4, 6, 6, 6]
+    assert not list((folder / "run/checkpoints").iterdir()), "what was written of them is removed"
+    assert len((folder / "run/metrics.jsonl").read_text().splitlines()) == 6
+
+
+@pytest.mark.e2e
+def test_a_run_evaluates_by_epoch_and_stops_early(folder):
+    """A run that learns ever worse: its best evaluation is the one before the first step."""
+
+    def train_once(*more):
+        console = rich.console.Console(file=io.StringIO(), width=200)
+        words = ["run.steps=null", "run.epochs=9", "run.eval_at_start=true", "data.eval_fraction=0.3"]
+        words += ["run.eval_every=epoch", "run.save_every=epoch", "checkpoint.keep_latest=9"]
+        words += ["run.early_stopping_patience=2", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
+        program, material = build.training(settings(folder, *words, *more), devices=jax.devices()[:1])
+        trainer.train(program, material, console)
+        return console.file.getvalue()
+
+    def steps():
+        results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+        assert {line["data"] for line in results} == {"held_out"}
+        saved = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
+        return [line["step"] for line in results], saved, results[0]["num_documents"]
+
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").touch()
+    (folder / "run/eval.jsonl").write_text('{"step": 0}\n')  # of a run that was killed before its first checkpoint
+    said = train_once()
+    evaluated, saved, num_held_out = steps()
+    assert 0 < num_held_out < 8
+    epoch = 8 - num_held_out  # each document fills a row
+    assert (evaluated, saved) == ([0, epoch, 2 * epoch], [epoch, 2 * epoch])
+    reason = (f"step {2 * epoch}", "held_out", "run.early_stopping_patience = 2")
+    assert re.search(messages.holding(*reason), said)
+    banner = (folder / "run/banner.txt").read_text()
+    held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
+    assert re.search(messages.holding(*held_out), banner)
+    assert re.search(messages.holding("epoch", "held_out", f"{num_held_out} documents"), banner)
+    assert reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping["num_since"] == 1
+
+    assert re.search(messages.holding(*reason), train_once())
+    train_once("run.early_stopping_patience=3")
+    assert steps()[:2] == ([0, epoch, 2 * epoch, 3 * epoch], [epoch, 2 * epoch, 3 * epoch])
+    with pytest.raises(errors.UserError, match=messages.holding("data.eval_fraction = 0.5", 0.3)):
+        train_once("data.eval_fraction=0.5")
+
+
+def test_a_run_that_broke_is_evaluated_no_more(folder):
+    words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
+    with pytest.raises(errors.Stopped, match=messages.holding("run.on_nan=skip")):
+        train(settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null"))
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    broken = next(line["step"] for line in lines if line["loss"] is None)
+    results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in results] == list(range(1, broken))
+
+
+@pytest.mark.e2e
+def test_a_run_is_written_by_one_process_at_a_time(folder):
+    train(settings(folder))
+    before = (folder / "run/metrics.jsonl").read_text()
+    says = messages.holding(f"run.directory = {folder}/run", "process")
+    with filelock.FileLock(folder / "run/lock"), pytest.raises(errors.UserError, match=says):
+        train(settings(folder, "run.steps=8"))
+    assert (folder / "run/metrics.jsonl").read_text() == before
+    train(settings(folder, "run.steps=8"))
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_what_changed_since_the_checkpoint_is_said(folder):
+    train(settings(folder))
+    train(settings(folder, "run.steps=8", "optimizer.learning_rate=0.05"))
+    banner = (folder / "run/banner.txt").read_text()
+    assert re.search(messages.holding("step 6", f"{folder}/run/checkpoints/6"), banner)
+    changed = "run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05"
+    assert re.search(f" {re.escape(changed)}$", banner, re.MULTILINE)
+    train(settings(folder, "run.steps=9", "mesh.data=1", "run.log_every=2", "memory.grad_reduce_dtype=bfloat16"))
+    banner = (folder / "run/banner.txt").read_text()
+    altering = [
+        "run.steps 8 -> 9",
+        "optimizer.learning_rate 0.05 -> 0.1",
+        "memory.grad_reduce_dtype float32 -> bfloat16",
+    ]
+    others = ["run.log_every 1 -> 2", "mesh.data -1 -> 1"]
+    assert re.search(messages.holding(*altering, *others), banner)
+
+
+def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
+    """A run that learns ever worse: the lowest loss is that of its first checkpoint."""
+    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "run.save_every=1"]
+    train(settings(folder, *words, "checkpoint.keep_best=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"))
+    losses = {line["step"]: line["loss"] for line in map(json.loads, (folder / "run/eval.jsonl").read_text().splitlines())}
+    assert list(losses) == [1, 2, 3, 4, 5, 6], "an evaluation precedes every checkpoint"
+    best = min(losses, key=losses.get)
+    kept = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
+    assert kept == sorted({best, 5, 6})
+    assert reader.read_meta(folder / f"run/checkpoints/{best}").loss == losses[best]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["checkpoint.keep_best=1"], ["checkpoint.keep_best = 1", "data.eval="]),
+        (["checkpoint.best_by=a"], ["checkpoint.best_by = a", "checkpoint.keep_best=1"]),
+        (
+            ["checkpoint.keep_best=1", "checkpoint.best_by=b", "EVAL"],
+            ["checkpoint.best_by = b", "data.eval", " a,"],
+        ),
+    ],
+)
+def test_what_is_best_has_to_be_told_by_a_data_set(folder, words, says):
+    evaluated = f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: a}}]"
+    with pytest.raises(errors.UserError, match=messages.holding(*says)):
+        settings(folder, *(word.replace("EVAL", evaluated) for word in words))
+
+
+def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, monkeypatch, capfd):
+    rename = pathlib.Path.rename
+
+    def stuck(self, target):
+        if str(target).endswith(DELETING):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        return rename(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "rename", stuck)
+    train(settings(folder, "run.save_every=3", "checkpoint.keep_latest=1"))
+    assert sorted(path.name for path in (folder / "run/checkpoints").iterdir()) == ["3", "6"]
+    assert re.search(messages.holding("checkpoint 6", "[Errno 16]"), capfd.readouterr().err)
+
+
+@pytest.mark.slow
+@pytest.mark.e2e
+def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
+    train(settings(folder, "run.save_every=2"))
+    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["save_s"] is not None for line in lines] == [False, False, True, False, True, False]
+
+
+def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
+    (folder / "run").mkdir()
+    (folder / "run/config.yaml").touch()
+    (folder / "run/metrics.jsonl").write_text('{"step": 3}\n')
+    train(settings(folder))
+    banner = (folder / "run/banner.txt").read_text()
+    assert re.search(messages.holding("seed 0", "checkpoint"), banner)
+    assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+
+
+@pytest.mark.e2e
+def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
+    asked = []
+    monkeypatch.setattr(preemption.Stopping, "lets", lambda self, number: asked.append(number) or number <= 4)
+    words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2", "run.save_every=2")
+    train(settings(folder, *words))
+    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert found == [2]
+    assert asked == [1, 2, 3, 3, 4, 5, 5]
+    assert reader.newest(folder / "run").name == "4"
+    # and none is missing when the run has gone on
+    monkeypatch.undo()
+    train(settings(folder, *words))
+    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert found == [2, 4, 6]
+
+
+@pytest.mark.e2e
+def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, monkeypatch):
+    """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
+    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "checkpoint.keep_best=1"]
+    words += ["checkpoint.keep_latest=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
+    monkeypatch.setattr(preemption.Stopping, "lets", lambda self, number: number <= 3)
+    train(settings(folder, *words))
+    meta = reader.read_meta(folder / "run/checkpoints/3")
+    assert (meta.loss, meta.owes_evaluation) == (None, True)
+    monkeypatch.undo()
+    train(settings(folder, *words))
+    results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in results] == [3, 6]
+    metas = [reader.read_meta(path) for path in sorted((folder / "run/checkpoints").iterdir())]
+    found = [(meta.step, meta.loss, meta.owes_evaluation) for meta in metas]
+    assert found == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
+    assert metas[0].loss < metas[1].loss
+
+
+def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
+    monkeypatch.setattr(train_step, "compile_totals", lambda program: 1 / 0)
+    train(settings(folder, "run.steps=2"))
+
+
+def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
+    """A stop that comes while it is being sent has to wait for it too."""
+    compile_, seen, now = trainer._compile, [], run_status.Pace()
+
+    def watched(program, material, console):
+        compiled = compile_(program, material, console)
+        look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
+        return {length: look(run) for length, run in compiled.items()}
+
+    monkeypatch.setattr(trainer, "_compile", watched)
+    chosen = settings(folder, "run.steps=3")
+    program, material = build.training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(quiet=True), stop=preemption.Stopping(chosen.run, now))
+    assert seen == [{1}, {1, 2}, {2, 3}]
+    assert not now._running
+
+
+def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
+    says = messages.holding("logging.profile_steps = [5, 7]", "6 steps")
+    with pytest.raises(errors.UserError, match=says):
+        train(settings(folder, "logging.profile_steps=[5, 7]"))
+
+
+OTHERS = [
+    ("nothing", []),
+    ("train", ["data: books"]),
+    ("eval", ["data: held out"]),
+    ("step", ["run.directory = ", "0 or 4"]),
+    ("config", ["config"]),
+]
+
+
+@pytest.mark.parametrize(("other", "says"), OTHERS)
+def test_processes_with_different_data_or_configs_do_not_train_together(folder, monkeypatch, other, says):
+    """Two files of equal lengths on two nodes would be half rows of one and half rows of the other, with normal losses."""
+    one = {"source": f"{folder}/data.jsonl", "format": "tokens"}
+    named = [f"data.train={json.dumps([{**one, 'name': 'books'}])}", f"data.eval={json.dumps([{**one, 'name': 'held out'}])}"]
+    program, material = build.training(settings(folder, *named), devices=jax.devices()[:1])
+    told = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own]))
+    trainer._agree(program, material)
+    changed = {
+        "nothing": (program, material),
+        "train": (program, dataclasses.replace(material, train=dataclasses.replace(material.train, digests=("z",)))),
+        "eval": (
+            program,
+            dataclasses.replace(material, evals=(dataclasses.replace(material.evals[0], digests=("z",)),)),
+        ),
+        "step": (program, dataclasses.replace(material, start=dataclasses.replace(material.start, step=4))),
+        "config": (dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")), material),
+    }[other]
+    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
+    says = messages.holding(*says) or None
+    with pytest.raises(errors.UserError, match=says) if says else contextlib.nullcontext():
+        trainer._agree(*changed)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
+    path = tmp_path / "3" / reader.META
+    path.mkdir(parents=True)
+    fields = {"config": {}, "model": {}, "data": "0123", "step": 3, "rows": 24, "num_tokens_total": 9}
+    (path / "metadata").write_text(json.dumps(fields))
+    says = messages.holding(f"{tmp_path}/3", "model.source=FOLDER")
+    with pytest.raises(errors.UserError, match=says):
+        reader.read_meta(tmp_path / "3")

@@ -1,0 +1,191 @@
+"""Options that programs are compiled with: whose they are, and what comes of them in a step compiled for absent H100s."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from jaxsp.core import axes, errors
+from jaxsp.hf import families
+from jaxsp.planner import compiled
+from jaxsp.runtime import device_mesh
+from jaxsp.training import compile_options
+from tests import messages
+from tests.planner import programs
+
+BASE = {"xla_disable_hlo_passes": "rematerialization"}
+OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 8}
+PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
+TRIED = ["0.10.1", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1", "0.12.0.1.dev4"]
+
+
+def mesh(data, seq, devices=None):
+    sizes = {axes.REPLICA: 1, axes.DATA: data, axes.SEQ: seq}
+    return device_mesh.make(sizes, devices or jax.devices()[: data * seq])
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """A mesh of H100s that are not there."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    absent = compiled.devices("h100-80gb", 8)
+    return lambda data, seq: mesh(data, seq, absent[: data * seq])
+
+
+def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
+    environ = {"XLA_FLAGS": flags}
+    return compile_options.options(
+        programs.settings(*words), mesh=gpus(data, seq), is_tiled=is_tiled, environ=environ, version=version
+    )
+
+
+OFFLOAD = "memory.offload_activations=residual"
+
+
+@pytest.mark.parametrize("version", TRIED)
+@pytest.mark.parametrize(
+    ("words", "is_tiled", "sizes", "expected"),
+    [
+        ((), False, (2, 4), BASE),
+        ((), True, (2, 4), BASE | OVERLAP),
+        ((), True, (1, 1), BASE),  # one device has no collectives
+        ((OFFLOAD,), False, (1, 1), BASE | PREFETCH),
+        (("memory.offload_activations=residual_and_attention",), True, (2, 4), BASE | OVERLAP | PREFETCH),
+        (("memory.offload_optimizer=state",), False, (2, 4), BASE),
+    ],
+)
+def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
+    data, seq = sizes
+    found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
+    assert found.options == expected
+    assert ("prefetch" in found.words) == (PREFETCH.items() <= expected.items())
+
+
+def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
+    settings = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
+    model = families.model_config(settings.model.config, field="model.config")
+    program, _ = compiled.program(settings, model=model, devices=list(gpus(2, 4).devices.flat))
+    assert program.tokens == 2048
+    assert OVERLAP.items() <= program.told.options.items()
+    whole = dataclasses.replace(program, config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"))
+    assert whole.told.options == BASE
+
+
+@pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
+def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
+    found = told(gpus, OFFLOAD, version=version, is_tiled=True)
+    assert found.options == {}
+    assert re.search(messages.holding(version), found.words)
+
+
+def test_cpus_get_no_options():
+    found = compile_options.options(programs.settings(OFFLOAD), mesh=mesh(2, 4), is_tiled=True, environ={}, version="0.12.0.1")
+    assert found == compile_options.Told(options={}, words="")
+
+
+@pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
+def test_options_in_xla_flags_win_over_ours(gpus, name, tmp_path):
+    ours = BASE | OVERLAP | PREFETCH
+    rest = {other: value for other, value in ours.items() if other != name}
+    flags = f"--xla_gpu_autotune_level=0 --{name}=false"
+    file = tmp_path / "flags"
+    file.write_text(flags)
+    for given in (flags, str(file)):
+        found = told(gpus, OFFLOAD, flags=given, is_tiled=True)
+        assert found.options == rest
+        assert found.words.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
+    assert told(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
+    assert told(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
+
+
+@pytest.mark.parametrize("name", sorted(OVERLAP | PREFETCH))
+def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
+    word = f"run.xla_options={{{name}: false, xla_gpu_memory_limit_slop_factor: 80}}"
+    flags = f"--xla_gpu_memory_limit_slop_factor=70 --{name}=true --xla_gpu_autotune_level=0"
+    own = {name: False, "xla_gpu_memory_limit_slop_factor": 80}
+    found = told(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
+    assert found.options == BASE | OVERLAP | PREFETCH | own
+    said = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
+    assert found.words.endswith(f"{said}; XLA_FLAGS: xla_gpu_autotune_level")
+    on_cpu = compile_options.options(programs.settings(word), mesh=mesh(1, 1), is_tiled=True, environ={}, version="0.12.0.1")
+    assert (on_cpu.options, on_cpu.words) == (own, said)
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("{--xla_gpu_autotune_level: 0}", ["--xla_gpu_autotune_level", "xla_"]),
+        ("{xla_gpu_autotune_level: null}", ["xla_gpu_autotune_level", "true", "false"]),
+    ],
+)
+def test_what_can_be_no_option_is_refused_before_anything_is_compiled(asked, says):
+    says = messages.holding(f"run.xla_options = {asked}", *says)
+    with pytest.raises(errors.UserError, match=says):
+        programs.settings(f"run.xla_options={asked}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"xla_gpu_nonesuch": 3}, ["xla_gpu_nonesuch = 3", jax.lib.__version__]),
+        ({"xla_gpu_autotune_level": True}, ["xla_gpu_autotune_level = true", "int32"]),
+        ({"xla_gpu_deterministic_ops": 1}, ["xla_gpu_deterministic_ops = 1", "bool"]),
+    ],
+)
+def test_an_option_that_xla_does_not_take_is_named(asked, says):
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    field, *rule = says
+    says = messages.holding(f"run.xla_options.{field}", *rule)
+    with pytest.raises(errors.UserError, match=says):
+        compile_options.compiled(lowered, compile_options.Told(options=asked, words=""))
+
+
+FIXED = {"xla_gpu_deterministic_ops": True}
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.10.1", BASE | FIXED), ("0.12.0.1", BASE | FIXED | {"xla_gpu_enable_triton_gemm": False}), ("0.13.0", FIXED)],
+)
+def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
+    flags = "--xla_gpu_deterministic_ops=false"
+    found = told(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
+    assert found.options == expected
+    assert found.deterministic
+    assert "deterministic" in found.words
+
+
+def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
+    found = compile_options.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={})
+    assert (found.options, found.deterministic) == ({}, False)
+    assert "run.deterministic" in found.words
+
+
+def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
+    words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
+    field = "run.xla_options.xla_gpu_deterministic_ops = false"
+    says = messages.holding(field, "run.deterministic = true")
+    with pytest.raises(errors.UserError, match=says):
+        told(gpus, *words)
+    told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
+def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
+    """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
+    small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
+    words = (f"data.max_documents_per_row={slots}", "run.deterministic=true")
+    text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).written.text
+    backward = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
+    assert backward
+    assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
+    scatters = [line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)]
+    assert all("unique_indices=true" in line for line in scatters), scatters
+
+
+def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
+    flags = " ".join(["--xla_dump_to=there", *device_mesh.collective_timeout_flags()])
+    found = compile_options.options(programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags})
+    assert found.words == "XLA_FLAGS: xla_dump_to"

@@ -1,0 +1,104 @@
+"""The pool of pinned host memory is one region, made after a step is compiled and before weights are loaded."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import rich.console
+
+from jaxsp.config import schema
+from jaxsp.planner import compiled
+from jaxsp.run import build, trainer
+from jaxsp.training import host_offload, memory_fit, memory_options, train_step
+from tests import batches
+
+
+def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
+    """300 GiB, for an H100 that is absent."""
+    pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
+    (gpu,) = compiled.devices("h100-80gb", 1)
+    num_bytes = 300 * 2**30 + 1
+    run = host_offload.empty(gpu, num_bytes).lower().compile()
+    taken = run.memory_analysis()
+    assert num_bytes <= taken.host_output_size_in_bytes <= num_bytes + 2**20
+    on_device = ("argument", "output", "temp")
+    assert [getattr(taken, f"{kind}_size_in_bytes") for kind in on_device] == [0, 0, 0]
+    assert taken.host_temp_size_in_bytes == 0
+    assert len(jax.tree.leaves(run.out_info)) == 1
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < memory_options.HOST_STATE_FROM, reason="on CPUs, arrays in host memory need jax 0.11.1"
+)
+def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypatch):
+    """Arrays of one device are freed before those of the next are made."""
+    made = []
+    wait = jax.block_until_ready
+
+    def watch(array):
+        assert all(earlier.is_deleted() for earlier in made)
+        made.append(wait(array))
+        return array
+
+    monkeypatch.setattr(jax, "block_until_ready", watch)
+    devices = jax.devices()[:2]
+    host_offload.reserve(devices, 3 * 2**20 + 1)
+    assert [array.sharding.device_set for array in made] == [{device} for device in devices]
+    assert {array.sharding.memory_kind for array in made} == {host_offload.KIND}
+    assert {(array.shape, array.dtype) for array in made} == {((4, 2**20), jnp.dtype("uint8"))}
+    assert all(array.is_deleted() for array in made)
+
+
+class Loaded(Exception):
+    """Raised instead of loading weights."""
+
+
+EMPTY = jax.jit(lambda: 0).lower().compile()
+
+
+@pytest.fixture
+def order(tmp_path, monkeypatch):
+    """Events of a run up to where weights are loaded: what is compiled, reserved and loaded. Nothing is compiled."""
+    records = [json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 20, 20, 20, 20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    fields = {
+        "run": {"directory": str(tmp_path / "run"), "steps": 1, "save_every": None},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {"train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}], "row_tokens": [32, 64]},
+        "batch": {"rows_per_step": 2},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"tensorboard": False},
+    }
+
+    def train(*, is_gpu, host_bytes):
+        events, needs = [], iter(host_bytes)
+
+        def load():
+            events.append("load")
+            raise Loaded
+
+        program, material = build.training(schema.parse(fields), devices=jax.devices()[:2])
+        monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
+        monkeypatch.setattr(train_step, "compile", lambda program: events.append("compile") or EMPTY)
+        monkeypatch.setattr(memory_fit, "measured", lambda run, uncounted: memory_fit.Needs(0, next(needs)))
+        monkeypatch.setattr(host_offload, "reserve", lambda devices, num_bytes: events.append((tuple(devices), num_bytes)))
+        with pytest.raises(Loaded):
+            trainer.train(program, dataclasses.replace(material, weights=load), rich.console.Console(quiet=True))
+        return events
+
+    return train
+
+
+def test_host_memory_is_reserved_between_compiling_and_loading_weights(order):
+    """Once for rows of all lengths: as much as the largest step needs."""
+    events = order(is_gpu=True, host_bytes=[3 * 2**20, 2**20])
+    devices = tuple(jax.devices()[:2])
+    assert events == ["compile", "compile", (devices, 3 * 2**20), "load"]
+
+
+@pytest.mark.parametrize(("is_gpu", "host_bytes"), [(True, [0, 0]), (False, [2**20, 2**20])])
+def test_nothing_is_reserved_without_offload_and_on_cpus(order, is_gpu, host_bytes):
+    assert order(is_gpu=is_gpu, host_bytes=host_bytes) == ["compile", "compile", "load"]

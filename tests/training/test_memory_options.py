@@ -1,0 +1,511 @@
+"""Memory options change memory only: loss, gradients, weights and counts are those of a plain program, with each and all."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.writer import Store
+from jaxsp.config import schema
+from jaxsp.core import errors
+from jaxsp.model import decoder, tiling
+from jaxsp.training import host_offload, loss, memory_fit, memory_options, sharding, train_step
+from tests import batches, messages, tolerances
+from tests.training import runs
+
+TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
+"""Neither divides a device's 16 tokens, or 8."""
+
+NEEDS_HOST = pytest.mark.skipif(
+    jax.__version_info__ < memory_options.HOST_STATE_FROM,
+    reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
+)
+
+CASES = {
+    "nothing computed again": ((1, 2, 4), {"remat": "none"}),
+    "attention and MLP kept": ((1, 2, 4), {"remat": "attention_and_mlp"}),
+    "attention and MLP kept, inputs offloaded": (
+        (2, 2, 2),
+        {"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"},
+    ),
+    "all computed again": ((1, 2, 4), {"remat": "full"}),
+    "tiles": ((1, 1, 8), TILES),
+    "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
+    "residual": ((1, 2, 4), {"offload_activations": "residual"}),
+    "residual and attention": ((2, 2, 2), {"offload_activations": "residual_and_attention"}),
+    "state": ((2, 2, 2), {"offload_optimizer": "state"}),
+    "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
+    "all": ((1, 2, 4), TILES | {"offload_activations": "residual_and_attention", "offload_optimizer": "state_and_gradients"}),
+    "tied, rows side by side": (
+        (2, 4, 1),
+        TILES | {"offload_optimizer": "state_and_gradients"},
+    ),
+    "all on one device": (
+        (1, 1, 1),
+        TILES | {"offload_activations": "residual", "offload_optimizer": "state", "remat": "full"},
+    ),
+}
+
+
+QUICK = ("all", "attention and MLP kept")
+"""The first has the parts of the others, except for the second."""
+
+
+def model_of(name):
+    return batches.model(tie_embeddings=name.startswith("tied"))
+
+
+def works_here(memory):
+    return not memory_options.problems(batches.settings(memory=memory), platform="cpu")
+
+
+each_case = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.e2e if name in QUICK else pytest.mark.slow] + ([] if works_here(memory) else [NEEDS_HOST])
+        )
+        for name, (_, memory) in CASES.items()
+    ],
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_waits(small_shards):
+    """Weights of 100 elements and more are offloaded, instead of 65,536."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_offload, "FROM_SIZE", 100)
+        yield
+
+
+@pytest.fixture(scope="module")
+def run_of(small_waits):
+    @functools.cache
+    def run(name):
+        sizes, memory = CASES[name]
+        settings = batches.settings(memory=memory, max_grad_norm=None)
+        rows_at_once = 1 + name.startswith("tied")
+        return runs.compiling(sizes, settings=settings, model=model_of(name), rows_at_once=rows_at_once).result()
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def weights():
+    return runs.whole_weights(runs.MODEL)
+
+
+@each_case
+def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, record_property):
+    runs.check_gradients(run_of(name), runs.whole_weights(model_of(name)), runs.ROWS, record_property)
+
+
+@each_case
+def test_a_step_subtracts_the_gradient(run_of, name):
+    """SGD with learning rate 1."""
+    run, weights = run_of(name), runs.whole_weights(model_of(name))
+    _, gradients = runs.plain(model_of(name))(weights, runs.ROWS)
+    state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
+    right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
+    norm = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(gradients)))
+    assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
+    found = run.whole(state.master)
+    assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.MESH
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.master) if leaf.size > 100 * runs.MODEL.num_layers}
+    assert kinds == {host_offload.KIND if run.program.offloads else "device"}
+
+
+ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5)
+
+
+@pytest.mark.e2e
+@NEEDS_HOST
+def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
+    """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""
+    plain = runs.compiling((1, 2, 4), settings=ADAMW(), want=("step",))
+    offloaded = runs.compiling((1, 4, 2), settings=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)).result()
+    state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
+    for _ in range(2):
+        state, _ = offloaded.step(state, rows)
+    averages = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.size > 100 * runs.MODEL.num_layers]
+    assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.KIND}
+    meta = reader.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
+    with Store(tmp_path, table=offloaded.program.table, keep=schema.Checkpoint()) as store:
+        store.save(state, meta)
+        assert (tmp_path / "2" / reader.MASTER).is_dir(), "written before the next step takes its memory"
+        offloaded.step(state, rows)
+    plain = plain.result()
+    went_on = []
+    for run in (plain, offloaded):
+        restored = reader.restore(tmp_path / "2", train_step.shapes(run.program)[0], table=run.program.table, num_steps=2)
+        went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
+    straight, rows = plain.state(weights), plain.rows(runs.ROWS)
+    for _ in range(3):
+        straight, _ = plain.step(straight, rows)
+    right = plain.whole(straight.master)
+    for run, state in went_on:
+        found = run.whole(state.master)
+        assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.OPTIMIZER
+
+
+# What is kept
+
+
+def residuals(memory, *, seq=4):
+    """Types of what a device keeps of all layers for the backward pass; and the primitives of a layer's backward pass."""
+    program = train_step.Program(
+        config=batches.settings(compute_dtype="bfloat16", memory=memory),
+        model=runs.MODEL,
+        mesh=batches.mesh(1, 8 // seq, seq),
+        attend=attention.make_attend(seq=seq, kernel="blockwise", window=None),
+        num_steps=runs.NUM_STEPS,
+    )
+    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    state = run.state(runs.whole_weights(runs.MODEL))
+    jaxpr = jax.make_jaxpr(functools.partial(train_step.gradients, program))(state.master, run.rows(runs.ROWS))
+    number = runs.MODEL.num_layers
+    scans = [e for e in batches.equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == number]
+    forward, backward = scans
+    stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (number,)]
+    return stacked, [e.primitive.name for e in batches.equations(backward.params["jaxpr"])]
+
+
+def kept(memory):
+    """Shapes and dtypes of what a device keeps of each layer, and the primitives of the layer's backward pass."""
+    stacked, again = residuals(memory)
+    return sorted((aval.shape[1:], str(aval.dtype)) for aval in stacked), again
+
+
+def whole_shapes():
+    """Of weights that are gathered, either way round."""
+    rows = jax.tree.leaves(decoder.table(runs.MODEL)["layers"])
+    shapes = [row.shape for row in rows if sharding.place(row, 8).dim is not None]
+    return {*shapes, *(shape[::-1] for shape in shapes)}
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [*({"remat": remat} for remat in ("none", "attention_and_mlp", "attention", "full")), TILES | {"remat": "none"}],
+    ids=str,
+)
+def test_no_whole_weight_is_kept(small_waits, memory):
+    shapes, again = kept(memory)
+    assert whole_shapes() >= {(runs.MODEL.intermediate_size, runs.MODEL.hidden_size)}
+    assert not {shape for shape, _ in shapes} & whole_shapes(), shapes
+    assert "all_gather" in again, "they are gathered again"
+
+
+def test_full_keeps_a_layers_input_alone(small_waits):
+    model = runs.MODEL
+    assert kept({"remat": "full"})[0] == [((1, 16, model.hidden_size), "bfloat16")]
+
+
+def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small_waits):
+    """In the backward pass of a layer: two products for each of seven matrices, and the transposes of two all-to-alls."""
+    (_, none), (_, attention_kept) = kept({"remat": "none"}), kept({"remat": "attention"})
+    assert (none.count("all_to_all"), attention_kept.count("all_to_all")) == (2, 4)
+    # but for two, whose results nobody needs: those of the last, and of gate or up
+    assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
+
+
+def test_attention_and_mlp_makes_two_products_less_again(small_waits):
+    """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
+    (shapes, kept_too), (_, attention_kept) = kept({"remat": "attention_and_mlp"}), kept({"remat": "attention"})
+    assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
+    # gate or up is not recomputed with attention either: the result of one of them is not used
+    assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
+
+
+def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
+    stacked, _ = residuals({"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"})
+    model, space = runs.MODEL, jax.memory.Space
+    where = {aval.shape[3:]: aval.memory_space for aval in stacked}
+    heads = (model.num_heads // 4, model.head_dim)
+    assert where.pop((model.intermediate_size,)) == space.Device
+    assert where[(model.hidden_size,)] == space.Host
+    assert set(where.values()) == {space.Host}, where
+    assert any(shape[-2:] == heads or shape == (model.num_heads // 4,) for shape in where), where
+
+
+# What is refused, and what is said
+
+
+def problems(version, platform, **memory):
+    return memory_options.problems(batches.settings(memory=memory), platform=platform, version=version)
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
+def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
+    (found,) = problems(version, "gpu", offload_activations="residual")
+    says = ("memory.offload_activations = residual", version, "memory.offload_activations=none")
+    assert re.match(messages.holding(*says), found)
+
+
+@pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
+def test_other_releases_offload_activations_on_gpus(version):
+    assert problems(version, "gpu", offload_activations="residual") == []
+
+
+def test_old_releases_name_the_release_that_offloads():
+    (found,) = problems("0.10.1", "gpu", offload_optimizer="state")
+    releases = ("0.10.1", "0.11.1")
+    says = ("memory.offload_optimizer = state", *releases, "memory.offload_optimizer=none")
+    assert re.match(messages.holding(*says), found)
+    assert problems("0.11.1", "gpu", offload_optimizer="state") == []
+    (found,) = problems("0.10.1", "cpu", offload_activations="residual")
+    says = ("memory.offload_activations = residual", *releases, "memory.offload_activations=none")
+    assert re.match(messages.holding(*says, "GPU"), found)
+
+
+def test_full_and_offloaded_attention_contradict_each_other():
+    asked = ("memory.offload_activations = residual_and_attention", "memory.remat = full")
+    suggestions = ("memory.offload_activations=residual", "memory.remat=attention")
+    with pytest.raises(errors.UserError, match=messages.holding(*asked, *suggestions)):
+        batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
+
+
+def test_tiles_keep_nothing_of_the_mlp():
+    (found,) = problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=4)
+    assert re.match(messages.holding("memory.mlp_tile_tokens = 4", 64), found)
+    suggestions = re.findall(r"memory\.(\w+)=(\w+)", found)
+    assert len(suggestions) == 2
+    for name, value in suggestions:
+        asked = {"remat": "attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
+        assert problems("0.12.0.1", "gpu", **asked) == []
+    assert problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=64) == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """Memory that a test's devices have, and that its steps need."""
+
+    limits: memory_fit.Room
+    room: float
+    """Memory of the device, after margins."""
+    uncounted: int = 0
+    host: int = 0
+
+
+TAKES = {"none": 3.0, "attention_and_mlp": 2.5, "attention": 2.0, "full": 1.0}
+"""GiB of a device."""
+
+EMPTY = jax.jit(lambda: 0).lower().compile()
+
+
+def ready(monkeypatch, node, *, memory, row_tokens=64):
+    """The decision on such a node; no step is compiled, and the formula is right."""
+    compiled = []
+
+    def compile(program):
+        compiled.append(program.how.remat)
+        return EMPTY
+
+    monkeypatch.setattr(memory_fit, "limits", lambda program: node.limits)
+    monkeypatch.setattr(
+        memory_fit, "room_of", lambda program, limits: memory_fit.Room(node.room * memory_fit.GIB, limits.host, limits.pool)
+    )
+    monkeypatch.setattr(
+        memory_fit, "predict", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
+    )
+    monkeypatch.setattr(train_step, "compile", compile)
+
+    def measured(run, uncounted):
+        return memory_fit.Needs(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
+
+    monkeypatch.setattr(memory_fit, "measured", measured)
+    return memory_options.ready(runs.program(memory, row_tokens=row_tokens), uncounted=node.uncounted)
+
+
+def gpus(device_gib, **changes):
+    """A node whose devices have this much, without margins."""
+    limits = memory_fit.Room(changes.pop("limit", device_gib) * memory_fit.GIB, 100 * memory_fit.GIB)
+    return Node(limits=limits, room=device_gib, **changes)
+
+
+@pytest.mark.parametrize(("size", "remat"), [(2.5, "attention_and_mlp"), (2, "attention"), (1, "full")])
+def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
+    found = ready(monkeypatch, gpus(size), memory={})
+    assert found.program.config.memory.remat == remat
+    assert (found.why_full == "") == (remat != "full")
+
+
+@pytest.mark.parametrize(
+    ("size", "uncounted", "why"),
+    [
+        (1.5, 0, ["2.0 GiB"]),  # by the formula; not compiled
+        (1.92, 0, ["2.0 GiB", "1.9 GiB"]),
+        (2.5, 0.6, ["2.6 GiB", "0.6 GiB", "2.5 GiB"]),
+    ],
+)
+def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
+    """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
+    found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
+    assert found.program.config.memory.remat == "full"
+    assert re.findall(r"[\d.]+ GiB", found.why_full) == why
+    assert re.search(messages.holding("full", found.why_full), memory_options.takes(found))
+
+
+def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
+    offloads = works_here({"offload_optimizer": "state"})
+    with pytest.raises(errors.UserError) as found:
+        ready(monkeypatch, gpus(0.5), memory={})
+    assert re.findall(r"[\d.]+ GiB", str(found.value)) == ["1.0 GiB", "0.5 GiB"]
+    assert re.findall(r"[\w.]+=\w+", str(found.value)) == [
+        "memory.offload_activations=residual",
+        *["memory.offload_optimizer=state"] * offloads,
+        "batch.rows_per_step=1",
+        "data.max_documents_per_row=8",
+        "mesh.seq=8",
+    ]
+    with pytest.raises(errors.UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
+        ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
+    limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
+    node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
+    says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
+    with pytest.raises(errors.UserError, match=says):
+        ready(monkeypatch, node, memory={"offload_activations": "residual"})
+
+
+@pytest.mark.parametrize("node", [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"])
+def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
+    found = ready(monkeypatch, node, memory={"remat": "full"})
+    assert found.needs.device == memory_fit.GIB
+    without_shortage = dataclasses.replace(found, shortage="")
+    assert memory_options.takes(found) != memory_options.takes(without_shortage)
+    fits = ready(monkeypatch, gpus(1.6, uncounted=memory_fit.GIB // 2), memory={"remat": "full"})
+    assert fits.shortage == ""
+
+
+NOUNS = ("elementwise", "except", "attention", "MLP", "host", "float32 weights")
+"""Words that are looked for in descriptions of memory options."""
+
+DESCRIBED = [
+    ({}, []),
+    ({"remat": "full"}, ["attention"]),
+    ({"remat": "attention"}, ["except", "attention"]),
+    ({"remat": "attention_and_mlp"}, ["except", "attention", "MLP"]),
+    ({"remat": "none"}, ["elementwise"]),
+    ({"offload_activations": "residual"}, ["host"]),
+    ({"offload_activations": "residual_and_attention"}, ["except", "attention", "host"]),
+    ({"offload_optimizer": "state"}, ["host", "float32 weights"]),
+]
+
+
+@pytest.mark.parametrize(("memory", "nouns"), DESCRIBED, ids=str)
+def test_the_banner_names_the_memory_options(memory, nouns):
+    said = memory_options.describe(runs.program(memory))
+    assert [noun for noun in NOUNS if noun in said] == nouns
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens"),
+    [
+        ({}, ["16"]),
+        ({"mlp_tile_tokens": 4}, ["16", "4", "7"]),
+        ({"mlp_tile_tokens": 4096}, ["16", "7"]),
+    ],
+    ids=str,
+)
+def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
+    """Tiles that are `auto` are not decided yet, and a tile of all tokens is none."""
+    asked = {"remat": "full"} | memory
+    assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(asked))) == tokens
+
+
+def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(small_waits):
+    """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
+    model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
+    asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
+    sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.table(model))]
+    gib = sum(sizes) / 4 / 2**30
+    sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(asked))
+    assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
+
+
+def test_config_of_levers_is_read():
+    assert schema.Memory().remat == "auto"
+    with pytest.raises(errors.UserError, match=r"memory\.remat"):
+        batches.settings(memory={"remat": "some"})
+
+
+@pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
+def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, there, fails):
+    asked = runs.program({"offload_activations": "residual"})
+    monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
+    needs = memory_fit.Needs(0, there)
+    if not fails:
+        memory_options.check_offloads(asked, needs)
+        return
+    with pytest.raises(RuntimeError, match=messages.holding("memory.offload_activations=none")):
+        memory_options.check_offloads(asked, needs)
+
+
+def short_of(device_is_short, **memory):
+    return memory_options.ways_out(runs.program(memory, row_tokens=65_536), device_is_short=device_is_short)
+
+
+def changes(ways):
+    """Those of the suggestions that change a field."""
+    return [word for way in ways for word in way.split() if "=" in word]
+
+
+def test_ways_out_are_steps_towards_what_is_short():
+    if works_here({"offload_optimizer": "state"}):
+        assert short_of(True, offload_activations="residual", offload_optimizer="state")[0] == (
+            "memory.offload_optimizer=state_and_gradients"
+        )
+        assert short_of(False, offload_optimizer="state_and_gradients")[0] == "memory.offload_optimizer=state"
+    assert short_of(True, remat="none")[:2] == ["memory.remat=auto", "memory.offload_activations=residual"]
+    assert short_of(False, offload_activations="residual_and_attention")[0] == "memory.offload_activations=residual"
+    ways = short_of(False, offload_activations="residual")
+    assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
+    assert len(ways) == 3, "shorter rows always help"
+    assert "batch.rows_per_step=1" in short_of(True)
+
+
+def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
+    asked = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
+    assert not any("tile" in way for way in short_of(True, **asked)), "all tokens of so small a model are few bytes"
+    monkeypatch.setattr(tiling, "MLP_BYTES", (2**22, 2**20))
+    assert [way for way in short_of(True, **asked) if "tile" in way] == ["memory.mlp_tile_tokens=auto"]
+    monkeypatch.setattr(loss, "LOGIT_BYTES", (2**20,))
+    tiles = [way for way in short_of(True, **asked) if "tile" in way]
+    assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
+
+
+def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
+    odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
+    assert "mesh.seq=8" in changes(memory_options.ways_out(odd, device_is_short=True)), "by a ring"
+    by_heads = odd.config.model_copy(update={"attention": schema.Attention(kind="ulysses")})
+    ways = memory_options.ways_out(dataclasses.replace(odd, config=by_heads), device_is_short=True)
+    assert not any(way.startswith("mesh.seq") for way in ways)
+
+
+def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
+    odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
+    assert not any(way.startswith("mesh.seq") for way in memory_options.ways_out(odd, device_is_short=True))
+
+
+def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
+    """For 8 devices rows of 1,000 tokens can be cut by Ulysses, and by ring they cannot."""
+    ways = {}
+    for kind in ("ulysses", "ring"):
+        found = runs.program({}, row_tokens=1000)
+        asked = found.config.model_copy(update={"attention": schema.Attention(kind=kind)})
+        found = dataclasses.replace(found, config=asked)
+        ways[kind] = changes(memory_options.ways_out(found, device_is_short=True))
+    assert "mesh.seq=8" in ways["ulysses"]
+    assert "mesh.seq=8" not in ways["ring"]
+
+
+def test_the_reference_kernel_has_nothing_of_attention_to_offload():
+    asked = batches.settings(memory={"offload_activations": "residual_and_attention"})
+    asked = asked.model_copy(update={"attention": schema.Attention(kernel="reference")})
+    (found,) = memory_options.problems(asked, platform="gpu", version="0.12.0.1")
+    says = ("memory.offload_activations = residual_and_attention", "attention.kernel = reference")
+    assert re.match(messages.holding(*says), found)
