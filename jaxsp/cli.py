@@ -7,8 +7,7 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NoReturn
 
 from jaxsp.config import schema
@@ -111,20 +110,3 @@ def run(main: Callable[[list[str]], None]) -> None:
     if code != DONE and here.num_processes > 1:
         distributed.fail(code)
     sys.exit(code)
-
-
-class Problems(list[str]):
-    """Collects what is wrong in several places, to say it all at once."""
-
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Takes the problems of a UserError raised in the block, and goes on after it."""
-        try:
-            yield
-        except errors.UserError as error:
-            self += error.problems
-
-    def check(self) -> None:
-        """Raises: UserError if there is any problem."""
-        if self:
-            raise errors.UserError(dict.fromkeys(self))

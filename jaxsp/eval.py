@@ -14,7 +14,7 @@ from jaxsp.core import errors
 from jaxsp.hf import folder
 from jaxsp.reporting import banner, metrics
 from jaxsp.run import build, resume
-from jaxsp.runtime import cluster, device_mesh, distributed, jsonl
+from jaxsp.runtime import cluster, device_mesh, distributed, jsonl, run_paths
 from jaxsp.training import evaluator, train_step
 
 _UNUSED: dict[str, dict[str, Any]] = {
@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--config", metavar="CONFIG.yaml", help="the fields to start from; default: those of the run")
     parser.add_argument("--out", metavar="FILE", help="appends the results to this file; default: eval.jsonl of the run")
     given = parser.parse_intermixed_args(arguments)
-    found = reader.newest(given.what)
+    found = run_paths.newest(given.what)
     if found is None and (pathlib.Path(given.what) / "config.yaml").is_file():
         raise errors.UserError(
             f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says."
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
     # nothing waits for a backward pass that does not come, and there is no optimizer
     idle = settings.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
     settings = settings.model_copy(update={"memory": idle})
-    run = None if found is None else reader.run_of(found)
+    run = None if found is None else run_paths.run_of(found)
     out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise errors.UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
     asked = build.read(
         settings,
         devices=jax.devices(),
-        problems=cli.Problems(),
+        problems=errors.Problems(),
         with_training=False,
         fields=None if meta is None else meta.model,
         kept=resume.kept_model(found) if found is not None and own_tokenizer else None,
@@ -118,7 +118,7 @@ def _settings(what: str, file: str | None, changes: list[str], meta: reader.Meta
             "checkpoint": fields["checkpoint"] | {"best_by": None},
             "run": fields["run"] | {"early_stopping_patience": None, "early_stopping_min_delta": 0},
         }
-    problems, settings = cli.Problems(), None
+    problems, settings = errors.Problems(), None
     with problems.collect():
         settings = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)

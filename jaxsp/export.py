@@ -13,7 +13,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
 from jaxsp.run import resume
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, run_paths
 
 if TYPE_CHECKING:
     import transformers
@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
         raise errors.UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
     device_mesh.choose_platform(virtual_cpu_devices=None)
-    found = reader.newest(given.run)
+    found = run_paths.newest(given.run)
     if found is None:
         raise errors.UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
     meta = reader.read_meta(found)

@@ -32,7 +32,6 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxsp import cli
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -89,7 +88,7 @@ def load_model(
             f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "
             "Call load_model before anything uses JAX's devices."
         ) from None
-    problems = cli.Problems()
+    problems = errors.Problems()
     read = build.read(asked, devices=jax.devices(), problems=problems, with_training=False)
     assert read.folder is not None, "model.source is set"
     program = dataclasses.replace(read.program, loss=loss, has_weights=has_weights)

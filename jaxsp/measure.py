@@ -16,7 +16,7 @@ from jaxsp import cli
 from jaxsp.config import schema
 from jaxsp.core import axes, errors
 from jaxsp.hf import published
-from jaxsp.planner import compiled, gpus
+from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build

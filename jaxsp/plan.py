@@ -19,7 +19,8 @@ from jaxsp.config import schema
 from jaxsp.core import durations, errors
 from jaxsp.hf import published
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import compiled, gpus, mesh_sweep, planning, plots, progress, report, search
+from jaxsp.planner import mesh_sweep, planning, plots, progress, report, search
+from jaxsp.planner.compile import compiled, gpus
 from jaxsp.runtime import device_mesh
 
 _AROUND = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
@@ -231,7 +232,7 @@ _LIKE_A_KIND = re.compile(r"[a-z]+\d[\w-]*")
 
 def _check(given: argparse.Namespace) -> None:
     """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
-    problems = cli.Problems()
+    problems = errors.Problems()
     for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens", "measure"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:

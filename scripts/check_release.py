@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp.model import remat
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.training import compile_options, selfcheck
 from scripts.bench import machine, memory
 

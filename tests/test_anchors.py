@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from jaxsp.planner import gpus
+from jaxsp.planner.compile import gpus
 from scripts.bench import anchors, machine
 from tests import messages
 from tests.planner import made

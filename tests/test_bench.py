@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import families
-from jaxsp.reporting import metrics
 from jaxsp.runtime import cluster
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
 from tests import messages
@@ -235,7 +234,7 @@ def test_four_layers_of_llama_8b_have_its_proportions():
 
     def flops(**fields):
         model = families.model_config(step.SHAPES["llama8b-4layers"] | fields, field="model")
-        return metrics.step_flops(model, np.array([32768]))
+        return flops.step_flops(model, np.array([32768]))
 
     whole = flops(num_hidden_layers=32, vocab_size=128256)
     assert flops() == pytest.approx(whole / 8, rel=1e-3), "norms of layers are not counted"

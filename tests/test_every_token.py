@@ -22,6 +22,7 @@ import yaml
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.run import build, trainer
+from jaxsp.runtime import run_paths
 from tests import consumed, messages
 
 pytestmark = pytest.mark.e2e
@@ -167,7 +168,7 @@ def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(straight, t
     _, data, wanted = straight
     write_config(tmp_path, data)
     train_apart(tmp_path, "killed", *words_of(before[1]), processes=before[0], kill_at=6)
-    done = reader.read_meta(reader.newest(tmp_path / "run")).step
+    done = reader.read_meta(run_paths.newest(tmp_path / "run")).step
     assert 0 < done < 6
     words = words_of(after[1], f"batch.rows_per_step={rows_per_step}")
     if after[0] == 1:

@@ -13,8 +13,9 @@ import pytest
 from jaxsp.attention.kernels import packed
 from jaxsp.config import schema
 from jaxsp.hf import families, published
-from jaxsp.planner import compiled, planning
-from jaxsp.planner.cost import comms, hlo
+from jaxsp.planner import planning
+from jaxsp.planner.compile import compiled, hlo
+from jaxsp.planner.cost import comms
 
 pytestmark = pytest.mark.e2e
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import families
-from jaxsp.reporting import metrics
 from scripts.bench import peer_transformers as peer
 from scripts.bench import report, step
 from tests import messages
@@ -280,7 +279,7 @@ def test_the_peer_s_arithmetic_is_counted_as_jaxsp_s(tmp_path):
     flops = found.tflops_per_device * found.step_s * 1e12
     lengths = np.array([len(document) for document in step.random_documents(CASE)])
     model = families.model_config(step.SHAPES["tiny"], field="tiny")
-    assert flops == pytest.approx(metrics.step_flops(model, lengths))
+    assert flops == pytest.approx(flops.step_flops(model, lengths))
 
 
 def test_a_side_that_finds_no_device_is_told_in_its_words(monkeypatch, capsys):

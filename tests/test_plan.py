@@ -16,7 +16,8 @@ from jaxsp import cli, compare, measure, plan
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.hf import published
-from jaxsp.planner import gpus, planning, search
+from jaxsp.planner import planning, search
+from jaxsp.planner.compile import gpus
 from jaxsp.training import memory_fit, memory_options
 from tests import messages
 from tests.planner import made

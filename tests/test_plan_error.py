@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxsp.core import errors
-from jaxsp.planner import budget
+from jaxsp.planner.compile import budget
 from scripts.bench import plan_error, report, step
 from tests import messages
 from tests.planner import made

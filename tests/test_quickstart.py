@@ -15,6 +15,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.data.packing import packing
 from jaxsp.run import build
+from jaxsp.runtime import run_paths
 from jaxsp.training import sharding, train_step
 from tests import tolerances
 
@@ -89,7 +90,7 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     ((rows, _),) = material.train.feed(
         settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=1
     ).batches()
-    whole = reader.read_weights(reader.newest(directory), program.table)
+    whole = reader.read_weights(run_paths.newest(directory), program.table)
     master = sharding.put(program.table, whole, program.mesh)
     ours = jax.jit(lambda master, rows: train_step.gradients(program, master, rows).loss)(master, rows)
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, packed
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.runtime import cluster
 from scripts.bench import machine, report, workspace
 from tests import messages

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.core import errors
+from jaxsp.runtime import run_paths
 from jaxsp.training.memory_fit import size
 
 COMPRESSED = 0.8
@@ -43,7 +43,7 @@ def check(settings: schema.Config, *, checkpoint_bytes: int, num_steps: int, lef
             f"run.directory = {directory}: a checkpoint takes {size(checkpoint_bytes)}, and only {size(free)} are free "
             "there. Make room, or name a folder on a disk that has more."
         )
-    num_there = len(reader.steps(directory / reader.CHECKPOINTS))
+    num_there = len(run_paths.steps(directory / run_paths.CHECKPOINTS))
     num_more = max(1, settings.checkpoint.keep_latest + settings.checkpoint.keep_best + 1 - num_there)
     if settings.run.save_every is None:
         num_more = 1

@@ -9,7 +9,7 @@ import json
 import logging
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -21,16 +21,8 @@ from jax.experimental import multihost_utils
 from jaxsp.checkpoint import checksums
 from jaxsp.core import errors
 from jaxsp.model import layers
+from jaxsp.runtime import run_paths
 from jaxsp.training import sharding, train_step
-
-CHECKPOINTS, DAMAGED = "checkpoints", "damaged"
-"""The folders of a run's directory that they are in, and that those are moved to which cannot be used."""
-
-CONFIG = "config.yaml"
-"""File that marks a run's directory: once it exists, the run has begun."""
-
-MASTER, OPT, META = "master", "opt", "meta"
-"""A checkpoint's items; a run without optimizer state (sgd) has no second."""
 
 _OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 """What reading answers to files that are missing or not what they were; anything else says that a machine is not well."""
@@ -73,74 +65,11 @@ class Damaged(errors.UserError):
 
     def __init__(self, path: pathlib.Path, reason: str):
         self.path, self.reason = path, reason
-        older = before(path)
+        older = run_paths.before(path)
         way_out = "Name another checkpoint."
         if older:
             way_out = f"Name the one before it: {older}. Or move this one away, and the train command goes on from there."
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {way_out}")
-
-
-def steps(folder: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
-    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not _is_run(path)]
-    return sorted(int(name) for name in names if name == str(int(name)))
-
-
-def newest(name: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run's directory, or the checkpoint that is named.
-
-    Args:    without: checkpoints to skip.
-    Returns: None if there is none.
-    """
-    directory = pathlib.Path(name).resolve()
-    is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS
-    has_items = (directory / META).is_dir() and (directory.name.isdecimal() or (directory / MASTER).is_dir())
-    if (is_numbered or has_items) and not _is_run(directory):
-        return directory if directory.is_dir() and directory not in without else None
-    return newest_of_run(directory, without=without) or _newest_in(directory, without)
-
-
-def newest_of_run(directory: str | pathlib.Path, *, without: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run's directory, whatever the directory is called."""
-    return _newest_in(pathlib.Path(directory).resolve() / CHECKPOINTS, without)
-
-
-def _newest_in(folder: pathlib.Path, without: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    paths = [folder / str(number) for number in steps(folder)]
-    return next((path for path in reversed(paths) if path not in without), None)
-
-
-def _is_run(directory: pathlib.Path) -> bool:
-    """Checks for what a run's directory holds and a checkpoint never does."""
-    return (directory / CHECKPOINTS).is_dir() or (directory / CONFIG).is_file()
-
-
-def before(checkpoint: pathlib.Path) -> pathlib.Path | None:
-    """The checkpoint of the same run before this one."""
-    if not checkpoint.name.isdecimal():
-        return None
-    older = [number for number in steps(checkpoint.parent) if number < int(checkpoint.name)]
-    return checkpoint.parent / str(older[-1]) if older else None
-
-
-def run_of(checkpoint: pathlib.Path) -> pathlib.Path | None:
-    """The directory of the run that a checkpoint is in; None for one that lies elsewhere."""
-    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else None
-
-
-def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
-    """Moves a damaged checkpoint of a run out of the way, and returns where it is now. Process 0 does it for all."""
-    aside = checkpoint.parent.parent / DAMAGED
-    taken = {path.name for path in aside.glob("*")}
-    name = next(
-        name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
-    )
-    together(checkpoint, lambda: None)  # nobody reads it any more
-    if jax.process_index() == 0:
-        aside.mkdir(exist_ok=True)
-        checkpoint.rename(aside / name)
-    together(checkpoint, lambda: None)
-    return aside / name
 
 
 def to_json(meta: Meta) -> str:
@@ -151,22 +80,22 @@ def to_json(meta: Meta) -> str:
 
 def read_meta(checkpoint: pathlib.Path) -> Meta:
     """The JSON item of a checkpoint. Raises: Damaged where it is not what was written."""
-    path = checkpoint / META / "metadata"
+    path = checkpoint / run_paths.META / "metadata"
     try:
         # not through orbax, which would make JAX count its devices before the config says how many there are
         fields = json.loads(path.read_bytes())
         digest = fields.pop("digest", None)
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(checkpoint, f"{META}/metadata is missing") from None
+        raise Damaged(checkpoint, f"{run_paths.META}/metadata is missing") from None
     except (ValueError, AttributeError) as error:
-        raise Damaged(checkpoint, f"{META}/metadata is no JSON: {line(error)}") from None
+        raise Damaged(checkpoint, f"{run_paths.META}/metadata is no JSON: {line(error)}") from None
     if digest is None and "num_tokens_total" in fields:
         raise errors.UserError(
             f"{checkpoint}: cannot be read: it is of an earlier version, which kept no digests. Go on with the version that "
             "wrote it, or export its weights with that and begin from them: model.source=FOLDER."
         )
     if digest != _digest(fields):
-        raise Damaged(checkpoint, f"{META}/metadata says other things than were written")
+        raise Damaged(checkpoint, f"{run_paths.META}/metadata says other things than were written")
     try:
         return Meta(**fields)
     except TypeError:
@@ -178,27 +107,42 @@ def read_meta(checkpoint: pathlib.Path) -> Meta:
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
     """Whole master weights in host memory, float32, without the zeros they were stored with. Raises: Damaged."""
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
-    stored = _read(checkpoint, MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
+    stored = _read(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
     whole = jax.tree.map(sharding.cut, table, stored)
-    found = {name: checksums.on_host(array) for name, array in checksums.by_name({MASTER: whole}).items()}
-    _check(checkpoint, found, checksums.by_name({MASTER: whole}))
+    found = {name: checksums.on_host(array) for name, array in checksums.by_name({run_paths.MASTER: whole}).items()}
+    _check(checkpoint, found, checksums.by_name({run_paths.MASTER: whole}))
     return whole
 
 
 def restore_weights(checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights) -> layers.Weights:
     """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: Damaged."""
-    return _restore(checkpoint, {MASTER: like}, table)[MASTER]
+    return _restore(checkpoint, {run_paths.MASTER: like}, table)[run_paths.MASTER]
 
 
 def restore(checkpoint: pathlib.Path, like: train_step.State, *, table: layers.Weights, num_steps: int) -> train_step.State:
     """The whole state, laid out like these shapes, after `num_steps` steps. Raises: Damaged, in all processes."""
-    items = {MASTER: like.master} | ({OPT: like.opt} if jax.tree.leaves(like.opt) else {})
+    items = {run_paths.MASTER: like.master} | ({run_paths.OPT: like.opt} if jax.tree.leaves(like.opt) else {})
     found = _restore(checkpoint, items, table)
     return train_step.State(
-        master=found[MASTER],
-        opt=found.get(OPT, like.opt),
+        master=found[run_paths.MASTER],
+        opt=found.get(run_paths.OPT, like.opt),
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
+
+
+def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
+    """Moves a damaged checkpoint of a run out of the way, and returns where it is now. Process 0 does it for all."""
+    aside = checkpoint.parent.parent / run_paths.DAMAGED
+    taken = {path.name for path in aside.glob("*")}
+    name = next(
+        name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
+    )
+    together(checkpoint, lambda: None)  # nobody reads it any more
+    if jax.process_index() == 0:
+        aside.mkdir(exist_ok=True)
+        checkpoint.rename(aside / name)
+    together(checkpoint, lambda: None)
+    return aside / name
 
 
 def together(checkpoint: pathlib.Path, do: Callable[[], _T]) -> _T:
@@ -227,7 +171,7 @@ def _restore(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weig
         return {item: _read(checkpoint, item, args) for item, args in to.items()}
 
     found = together(checkpoint, read)
-    whole = checksums.logical(table, found[MASTER], found.get(OPT, jax.tree.map(lambda _: (), table)))
+    whole = checksums.logical(table, found[run_paths.MASTER], found.get(run_paths.OPT, jax.tree.map(lambda _: (), table)))
     expected = checksums.by_name({item: whole[item] for item in items})
     # all processes have read their parts: the sums travel between them
     sums = checksums.on_devices(checksums.by_name(found), {name: like.shape for name, like in expected.items()})

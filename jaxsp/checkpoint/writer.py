@@ -24,7 +24,7 @@ from jaxsp.checkpoint import checksums, disk_space, reader
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.model import layers
-from jaxsp.runtime import distributed
+from jaxsp.runtime import distributed, run_paths
 from jaxsp.runtime.run_status import Pace, written
 from jaxsp.training import host_offload, train_step
 
@@ -98,7 +98,7 @@ class Store:
         arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=SLICED_BYTES)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         self._handlers = {
-            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in (reader.MASTER, reader.OPT)
+            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in (run_paths.MASTER, run_paths.OPT)
         }
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
@@ -114,7 +114,7 @@ class Store:
     @property
     def steps(self) -> list[int]:
         """Of the checkpoints that are there, the oldest first."""
-        return reader.steps(self._directory)
+        return run_paths.steps(self._directory)
 
     @property
     def under_way(self) -> bool:
@@ -306,7 +306,9 @@ class Store:
             lowest = policies.BestN(get_metric_fn=float, reverse=True, n=best, keep_checkpoints_without_metrics=False)
             policy = policies.AnyPreservationPolicy([latest, lowest])
         # a folder that is called like a step and is none of ours stays
-        ours = [path for number in self.steps if ((path := self._directory / str(number)) / reader.META / "metadata").is_file()]
+        ours = [
+            path for number in self.steps if ((path := self._directory / str(number)) / run_paths.META / "metadata").is_file()
+        ]
         infos = [_Info.of(path, self._loss_set) for path in ours]
         kept = policy.should_preserve(infos, context=policies.PreservationContext())
         return [info.step for info, keeps in zip(infos, kept, strict=True) if not keeps]
@@ -346,13 +348,13 @@ def _reason(error: BaseException) -> str:
 def _is_left(path: pathlib.Path) -> bool:
     """Whether a folder is of a run that was killed while it wrote or deleted a checkpoint."""
     number, _, ending = path.name.partition(".")
-    ours = {reader.MASTER, reader.OPT, reader.META}
+    ours = {run_paths.MASTER, run_paths.OPT, run_paths.META}
     return number.isdecimal() and f".{ending}" in (PARTIAL, DELETING) and {child.name for child in path.iterdir()} <= ours
 
 
 def _items(state: train_step.State) -> dict[str, Any]:
     """Items of a checkpoint; a run without optimizer state (sgd) has one."""
-    return {reader.MASTER: state.master} | ({reader.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
+    return {run_paths.MASTER: state.master} | ({run_paths.OPT: state.opt} if jax.tree.leaves(state.opt) else {})
 
 
 def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
@@ -361,13 +363,13 @@ def _make(partial: pathlib.Path, items: dict[str, Any]) -> None:
         return
     if partial.exists():  # of a write that failed
         shutil.rmtree(partial)
-    for name in (*items, reader.META):
+    for name in (*items, run_paths.META):
         (partial / name).mkdir(parents=True)
 
 
 def _write_meta(path: pathlib.Path, meta: reader.Meta) -> None:
     """Writes a checkpoint's metadata: after a crash at any moment, the old or the new file is there."""
-    folder = path / reader.META
+    folder = path / run_paths.META
     partial = folder / f"metadata{PARTIAL}"
     with partial.open("w", encoding="utf-8") as file:
         file.write(reader.to_json(meta))

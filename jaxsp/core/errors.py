@@ -1,6 +1,7 @@
 """User errors, one line per problem."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class UserError(ValueError):
@@ -62,3 +63,20 @@ def _distance(a: str, b: str) -> int:
 
 class Stopped(Exception):
     """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 3."""
+
+
+class Problems(list[str]):
+    """Collects what is wrong in several places, to say it all at once."""
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Takes the problems of a UserError raised in the block, and goes on after it."""
+        try:
+            yield
+        except UserError as error:
+            self += error.problems
+
+    def check(self) -> None:
+        """Raises: UserError if there is any problem."""
+        if self:
+            raise UserError(dict.fromkeys(self))

@@ -9,7 +9,8 @@ from jaxsp.attention import strategies
 from jaxsp.config import schema
 from jaxsp.core import axes, errors
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import compiled, planning
+from jaxsp.planner import planning
+from jaxsp.planner.compile import compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ import jax
 from jaxsp import attention
 from jaxsp.config import schema
 from jaxsp.core import axes, errors
+from jaxsp.model import flops
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import budget, compiled, memory
+from jaxsp.planner.compile import budget, compiled, memory
 from jaxsp.planner.cost import comms, roofline
-from jaxsp.reporting import metrics
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_fit, memory_options
 
@@ -172,7 +172,7 @@ def _plan(
     length = min(document_tokens or settings.data.longest_row, settings.data.longest_row)
     pieces = roofline.filled(rows=settings.batch.rows_per_step, row_tokens=settings.data.longest_row, document_tokens=length)
     expected = roofline.estimate(step, sent, ceilings=site.gpu.ceilings, node_devices=site.node_devices, piece_lengths=pieces)
-    needed = metrics.step_flops(program.model, pieces) / program.mesh.size
+    needed = flops.step_flops(program.model, pieces) / program.mesh.size
     step_s = expected.step_s if expected else None
     tokens = settings.batch.rows_per_step * settings.data.longest_row
     reserved = site.gpu.memory_bytes - room.device

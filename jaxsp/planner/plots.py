@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsp.core import axes, durations, errors
-from jaxsp.planner import budget, mesh_sweep, planning, search
+from jaxsp.planner import mesh_sweep, planning, search
+from jaxsp.planner.compile import budget
 
 _COLORS = {
     budget.WEIGHTS: "#1b3a5c",

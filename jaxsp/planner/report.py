@@ -4,7 +4,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from jaxsp.core import axes, durations
-from jaxsp.planner import budget, compiled, gpus, mesh_sweep, planning, search
+from jaxsp.planner import mesh_sweep, planning, search
+from jaxsp.planner.compile import budget, compiled, gpus
 from jaxsp.planner.cost import roofline
 
 _LABEL = 12
@@ -116,7 +117,7 @@ def speed(plan: planning.Plan) -> str:
         f"about {durations.describe(plan.step_s_estimate)} a step (likely {low} to {high}), "
         f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
         f"limited by {plan.limited_by}: an ESTIMATE from published rates "
-        "(planner/gpus.py); scripts/bench/anchors.py compares such estimates with published runs"
+        "(planner/compile/gpus.py); scripts/bench/anchors.py compares such estimates with published runs"
     )
 
 

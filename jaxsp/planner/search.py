@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import budget, compiled, planning
+from jaxsp.planner import planning
+from jaxsp.planner.compile import budget, compiled
 
 PRECISION = 0.01
 """How far apart, relative, the longest row that fits and the shortest that does not may be."""

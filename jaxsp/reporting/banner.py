@@ -17,10 +17,11 @@ from jaxsp.core import axes, durations
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.dataset import DataSet
 from jaxsp.data.packing.summary import count
+from jaxsp.model import flops
 from jaxsp.reporting import metrics
-from jaxsp.run.inputs import Material
 from jaxsp.runtime import device_mesh, distributed
 from jaxsp.training import evaluator, memory_options, sharding
+from jaxsp.training.inputs import Material
 from jaxsp.training.train_step import Program
 
 
@@ -63,7 +64,7 @@ def before(program: Program, material: Material) -> list[tuple[str, str]]:
         ),
         (
             "model",
-            f"{material.fields['model_type']} with {metrics.num_parameters(table):,} parameters, {program.dtype} compute, "
+            f"{material.fields['model_type']} with {flops.num_parameters(table):,} parameters, {program.dtype} compute, "
             f"float32 weights; {lie}",
         ),
         ("begins", material.origin),

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.checkpoint import reader
 from jaxsp.data.packing import pipeline
+from jaxsp.model import flops
 from jaxsp.reporting import banner, metrics, nonfinite
-from jaxsp.run.inputs import Material
 from jaxsp.runtime import run_status
 from jaxsp.training import evaluator, train_step
+from jaxsp.training.inputs import Material
 from jaxsp.training.train_step import Program
 
 
@@ -148,27 +148,23 @@ class Log:
             self._ended = time.perf_counter()
             self._pace.waits(self._num_steps)
 
-    def meta(self) -> reader.Meta:
-        """What a checkpoint made now says of itself; all steps have to be recorded."""
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far."""
         assert self._running is None, "the tokens of the running step are not counted yet"
-        settings, start = self._program.config, self._material.start
-        consumed = self._material.schedule.consumed(self._num_steps - start.step)
-        lengths = [str(stream.row_tokens) for stream in self._material.train.streams]
-        return reader.Meta(
-            config=settings.model_dump(mode="json"),
-            model=self._material.fields,
-            data=self._material.train.fingerprint(settings),
-            step=self._num_steps,
-            rows=dict(zip(lengths, consumed, strict=True)),
-            num_tokens_total=self._num_tokens,
-        )
+        return self._num_steps
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the recorded steps."""
+        return self._num_tokens
 
     def _line(self, running: Running, numbers: train_step.Metrics, *, step_s: float, data_wait_s: float) -> metrics.Line:
         config, mesh, counts = self._program.config, self._program.mesh, running.counts
         num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
         assert num_tokens == counts.piece_lengths.sum(), "the devices' count and the plan's"
-        tflops = metrics.step_flops(self._program.model, counts.piece_lengths) / step_s / num_devices / 1e12
-        peak = metrics.peak_tflops(mesh.devices.flat[0].device_kind)
+        tflops = flops.step_flops(self._program.model, counts.piece_lengths) / step_s / num_devices / 1e12
+        peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
         return metrics.Line(
             step=self._num_steps,
             epoch=None if counts.epoch is None else counts.epoch + 1,

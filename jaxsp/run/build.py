@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxsp import attention, cli
+from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.core import errors, paths
@@ -22,9 +22,9 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder, layers
 from jaxsp.run import resume
-from jaxsp.run.inputs import Material, Start
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_options, sharding
+from jaxsp.training.inputs import Material, Start
 from jaxsp.training.train_step import Program
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def training(
     Raises: Damaged for the checkpoint to go on from; else UserError with all problems at once, those of the data's contents
             only when the rest is right.
     """
-    problems = cli.Problems()
+    problems = errors.Problems()
     found = meta = fields = kept = None
     with problems.collect():
         found = resume.checkpoint_of(settings.run, without=damaged)
@@ -123,7 +123,7 @@ def read(
     settings: schema.Config,
     *,
     devices: list[jax.Device],
-    problems: cli.Problems,
+    problems: errors.Problems,
     with_training: bool = True,
     fields: dict[str, Any] | None = None,
     kept: pathlib.Path | None = None,

@@ -7,9 +7,8 @@ import numpy as np
 import rich.console
 import rich.text
 
-from jaxsp import cli
 from jaxsp.config import schema
-from jaxsp.core import batch
+from jaxsp.core import batch, errors
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder
@@ -32,7 +31,7 @@ def show(settings: schema.Config, console: rich.console.Console) -> None:
 
     Raises: UserError with the problems of all sources.
     """
-    problems, tokenizer = cli.Problems(), None
+    problems, tokenizer = errors.Problems(), None
     named, model = settings.model.tokenizer, settings.model.source
     if named is not None or any(source.format != "tokens" for source in settings.data.train):
         tokenizer = build.tokenizer_of(settings, folder.find(model) if named is None and model is not None else None, None)

@@ -16,8 +16,9 @@ from jaxsp.core import errors, paths
 from jaxsp.data.packing import dataset
 from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
-from jaxsp.run.inputs import Start
 from jaxsp.runtime import run_dir as lock
+from jaxsp.runtime import run_paths
+from jaxsp.training.inputs import Start
 
 _MAKES_TOKENS = ("data.train", "data.eval_fraction", "data.chat_template", "model.tokenizer", "model.source")
 """Fields, or how they begin, that make other tokens."""
@@ -70,14 +71,14 @@ def checkpoint_of(run: schema.Run, *, without: Sequence[pathlib.Path] = ()) -> p
     has_files = directory.is_dir() and any(path.name not in lock.NOT_A_RUN for path in directory.iterdir())
     begun_from = _begun_from(directory)
     if run.resume in ("auto", begun_from):  # the same command again goes on, wherever it began
-        if has_files and not (directory / reader.CONFIG).is_file():
+        if has_files and not (directory / run_paths.CONFIG).is_file():
             raise errors.UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
-        found = reader.newest_of_run(directory, without=without)
-        aside = directory / reader.DAMAGED
+        found = run_paths.newest_of_run(directory, without=without)
+        aside = directory / run_paths.DAMAGED
         if found is None and aside.is_dir():
             raise errors.UserError(
                 f"{asked}: none of its checkpoints is whole; the damaged ones lie in {aside}. Put a copy of one into "
-                f"{directory / reader.CHECKPOINTS}, or begin anew in another folder: run.directory={run.directory}-2."
+                f"{directory / run_paths.CHECKPOINTS}, or begin anew in another folder: run.directory={run.directory}-2."
             )
         if found is None and run.resume != begun_from is not None:
             raise errors.UserError(
@@ -92,7 +93,7 @@ def checkpoint_of(run: schema.Run, *, without: Sequence[pathlib.Path] = ()) -> p
         )
     if run.resume == "never":
         return None
-    found = reader.newest(run.resume, without=without)
+    found = run_paths.newest(run.resume, without=without)
     if found is None:
         raise errors.UserError(
             f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
@@ -103,7 +104,7 @@ def checkpoint_of(run: schema.Run, *, without: Sequence[pathlib.Path] = ()) -> p
 
 def _begun_from(directory: pathlib.Path) -> str | None:
     """What run.resume named when the run in a directory began; None where that was no other run's checkpoint."""
-    path = directory / reader.CONFIG
+    path = directory / run_paths.CONFIG
     if not path.is_file():
         return None
     try:
@@ -143,16 +144,16 @@ def retreat(run: schema.Run, damage: reader.Damaged) -> str:
     Raises: Damaged again, where the run was told to go on from that very one.
     """
     said = f"{damage.path} IS DAMAGED: {damage.reason}."
-    if reader.run_of(damage.path) == pathlib.Path(run.directory).resolve():
+    if run_paths.run_of(damage.path) == pathlib.Path(run.directory).resolve():
         return f"{said} It is set aside, in {reader.set_aside(damage.path)}; the run goes on from the one before it."
-    if reader.newest(run.resume) == pathlib.Path(run.resume).resolve():
+    if run_paths.newest(run.resume) == pathlib.Path(run.resume).resolve():
         raise damage
     return f"{said} It is left where it is; the run goes on from the one before it."
 
 
 def kept_model(found: pathlib.Path) -> pathlib.Path | None:
     """Where the run of a checkpoint keeps the small files of its model; None for a checkpoint that lies elsewhere."""
-    run = reader.run_of(found)
+    run = run_paths.run_of(found)
     return run / "model" if run is not None and (run / "model").is_dir() else None
 
 

@@ -18,12 +18,12 @@ from jaxsp.core import durations, errors
 from jaxsp.data.packing import summary
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting.step_log import Log
-from jaxsp.run.inputs import Material
-from jaxsp.runtime import distributed, run_dir
+from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.preemption import Stopping
 from jaxsp.runtime.run_status import Pace
 from jaxsp.training import evaluator, memory_options, selfcheck, train_step
 from jaxsp.training.early_stopping import EarlyStopping
+from jaxsp.training.inputs import Material
 from jaxsp.training.train_step import Program
 
 
@@ -85,7 +85,7 @@ def train(
     evaluate = evaluator.Evaluator(program, material.evals)
 
     # From here on there is a run
-    lock = run_dir.begin(folder, settings, material, banner.text(lines))
+    lock = run_dir.begin(folder, settings, banner_text=banner.text(lines), keep_model=material.keep_model)
 
     # Steps; the numbers of one are fetched when the next is under way
     with (
@@ -97,7 +97,7 @@ def train(
             tensorboard=settings.logging.tensorboard,
         ) as writer,
         Store(
-            folder / reader.CHECKPOINTS,
+            folder / run_paths.CHECKPOINTS,
             table=program.table,
             keep=settings.checkpoint,
             pace=pace,
@@ -183,7 +183,7 @@ def train(
             if saves or stops_early:  # after the results, which would be lost if the run was killed between the two
                 pace.does(f"the checkpoint of step {number}", expected_s=pace.step_s, writes=True)
                 meta = dataclasses.replace(
-                    log.meta(),
+                    _meta(program, material, log),
                     loss=losses.get(loss_set["name"]) if loss_set else None,
                     loss_set=loss_set,
                     owes_evaluation=owes_evaluation,
@@ -194,7 +194,7 @@ def train(
         log.catch_up()
         pace.does("the last checkpoint", expected_s=pace.step_s, writes=True)
         owes_evaluation |= settings.checkpoint.keep_best > 0  # each checkpoint is to have a loss
-        meta = dataclasses.replace(log.meta(), owes_evaluation=owes_evaluation, early_stopping=early_stopping.state)
+        meta = dataclasses.replace(_meta(program, material, log), owes_evaluation=owes_evaluation, early_stopping=early_stopping.state)
         save.finish(state, meta)
 
     # What is left behind
@@ -211,6 +211,21 @@ def train(
         return
     with distributed.though_deaf():
         banner.show(console, banner.after(program, log.first, log.last, recent_losses=log.recent_losses, seconds=log.seconds))
+
+
+def _meta(program: Program, material: Material, log: Log) -> reader.Meta:
+    """Metadata of a checkpoint made now; all dispatched steps must be recorded."""
+    config, start = program.config, material.start
+    consumed = material.schedule.consumed(log.num_steps - start.step)
+    lengths = [str(stream.row_tokens) for stream in material.train.streams]
+    return reader.Meta(
+        config=config.model_dump(mode="json"),
+        model=material.fields,
+        data=material.train.fingerprint(config),
+        step=log.num_steps,
+        rows=dict(zip(lengths, consumed, strict=True)),
+        num_tokens_total=log.num_tokens,
+    )
 
 
 def _ends_epoch(material: Material, run: schema.Run, number: int) -> bool:
@@ -251,7 +266,7 @@ def _check_disk(program: Program, folder: pathlib.Path, *, num_steps: int) -> st
         program.config,
         checkpoint_bytes=checkpoint_bytes,
         num_steps=num_steps,
-        leftover_bytes=leftover_bytes(folder / reader.CHECKPOINTS),
+        leftover_bytes=leftover_bytes(folder / run_paths.CHECKPOINTS),
     )
 
 

@@ -10,10 +10,9 @@ import time
 
 import jax
 
-from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.core import durations
-from jaxsp.runtime import distributed, run_status
+from jaxsp.runtime import distributed, run_paths, run_status
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -189,7 +188,7 @@ class Stopping:
 
     def _lost(self, last: int) -> str:
         """What a run loses that leaves now."""
-        found = reader.newest_of_run(self._settings.directory)
+        found = run_paths.newest_of_run(self._settings.directory)
         if found is None:
             return f"No checkpoint has been written yet: the {_steps(last, 'begun so far')} lost."
         since = last - int(found.name)

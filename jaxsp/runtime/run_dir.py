@@ -9,16 +9,15 @@ import os
 import pathlib
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint.reader import CONFIG
 from jaxsp.config import schema, yaml_io
 from jaxsp.core import errors, paths
-from jaxsp.run.inputs import Material
+from jaxsp.runtime.run_paths import CONFIG
 
 LOCK, HOLDER, HEARTBEAT = "lock", "lock.json", "heartbeat.json"
 """What is locked, who holds it, and what a running holder writes again every few seconds."""
@@ -69,10 +68,15 @@ def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
 
 
 def begin(
-    directory: pathlib.Path, settings: schema.Config, material: Material, banner_text: str
+    directory: pathlib.Path,
+    settings: schema.Config,
+    *,
+    banner_text: str,
+    keep_model: Callable[[pathlib.Path], None],
 ) -> contextlib.AbstractContextManager:
     """Makes the run's directory, with what can be written before the first step; held by this run until the context ends.
 
+    Args: keep_model: writes the small files of the model into a folder.
     Raises: UserError where it cannot be written, and where other processes do not see it.
     """
     with contextlib.ExitStack() as stack:
@@ -81,7 +85,7 @@ def begin(
             with _written(directory):
                 schema.save(settings, directory / CONFIG)
                 yaml_io.write(directory / "banner.txt", banner_text)
-                material.keep_model(directory / "model")
+                keep_model(directory / "model")
         _see(directory)
         return stack.pop_all()
 

@@ -22,8 +22,9 @@ import jax
 
 from jaxsp.config import schema
 from jaxsp.hf import families
-from jaxsp.planner import compiled, planning
+from jaxsp.planner import planning
 from jaxsp.planner import report as planner_report
+from jaxsp.planner.compile import compiled
 from scripts.bench import machine, memory
 
 SECONDS = "s a step"
@@ -227,7 +228,7 @@ RUNS = (
         checked=READ,
         note="FSDP2, selective checkpointing of every other layer (2904) or of operations (2973), "
         "which recomputes less than `attention`. The kernel is faster than cuDNN on an A100 "
-        "(planner/gpus.py)",
+        "(planner/compile/gpus.py)",
     ),
     Run(
         name="torchtitan Llama-3-70B 8K",

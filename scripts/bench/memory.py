@@ -19,7 +19,7 @@ import sys
 import tempfile
 from typing import Any
 
-from jaxsp.planner import gpus
+from jaxsp.planner.compile import gpus
 from scripts.bench import machine, report
 
 GIB = 2**30
@@ -183,7 +183,8 @@ def planned(cell: Cell) -> Found:
     from jaxsp.config import schema
     from jaxsp.core import errors
     from jaxsp.hf import families
-    from jaxsp.planner import budget, compiled, planning
+    from jaxsp.planner import planning
+    from jaxsp.planner.compile import budget, compiled
 
     site = compiled.site(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from jaxsp.config import schema
+from jaxsp.model import flops
 from scripts.bench import machine, report, step
 
 MODULE = "scripts.bench.peer_transformers"
@@ -176,8 +177,6 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     """Times the peer's steps of a case, whose `kernel` is the attention that is asked for; `folder` is not needed."""
     import torch
 
-    from jaxsp.reporting import metrics
-
     gpu = torch.cuda.is_available()
     attention = best_attention() if case.kernel == "auto" else case.kernel
     name = torch.cuda.get_device_name() if gpu else "cpu"
@@ -199,7 +198,7 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     last = loss.item()
     step_s = statistics.median(timed)
     tflops = step.flops(case) / step_s / 1e12
-    peak = metrics.peak_tflops(name)
+    peak = flops.peak_tflops(name)
     return dataclasses.replace(
         found,
         step_s=step_s,

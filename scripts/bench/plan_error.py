@@ -22,7 +22,8 @@ import jax
 
 from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.planner import budget, compiled, gpus, planning
+from jaxsp.planner import planning
+from jaxsp.planner.compile import budget, compiled, gpus
 from scripts.bench import report, step
 
 MODULE = "scripts.bench.plan_error"

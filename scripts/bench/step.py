@@ -35,6 +35,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxsp.config import schema
+from jaxsp.model import flops
 from scripts.bench import machine, report
 
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
@@ -391,8 +392,8 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             raise
         return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
     times = times[WARM_UP_STEPS:]
-    step_s, peak = statistics.median(times), metrics.peak_tflops(device.device_kind)
-    tflops = metrics.step_flops(program.model, counts.piece_lengths) / step_s / 1e12
+    step_s, peak = statistics.median(times), flops.peak_tflops(device.device_kind)
+    tflops = flops.step_flops(program.model, counts.piece_lengths) / step_s / 1e12
     loss, limit = float(numbers.loss), (device.memory_stats() or {}).get("bytes_limit")
     return dataclasses.replace(
         found,
@@ -457,10 +458,9 @@ def random_documents(case: Case) -> list[np.ndarray]:
 def flops(case: Case) -> float:
     """Floating-point operations that a case's step needs, as in metrics.jsonl."""
     from jaxsp.hf import families
-    from jaxsp.reporting import metrics
 
     lengths = np.array([len(document) for document in random_documents(case)])
-    return metrics.step_flops(families.model_config(SHAPES[case.shape], field=case.shape), lengths)
+    return flops.step_flops(families.model_config(SHAPES[case.shape], field=case.shape), lengths)
 
 
 def kernel_used(program: str, chosen: str) -> str:

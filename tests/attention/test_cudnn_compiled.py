@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, packed
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 
 pytestmark = pytest.mark.e2e
 

@@ -2,22 +2,22 @@
 
 import pytest
 
-from jaxsp.checkpoint import reader
 from jaxsp.config import schema
 from jaxsp.run import resume
+from jaxsp.runtime import run_paths
 
 
 def make_checkpoint(folder):
-    for item in (reader.MASTER, reader.META):
+    for item in (run_paths.MASTER, run_paths.META):
         (folder / item).mkdir(parents=True)
     return folder
 
 
 def make_run(folder, *steps):
     for step in steps:
-        make_checkpoint(folder / reader.CHECKPOINTS / str(step))
+        make_checkpoint(folder / run_paths.CHECKPOINTS / str(step))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / reader.CONFIG).write_text("")
+    (folder / run_paths.CONFIG).write_text("")
     return folder
 
 
@@ -25,10 +25,10 @@ def make_run(folder, *steps):
 def test_run_directory_with_a_number_as_name_is_not_a_checkpoint(tmp_path, name):
     run = make_run(tmp_path / "checkpoints" / name, 2, 10)
     newest = run / "checkpoints/10"
-    assert reader.newest(run) == newest
-    assert reader.newest(newest) == newest
+    assert run_paths.newest(run) == newest
+    assert run_paths.newest(newest) == newest
     assert resume.checkpoint_of(schema.Run(directory=str(run), steps=20)) == newest
-    assert reader.newest(tmp_path / "checkpoints") is None, "the folder of runs has no checkpoint"
+    assert run_paths.newest(tmp_path / "checkpoints") is None, "the folder of runs has no checkpoint"
 
 
 @pytest.mark.parametrize("name", ["checkpoints/1", "checkpoints/001", "runs/1"])
@@ -38,12 +38,12 @@ def test_run_directory_without_checkpoints_is_not_a_checkpoint(tmp_path, name):
     settings = schema.Run(directory=str(run), steps=20)
     assert resume.checkpoint_of(settings) is None
     make_run(run)
-    assert reader.newest(run) is None
+    assert run_paths.newest(run) is None
     assert resume.checkpoint_of(settings) is None
 
 
 def test_damaged_checkpoint_without_files_is_still_found(tmp_path):
     run = make_run(tmp_path / "checkpoints/1", 2)
     (run / "checkpoints/4").mkdir()
-    assert reader.newest(run) == reader.newest(run / "checkpoints/4") == run / "checkpoints/4"
-    assert reader.newest(run, without=[run / "checkpoints/4"]) == run / "checkpoints/2"
+    assert run_paths.newest(run) == run_paths.newest(run / "checkpoints/4") == run / "checkpoints/4"
+    assert run_paths.newest(run, without=[run / "checkpoints/4"]) == run / "checkpoints/2"

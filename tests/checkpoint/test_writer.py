@@ -11,6 +11,7 @@ from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.writer import Store
 from jaxsp.config import schema
 from jaxsp.model import layers
+from jaxsp.runtime import run_paths
 from jaxsp.training import train_step
 from tests import batches
 
@@ -24,7 +25,7 @@ def make_meta(step, loss=None, loss_set=None, **fields):
 
 def make_store(folder, *metas, loss_set, **keep):
     for meta in metas:
-        path = folder / str(meta.step) / reader.META
+        path = folder / str(meta.step) / run_paths.META
         path.mkdir(parents=True)
         (path / "metadata").write_text(reader.to_json(meta))
     return Store(folder, table={}, keep=schema.Checkpoint(**keep), loss_set=loss_set)

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxsp.checkpoint import reader as checkpoint
 from jaxsp.checkpoint import writer
+from jaxsp.runtime import run_paths
 from tests import batches, tolerances
 
 REPO = pathlib.Path(__file__).parent.parent.parent
@@ -248,9 +248,9 @@ def _arrays(run: pathlib.Path) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     found = {}
-    newest = checkpoint.newest(run)
+    newest = run_paths.newest(run)
     assert newest is not None
-    for item in (checkpoint.MASTER, checkpoint.OPT):
+    for item in (run_paths.MASTER, run_paths.OPT):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             shapes = reader.metadata(newest / item).item_metadata.tree
             on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)

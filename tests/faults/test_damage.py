@@ -15,6 +15,7 @@ from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.config import schema
 from jaxsp.core import errors
+from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
 from tests import batches, messages
 from tests.faults import damage
@@ -59,7 +60,7 @@ def test_a_digest_that_differs_names_the_array(kept, name, tmp_path):
     meta = reader.read_meta(copy)
     leaf = next(one for one in meta.leaves if one.startswith(name))
     meta.leaves[leaf]["digest"] = "0" * 16
-    (copy / reader.META / "metadata").write_text(reader.to_json(meta))
+    (copy / run_paths.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "0" * 16)
     with pytest.raises(reader.Damaged, match=says):
         reader.restore(copy, kept.like, table=kept.table, num_steps=2)
@@ -71,7 +72,7 @@ def test_another_dtype_is_refused(kept, tmp_path):
     meta = reader.read_meta(copy)
     leaf = next(iter(meta.leaves))
     meta.leaves[leaf]["dtype"] = "bfloat16"
-    (copy / reader.META / "metadata").write_text(reader.to_json(meta))
+    (copy / run_paths.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "bfloat16", "float32")
     with pytest.raises(reader.Damaged, match=says):
         reader.restore(copy, kept.like, table=kept.table, num_steps=2)
@@ -79,7 +80,7 @@ def test_another_dtype_is_refused(kept, tmp_path):
 
 def test_a_count_that_was_changed_is_noticed(kept, tmp_path):
     copy = shutil.copytree(kept.path, tmp_path / "2")
-    path = copy / reader.META / "metadata"
+    path = copy / run_paths.META / "metadata"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
     with pytest.raises(reader.Damaged, match=messages.holding(copy, "meta/metadata")):
         reader.read_meta(copy)
@@ -162,7 +163,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, 
     assert re.match(messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4"), said[0])
     assert lines(run) == lines(finished), "steps 3 to 6 were made again"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
-    assert reader.newest(run / "run").name == "6"
+    assert run_paths.newest(run / "run").name == "6"
     begins = messages.holding("step 2", f"{run}/run/checkpoints/2")
     assert re.search(begins, (run / "run/banner.txt").read_text())
 
@@ -207,7 +208,7 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(run):
     says = messages.holding(checkpoints / "4", checkpoints / "2")
     with pytest.raises(errors.UserError, match=says):
         train.main(words(run, f"run.directory={run}/third", f"run.resume={run}/run/checkpoints/4"))
-    assert reader.newest(run / "run").name == "4"
+    assert run_paths.newest(run / "run").name == "4"
 
 
 def test_export_and_evaluation_name_the_one_before(run):

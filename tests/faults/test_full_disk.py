@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.checkpoint import reader, schedule
+from jaxsp.checkpoint import schedule
 from jaxsp.checkpoint.writer import Store
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.reporting import banner, metrics
 from jaxsp.run import build, trainer
-from jaxsp.runtime import jsonl, run_dir
+from jaxsp.runtime import jsonl, run_dir, run_paths
 from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
@@ -67,7 +67,7 @@ def small_disk(tmp_path):
 
 def fill(disk):
     """Takes all that is left when the first checkpoint is whole."""
-    while reader.newest(disk / "run") is None:
+    while run_paths.newest(disk / "run") is None:
         time.sleep(0.01)
     with (disk / "ballast").open("ab", buffering=0) as file:
         try:
@@ -97,7 +97,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
         if 3 <= line.step < 11:  # again and again: a save that fails gives back its room
             fill(small_disk)
         if line.step == 11:
-            whole["then"] = reader.newest(small_disk / "run").name
+            whole["then"] = run_paths.newest(small_disk / "run").name
             (small_disk / "ballast").unlink()
         write(self, line)
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from jaxsp.planner import budget, planning
+from jaxsp.planner import planning
+from jaxsp.planner.compile import budget
 from jaxsp.planner.cost import roofline
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.config import schema
 from jaxsp.hf import families
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 
 LLAMA = {
     "model_type": "llama",

@@ -5,7 +5,8 @@ import math
 from jaxsp import attention
 from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.planner import compiled, mesh_sweep, planning
+from jaxsp.planner import mesh_sweep, planning
+from jaxsp.planner.compile import compiled
 from tests.planner import made, programs
 
 MESH = {"replica": 1, "data": 1, "seq": 8}

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from jaxsp.planner import budget, mesh_sweep, plots
+from jaxsp.planner import mesh_sweep, plots
+from jaxsp.planner.compile import budget
 from tests.planner import made
 
 figure = pytest.importorskip("matplotlib.figure", reason="pictures need the plan extra")

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from jaxsp.planner import budget, mesh_sweep, report, search
+from jaxsp.planner import mesh_sweep, report, search
+from jaxsp.planner.compile import budget
 from jaxsp.planner.cost import roofline
 from tests.messages import assert_names, numbers
 from tests.planner import made

@@ -4,7 +4,8 @@ import pytest
 
 from jaxsp.core import errors
 from jaxsp.hf import families
-from jaxsp.planner import budget, compiled, planning, search
+from jaxsp.planner import planning, search
+from jaxsp.planner.compile import budget, compiled
 from tests.planner import made, programs
 
 MODEL = families.model_config(programs.LLAMA, field="model.config")

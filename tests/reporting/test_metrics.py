@@ -9,6 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import strategies
+from jaxsp.model import flops
 from jaxsp.reporting import metrics
 from jaxsp.runtime import jsonl
 from tests import batches, messages
@@ -21,18 +22,18 @@ def test_flops_are_those_counted_by_hand():
     matrices = 3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4  # q, k, v, o, MLP; head, the embedding is looked up
     pairs = (1 + 2 + 3) + (1 + 2)  # pieces of 3 and 2 tokens: each token sees itself and those before
     forward = 2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs  # scores and their sum, 2 per element of a head
-    assert metrics.step_flops(model, np.array([3, 2])) == 3 * forward
+    assert flops.step_flops(model, np.array([3, 2])) == 3 * forward
 
     # with a window of 2, the third token sees itself and the second alone
     near = dataclasses.replace(model, sliding_window=2)
-    assert metrics.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
-    assert metrics.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2])) == 3 * forward
+    assert flops.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
+    assert flops.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2])) == 3 * forward
 
 
 def test_a_device_that_is_known_has_a_peak():
-    assert metrics.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
-    assert metrics.peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert metrics.peak_tflops("cpu") is None
+    assert flops.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
+    assert flops.peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
+    assert flops.peak_tflops("cpu") is None
 
 
 def line(step):

@@ -16,6 +16,7 @@ from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.reporting import metrics
 from jaxsp.run import build, trainer
+from jaxsp.runtime import run_paths
 from jaxsp.training import memory_options, train_step
 from tests import batches, messages, tolerances
 from tests.training import runs
@@ -117,7 +118,7 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     assert 2 <= len(bad) < STEPS / 2
     assert [line["learning_rate"] for line in all_lines] == pytest.approx([0.01 * (1 - n / STEPS) for n in range(STEPS)])
     program, _ = build.training(settings(folder), devices=jax.devices()[:1])
-    state = reader.restore(reader.newest(directory), train_step.shapes(program)[0], table=program.table, num_steps=STEPS)
+    state = reader.restore(run_paths.newest(directory), train_step.shapes(program)[0], table=program.table, num_steps=STEPS)
     counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.dtype == np.int32]
     assert set(np.concatenate(counts).tolist()) == {STEPS - len(bad)}, "AdamW counts the steps that it has seen"
 

@@ -21,6 +21,7 @@ from jaxsp.core import errors
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.run import build, resume, trainer
+from jaxsp.runtime import run_paths
 from tests import batches, messages, tolerances
 from tests.data.packing import test_dataset
 
@@ -163,7 +164,7 @@ def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
 
 @pytest.mark.e2e
 def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
-    assert reader.run_of(straight / "run/checkpoints/9") == straight / "run"
+    assert run_paths.run_of(straight / "run/checkpoints/9") == straight / "run"
     shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
     (tmp_path / "model").mkdir()  # of somebody else
     monkeypatch.chdir(tmp_path)
@@ -294,7 +295,7 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     found, expected = lines(stopped / "run"), lines(straight / "run")
     assert [line["step"] for line in found] == list(range(1, 15))
     assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], "8 steps of 4 rows are 4 steps of 8"
-    assert reader.read_meta(reader.newest(stopped / "run")).rows == {"64": STEPS * 8}
+    assert reader.read_meta(run_paths.newest(stopped / "run")).rows == {"64": STEPS * 8}
     for half in range(4):
         pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert sum(line["num_loss_tokens"] for line in pair) == expected[STOPPED + half]["num_loss_tokens"]
@@ -354,7 +355,7 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
     tokens = [sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8]) for step in range(STEPS - STOPPED)]
     assert [line["num_tokens"] for line in found[STOPPED:]] == tokens
-    assert reader.read_meta(reader.newest(stopped / "run")).rows == {str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)}
+    assert reader.read_meta(run_paths.newest(stopped / "run")).rows == {str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)}
 
 
 @pytest.mark.e2e

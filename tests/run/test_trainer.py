@@ -21,7 +21,7 @@ from jaxsp.checkpoint.writer import DELETING, Outcome, Store
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.run import build, trainer
-from jaxsp.runtime import preemption, run_status
+from jaxsp.runtime import preemption, run_paths, run_status
 from jaxsp.training import train_step
 from tests import batches, messages
 
@@ -320,7 +320,7 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert found == [2]
     assert asked == [1, 2, 3, 3, 4, 5, 5]
-    assert reader.newest(folder / "run").name == "4"
+    assert run_paths.newest(folder / "run").name == "4"
     # and none is missing when the run has gone on
     monkeypatch.undo()
     train(settings(folder, *words))
@@ -411,7 +411,7 @@ def test_processes_with_different_data_or_configs_do_not_train_together(folder, 
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
-    path = tmp_path / "3" / reader.META
+    path = tmp_path / "3" / run_paths.META
     path.mkdir(parents=True)
     fields = {"config": {}, "model": {}, "data": "0123", "step": 3, "rows": 24, "num_tokens_total": 9}
     (path / "metadata").write_text(json.dumps(fields))

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp.core import axes, errors
 from jaxsp.hf import families
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options
 from tests import messages

@@ -10,7 +10,7 @@ import pytest
 import rich.console
 
 from jaxsp.config import schema
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.run import build, trainer
 from jaxsp.training import host_offload, memory_fit, memory_options, train_step
 from tests import batches

@@ -12,7 +12,7 @@ import pytest
 from jaxsp import train
 from jaxsp.attention import strategies
 from jaxsp.core import axes
-from jaxsp.planner import budget, compiled
+from jaxsp.planner.compile import budget, compiled
 from jaxsp.runtime import cluster, device_mesh
 from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
 from tests import batches

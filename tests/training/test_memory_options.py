@@ -14,6 +14,7 @@ from jaxsp.checkpoint.writer import Store
 from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.model import decoder, tiling
+from jaxsp.runtime import run_paths
 from jaxsp.training import host_offload, loss, memory_fit, memory_options, sharding, train_step
 from tests import batches, messages, tolerances
 from tests.training import runs
@@ -137,7 +138,7 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     meta = reader.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
     with Store(tmp_path, table=offloaded.program.table, keep=schema.Checkpoint()) as store:
         store.save(state, meta)
-        assert (tmp_path / "2" / reader.MASTER).is_dir(), "written before the next step takes its memory"
+        assert (tmp_path / "2" / run_paths.MASTER).is_dir(), "written before the next step takes its memory"
         offloaded.step(state, rows)
     plain = plain.result()
     went_on = []

@@ -11,7 +11,7 @@ import pytest
 from jaxsp.attention.kernels import blockwise, cudnn_calls, reference, segments
 from jaxsp.core import errors
 from jaxsp.model import remat
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.training import selfcheck
 from tests import messages
 from tests.attention import cudnn_contract

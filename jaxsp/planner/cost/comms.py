@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxsp import attention
 from jaxsp.core import axes, batch
-from jaxsp.planner.cost import hlo
+from jaxsp.planner.compile import hlo
 from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding, train_step
 

@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from jaxsp.planner.cost import comms, hlo
+from jaxsp.planner.compile import hlo
+from jaxsp.planner.cost import comms
 
 _ON_HOST = ":S(5)"
 """In the layout of an array in host memory."""

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxsp.planner import compiled, gpus
-from jaxsp.planner.cost import comms, hlo, hlo_cost, timeline
-from jaxsp.reporting import metrics
+from jaxsp.model import flops
+from jaxsp.planner.compile import compiled, gpus, hlo
+from jaxsp.planner.cost import comms, hlo_cost, timeline
 
 PRODUCTS, MEMORY, ATTENTION, WAITED, HOST_WAITED = (
     "matrix products",
@@ -94,7 +94,7 @@ def estimate(
     program, model = step.program, step.program.model
     if step.choice.kernel != "cudnn" or program.dtype != jnp.bfloat16:
         return None
-    forward = metrics.attention_flops(model, piece_lengths) / program.mesh.size
+    forward = flops.attention_flops(model, piece_lengths) / program.mesh.size
     # Five products where forward has two: the scores again, and the gradients of both sides of both products
     backward = 2.5 * forward
     forward *= 2 if program.how.remat == "full" else 1

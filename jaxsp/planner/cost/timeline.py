@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxsp.planner.cost import hlo
+from jaxsp.planner.compile import hlo
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

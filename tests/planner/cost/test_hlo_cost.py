@@ -2,8 +2,8 @@
 
 import pytest
 
+from jaxsp.model import flops
 from jaxsp.planner.cost import hlo_cost
-from jaxsp.reporting import metrics
 from tests.planner import programs
 
 HEAD = "HloModule small, is_scheduled=true, num_partitions=8\n"
@@ -110,8 +110,8 @@ def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wan
     step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)
     model, tokens = step.program.model, programs.SHARE_TOKENS
     found = sum(one.flops * one.times for one in hlo_cost.kernels(step.written.text))
-    attention = metrics.attention_flops(model, programs.pieces(step))
-    needed = (metrics.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
+    attention = flops.attention_flops(model, programs.pieces(step))
+    needed = (flops.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
     D, F, H, G, K = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim
     layer = 2 * tokens * (D * (2 * H + 2 * G) * K + 3 * D * F)
     again = model.num_layers * (layer - 2 * tokens * D * F) + 2 * tokens * model.vocab_size * D

@@ -6,9 +6,9 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.planner import compiled, gpus
-from jaxsp.planner.cost import comms, hlo, hlo_cost, roofline
-from jaxsp.reporting import metrics
+from jaxsp.model import flops
+from jaxsp.planner.compile import compiled, gpus, hlo
+from jaxsp.planner.cost import comms, hlo_cost, roofline
 from tests.planner import programs
 
 ROUND = gpus.Ceilings(
@@ -87,7 +87,7 @@ def kernels_s(found):
 @pytest.mark.e2e
 def test_attention_takes_its_arithmetic_forward_and_two_and_a_half_times_that_backward(step):
     found = estimate(step)
-    forward = metrics.attention_flops(step.program.model, programs.pieces(step)) / 8
+    forward = flops.attention_flops(step.program.model, programs.pieces(step)) / 8
     assert found.seconds[roofline.ATTENTION] == pytest.approx(forward / 400e12 + 2.5 * forward / 200e12)
 
 

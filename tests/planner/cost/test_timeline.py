@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxsp.planner.cost import hlo, timeline
+from jaxsp.planner.compile import hlo
+from jaxsp.planner.cost import timeline
 
 HEAD = "HloModule small, is_scheduled=true, num_partitions=8\n"
 LINKS = "collectives"

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from jaxsp.planner import budget, compiled, gpus, memory
+from jaxsp.planner.compile import budget, compiled, gpus, memory
 from jaxsp.training import memory_fit, memory_options, sharding
 from tests import tolerances
 from tests.messages import assert_names

@@ -8,7 +8,7 @@ import jax
 
 from jaxsp import attention
 from jaxsp.model import layers
-from jaxsp.planner import compiled, memory
+from jaxsp.planner.compile import compiled, memory
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_fit, sharding
 

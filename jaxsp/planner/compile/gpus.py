@@ -7,7 +7,7 @@ xla/backends/gpu/target_config/specs of its repository, but for the name, memory
 import dataclasses
 from collections.abc import Mapping
 
-from jaxsp.reporting import metrics
+from jaxsp.model import flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ _DATA_SHEET = "NVIDIA's data sheet, SXM, without sparsity"
 _AZURE = "Azure/AI-benchmarking-guide"
 
 _H100 = Ceilings(
-    peak_tflops=metrics.PEAK_TFLOPS["H100"],
+    peak_tflops=flops.PEAK_TFLOPS["H100"],
     products_tflops=715.0,
     attention_forward_tflops=619.0,
     attention_backward_tflops=528.0,
@@ -113,7 +113,7 @@ _H100 = Ceilings(
 
 _H200 = dataclasses.replace(
     _H100,
-    peak_tflops=metrics.PEAK_TFLOPS["H200"],
+    peak_tflops=flops.PEAK_TFLOPS["H200"],
     memory_gb_s=4150.0,
     sources={
         **_H100.sources,
@@ -123,7 +123,7 @@ _H200 = dataclasses.replace(
 )
 
 _A100 = Ceilings(
-    peak_tflops=metrics.PEAK_TFLOPS["A100"],
+    peak_tflops=flops.PEAK_TFLOPS["A100"],
     products_tflops=254.0,
     attention_forward_tflops=176.0,
     attention_backward_tflops=143.0,
@@ -149,7 +149,7 @@ _A100 = Ceilings(
 )
 
 _B200 = Ceilings(
-    peak_tflops=metrics.PEAK_TFLOPS["B200"],
+    peak_tflops=flops.PEAK_TFLOPS["B200"],
     products_tflops=1510.0,
     attention_forward_tflops=1420.0,
     attention_backward_tflops=1110.0,

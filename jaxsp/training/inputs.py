@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxsp import attention
-from jaxsp.checkpoint.reader import CHECKPOINTS
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.dataset import DataSet
 from jaxsp.model import layers
+from jaxsp.runtime.run_paths import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jaxsp.config import schema
 from jaxsp.core import errors
 from jaxsp.model import layers
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import gpus
+from jaxsp.planner.compile import gpus
 from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options, host_offload, memory_fit, optimizer, train_step
 

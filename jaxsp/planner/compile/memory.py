@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxsp.core import axes
-from jaxsp.planner import compiled
+from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding
 

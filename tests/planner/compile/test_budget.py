@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.planner import budget, compiled, memory
+from jaxsp.planner.compile import budget, compiled, memory
 from jaxsp.planner.cost import comms
 from jaxsp.training import memory_fit
 from tests import tolerances
