@@ -8,7 +8,8 @@ import rich.console
 from jaxsp import cli
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
@@ -21,28 +22,28 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> None:
     """The command. Weights are written in the run's compute dtype, which is what its losses were computed with."""
-    parser = cli.parser("export", "Makes a Hugging Face folder of a run's weights.")
+    parser = cli.make_parser("export", "Makes a Hugging Face folder of a run's weights.")
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory (its newest checkpoint), or a checkpoint")
     parser.add_argument("out", metavar="OUT_DIR", help="the folder to make; must not exist, or be empty")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: the run's compute_dtype")
     given = parser.parse_args(arguments)
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
-        raise errors.UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
+        raise UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
     device_mesh.choose_platform(virtual_cpu_devices=None)
-    found = run_paths.newest(given.run)
+    found = run_paths.find_latest(given.run)
     if found is None:
-        raise errors.UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
+        raise UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
     meta = reader.read_meta(found)
     settings = schema.parse(meta.config)
-    table = decoder.table(families.model_config(meta.model, field="model.config"))
-    kept = resume.kept_model(found)
+    table = decoder.param_table(families.parse_model_config(meta.model, field="model.config"))
+    kept = resume.find_model_dir(found)
     # all that model.source had beside its weights, not a tokenizer alone
     is_whole = kept is not None and (kept / "config.json").is_file()
-    tokenizer = None if is_whole else _tokenizer(settings, kept)
+    tokenizer = None if is_whole else _load_tokenizer(settings, kept)
     dtype = given.dtype or settings.model.compute_dtype
     master = reader.read_weights(found, table)
-    weights.export(
+    weights.export_model(
         master,
         table=table,
         fields=meta.model,
@@ -55,7 +56,7 @@ def main(arguments: list[str]) -> None:
         (out / "chat_template.jinja").write_text(settings.data.chat_template, encoding="utf-8")
     console = rich.console.Console(markup=False)
     console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
-    if tokenizer is not None and not tokenizers.loads_as(tokenizer, out):
+    if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
         console.print(
             f"transformers' AutoTokenizer takes another class for {meta.model['model_type']} and reads this "
             f"tokenizer wrongly; load it with transformers.PreTrainedTokenizerFast.from_pretrained({str(out)!r})",
@@ -68,13 +69,13 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _tokenizer(settings: schema.Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
+def _load_tokenizer(settings: Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
     """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
     named = settings.model.tokenizer
-    if named != tokenizers.BYTES and kept is not None:
+    if named != tokenizers.BYTE_TOKENIZER and kept is not None:
         return tokenizers.load(str(kept)) if (kept / "tokenizer_config.json").is_file() else None
     return None if named is None else tokenizers.load(named)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_command(main)

@@ -33,8 +33,9 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.hf import folder
@@ -49,13 +50,13 @@ from jaxsp.training.train_step import Program
 if TYPE_CHECKING:
     import datasets
 
-Lists = Iterable[Any]
+NumberLists = Iterable[Any]
 """One list or array of numbers per document."""
 
 
 def load_model(
     source: str,
-    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
     *,
     loss: TokenLoss | None = None,
     has_weights: bool = False,
@@ -80,30 +81,30 @@ def load_model(
     Raises: UserError with all problems: of the settings, the model's files, the mesh.
     Example: `program, weights = load_model("Qwen/Qwen3-0.6B", settings)`; see the top of the file.
     """
-    asked = _config(source, settings)
+    asked = _build_config(source, config)
     try:
         device_mesh.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
     except RuntimeError as error:  # JAX has started with other devices
-        raise errors.UserError(
+        raise UserError(
             f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "
             "Call load_model before anything uses JAX's devices."
         ) from None
-    problems = errors.Problems()
-    read = build.read(asked, devices=jax.devices(), problems=problems, with_training=False)
-    assert read.folder is not None, "model.source is set"
+    problems = ProblemCollector()
+    read = build.resolve_config(asked, devices=jax.devices(), problems=problems, for_training=False)
+    assert read.model_folder is not None, "model.source is set"
     program = dataclasses.replace(read.program, loss=loss, has_weights=has_weights)
-    sizes, degree = dict(program.mesh.shape), program.attend.layout
-    problems += device_mesh.divisions(program.config, sizes, degree=degree)
-    problems.check()
-    return program, build.weight_loader(program, read.folder)()
+    sizes, degree = dict(program.mesh.shape), program.attend.layout_degree
+    problems += device_mesh.find_division_problems(program.config, sizes, degree=degree)
+    problems.raise_if_any()
+    return program, build.make_weight_loader(program, read.model_folder)()
 
 
 def pack(
-    documents: Lists,
+    documents: NumberLists,
     program: Program,
     *,
-    labels: Lists | None = None,
-    weights: Lists | None = None,
+    labels: NumberLists | None = None,
+    weights: NumberLists | None = None,
 ) -> Iterator[Batch]:
     """Packs documents of token ids into rows, and yields the batches of a run on their devices.
 
@@ -130,17 +131,17 @@ def pack(
         advice = "Call load_model with has_weights=True."
         if program.has_weights:
             advice = "Pass weights to pack."
-        raise errors.UserError(f"weights: the program was made with has_weights={program.has_weights}. {advice}")
+        raise UserError(f"weights: the program was made with has_weights={program.has_weights}. {advice}")
     packed = Documents(
-        [_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
-        names=["documents"],
-        longest=settings.data.longest_row,
+        [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
+        source_names=["documents"],
+        longest_row=settings.data.max_row_tokens,
         long_documents=settings.data.long_documents,
         field="documents",
     )
-    data = dataset.of("documents", packed, settings, digests=[""])
-    schedule = data.schedule(settings, num_steps=program.num_steps)
-    feed = data.feed(settings, program.mesh, schedule, layout=program.attend.layout)
+    data = dataset.pack_documents("documents", packed, settings, digests=[""])
+    schedule = data.make_schedule(settings, num_steps=program.num_steps)
+    feed = data.make_loader(settings, program.mesh, schedule, layout_degree=program.attend.layout_degree)
     return (rows for rows, _ in feed.batches())
 
 
@@ -167,20 +168,20 @@ def save_model(
     """
     leaves = jax.tree.leaves(weights)
     if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
-        raise errors.UserError(
+        raise UserError(
             "save_model: works in one process that drives all devices; this is one of "
             f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
         )
     settings = program.config.model
     source = None if settings.source is None else folder.find(settings.source)
-    fields = settings.config if source is None else source.fields
+    fields = settings.config if source is None else source.config_fields
     assert fields is not None, "model.source or model.config is set"
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host_offload.holds(leaf) else leaf
+        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf) else leaf
 
-    hf_weights.export(
+    hf_weights.export_model(
         jax.tree.map(from_host, weights),
         table=program.table,
         fields=fields,
@@ -191,16 +192,16 @@ def save_model(
     )
 
 
-def _config(source: str, settings: Mapping[str, Any]) -> schema.Config:
+def _build_config(source: str, settings: Mapping[str, Any]) -> Config:
     """A whole config: what training from files needs is filled in. Raises: UserError."""
     if wrong := [name for name, group in settings.items() if not isinstance(group, Mapping)]:
-        raise errors.UserError(
+        raise UserError(
             f"settings: {wrong[0]} = {settings[wrong[0]]!r}: must be a group of fields, for example {{'run': {{'steps': 10}}}}."
         )
     fields: dict[str, Any] = {name: dict(group) for name, group in settings.items()}
-    for group, name, suggestion in _NOT_HERE:
+    for group, name, suggestion in _UNSUPPORTED_FIELDS:
         if (value := fields.get(group, {}).get(name)) is not None:
-            raise errors.UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
+            raise UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
     fields.pop("checkpoint", None)
     unused = {
         "run": {"directory": "unused"},
@@ -210,7 +211,7 @@ def _config(source: str, settings: Mapping[str, Any]) -> schema.Config:
     return schema.parse(fields | {name: fields.get(name, {}) | group for name, group in unused.items()})
 
 
-_NOT_HERE = (
+_UNSUPPORTED_FIELDS = (
     ("run", "epochs", "Set run.steps."),
     ("run", "eval_at_start", "Evaluate in your own loop."),
     ("run", "eval_every", "Evaluate in your own loop."),
@@ -220,14 +221,16 @@ _NOT_HERE = (
 """Fields that `load_model` refuses, with suggestions."""
 
 
-def _dataset(documents: Lists, labels: Lists | None, weights: Lists | None, *, vocab_size: int) -> "datasets.Dataset":
+def _make_dataset(
+    documents: NumberLists, labels: NumberLists | None, weights: NumberLists | None, *, vocab_size: int
+) -> "datasets.Dataset":
     """The documents as a table in memory, as those that are read from files. Raises: UserError."""
     import datasets
 
-    documents = _arrays("documents", documents)
+    documents = _convert_arrays("documents", documents)
     lengths = [len(document) for document in documents]
     if not lengths:
-        raise errors.UserError("documents: must not be empty. Give documents of at least two tokens.")
+        raise UserError("documents: must not be empty. Give documents of at least two tokens.")
 
     def is_id(values: np.ndarray) -> np.ndarray:
         return (values >= 0) & (values < vocab_size) & (values == np.floor(values))
@@ -239,21 +242,21 @@ def _dataset(documents: Lists, labels: Lists | None, weights: Lists | None, *, v
         return np.isfinite(values) & (values >= 0)
 
     ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
-    columns = {"tokens": _column("documents", documents, lengths, np.int32, is_id, ids)}
+    columns = {"tokens": _make_column("documents", documents, lengths, np.int32, is_id, ids)}
     if labels is not None:
         rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _column("labels", _arrays("labels", labels), lengths, np.int32, is_label, rule)
+        columns["labels"] = _make_column("labels", _convert_arrays("labels", labels), lengths, np.int32, is_label, rule)
     if weights is not None:
         rule = "finite and at least 0"
-        columns["weights"] = _column("weights", _arrays("weights", weights), lengths, np.float32, is_weight, rule)
+        columns["weights"] = _make_column("weights", _convert_arrays("weights", weights), lengths, np.float32, is_weight, rule)
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     return datasets.Dataset(pa.table(columns))
 
 
-def _arrays(name: str, lists: Lists) -> list[np.ndarray]:
+def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:
     """Each list as an array of numbers, [T]. Raises: UserError for what is not a list of lists of numbers."""
     if isinstance(lists, str | Mapping):
-        raise errors.UserError(
+        raise UserError(
             f"{name}: must be a list with one list of numbers per document, not a {type(lists).__name__}. "
             "Of a tokenizer's output, pass its input_ids."
         )
@@ -264,14 +267,14 @@ def _arrays(name: str, lists: Lists) -> list[np.ndarray]:
         except ValueError:  # lists of different lengths
             array = np.zeros((0, 0))
         if not len(array.shape) == 1 or not (array.dtype.kind in "biuf" or array.size == 0):
-            raise errors.UserError(
+            raise UserError(
                 f"{name}[{number}]: must be a list of numbers. Give one list of token ids per document: [[5, 6, 7], [8, 9]]."
             )
         arrays.append(array)
     return arrays
 
 
-def _column(
+def _make_column(
     name: str,
     lists: Sequence[np.ndarray],
     lengths: Sequence[int],
@@ -285,7 +288,7 @@ def _column(
         pairs = zip(found, lengths, strict=False)
         differ = [number for number, (one, right) in enumerate(pairs) if one != right]
         first = min([*differ, len(found), len(lengths)])
-        raise errors.UserError(
+        raise UserError(
             f"{name}[{first}]: must have one number for each token of documents[{first}]. "
             f"Give {len(lengths)} lists, each as long as its document."
         )
@@ -295,5 +298,5 @@ def _column(
     if len(wrong):
         number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
         place = int(wrong[0] - ends[number])
-        raise errors.UserError(f"{name}[{number}][{place}] = {values[wrong[0]]}: must be {rule}.")
+        raise UserError(f"{name}[{number}][{place}] = {values[wrong[0]]}: must be {rule}.")
     return pa.LargeListArray.from_arrays(ends, values.astype(dtype))

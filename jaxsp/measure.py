@@ -14,21 +14,25 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.config import schema
-from jaxsp.core import axes, errors
+from jaxsp.config.schema import Config
+from jaxsp.core import axes
+from jaxsp.core.errors import UserError
 from jaxsp.hf import published
-from jaxsp.planner.compile import compiled, gpus
+from jaxsp.planner.compile import gpus
+from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_fit, memory_options, train_step
+from jaxsp.training.memory_fit import CompiledStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured:
+class BenchmarkResult:
     """What some steps on the devices that are here took."""
 
-    device: str
+    device_kind: str
     """JAX's name of its kind."""
     num_devices: int
     mesh: dict[str, int]
@@ -57,7 +61,7 @@ class Measured:
 
 def main(arguments: list[str]) -> None:
     """The command."""
-    parser = cli.parser(
+    parser = cli.make_parser(
         "measure", "Times steps of a run on the devices that are here; writes no run directory, and trains nothing further."
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
@@ -66,7 +70,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes what was measured there too")
     given = parser.parse_intermixed_args(arguments)
     if given.steps < 1:
-        raise errors.UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
+        raise UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
     settings = schema.load(given.config, given.changes)
     if given.json:
         cli.check_file(given.json, flag="--json")
@@ -74,12 +78,12 @@ def main(arguments: list[str]) -> None:
     sizes = published.read_sizes(settings.model)
     if sizes.note:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
-        settings = schema.load(given.config, [*given.changes, *sizes.words])
+        settings = schema.load(given.config, [*given.changes, *sizes.overrides])
     device_mesh.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
-    found = dataclasses.replace(of(settings, num_steps=given.steps), published_sizes=sizes.note or None)
+    found = dataclasses.replace(benchmark_steps(settings, num_steps=given.steps), published_sizes=sizes.note or None)
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
-        f"{found.num_devices} x {found.device}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "
+        f"{found.num_devices} x {found.device_kind}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "
         f"{found.step_s:.4g} s a step, {found.tokens_per_s:,.0f} tokens/s{peak}; planned {found.device_gib:.2f} GiB; losses "
         f"{found.losses[0]:.4f} to {found.losses[-1]:.4f}",
         soft_wrap=True,
@@ -89,7 +93,7 @@ def main(arguments: list[str]) -> None:
         given.json.write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def of(settings: schema.Config, *, num_steps: int) -> Measured:
+def benchmark_steps(settings: Config, *, num_steps: int) -> BenchmarkResult:
     """Times so many steps of a config from its first weights on.
 
     Raises: what `prepare.training` and `levers.ready` raise.
@@ -104,31 +108,33 @@ def of(settings: schema.Config, *, num_steps: int) -> Measured:
                 "logging": settings.logging.model_copy(update={"profile_steps": None}),
             }
         )
-        program, material = build.training(changed, devices=jax.devices())
+        program, material = build.build_training(changed, devices=jax.devices())
     settings = program.config
     began, ready = time.perf_counter(), {}
     for row_tokens in reversed(settings.data.row_lengths):
-        of_length = dataclasses.replace(program, config=settings.for_rows_of(row_tokens))
-        ready[row_tokens] = memory_options.ready(of_length, uncounted=material.choice.uncounted_bytes)
-    longest = ready[settings.data.longest_row]
-    memory_options.reserve(program, longest.needs.host)
+        of_length = dataclasses.replace(program, config=settings.with_row_tokens(row_tokens))
+        ready[row_tokens] = memory_options.compile_fitting_step(
+            of_length, workspace_bytes=material.attention_choice.workspace_bytes
+        )
+    longest = ready[settings.data.max_row_tokens]
+    memory_options.reserve_host_memory(program, longest.memory_use.host)
     compile_s = time.perf_counter() - began
-    state = train_step.with_weights(program, material.weights())
-    feed = material.train.feed(settings, program.mesh, material.schedule, layout=program.attend.layout)
+    state = train_step.init_state(program, material.make_weights())
+    feed = material.train_set.make_loader(settings, program.mesh, material.schedule, layout_degree=program.attend.layout_degree)
     seconds, numbers, lengths = [], [], []
     for rows, counts in feed.batches():
         began = time.perf_counter()
-        state, found = jax.block_until_ready(ready[counts.row_tokens].run(state, rows))
+        state, found = jax.block_until_ready(ready[counts.row_tokens].executable(state, rows))
         seconds.append(time.perf_counter() - began)
         numbers.append(jax.device_get(found))
-        lengths.append(counts.piece_lengths)
+        lengths.append(counts.segment_lengths)
     losses = [float(one.loss) for one in numbers]
     if not np.isfinite(losses).all():
-        raise errors.UserError(f"the loss is not finite after step {int(np.argmin(np.isfinite(losses))) + 1}: {losses}")
+        raise UserError(f"the loss is not finite after step {int(np.argmin(np.isfinite(losses))) + 1}: {losses}")
     device, step_s = jax.devices()[0], statistics.median(seconds[1:])
     tokens = statistics.mean(int(one.num_tokens) for one in numbers[1:])
-    return Measured(
-        device=device.device_kind,
+    return BenchmarkResult(
+        device_kind=device.device_kind,
         num_devices=program.mesh.size,
         mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
         num_steps=num_steps,
@@ -137,31 +143,31 @@ def of(settings: schema.Config, *, num_steps: int) -> Measured:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
-        device_gib=longest.needs.total / memory_fit.GIB,
-        host_gib=longest.needs.host * program.mesh.size / memory_fit.GIB,
-        remat=longest.program.how.remat,
-        kernel=material.choice.kernel,
-        step_s_estimate=_estimate(longest, material.choice, lengths[-1]),
+        device_gib=longest.memory_use.device_total / memory_fit.GIB,
+        host_gib=longest.memory_use.host * program.mesh.size / memory_fit.GIB,
+        remat=longest.program.remat_policy.remat,
+        kernel=material.attention_choice.kernel,
+        step_s_estimate=_estimate_step_s(longest, material.attention_choice, lengths[-1]),
         compile_s=compile_s,
     )
 
 
-def _estimate(ready: memory_fit.Fitted, choice: Any, piece_lengths: np.ndarray) -> float | None:
+def _estimate_step_s(ready: CompiledStep, choice: Any, piece_lengths: np.ndarray) -> float | None:
     """Seconds of a step, as a plan estimates them."""
-    gpu = gpus.of_kind(jax.devices()[0].device_kind)
+    gpu = gpus.find_by_device_kind(jax.devices()[0].device_kind)
     if gpu is None:
         return None
-    written = compiled.Written(text=ready.run.as_text() or "", buffers="", lives="")
-    here = compiled.Step(program=ready.program, choice=choice, executable=ready.run, written=written)
-    expected = roofline.estimate(
+    written = CompilerDump(hlo_text=ready.executable.as_text() or "", buffer_assignment="", live_ranges="")
+    here = PlannedStep(program=ready.program, choice=choice, executable=ready.executable, dump=written)
+    expected = roofline.estimate_step(
         here,
-        comms.sent(written.text),
+        comms.parse_collectives(written.hlo_text),
         ceilings=gpu.ceilings,
         node_devices=ready.program.mesh.size,
-        piece_lengths=piece_lengths,
+        segment_lengths=piece_lengths,
     )
     return None if expected is None else expected.step_s
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_command(main)

@@ -16,23 +16,31 @@ import rich.console
 
 from jaxsp import cli, compare
 from jaxsp.config import schema
-from jaxsp.core import durations, errors
+from jaxsp.config.schema import Config
+from jaxsp.core import durations
+from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import published
+from jaxsp.hf.published import ModelSizes
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import mesh_sweep, planning, plots, progress, report, search
+from jaxsp.planner import mesh_sweep, planning, plots, report, search
 from jaxsp.planner.compile import compiled, gpus
+from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.mesh_sweep import MeshPlan
+from jaxsp.planner.planning import Plan
+from jaxsp.planner.progress import Progress
+from jaxsp.planner.search import TriedLength
 from jaxsp.runtime import device_mesh
 
-_AROUND = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
+_PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rows that a picture of memory is made of, over the config's."""
 
-_BELOW = (0.125, 0.25, 0.5, 0.75)
+_LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
 """Those that it is made of besides what was tried, over the longest."""
 
 
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
-    given = asked(arguments)
+    given = parse_arguments(arguments)
     settings = schema.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     sizes = published.read_sizes(settings.model)
@@ -41,33 +49,33 @@ def main(arguments: list[str]) -> None:
     if given.measure is not None:
         _measure(given, sizes, console)
         return
-    _check_lengths(given, settings)
+    _check_single_length(given, settings)
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
-    sites = [_site(kind, given, settings) for kind in given.device or ["h100-80gb"]]
-    asked_for = Asked(given=given, settings=settings, sizes=sizes, site=sites[0], console=console)
+    sites = [_make_cluster(kind, given, settings) for kind in given.device or ["h100-80gb"]]
+    asked_for = PlanRequest(args=given, settings=settings, sizes=sizes, cluster=sites[0], console=console)
     if given.host_gib is None or given.node_devices is None:
-        console.print(f"assumed: {report.assumed(sites[0])}")
+        console.print(f"assumed: {report.format_assumptions(sites[0])}")
     if given.meshes:
-        _meshes(asked_for)
+        _plan_meshes(asked_for)
     elif given.longest:
-        _longest(asked_for)
+        _find_longest(asked_for)
     elif len(sites) > 1 or len(settings.data.row_lengths) > 1:
-        _several(asked_for, sites)
+        _plan_several(asked_for, sites)
     else:
-        _one(asked_for)
+        _plan_one(asked_for)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """The parsed command, with the config, model and first kind of GPU that it names."""
 
-    given: argparse.Namespace
-    settings: schema.Config
-    sizes: published.Sizes
-    site: compiled.Site
+    args: argparse.Namespace
+    settings: Config
+    sizes: ModelSizes
+    cluster: Cluster
     console: rich.console.Console
 
     @property
@@ -76,91 +84,93 @@ class Asked:
         return self.sizes.model
 
     @property
-    def name(self) -> str:
+    def model_name(self) -> str:
         """The model's name in output."""
         name = self.settings.model.source or "the config's model"
         return f"{name} (published sizes)" if self.sizes.published else name
 
     @property
-    def tokens(self) -> float | None:
+    def train_tokens(self) -> float | None:
         """Tokens to train on; None if they are unknown."""
-        run, step_tokens = self.settings.run, self.settings.batch.rows_per_step * self.settings.data.longest_row
-        if self.given.tokens is not None:
-            return self.given.tokens
+        run, step_tokens = self.settings.run, self.settings.batch.rows_per_step * self.settings.data.max_row_tokens
+        if self.args.tokens is not None:
+            return self.args.tokens
         return None if run.steps is None else float(run.steps * step_tokens)
 
 
-def _measure(given: argparse.Namespace, sizes: published.Sizes, console: rich.console.Console) -> None:
+def _measure(given: argparse.Namespace, sizes: ModelSizes, console: rich.console.Console) -> None:
     """Runs every mesh of the devices of this machine."""
-    changes = [*given.changes, *sizes.words]
-    ran = compare.here(
+    changes = [*given.changes, *sizes.overrides]
+    ran = compare.benchmark_meshes(
         given.config,
         changes,
         num_steps=given.measure,
         num_heads=sizes.model.num_heads,
-        say=console.print,
+        print_line=console.print,
     )
-    console.print(compare.table(ran))
+    console.print(compare.format_table(ran))
     meshes = [dataclasses.asdict(one) for one in ran]
-    _write(given.json, {"meshes": meshes}, sizes, console)
-    compare.check(ran)
+    _write_json(given.json, {"meshes": meshes}, sizes, console)
+    compare.check_losses(ran)
 
 
-def _one(asked: Asked) -> None:
+def _plan_one(asked: PlanRequest) -> None:
     """Plans the config's step."""
-    shown = planning.of(asked.settings, model=asked.model, site=asked.site, document_tokens=asked.given.document_tokens)
-    asked.console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
-    _write(asked.given.json, dataclasses.asdict(shown), asked.sizes, asked.console)
-    _plot(asked, shown, [shown], _AROUND)
+    shown = planning.plan_step(
+        asked.settings, model=asked.model, cluster=asked.cluster, document_tokens=asked.args.document_tokens
+    )
+    asked.console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
+    _write_json(asked.args.json, dataclasses.asdict(shown), asked.sizes, asked.console)
+    _plot_lengths(asked, shown, [shown], _PLOT_FACTORS)
 
 
-def _several(asked: Asked, sites: Sequence[compiled.Site]) -> None:
+def _plan_several(asked: PlanRequest, sites: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     found, refused = [], []
-    counted = progress.Progress(len(sites) * len(asked.settings.data.row_lengths))
+    counted = Progress(len(sites) * len(asked.settings.data.row_lengths))
     for site in sites:
         for row_tokens in asked.settings.data.row_lengths:
-            settings = asked.settings.for_rows_of(row_tokens)
-            words = f"{site.num_devices} x {site.kind}, rows of {row_tokens:,} tokens"
+            settings = asked.settings.with_row_tokens(row_tokens)
+            words = f"{site.num_devices} x {site.device_type}, rows of {row_tokens:,} tokens"
             try:
-                plan = planning.of(settings, model=asked.model, site=site, document_tokens=asked.given.document_tokens)
-            except errors.UserError as error:
+                plan = planning.plan_step(settings, model=asked.model, cluster=site, document_tokens=asked.args.document_tokens)
+            except UserError as error:
                 refused.append(f"{words}: {str(error).splitlines()[0]}")
-                asked.console.print(f"{words}: refused [{counted.next()}]")
+                asked.console.print(f"{words}: refused [{counted.advance()}]")
                 continue
             spent = durations.describe(plan.plan_s)
-            asked.console.print(f"{words}: compiled in {spent} [{counted.next()}]")
+            asked.console.print(f"{words}: compiled in {spent} [{counted.advance()}]")
             found.append(plan)
     if not found:
-        raise errors.UserError(refused)
-    asked.console.print(report.several(found, tokens=asked.tokens))
+        raise UserError(refused)
+    asked.console.print(report.format_comparison(found, tokens=asked.train_tokens))
     for words in refused:
         asked.console.print(f"refused: {words}")
     result = {"plans": [dataclasses.asdict(plan) for plan in found]}
-    _write(asked.given.json, result, asked.sizes, asked.console)
+    _write_json(asked.args.json, result, asked.sizes, asked.console)
 
 
-def _plot(asked: Asked, shown: planning.Plan, around: list[planning.Plan], factors: Sequence[float]) -> None:
+def _plot_lengths(asked: PlanRequest, shown: Plan, around: list[Plan], factors: Sequence[float]) -> None:
     """Draws memory over the row's length around a plan, if asked for."""
-    if not asked.given.plot:
+    if not asked.args.plot:
         return
-    lengths = _lengths(asked, shown, around, factors)
-    counted = progress.Progress(len(lengths))
+    lengths = _choose_plot_lengths(asked, shown, around, factors)
+    counted = Progress(len(lengths))
     for row_tokens in lengths:
-        of_length = search.with_rows_of(asked.settings, row_tokens)
+        of_length = search.with_row_tokens(asked.settings, row_tokens)
         verdict = "planned"
         try:
-            around.append(planning.of(of_length, model=asked.model, site=asked.site))
-        except errors.UserError:  # lengths that cuDNN cannot compute are left out
+            around.append(planning.plan_step(of_length, model=asked.model, cluster=asked.cluster))
+        except UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
-        asked.console.print(f"for the picture: {row_tokens:,} tokens {verdict} [{counted.next()}]")
-    site = asked.site
-    title = f"{asked.name} on {site.num_devices} x {site.kind}, {report.mesh(shown.mesh)}: planned, not measured"
-    plots.lengths(around, asked.given.plot, title=title)
-    asked.console.print(f"drawn: {asked.given.plot}")
+        asked.console.print(f"for the picture: {row_tokens:,} tokens {verdict} [{counted.advance()}]")
+    site = asked.cluster
+    title = f"{asked.model_name} on {site.num_devices} x {site.device_type}, {report.format_mesh(shown.mesh)}: planned, not measured"
+    plots.plot_lengths(around, asked.args.plot, title=title)
+    asked.console.print(f"drawn: {asked.args.plot}")
 
 
-def _lengths(asked: Asked, shown: planning.Plan, around: Sequence[planning.Plan], factors: Sequence[float]) -> list[int]:
+def _choose_plot_lengths(asked: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]) -> list[int]:
     """Row lengths that a picture needs besides those that were planned."""
     unit = 128 * asked.settings.mesh.seq
     planned = {plan.row_tokens for plan in around}
@@ -168,12 +178,12 @@ def _lengths(asked: Asked, shown: planning.Plan, around: Sequence[planning.Plan]
     return [length for length in dict.fromkeys(lengths) if length and length not in planned]
 
 
-def asked(arguments: list[str]) -> argparse.Namespace:
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     """What the command's words ask for. Raises: UserError for numbers that cannot be, and what contradicts each other."""
-    parser = cli.parser(
+    parser = cli.make_parser(
         "plan",
         "Compiles a config's training step for GPUs that are not here, and says what it takes, sends and computes.",
-        fields=True,
+        documents_fields=True,
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
@@ -181,7 +191,7 @@ def asked(arguments: list[str]) -> argparse.Namespace:
         "--device",
         metavar="KIND",
         action="append",
-        help=f"one or more of {', '.join(gpus.KINDS)}; default: h100-80gb. Several are compared in a table",
+        help=f"one or more of {', '.join(gpus.GPUS)}; default: h100-80gb. Several are compared in a table",
     )
     parser.add_argument(
         "--devices",
@@ -208,31 +218,31 @@ def asked(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draws memory over the row's length, or the meshes")
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too")
-    given = parser.parse_intermixed_args(_one_device_each(arguments))
-    _check(given)
+    given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
+    _check_arguments(given)
     return given
 
 
-def _one_device_each(arguments: Sequence[str]) -> list[str]:
+def _repeat_device_flag(arguments: Sequence[str]) -> list[str]:
     """`--device a100 h100` as `--device a100 --device h100`. The config and changes may follow them."""
     words: list[str] = []
     is_device = False
     for word in arguments:
         if is_device and words[-1] != "--device":
-            is_device = _LIKE_A_KIND.fullmatch(word) is not None
+            is_device = _DEVICE_TYPE.fullmatch(word) is not None
             words += ["--device"] * is_device
         is_device = is_device or word == "--device"
         words.append(word)
     return words
 
 
-_LIKE_A_KIND = re.compile(r"[a-z]+\d[\w-]*")
+_DEVICE_TYPE = re.compile(r"[a-z]+\d[\w-]*")
 """Matches names of GPUs, known or not, but no file.yaml and no key.path=value."""
 
 
-def _check(given: argparse.Namespace) -> None:
+def _check_arguments(given: argparse.Namespace) -> None:
     """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
-    problems = errors.Problems()
+    problems = ProblemCollector()
     for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens", "measure"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:
@@ -258,84 +268,86 @@ def _check(given: argparse.Namespace) -> None:
                 cli.check_file(getattr(given, flag), flag=f"--{flag}")
     if given.plot:
         with problems.collect():
-            plots.check(given.plot)
-    problems.check()
+            plots.check_output(given.plot)
+    problems.raise_if_any()
 
 
-def _check_lengths(given: argparse.Namespace, settings: schema.Config) -> None:
+def _check_single_length(given: argparse.Namespace, settings: Config) -> None:
     """Raises: UserError for flags that need one row length, if the config has several."""
     lengths = settings.data.row_lengths
     wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
     if len(lengths) > 1 and wrong and not given.longest:
-        raise errors.UserError(
+        raise UserError(
             f"data.row_tokens = {list(lengths)}: must be one length with --{wrong[0]}. Use data.row_tokens={lengths[-1]}."
         )
 
 
-def _site(kind: str, given: argparse.Namespace, settings: schema.Config) -> compiled.Site:
+def _make_cluster(kind: str, given: argparse.Namespace, settings: Config) -> Cluster:
     """Nodes of a kind of GPU. Raises: UserError for devices that the mesh does not fit."""
     mesh = settings.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
-    count = inner * mesh.data if mesh.data != -1 else -(-device_mesh.NODE_DEVICES // inner) * inner
+    count = inner * mesh.data if mesh.data != -1 else -(-device_mesh.DEVICES_PER_NODE // inner) * inner
     count = given.devices or count
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
         fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
-        raise errors.UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
-    return compiled.site(kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib)
+        raise UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
+    return compiled.make_cluster(kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib)
 
 
-def _longest(asked: Asked) -> None:
+def _find_longest(asked: PlanRequest) -> None:
     """Finds the longest row that fits."""
-    console, site = asked.console, asked.site
+    console, site = asked.console, asked.cluster
     began = time.perf_counter()
-    console.print(f"the longest row on {site.num_devices} x {site.kind}:")
-    counted = progress.Progress(search.USUAL, is_exact=False)
+    console.print(f"the longest row on {site.num_devices} x {site.device_type}:")
+    counted = Progress(search.USUAL_NUM_LENGTHS, is_exact=False)
 
-    def show(one: search.Tried) -> None:
-        console.print(report.tried(one, progress=counted.next()))
+    def show(one: TriedLength) -> None:
+        console.print(report.format_length(one, progress=counted.advance()))
 
-    found = search.longest(asked.settings, model=asked.model, site=site, say=show)
-    console.print(report.longest(found, seconds=time.perf_counter() - began))
-    shown = found.plan or found.beyond.plan
+    found = search.find_longest_row(asked.settings, model=asked.model, cluster=site, on_result=show)
+    console.print(report.format_longest(found, seconds=time.perf_counter() - began))
+    shown = found.plan or found.shortest_failing.plan
     result = {
         "longest_row_tokens": found.plan and found.plan.row_tokens,
-        "tried": [{"row_tokens": one.row_tokens, "fits": not one.why, "why": one.why} for one in found.tried],
+        "tried": [{"row_tokens": one.row_tokens, "fits": not one.problem, "why": one.problem} for one in found.tried],
     }
     if shown is not None:
-        console.print(report.text(shown, model=asked.name, tokens=asked.tokens))
+        console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
         result = dataclasses.asdict(shown) | result
-    _write(asked.given.json, result, asked.sizes, console)
+    _write_json(asked.args.json, result, asked.sizes, console)
     if shown is not None:
-        _plot(asked, shown, [one.plan for one in found.tried if one.plan is not None], _BELOW)
+        _plot_lengths(asked, shown, [one.plan for one in found.tried if one.plan is not None], _LONGEST_PLOT_FACTORS)
 
 
-def _meshes(asked: Asked) -> None:
+def _plan_meshes(asked: PlanRequest) -> None:
     """Plans every mesh."""
-    given, settings, site, console = asked.given, asked.settings, asked.site, asked.console
-    count = len(mesh_sweep.all_of(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
+    given, settings, site, console = asked.args, asked.settings, asked.cluster, asked.console
+    count = len(mesh_sweep.list_combinations(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
-    counted = progress.Progress(count)
+    counted = Progress(count)
 
-    def show(shape: mesh_sweep.Shape) -> None:
-        console.print(report.planned(shape, progress=counted.next()))
+    def show(shape: MeshPlan) -> None:
+        console.print(report.format_mesh_plan(shape, progress=counted.advance()))
 
     with console.status("compiling"):
-        found = mesh_sweep.planned(settings, model=asked.model, site=site, document_tokens=given.document_tokens, say=show)
-    rows = f"{settings.batch.rows_per_step} rows of {settings.data.longest_row:,} tokens"
-    console.print(f"{rows} a step on {site.num_devices} x {site.kind}")
-    console.print(report.ranked(found))
+        found = mesh_sweep.plan_meshes(
+            settings, model=asked.model, cluster=site, document_tokens=given.document_tokens, on_result=show
+        )
+    rows = f"{settings.batch.rows_per_step} rows of {settings.data.max_row_tokens:,} tokens"
+    console.print(f"{rows} a step on {site.num_devices} x {site.device_type}")
+    console.print(report.format_ranking(found))
     if given.plot:
-        where = f"{asked.name}, {rows} a step on {site.num_devices} x {site.kind}"
-        plots.meshes(found, given.plot, title=f"{where}: planned, not measured")
+        where = f"{asked.model_name}, {rows} a step on {site.num_devices} x {site.device_type}"
+        plots.plot_meshes(found, given.plot, title=f"{where}: planned, not measured")
         console.print(f"drawn: {given.plot}")
-    _write(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console)
+    _write_json(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console)
 
 
-def _write(
+def _write_json(
     file: pathlib.Path | None,
     result: dict[str, Any],
-    sizes: published.Sizes,
+    sizes: ModelSizes,
     console: rich.console.Console,
 ) -> None:
     """Writes the numbers, and whether they are of published sizes."""
@@ -346,4 +358,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_command(main)

@@ -7,18 +7,25 @@ import jax
 import rich.console
 
 from jaxsp import cli
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.run import build, preview, resume, trainer
-from jaxsp.runtime import cluster, device_mesh, distributed, preemption, run_dir, run_status, watchdog
+from jaxsp.runtime import cluster, device_mesh, distributed, run_dir
+from jaxsp.runtime.cluster import Process
+from jaxsp.runtime.preemption import Preemption
+from jaxsp.runtime.run_status import RunStatus
+from jaxsp.runtime.watchdog import Watchdog
 from jaxsp.training import memory_fit
 
 
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with every problem that can be found before the first step."""
-    parser = cli.parser("train", "Trains a model and writes a run directory.", fields=True, several=True)
+    parser = cli.make_parser(
+        "train", "Trains a model and writes a run directory.", documents_fields=True, is_multi_process=True
+    )
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
     parser.add_argument(
@@ -31,57 +38,57 @@ def main(arguments: list[str]) -> None:
     )
     given = parser.parse_intermixed_args(arguments)
     settings = schema.load(given.config, given.changes)
-    process = cli.process(given)
+    process = cli.detect_process(given)
     if given.show_example:
-        preview.show(settings, rich.console.Console(quiet=process.index > 0, markup=False))
+        preview.print_preview(settings, rich.console.Console(quiet=process.index > 0, markup=False))
         return
     device_mesh.choose_platform(
         virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
-        num_local=cluster.num_local(process, os.environ),
-        pool_bytes=_pool_bytes(settings, process),
+        num_local_processes=cluster.count_local_processes(process, os.environ),
+        max_pool_bytes=_pinned_pool_bytes(settings, process),
     )
-    now, folder = run_status.Pace(), pathlib.Path(settings.run.directory)
-    with preemption.Stopping(settings.run, now) as stop:
-        distributed.start(process)
+    now, folder = RunStatus(), pathlib.Path(settings.run.directory)
+    with Preemption(settings.run, now) as stop:
+        distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
-        with run_dir.hold(folder, asked=given.config), watchdog.Watchdog(settings.run, now, beats=process.index == 0):
+        with run_dir.lock(folder, config_path=given.config), Watchdog(settings.run, now, has_heartbeat=process.index == 0):
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    program, material = build.training(settings, devices=jax.devices(), damaged=damaged)
-                    trainer.train(program, material, console, stop=stop, verbose=given.verbose)
+                    program, material = build.build_training(settings, devices=jax.devices(), skip=damaged)
+                    trainer.train(program, material, console, preemption=stop, verbose=given.verbose)
                     break
-                except reader.Damaged as damage:
-                    words = resume.retreat(settings.run, damage)
+                except DamagedCheckpointError as damage:
+                    words = resume.skip_damaged(settings.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:
-                    distributed.say(words)
-        stop.over()
-        distributed.end()  # while a signal still means that all is well
+                    distributed.log(words)
+        stop.mark_done()
+        distributed.shutdown()  # while a signal still means that all is well
 
 
-def _pool_bytes(settings: schema.Config, process: cluster.Process) -> int | None:
+def _pinned_pool_bytes(settings: Config, process: Process) -> int | None:
     """Size for XLA's pool of pinned host memory for each GPU; None if nothing is offloaded or the
     model cannot be read yet.
 
     The pool's size must be set before JAX initializes its devices, so this is a formula with a
     margin.
     """
-    memory, num_gpus = settings.memory, cluster.num_gpus(os.environ)
+    memory, num_gpus = settings.memory, cluster.count_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
         model = families.read_model_config(settings.model)
-    except errors.UserError:
+    except UserError:
         # a resumed run reads it from its checkpoint; otherwise, the error is reported later with all others
         return None
-    num_local = cluster.num_local(process, os.environ)
+    num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // settings.mesh.replica)
-    found = memory_fit.offloaded(model, settings, num_shards=num_shards, seq=settings.mesh.seq)
+    found = memory_fit.offloaded_bytes(model, settings, num_shards=num_shards, seq=settings.mesh.seq)
     return memory_fit.pool_bytes(found)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    cli.run_command(main)

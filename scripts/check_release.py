@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxsp.model import remat
+from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.training import compile_options, selfcheck
 from scripts.bench import machine, memory
@@ -50,9 +50,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
 """Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
 
 OFFLOAD = {
-    "layers, inputs offloaded": remat.Remat(remat="full", offload_activations="residual"),
-    "layers, inputs and attention offloaded": remat.Remat(offload_activations="residual_and_attention"),
-    "layers": remat.Remat(),
+    "layers, inputs offloaded": RematPolicy(remat="full", offload_activations="residual"),
+    "layers, inputs and attention offloaded": RematPolicy(offload_activations="residual_and_attention"),
+    "layers": RematPolicy(),
 }
 """Memory options of the self-check's programs for offloading."""
 
@@ -121,7 +121,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
 
     Raises: JaxRuntimeError if XLA cannot.
     """
-    (gpu,) = compiled.devices(memory.DEVICE, 1)
+    (gpu,) = compiled.make_devices(memory.DEVICE, 1)
     here = jax.sharding.SingleDeviceSharding(gpu)
 
     def absent(arguments: Any) -> Any:
@@ -130,12 +130,12 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
     if name in OFFLOAD:
         how = OFFLOAD[name]
         options = compile_options.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
-        return selfcheck.compile_gradients(how, *absent(selfcheck.offload_arguments()), options=options)
+        return selfcheck.compile_offload_gradients(how, *absent(selfcheck.make_offload_inputs()), options=options)
     options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
     kernel = options.pop("kernel")
     bfloat16 = jnp.dtype("bfloat16")
     segments = options.pop("max_pieces")
-    rows = selfcheck.attention_arguments(**HEADS, max_pieces=segments, dtype=bfloat16)
+    rows = selfcheck.make_attention_inputs(**HEADS, max_segments=segments, dtype=bfloat16)
     computes_in = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
     return selfcheck.compile_attention(kernel, *absent(rows), dtype=computes_in, **options)
 

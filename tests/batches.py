@@ -7,9 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxsp import attention
+from jaxsp.attention import Attend
 from jaxsp.config import schema
-from jaxsp.core import axes, batch, layout
+from jaxsp.config.schema import Config
+from jaxsp.core import axes, layout
+from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
 from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh
 
@@ -46,7 +48,7 @@ Pieces = list[list[tuple[int, int]]]
 def mesh(replica: int, data: int, seq: int) -> Mesh:
     """A mesh of the first devices."""
     sizes = {axes.REPLICA: replica, axes.DATA: data, axes.SEQ: seq}
-    return device_mesh.make(sizes, jax.devices()[: replica * data * seq])
+    return device_mesh.make_mesh(sizes, jax.devices()[: replica * data * seq])
 
 
 def model(**changes: Any) -> ModelConfig:
@@ -73,7 +75,7 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def settings(*, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any) -> schema.Config:
+def settings(*, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any) -> Config:
     """A config of float32 and SGD with learning rate 1 without clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
     return schema.parse(
@@ -95,7 +97,7 @@ def packed(pieces: Pieces, *, num_tokens: int, vocab_size: int, seed: int) -> Ar
     shape, slots = (len(pieces), num_tokens), (len(pieces), width)
     arrays = {
         "tokens_BL": np.zeros(shape, np.int32),
-        "labels_BL": np.full(shape, batch.NO_LABEL, np.int32),
+        "labels_BL": np.full(shape, NO_LABEL, np.int32),
         "positions_BL": np.zeros(shape, np.int32),
         "starts_BM": np.zeros(slots, np.int32),
         "lengths_BM": np.zeros(slots, np.int32),
@@ -118,40 +120,40 @@ def ragged(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arr
         cuts = np.unique(rng.integers(1, num_tokens, rng.integers(1, 5)))
         pieces.append([(int(a), int(b - a)) for a, b in zip([0, *cuts], cuts, strict=False)])
     arrays = packed(pieces, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
-    arrays["labels_BL"][rng.random(arrays["labels_BL"].shape) < 0.3] = batch.NO_LABEL
-    arrays["labels_BL"][3] = batch.NO_LABEL
+    arrays["labels_BL"][rng.random(arrays["labels_BL"].shape) < 0.3] = NO_LABEL
+    arrays["labels_BL"][3] = NO_LABEL
     return arrays
 
 
-def on_shares(attend: attention.Attend) -> Callable[..., jax.Array]:
+def on_shares(attend: Attend) -> Callable[..., jax.Array]:
     """The same on whole rows: each device of a group takes its share of them, in the layout that is asked for."""
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    of_shares = jax.shard_map(attend, mesh=mesh(1, 1, attend.kind.seq), **specs, check_vma=False)
-    if attend.layout == 1:
+    of_shares = jax.shard_map(attend, mesh=mesh(1, 1, attend.strategy.seq), **specs, check_vma=False)
+    if attend.layout_degree == 1:
         return of_shares
 
     def of_rows(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-        order, inverse = (of(q.shape[1], attend.layout) for of in (layout.order, layout.inverse))
+        order, inverse = (of(q.shape[1], attend.layout_degree) for of in (layout.token_order, layout.place_of_token))
         return of_shares(*(x[:, order] for x in (q, k, v)), starts, lengths)[:, inverse]
 
     return of_rows
 
 
-def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1) -> batch.Batch:
+def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1) -> Batch:
     """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
-    places = layout.order(arrays["tokens_BL"].shape[1], degree)
-    specs = {name: batch.SPECS.get(name, batch.PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
-    arrays = {name: array[:, places] if specs[name] == batch.PER_TOKEN else array for name, array in arrays.items()}
+    places = layout.token_order(arrays["tokens_BL"].shape[1], degree)
+    specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
+    arrays = {name: array[:, places] if specs[name] == PER_TOKEN else array for name, array in arrays.items()}
     num_groups, num_rows = device_mesh.num_groups(on), len(arrays["tokens_BL"])
     rows_per_turn = num_groups * rows_at_once
-    turns = batch.num_turns(rows_per_step=num_rows, rows_per_turn=rows_per_turn)
+    turns = num_microbatches(rows_per_step=num_rows, global_microbatch_rows=rows_per_turn)
     order = [
-        [batch.row_of_step(turn, slot, num_groups=num_groups, rows_at_once=rows_at_once) for slot in range(rows_per_turn)]
+        [step_row_index(turn, slot, num_groups=num_groups, rows_per_microbatch=rows_at_once) for slot in range(rows_per_turn)]
         for turn in range(turns)
     ]
     put = {name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name])) for name, array in arrays.items()}
-    return batch.Batch(**put)
+    return Batch(**put)
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:

@@ -108,7 +108,7 @@ def choose_platform(*, gpu_if_there: bool) -> None:
     """Settles where JAX runs, here and in the processes that tests start, before it looks for devices."""
     from jaxsp.runtime import cluster
 
-    os.environ.setdefault("JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.num_gpus(os.environ) else "cpu")
+    os.environ.setdefault("JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.count_gpus(os.environ) else "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] != "cpu":
         # tests start processes on the same GPU, of which the first would take three quarters

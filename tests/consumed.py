@@ -15,13 +15,13 @@ import jax
 import numpy as np
 
 from jaxsp import cli, train
-from jaxsp.data.packing import pipeline
+from jaxsp.data.packing.pipeline import BatchLoader
 
 
 @contextlib.contextmanager
 def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
     """Notes what Pipeline gives; the process kills itself when it is asked for step number `kill_at` of this start."""
-    batches = pipeline.Pipeline.batches
+    batches = BatchLoader.batches
 
     def recorded(self):
         file = log.with_name(f"{log.name}.{jax.process_index()}")
@@ -32,11 +32,11 @@ def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
                 out.write(json.dumps({"number": number, "shape": given.tokens_BL.shape, "parts": parts(given)}) + "\n")
             yield given, counts
 
-    pipeline.Pipeline.batches = recorded
+    BatchLoader.batches = recorded
     try:
         yield
     finally:
-        pipeline.Pipeline.batches = batches
+        BatchLoader.batches = batches
 
 
 def parts(given) -> list:
@@ -65,4 +65,4 @@ def read(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
 if __name__ == "__main__":
     log, kill_at, *sys.argv[1:] = sys.argv[1:]
     with noted(pathlib.Path(log), kill_at=int(kill_at)):
-        cli.run(train.main)
+        cli.run_command(train.main)

@@ -33,7 +33,7 @@ def test_a_run_names_its_source_and_fills_its_mesh(run):
     assert run.unit in (anchors.SECONDS, anchors.TOKENS_PER_S)
     assert run.kernel in (anchors.CUDNN, anchors.FLASH2)
     assert run.note
-    assert run.device in gpus.KINDS
+    assert run.device in gpus.GPUS
     assert run.data * run.seq == run.num_devices
     assert run.rows_per_step % (run.data * run.rows_per_microbatch) == 0
 

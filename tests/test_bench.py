@@ -233,7 +233,7 @@ def test_four_layers_of_llama_8b_have_its_proportions():
     """Arithmetic for each layer and for the head, as in the whole model."""
 
     def flops(**fields):
-        model = families.model_config(step.SHAPES["llama8b-4layers"] | fields, field="model")
+        model = families.parse_model_config(step.SHAPES["llama8b-4layers"] | fields, field="model")
         return flops.step_flops(model, np.array([32768]))
 
     whole = flops(num_hidden_layers=32, vocab_size=128256)

@@ -48,7 +48,7 @@ def chat_run(tmp_path_factory):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = build.training(settings, devices=jax.devices()[:2])
+    program, material = build.build_training(settings, devices=jax.devices()[:2])
     trainer.train(program, material, rich.console.Console(quiet=True))
     (folder / "chatml.jinja").unlink()
     return folder

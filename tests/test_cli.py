@@ -8,10 +8,11 @@ import sys
 import pytest
 
 from jaxsp import cli
-from jaxsp.core import errors
+from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import distributed
+from jaxsp.runtime.cluster import Process
 
 
 def fails(error):
@@ -22,8 +23,8 @@ def fails(error):
 
 
 ENDS = [
-    (errors.UserError(["a = 1: no.", "b = 2: no."]), 2, "a = 1: no.\nb = 2: no.\n"),
-    (errors.Stopped("step 3: not finite"), 3, "step 3: not finite\n"),
+    (UserError(["a = 1: no.", "b = 2: no."]), 2, "a = 1: no.\nb = 2: no.\n"),
+    (NeedsAttentionError("step 3: not finite"), 3, "step 3: not finite\n"),
     (KeyboardInterrupt(), 130, "interrupted\n"),
 ]
 
@@ -31,7 +32,7 @@ ENDS = [
 @pytest.mark.parametrize(("error", "code", "words"), ENDS)
 def test_what_somebody_has_to_look_at_has_a_code_of_its_own(error, code, words, capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.run(fails(error))
+        cli.run_command(fails(error))
     assert (ended.value.code, capsys.readouterr().err) == (code, words)
 
 
@@ -44,7 +45,7 @@ def test_what_somebody_has_to_look_at_has_a_code_of_its_own(error, code, words, 
     ],
 )
 def test_an_option_of_another_system_is_answered_with_a_field(words, field, capsys):
-    parser = cli.parser("train", "about")
+    parser = cli.make_parser("train", "about")
     parser.add_argument("changes", nargs="*")
     with pytest.raises(SystemExit) as ended:
         parser.parse_intermixed_args(words)
@@ -57,7 +58,7 @@ def test_an_option_of_another_system_is_answered_with_a_field(words, field, caps
 
 def test_an_error_of_ours_is_said_in_full(capsys):
     with pytest.raises(SystemExit) as ended:
-        cli.run(fails(ZeroDivisionError("ours")))
+        cli.run_command(fails(ZeroDivisionError("ours")))
     assert ended.value.code == 1
     assert "Traceback" in (said := capsys.readouterr().err)
     assert said.endswith("ZeroDivisionError: ours\n")
@@ -68,11 +69,11 @@ CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by pee
 
 @pytest.mark.parametrize(("num_processes", "flags", "is_short"), [(2, [], True), (2, ["--verbose"], False), (1, [], False)])
 def test_a_lost_connection_to_another_process_is_one_line(monkeypatch, capsys, num_processes, flags, is_short):
-    monkeypatch.setattr(distributed, "_here", cluster.Process(index=0, num_processes=num_processes))
+    monkeypatch.setattr(distributed, "_here", Process(index=0, num_processes=num_processes))
     monkeypatch.setattr(distributed, "fail", sys.exit)
     monkeypatch.setattr(sys, "argv", ["train", *flags])
     with pytest.raises(SystemExit) as ended:
-        cli.run(fails(ValueError(CLOSED)))
+        cli.run_command(fails(ValueError(CLOSED)))
     printed = capsys.readouterr().err
     assert ended.value.code == 1
     assert CLOSED in printed

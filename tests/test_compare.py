@@ -5,9 +5,10 @@ import re
 
 import pytest
 
-from jaxsp import compare, measure, plan
+from jaxsp import compare, plan
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+from jaxsp.measure import BenchmarkResult
 from tests import messages
 
 MESHES = [{"replica": 1, "data": 1, "seq": 2}, {"replica": 1, "data": 2, "seq": 1}, {"replica": 2, "data": 1, "seq": 1}]
@@ -39,7 +40,7 @@ def measured(**changes):
         "step_s_estimate": None,
         "compile_s": 1.0,
     }
-    return measure.Measured(**fields | changes)
+    return BenchmarkResult(**fields | changes)
 
 
 def compared(monkeypatch, *outcomes):
@@ -53,7 +54,7 @@ def compared(monkeypatch, *outcomes):
     monkeypatch.setattr(compare, "_apart", apart)
     monkeypatch.setattr(compare, "_num_devices", lambda settings: 2)
     words = ["attention.kind=ulysses"]
-    return compare.here("configs/quickstart.yaml", words, num_steps=2, num_heads=4, say=lambda words: None)
+    return compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
 
 
 def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch):
@@ -66,7 +67,7 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
     monkeypatch.setattr(compare, "_apart", apart)
     monkeypatch.setattr(compare, "_num_devices", lambda settings: 4)
     words = ["attention.outer=gather", "attention.kv_heads_per_gather=1"]
-    compare.here("configs/quickstart.yaml", words, num_steps=2, num_heads=4, say=lambda words: None)
+    compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
     found = {(one.kind, one.inner_degree, one.outer, one.kv_heads_per_gather) for one in asked}
     assert found == {
         ("auto", None, "gather", 1),
@@ -80,8 +81,8 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
 def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkeypatch):
     found = compared(monkeypatch, "cannot be", measured(step_s=2.0), measured(step_s=1.0))
     assert [one.mesh for one in found] == [MESHES[2], MESHES[1], MESHES[0]]
-    compare.check(found)
-    lines = compare.table(found).splitlines()
+    compare.check_losses(found)
+    lines = compare.format_table(found).splitlines()
     assert re.search(messages.holding("2 x cpu", 2), lines[0])
     assert lines[-2].split() == ["1", "1", "2", "ulysses", "cannot", "be"]
     assert re.search(messages.holding(2, "0.0e+00"), lines[-1])
@@ -89,23 +90,23 @@ def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkey
 
 def test_a_loss_that_differs_is_named_with_its_mesh_and_is_our_error(monkeypatch):
     found = compared(monkeypatch, measured(), measured(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), measured())
-    assert re.search(messages.holding(1, 3), compare.table(found).splitlines()[-1])
+    assert re.search(messages.holding(1, 3), compare.format_table(found).splitlines()[-1])
     differs = ("replica 1 x data 2 x seq 1", "4.0004", "step 2", 4, "replica 1 x data 1 x seq 2")
     with pytest.raises(RuntimeError, match=messages.holding(*differs)):
-        compare.check(found)
+        compare.check_losses(found)
 
 
 def test_rounding_is_no_difference_and_a_count_always_is(monkeypatch):
-    compare.check(compared(monkeypatch, measured(), measured(losses=[5.0, 4.00003, 3.0]), "no"))
+    compare.check_losses(compared(monkeypatch, measured(), measured(losses=[5.0, 4.00003, 3.0]), "no"))
     found = compared(monkeypatch, measured(), measured(num_loss_tokens=[10, 11, 13]), "no")
     differs = ("num_loss_tokens", "[10, 11, 13]", "[10, 11, 12]")
     with pytest.raises(RuntimeError, match=messages.holding(*differs)):
-        compare.check(found)
+        compare.check_losses(found)
 
 
 def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
     says = messages.holding(3, "replica 1 x data 1 x seq 2", "because")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         compared(monkeypatch, "because", "no", "no")
 
 

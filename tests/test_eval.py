@@ -12,7 +12,7 @@ import safetensors.numpy
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from tests import messages, tolerances
 
@@ -81,8 +81,8 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = build.training(chosen, devices=jax.devices())
-    assert "hf" in material.origin
+    program, material = build.build_training(chosen, devices=jax.devices())
+    assert "hf" in material.weights_origin
     trainer.train(program, material, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     expected, found = (
@@ -103,7 +103,7 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
 def test_all_that_is_missing_is_said_at_once(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     suggestion = "data.eval='[{source: "
-    with pytest.raises(errors.UserError, match=messages.holding("data.eval", suggestion)) as found:
+    with pytest.raises(UserError, match=messages.holding("data.eval", suggestion)) as found:
         evaluation.main([str(tmp_path), "mesh.sq=4"])
     assert [problem.split(":")[0] for problem in found.value.problems] == ["mesh.sq = 4", "data.row_tokens", "data.eval"]
 
@@ -112,10 +112,10 @@ def test_what_is_nothing_to_evaluate_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").touch()
     says = messages.holding(tmp_path / "run", "run.save_every")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         evaluation.main([str(tmp_path / "run")])
     for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):
-        with pytest.raises(errors.UserError) as raised:
+        with pytest.raises(UserError) as raised:
             evaluation.main([str(what)])
         (problem,) = raised.value.problems
         assert all(part in problem for part in (str(what), "run", "checkpoint", "config.json"))

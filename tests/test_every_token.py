@@ -63,7 +63,7 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
     settings = schema.load(folder / "config.yaml", list(words))
     with consumed.noted(folder / log):
-        program, material = build.training(settings, devices=jax.devices())
+        program, material = build.build_training(settings, devices=jax.devices())
         trainer.train(program, material, rich.console.Console(quiet=True))
 
 
@@ -168,7 +168,7 @@ def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(straight, t
     _, data, wanted = straight
     write_config(tmp_path, data)
     train_apart(tmp_path, "killed", *words_of(before[1]), processes=before[0], kill_at=6)
-    done = reader.read_meta(run_paths.newest(tmp_path / "run")).step
+    done = reader.read_meta(run_paths.find_latest(tmp_path / "run")).step
     assert 0 < done < 6
     words = words_of(after[1], f"batch.rows_per_step={rows_per_step}")
     if after[0] == 1:

@@ -28,7 +28,7 @@ FACTS = {
 }
 
 
-@pytest.mark.skipif(cluster.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.skipif(cluster.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 @pytest.mark.parametrize("stage", gpu_check.STAGES)
 def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
     path = f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"

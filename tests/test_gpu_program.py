@@ -36,9 +36,9 @@ SMALL = {
 
 def compiled_step(settings):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = families.model_config(settings.model.config, field="model.config")
+    model = families.parse_model_config(settings.model.config, field="model.config")
     count = settings.mesh.data * settings.mesh.seq
-    return compiled.step(settings, model=model, devices=compiled.devices("h100-80gb", count))
+    return compiled.compile_config(settings, model=model, devices=compiled.make_devices("h100-80gb", count))
 
 
 def small_step(slots, **memory):
@@ -58,7 +58,7 @@ def small_step(slots, **memory):
             "optimizer": {"learning_rate": 0.1},
         }
     )
-    return compiled_step(settings).written.text
+    return compiled_step(settings).dump.hlo_text
 
 
 @pytest.fixture(scope="module", params=[64, pytest.param(1, marks=pytest.mark.slow)], ids=["packed", "one document a row"])
@@ -78,7 +78,7 @@ def collectives(text: str) -> dict[str, collections.Counter]:
 def num_calls(text: str) -> tuple[int, int]:
     """How often a program calls cuDNN, forward and backward."""
     ways = [f'custom_call_target="__cudnn$fmhaSoftmax{way}"' for way in ("", "Backward")]
-    runs = hlo.runs(hlo.parsed(text), lambda line: line.opcode == "custom-call")
+    runs = hlo.count_runs(hlo.parse_module(text), lambda line: line.opcode == "custom-call")
     return tuple(sum(times for line, times in runs if way in line.attributes) for way in ways)
 
 
@@ -90,14 +90,14 @@ def test_weights_travel_in_bfloat16_and_gradients_in_float32(small):
 
 def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(small):
     # forward q, k and v together, and the output; backward both again, then their transposes: 6 for each layer and turn
-    calls = [one for one in comms.sent(small[1]) if one.kind == "all-to-all"]
-    assert sum(one.times for one in calls) == 6 * 4 * 3
-    assert {dtype for one in calls for dtype in one.bytes_of} == {"bf16"}
+    calls = [one for one in comms.parse_collectives(small[1]) if one.operation == "all-to-all"]
+    assert sum(one.num_runs for one in calls) == 6 * 4 * 3
+    assert {dtype for one in calls for dtype in one.bytes_by_dtype} == {"bf16"}
 
 
 def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(small):
     slots, text = small
-    expected = 1 if slots == 1 else len(packed.calls(num_rows=1, row_tokens=8192, max_pieces=slots))
+    expected = 1 if slots == 1 else len(packed.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots))
     assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
 
 
@@ -126,13 +126,13 @@ RECIPES = {
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
     settings = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
-    model = families.model_config(settings.model.config, field="model.config")
+    model = families.parse_model_config(settings.model.config, field="model.config")
     groups = settings.mesh.data
-    plan = planning.of(settings, model=model, site=compiled.site("h100-80gb", groups * settings.mesh.seq))
+    plan = planning.plan_step(settings, model=model, cluster=compiled.make_cluster("h100-80gb", groups * settings.mesh.seq))
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()
     assert int(least or most) - 0.5 < plan.device_gib < int(most) + 0.5, "of jax 0.10.1 to 0.12"
     # a layer of a microbatch: see the test of the all-to-alls above
-    microbatches = settings.batch.rows_per_step // (groups * settings.batch.rows_at_once)
+    microbatches = settings.batch.rows_per_step // (groups * settings.batch.rows_per_microbatch)
     all_to_alls = sum(transfer["runs"] for transfer in plan.transfers if transfer["kind"] == "all-to-all")
     assert all_to_alls == (6 * model.num_layers * microbatches if settings.mesh.seq > 1 else 0)

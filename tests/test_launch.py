@@ -15,9 +15,10 @@ import rich.console
 
 from jaxsp import launch
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime.cluster import Process
 from tests import messages, noise, tolerances
 
 pytestmark = pytest.mark.usefixtures("hearing")
@@ -118,7 +119,7 @@ def compare_processes(tmp_path, meshes):
         assert ("Tokenising" in said) == (name == first), said
         assert "process 1: Tokenising" not in said
     file, metrics = settings(tmp_path, name="one", data=1, seq=8)
-    program, material = build.training(schema.load(file, []), devices=jax.devices())
+    program, material = build.build_training(schema.load(file, []), devices=jax.devices())
     trainer.train(program, material, rich.console.Console(quiet=True))
     expected = lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
@@ -281,7 +282,7 @@ def test_a_launched_process_finds_its_place():
 from jaxsp.core import jobs, processes
 print(jobs.find(os.environ))
 """)
-    place = cluster.Process(index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local=3)
+    place = Process(index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local_processes=3)
     assert printed == f"{place}\n"
 
 
@@ -321,7 +322,7 @@ def test_a_stop_may_take_its_time_and_is_no_failure(tmp_path):
         BEGINNING
         + f"""
 if rank != "0":
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep({launch.HOLD_S} + 2), Path("{tmp_path}", rank).touch(), sys.exit(0)))
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep({launch.PEER_LINE_DELAY_S} + 2), Path("{tmp_path}", rank).touch(), sys.exit(0)))
 Path("{tmp_path}", "ready" + rank).touch()
 time.sleep(100)
 """
@@ -397,7 +398,7 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
     ]
     with pytest.raises(SystemExit) as ended:
         launch.main(words)
-    assert ended.value.code == distributed.AGAIN
+    assert ended.value.code == distributed.EXIT_HUNG
     assert len(commands) == 5, "once, twice again, and twice after the new checkpoint"
     assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
     said = capfd.readouterr().err.splitlines()
@@ -431,7 +432,7 @@ def three_of(launcher):
 def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpus, says):
     monkeypatch.setattr(cluster, "num_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
-    with pytest.raises(errors.UserError, match=messages.holding(*says)):
+    with pytest.raises(UserError, match=messages.holding(*says)):
         launch.main([*words.split(), "configs/quickstart.yaml", "run.steps=1"])
 
 

@@ -116,7 +116,7 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
     settings = schema.load(command[3], command[4:])
-    assert settings.run.grace_s < POD["terminationGracePeriodSeconds"]
+    assert settings.run.shutdown_grace < POD["terminationGracePeriodSeconds"]
     mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
     assert settings.run.directory.startswith(f"{mount}/")
 
@@ -136,7 +136,7 @@ def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again()
     job, policy = JOB["template"]["spec"], JOBSET["spec"]["failurePolicy"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    codes = [cli.MISTAKE, cli.STOPPED]
+    codes = [cli.EXIT_USER_ERROR, cli.EXIT_NEEDS_ATTENTION]
     assert rule["onExitCodes"] == {"containerName": CONTAINER["name"], "operator": "In", "values": codes}
     assert [(one["action"], one["onJobFailureReasons"]) for one in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
     assert policy["maxRestarts"] > 0
@@ -151,4 +151,4 @@ def test_a_pod_ends_as_the_launcher_does(commands, codes, code):
 
 def test_a_pod_that_is_evicted_has_not_done_its_work(commands):
     words = (*CONTAINER["command"], *CONTAINER["args"])
-    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.AGAIN
+    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.EXIT_HUNG

@@ -14,7 +14,7 @@ import pytest
 import safetensors.numpy
 
 from jaxsp import library
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
@@ -34,10 +34,12 @@ FIELDS = batches.UNEVEN_LLAMA
 
 def make_folder(path, fields=FIELDS):
     """A Hugging Face folder of random weights, with the tokenizer of bytes."""
-    table = decoder.table(families.model_config(fields, field="fields"))
+    table = decoder.param_table(families.parse_model_config(fields, field="fields"))
     rng = np.random.default_rng(3)
     master = jax.tree.map(lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table)
-    weights.export(master, table=table, fields=fields, tokenizer=tokenizers.of_bytes(), directory=path, dtype="float32")
+    weights.export_model(
+        master, table=table, fields=fields, tokenizer=tokenizers.make_byte_tokenizer(), directory=path, dtype="float32"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +57,8 @@ def loaded(base):
 def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
     program, master = loaded
-    stored = [sharding.place(row, 8) for row in jax.tree.leaves(program.table)]
-    assert any(place.stored != row.shape for place, row in zip(stored, jax.tree.leaves(program.table), strict=True))
+    stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(program.table)]
+    assert any(place.stored_shape != row.shape for place, row in zip(stored, jax.tree.leaves(program.table), strict=True))
     assert dict(program.mesh.shape) == SETTINGS["mesh"]
     assert program.num_steps == 3
     library.save_model(master, tmp_path / "out", program)
@@ -70,10 +72,12 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert name == "bfloat16"
 
 
-@pytest.mark.skipif(compile_options.numbers(jax.__version__) < memory_options.HOST_STATE_FROM, reason="needs jax 0.11.1")
+@pytest.mark.skipif(
+    compile_options.parse_version(jax.__version__) < memory_options.MIN_HOST_STATE_RELEASE, reason="needs jax 0.11.1"
+)
 def test_weights_in_host_memory_are_saved(base, tmp_path):
     program, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
-    assert any(host_offload.holds(leaf) for leaf in jax.tree.leaves(master))
+    assert any(host_offload.is_on_host(leaf) for leaf in jax.tree.leaves(master))
     library.save_model(master, tmp_path / "out", program)
     old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (pathlib.Path(base), tmp_path / "out"))
     assert batches.same_bits(new, old)
@@ -97,7 +101,8 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
     found = list(library.pack(documents, program, labels=labels, weights=factors))
     assert len(found) == 3
     described = [
-        jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows) for rows in (found[0], train_step.shapes(program)[1])
+        jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
+        for rows in (found[0], train_step.abstract_inputs(program)[1])
     ]
     assert described[0] == described[1]
     right = [
@@ -133,7 +138,7 @@ BAD = [
 def test_bad_lists_are_refused(loaded, given, says):
     given = {"documents": [[1, 2], [3, 4]]} | given
     program = dataclasses.replace(loaded[0], has_weights="weights" in given)
-    with pytest.raises(errors.UserError, match="^" + messages.holding(*says)):
+    with pytest.raises(UserError, match="^" + messages.holding(*says)):
         library.pack(given.pop("documents"), program, **given)
 
 
@@ -153,21 +158,21 @@ def test_documents_may_come_from_a_generator(loaded):
     ],
 )
 def test_settings_of_files_are_refused(changes, field):
-    with pytest.raises(errors.UserError, match=field):
+    with pytest.raises(UserError, match=field):
         library.load_model("base", SETTINGS | changes)
 
 
 def test_weights_are_refused_where_the_step_has_none(loaded):
-    with pytest.raises(errors.UserError, match="has_weights=True"):
+    with pytest.raises(UserError, match="has_weights=True"):
         library.pack([[1, 2]], loaded[0], weights=[[1, 1]])
 
 
 def test_settings_that_do_not_work_are_refused(base):
     """Three rows cannot be shared by two groups of devices; a number of epochs would not be known before packing."""
-    with pytest.raises(errors.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         library.load_model(base, SETTINGS | {"batch": {"rows_per_step": 3}})
     assert [problem.partition(" = ")[0] for problem in raised.value.problems] == ["batch.rows_per_step"]
-    with pytest.raises(errors.UserError, match=r"run\.epochs = 2"):
+    with pytest.raises(UserError, match=r"run\.epochs = 2"):
         library.load_model(base, SETTINGS | {"run": {"epochs": 2}})
 
 

@@ -48,7 +48,7 @@ def says(capsys, monkeypatch, *words):
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     monkeypatch.setattr(sys, "argv", ["train", "config.yaml", *words])
     with pytest.raises(SystemExit) as ended:
-        cli.run(train.main)
+        cli.run_command(train.main)
     written = capsys.readouterr()
     assert ended.value.code == 2, written.err
     assert "Traceback" not in written.err + written.out

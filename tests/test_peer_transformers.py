@@ -278,7 +278,7 @@ def test_the_peer_s_arithmetic_is_counted_as_jaxsp_s(tmp_path):
     found = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
     flops = found.tflops_per_device * found.step_s * 1e12
     lengths = np.array([len(document) for document in step.random_documents(CASE)])
-    model = families.model_config(step.SHAPES["tiny"], field="tiny")
+    model = families.parse_model_config(step.SHAPES["tiny"], field="tiny")
     assert flops == pytest.approx(flops.step_flops(model, lengths))
 
 

@@ -14,7 +14,7 @@ import yaml
 
 from jaxsp import cli, compare, measure, plan
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import gpus
@@ -119,7 +119,7 @@ def test_every_device_is_compiled_for(asked, device):
     assert found["fits"] is True
     assert found["device"] == device
     assert found["kernel"] == "cudnn"
-    assert found["room_gib"] + found["memory"]["kept free"] == pytest.approx(gpus.KINDS[device].memory_bytes / 2**30)
+    assert found["room_gib"] + found["memory"]["kept free"] == pytest.approx(gpus.GPUS[device].memory_bytes / 2**30)
     assert f"2 x {device}" in said
 
 
@@ -146,7 +146,7 @@ def test_where_cudnn_does_not_serve_there_is_a_plan_without_an_estimate(asked, w
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked):
-    if jax.__version_info__ < memory_options.HOST_STATE_FROM:
+    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ("memory.offload_optimizer=state_and_gradients", "optimizer.name=adamw", "mesh.seq=1", "--devices", "1")
     _, found = asked(*words, "batch.rows_per_step=1", "memory.offload_activations=residual")
@@ -190,7 +190,7 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
-    real = memory_fit.measured
+    real = memory_fit.read_memory_use
     monkeypatch.setattr(memory_fit, "measured", lambda *given: real(*given)._replace(host=0))
     with pytest.raises(RuntimeError, match="XLA"):
         asked("memory.offload_activations=residual")
@@ -206,7 +206,7 @@ def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
     assert found["fits"] is True
     assert found["row_tokens"] == found["longest_row_tokens"]
     beyond = next(one["row_tokens"] for one in found["tried"] if not one["fits"])
-    assert beyond - found["row_tokens"] <= max(search.PRECISION * found["row_tokens"], search.UNIT)
+    assert beyond - found["row_tokens"] <= max(search.PRECISION * found["row_tokens"], search.LENGTH_UNIT)
     assert found["device_gib"] > 0.95 * found["room_gib"]
     assert f"{found['row_tokens']:,} tokens" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -271,12 +271,12 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
     ],
 )
 def test_what_cannot_be_asked_is_a_line_that_says_what_can(asked, words, problem):
-    with pytest.raises(errors.UserError, match=messages.holding(*problem)):
+    with pytest.raises(UserError, match=messages.holding(*problem)):
         asked(*words)
 
 
 def test_all_that_cannot_be_is_said_at_once(asked):
-    with pytest.raises(errors.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         asked("attention.kind=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6")
     starts = [problem.partition(":")[0] for problem in raised.value.problems]
     assert {"mesh.seq = 3", "batch.rows_per_step = 7"} <= set(starts)
@@ -295,7 +295,7 @@ def test_all_that_cannot_be_is_said_at_once(asked):
 )
 def test_several_kinds_of_gpus_may_be_named(words, kinds, changes):
     for arguments in (["config.yaml", *words], [*words, "config.yaml"]):
-        given = plan.asked(arguments)
+        given = plan.parse_arguments(arguments)
         assert given.device == kinds
         assert sorted([given.config, *given.changes]) == sorted(["config.yaml", *changes])
 
@@ -305,7 +305,7 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
 
     def of(settings, *, model, site, document_tokens):
         if site.kind in refused:
-            raise errors.UserError("data.row_tokens: too long\nand more")
+            raise UserError("data.row_tokens: too long\nand more")
         lengths = {"row_tokens": settings.data.row_tokens, "rows_per_step": settings.batch.rows_per_step}
         return made.plan(device=site.kind, num_devices=site.num_devices, tokens_per_s_estimate=1e5, **lengths)
 
@@ -315,12 +315,12 @@ def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
     said, found = asked(*words)
     planned = [("h100-80gb", 4096, 16), ("h100-80gb", 8192, 8), ("h200-141gb", 4096, 16), ("h200-141gb", 8192, 8)]
     assert [(one["device"], one["row_tokens"], one["rows_per_step"]) for one in found["plans"]] == planned
-    lines = [line.split() for line in said.splitlines() if line.split()[0] in gpus.KINDS]
+    lines = [line.split() for line in said.splitlines() if line.split()[0] in gpus.GPUS]
     assert [(device, tokens) for device, tokens, *_ in lines] == [(one[0], f"{one[1]:,}") for one in planned]
     assert lines[0][-1] == "22", "GPU-hours: 1e9 tokens are 10,000 s of 8 GPUs"
     assert "refused: 8 x a100-80gb, rows of 8,192 tokens: data.row_tokens: too long\n" in said
-    refused = list(gpus.KINDS)
-    with pytest.raises(errors.UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"):
+    refused = list(gpus.GPUS)
+    with pytest.raises(UserError, match=r"(?s)8 x h100-80gb, rows of 4,096 tokens: .*8 x a100-80gb"):
         asked(*words)
 
 
@@ -339,7 +339,7 @@ def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(aske
     said, found = asked(*GATED)
     first = said.splitlines()[0]
     sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
-    assert all(part in first for part in (sizes.name, "HF_HUB_OFFLINE", published.DATE, sizes.source))
+    assert all(part in first for part in (sizes.name, "HF_HUB_OFFLINE", published.READ_DATE, sizes.source_url))
     assert found["published_sizes"] == first
     assert f"{sizes.name} (published sizes)" in " ".join(said.split())
     said, found = asked()
@@ -368,10 +368,10 @@ def test_a_measurement_with_published_sizes_has_random_weights_and_says_so(tmp_p
 
     def of(settings, *, num_steps):
         given.append(settings.model)
-        raise errors.UserError("stopped here")
+        raise UserError("stopped here")
 
     monkeypatch.setattr(measure, "of", of)
-    with pytest.raises(errors.UserError, match="stopped here"):
+    with pytest.raises(UserError, match="stopped here"):
         measure.main(["configs/quickstart.yaml", *GATED])
     assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
     said = capsys.readouterr().out.splitlines()[0]
@@ -416,7 +416,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
     command = [sys.executable, "-m", "jaxsp.plan", config, *words]
     done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.DONE, done.stderr
+    assert done.returncode == cli.EXIT_OK, done.stderr
     assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["published_sizes"] == done.stdout.splitlines()[0]
@@ -424,7 +424,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     assert found["fits"] is True
     command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.MISTAKE, "training needs the weights"
+    assert done.returncode == cli.EXIT_USER_ERROR, "training needs the weights"
     assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr
 
 
@@ -438,7 +438,7 @@ def test_no_device_is_asked_for_and_no_data_read(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "jaxsp.plan", config, *words], cwd=REPO, capture_output=True, text=True, check=False
     )
-    assert done.returncode == cli.DONE, done.stderr
+    assert done.returncode == cli.EXIT_OK, done.stderr
     assert f"{tmp_path} on 8 x h100-80gb" in " ".join(done.stdout.split())
     # jax 0.10 has something to say of CUDA before anyone can ask it not to
     assert not [line for line in done.stderr.splitlines() if "cudart_stub" not in line and "absl::InitializeLog" not in line]

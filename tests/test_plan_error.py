@@ -6,7 +6,7 @@ import re
 import jax
 import pytest
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import budget
 from scripts.bench import plan_error, report, step
 from tests import messages
@@ -16,7 +16,7 @@ CASE = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto
 
 
 def planned():
-    memory = {budget.WEIGHTS: 28.0, budget.WORKSPACE: 2.0, budget.RESERVED: 6.3}
+    memory = {budget.WEIGHTS: 28.0, budget.CUDNN_WORKSPACE: 2.0, budget.RESERVED: 6.3}
     return made.plan(device_gib=30.0, memory=memory)
 
 
@@ -85,7 +85,7 @@ def test_a_plan_that_is_far_off_or_missing_fails(run, capsys):
 
     def plan(case, kind):
         if case.documents == "one":
-            raise errors.UserError("no such attention")
+            raise UserError("no such attention")
         return planned()
 
     other = measured(peak_gib=29.0) | {"documents": "one"}
@@ -104,4 +104,4 @@ def test_a_device_that_plans_do_not_know_is_refused(run, capsys):
 def test_a_case_is_planned():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     plan = plan_error.planned(CASE, "h200-141gb")
-    assert (plan.device, plan.num_devices, plan.document_tokens) == ("h200-141gb", 1, 64)
+    assert (plan.device_type, plan.num_devices, plan.document_tokens) == ("h200-141gb", 1, 64)

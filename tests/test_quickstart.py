@@ -13,7 +13,7 @@ import pytest
 
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
-from jaxsp.data.packing import packing
+from jaxsp.data.packing.packing import PackedRow
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding, train_step
@@ -46,11 +46,11 @@ def quickstart(tmp_path_factory):
 def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     directory, _ = quickstart
     losses = [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    _, material = build.training(_settings(directory), devices=jax.devices())
+    _, material = build.build_training(_settings(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
-    for document, length in enumerate(material.train.documents.lengths):
-        row = packing.Row(document=np.array([document]), first=np.array([0]), length=np.array([length]))
-        tokens = material.train.documents.share(row, 0, int(length)).tokens
+    for document, length in enumerate(material.train_set.documents.lengths):
+        row = PackedRow(document=np.array([document]), offset=np.array([0]), length=np.array([length]))
+        tokens = material.train_set.documents.read_slice(row, 0, int(length)).tokens
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     shares = counts / counts.sum()
     given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
@@ -86,13 +86,13 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
     settings = _settings(directory)
-    program, material = build.training(settings, devices=jax.devices())
-    ((rows, _),) = material.train.feed(
-        settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=1
+    program, material = build.build_training(settings, devices=jax.devices())
+    ((rows, _),) = material.train_set.make_loader(
+        settings, program.mesh, material.train_set.make_schedule(settings, num_steps=1), layout_degree=1
     ).batches()
-    whole = reader.read_weights(run_paths.newest(directory), program.table)
-    master = sharding.put(program.table, whole, program.mesh)
-    ours = jax.jit(lambda master, rows: train_step.gradients(program, master, rows).loss)(master, rows)
+    whole = reader.read_weights(run_paths.find_latest(directory), program.table)
+    master = sharding.put_weights(program.table, whole, program.mesh)
+    ours = jax.jit(lambda master, rows: train_step.compute_gradients(program, master, rows).loss)(master, rows)
 
     given = {name: array for name, array in vars(rows).items() if array is not None}
     arrays = {name: np.asarray(array).reshape(-1, array.shape[-1]) for name, array in given.items()}

@@ -23,5 +23,5 @@ def test_its_plans_can_be_asked_for(monkeypatch):
     assert len(commands) == 4
     monkeypatch.setattr(plots, "check", lambda file: None)  # matplotlib is in the plan extra
     for command in commands:
-        given = plan.asked(command.split())
+        given = plan.parse_arguments(command.split())
         schema.load(REPO / given.config, given.changes)

@@ -15,8 +15,9 @@ import pytest
 
 from jaxsp import cli, export, train
 from jaxsp.config import schema, yaml_io
-from jaxsp.core import errors
-from jaxsp.data.chat import chat, template_text
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.run import build
 from tests import batches, messages
@@ -96,8 +97,8 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
 )
 def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(template_text.Refused, match="chat template"):
-        chat.render(CHAT, tokenizer=tokenizers.of_bytes(), template=template, train_on="all")
+    with pytest.raises(RecordError, match="chat template"):
+        chat.render_record(CHAT, tokenizer=tokenizers.make_byte_tokenizer(), template=template, train_on="all")
     assert not any(tmp_path.iterdir())
 
 
@@ -106,8 +107,8 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
     (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
     (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     fields = settings(tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]")
-    with pytest.raises(errors.UserError) as found:
-        build.training(fields, devices=jax.devices()[:1])
+    with pytest.raises(UserError) as found:
+        build.build_training(fields, devices=jax.devices()[:1])
     first, _ = found.value.problems
     assert re.search(messages.holding("a.jsonl, line 1", "__class__"), first)
 
@@ -149,8 +150,8 @@ def refuses(folder, source, name):
     """A source is refused because of a name in it, before a run begins."""
     fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
     says = messages.holding(f"data.train.0.source = {folder}/{source}", name)
-    with pytest.raises(errors.UserError, match=says):
-        build.training(fields, devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=says):
+        build.build_training(fields, devices=jax.devices()[:1])
 
 
 def settings(folder, *words):
@@ -234,15 +235,15 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     schema.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     for main, words, code in [
-        (train.main, ["c.yaml", "--verbose"], cli.DONE),
-        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], cli.DONE),
-        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], cli.MISTAKE),
-        (lambda _: dict(os.environ)["nothing"], [], cli.OURS),
-        (export.main, ["run", "out"], cli.DONE),
+        (train.main, ["c.yaml", "--verbose"], cli.EXIT_OK),
+        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], cli.EXIT_OK),
+        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], cli.EXIT_USER_ERROR),
+        (lambda _: dict(os.environ)["nothing"], [], cli.EXIT_INTERNAL_ERROR),
+        (export.main, ["run", "out"], cli.EXIT_OK),
     ]:
         monkeypatch.setattr(sys, "argv", ["command", *words])
         with pytest.raises(SystemExit) as ended:
-            cli.run(main)
+            cli.run_command(main)
         written = capfd.readouterr()
         assert ended.value.code == code, written.err
         assert not SECRET.search((written.out + written.err).encode())
@@ -260,6 +261,6 @@ def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
     own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
     words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
     done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)
-    assert done.returncode in (cli.MISTAKE, cli.OURS)
+    assert done.returncode in (cli.EXIT_USER_ERROR, cli.EXIT_INTERNAL_ERROR)
     assert b"nobody/nothing: " in done.stderr or b"proxy" in done.stderr
     assert not SECRET.search(done.stdout + done.stderr), done.stderr

@@ -38,7 +38,7 @@ def test_nothing_is_downloaded_or_kept():
 def test_a_wrong_shape_or_dtype_raises():
     """Proves that pytest's import hook checks the annotations of jaxsp."""
     slots = jnp.zeros((2, 3), jnp.int32)
-    assert segments.piece_of_token(slots, slots, 8).shape == (2, 8)
+    assert segments.segment_ids(slots, slots, 8).shape == (2, 8)
     for wrong in (slots.astype(jnp.int16), slots[:, :-1], slots[0]):
         with pytest.raises(jaxtyping.TypeCheckError):
-            segments.piece_of_token(slots, wrong, 8)
+            segments.segment_ids(slots, wrong, 8)

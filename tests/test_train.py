@@ -20,9 +20,11 @@ import transformers
 from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
-from jaxsp.core import errors
-from jaxsp.data.packing import dataset, pipeline, row_reader
-from jaxsp.reporting import step_log
+from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.pipeline import BatchLoader
+from jaxsp.data.packing.row_reader import Documents
+from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import build, trainer
 from tests import batches, messages
 
@@ -62,7 +64,7 @@ def documents(folder, lengths, *, labels=False, seed=0):
 def run(chosen, num_devices):
     """Trains, and gives back metrics.jsonl and what was printed."""
     console = rich.console.Console(record=True, width=200, quiet=True)
-    program, material = build.training(chosen, devices=jax.devices()[:num_devices])
+    program, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
     trainer.train(program, material, console)
     directory = pathlib.Path(chosen.run.directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -165,15 +167,15 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
     tokens = np.zeros(15_922, np.int32)
     lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
     one = datasets.Dataset(pa.table({"tokens": lists}))
-    documents = row_reader.Documents([datasets.concatenate_datasets([one] * 20_243)])
-    data = dataset.of("train", documents, chosen, digests=["unused"])
-    assert len(data.schedule(chosen, epochs=1)) == 20_243
+    documents = Documents([datasets.concatenate_datasets([one] * 20_243)])
+    data = dataset.pack_documents("train", documents, chosen, digests=["unused"])
+    assert len(data.make_schedule(chosen, epochs=1)) == 20_243
 
 
 @pytest.mark.e2e
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     documents(tmp_path, [128] * 8)
-    with pytest.raises(errors.Stopped, match=messages.holding("run.on_nan=skip")) as stopped:
+    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nan=skip")) as stopped:
         run(settings(tmp_path, run__steps=8, run__log_every=5, optimizer__learning_rate=1e30, optimizer__max_grad_norm=None), 1)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
@@ -181,7 +183,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert int(saved.name) == lines[-1]["step"] == broken + 1, "one more step was under way"
     assert re.search(messages.holding(f"checkpoints/{saved.name}"), str(stopped.value))
-    table = build.training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
+    table = build.build_training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
     weights = reader.read_weights(saved, table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
@@ -197,7 +199,7 @@ def test_lines_are_as_many_as_asked_and_the_last_is_there(tmp_path):
 @pytest.mark.e2e
 def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, monkeypatch):
     documents(tmp_path, [128] * 8)
-    read, catch_up = pipeline.Pipeline.read, step_log.Log.catch_up
+    read, catch_up = BatchLoader.read_step, StepLog.record_previous_step
 
     def slow(self, step):
         time.sleep(1.0 if step == 5 else 0.0)
@@ -208,8 +210,8 @@ def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, 
         time.sleep(0.5 if self._num_steps == 1 and self._running else 0.0)
         catch_up(self)
 
-    monkeypatch.setattr(pipeline.Pipeline, "read", slow)
-    monkeypatch.setattr(step_log.Log, "catch_up", late)
+    monkeypatch.setattr(BatchLoader, "read", slow)
+    monkeypatch.setattr(StepLog, "catch_up", late)
     lines, _ = run(settings(tmp_path, run__steps=8), 1)
     assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
     waits = [line["data_wait_s"] for line in lines]
@@ -225,8 +227,8 @@ def test_a_directory_of_something_else_is_not_written(tmp_path, resume, suggesti
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_text("precious")
     says = messages.holding(f"run.directory = {tmp_path}/run") + f".*{suggestion}"
-    with pytest.raises(errors.UserError, match=says):
-        build.training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=says):
+        build.build_training(settings(tmp_path, run__resume=resume), devices=jax.devices()[:1])
     assert (tmp_path / "run/metrics.jsonl").read_text() == "precious"
 
 
@@ -238,8 +240,8 @@ def test_all_problems_are_said_at_once_and_nothing_is_written(tmp_path):
         mesh__seq=4,
         data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}, {"source": str(tmp_path / "b"), "format": "text"}],
     )
-    with pytest.raises(errors.UserError) as found:
-        build.training(chosen, devices=jax.devices())
+    with pytest.raises(UserError) as found:
+        build.build_training(chosen, devices=jax.devices())
     problems = "\n".join(found.value.problems)
     assert len(found.value.problems) == 5, problems
     for word in ("model.config.model_type = lama", "mesh.data = 3", "model.tokenizer = null", "data.train.0", "data.train.1"):
@@ -276,8 +278,8 @@ BAD = [
 @pytest.mark.parametrize(("changes", "num_devices", "says"), BAD)
 def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes, num_devices, says):
     documents(tmp_path, [128])
-    with pytest.raises(errors.UserError) as found:
-        build.training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
+    with pytest.raises(UserError) as found:
+        build.build_training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
     assert re.search(messages.holding(*says), "\n".join(found.value.problems))
     assert not (tmp_path / "run").exists()
 
@@ -285,8 +287,8 @@ def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes
 def test_text_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("some text")
     chosen = settings(tmp_path, data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}])
-    with pytest.raises(errors.UserError, match=r"model\.tokenizer"):
-        build.training(chosen, devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=r"model\.tokenizer"):
+        build.build_training(chosen, devices=jax.devices()[:1])
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
@@ -298,14 +300,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path):
         data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}],
     )
     says = messages.holding("model.tokenizer", 257, 256, "model.config.vocab_size=257")
-    with pytest.raises(errors.UserError, match=says):
-        build.training(chosen, devices=jax.devices()[:1])
+    with pytest.raises(UserError, match=says):
+        build.build_training(chosen, devices=jax.devices()[:1])
 
 
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 257]}')
-    with pytest.raises(errors.UserError, match="257"):
-        build.training(settings(tmp_path), devices=jax.devices()[:1])
+    with pytest.raises(UserError, match="257"):
+        build.build_training(settings(tmp_path), devices=jax.devices()[:1])
 
 
 @pytest.mark.e2e
@@ -331,7 +333,7 @@ def test_commands_answer_in_lines_and_exit_codes(arguments, code, says):
 def test_export_refuses_a_folder_with_something_in_it(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/file").write_text("precious")
-    with pytest.raises(errors.UserError, match=messages.holding(tmp_path / "out")):
+    with pytest.raises(UserError, match=messages.holding(tmp_path / "out")):
         export.main([str(tmp_path), str(tmp_path / "out")])
 
 

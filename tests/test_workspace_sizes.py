@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, packed
+from jaxsp.attention.kernels.cudnn_limits import CallSplit
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import cluster
 from scripts.bench import machine, report, workspace
@@ -20,15 +21,15 @@ CASE = workspace.Case(row_tokens=1024, num_heads=4, num_kv_heads=2, max_segments
 @pytest.fixture(scope="module")
 def h100():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    return compiled.devices("h100-80gb", 1)[0]
+    return compiled.make_devices("h100-80gb", 1)[0]
 
 
 def test_every_case_is_one_that_cudnn_can_do(h100):
-    assert [case for case in workspace.CASES if cudnn_limits.obstacles(case.work, devices=[h100])] == []
+    assert [case for case in workspace.CASES if cudnn_limits.unsupported_reasons(case.work, devices=[h100])] == []
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
-    formula = cudnn_limits.backward_bytes(CASE.work, cudnn_limits.Split(1, packed.ROOM))
+    formula = cudnn_limits.workspace_bytes(CASE.work, CallSplit(1, packed.CAPACITY_FACTOR))
     monkeypatch.setattr(cudnn_calls, "workspace_bytes", lambda text: formula // 2)
     found = workspace.measure(CASE, h100)
     assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
@@ -46,7 +47,7 @@ def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
     case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
-    text = workspace.compiled(case, h100, split=cudnn_limits.Split(1, packed.ROOM)).as_text()
+    text = workspace.compiled(case, h100, split=CallSplit(1, packed.CAPACITY_FACTOR)).as_text()
     assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
 
 
@@ -92,7 +93,7 @@ def test_cases_beyond_the_time_are_not_run(run):
     assert (code, {case["status"] for case in found["cases"]}) == (0, {report.NOT_RUN})
 
 
-@pytest.mark.skipif(cluster.num_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.skipif(cluster.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 def test_the_command_needs_a_gpu(capsys):
     assert workspace.main([]) == 2
     assert "GPU" in capsys.readouterr().err

@@ -22,10 +22,12 @@ from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import zigzag
 from jaxsp.attention.kernels import names, segments
+from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.zigzag import ChunkKernel, LocalSegments, PartialAttention, ZigzagGroup
 
 
-def cost(
-    *, degree: int, rows: int, share_tokens: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
+def sent_bytes(
+    *, degree: int, num_rows: int, tokens_per_device: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
 ) -> dict[str, int]:
     """Bytes that one device sends to the next for a layer in a turn, forward and backward.
 
@@ -35,7 +37,7 @@ def cost(
         itemsize: bytes of an element of k and v; their gradients go round in float32.
         remat: what a layer's backward pass keeps: none, attention or full.
     """
-    held = rows * share_tokens * 2 * num_kv_heads * head_dim
+    held = num_rows * tokens_per_device * 2 * num_kv_heads * head_dim
     hops = 2 * (degree - 1)
     if remat == "full" and degree > 3:
         # forward again, but for the first hop, which is the backward pass's too; of three devices, whose loop of one turn XLA
@@ -52,50 +54,52 @@ def attend(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    kernel: zigzag.Kernel,
-    ring: zigzag.Ring,
+    kernel: ChunkKernel,
+    group: ZigzagGroup,
 ) -> Float[Array, "B l H K"]:
     """Attention when each device holds two chunks of whole rows, and keeps its queries.
 
     Shapes: inside shard_map over `seq`; shares are of the layout zigzag(ring.degree).
     Moves:  k and v go round all devices but one, backward again, and there their gradients go round all: see `cost`.
     """
-    return _attend(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, ring)
+    return _attend(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: zigzag.Kernel, ring: zigzag.Ring
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: ChunkKernel, group: ZigzagGroup
 ) -> Array:
-    return _attend_fwd(q, k, v, starts_BM, lengths_BM, kernel, ring)[0]
+    return _attend_fwd(q, k, v, starts_BM, lengths_BM, kernel, group)[0]
 
 
 def _attend_fwd(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: zigzag.Kernel, ring: zigzag.Ring
+    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: ChunkKernel, group: ZigzagGroup
 ) -> tuple[Array, tuple[Array, ...]]:
     B, l, H, _ = q.shape
-    q_B2CHK, *kv = (zigzag.in_chunks(x) for x in (q, k, v))
-    pieces_of = _Pieces(ring, starts_BM, lengths_BM, l // 2)
+    q_B2CHK, *kv = (zigzag.split_chunks(x) for x in (q, k, v))
+    pieces_of = _LocalWork(group, starts_BM, lengths_BM, l // 2)
 
-    def visit(sums: _Sums, kv: list[Array], turn: Array | int) -> _Sums:
+    def visit(sums: _ChunkResults, kv: list[Array], turn: Array | int) -> _ChunkResults:
         """The sums, with what the two chunks get of keys that have come so many devices far."""
-        at = pieces_of.turn(turn)
-        found = zigzag.rectangle_forward(kernel, at.where, at.queries(q_B2CHK), *(at.keys(x) for x in kv))
-        of_last, of_either = (zigzag.Part(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found)) for number in (0, 1))
-        first = zigzag.merged(sums.first, zigzag.only_where(of_either, at.earlier))
-        return _Sums(first, zigzag.merged(zigzag.merged(sums.last, of_last), zigzag.only_where(of_either, ~at.earlier)))
+        at = pieces_of.ring_step(turn)
+        found = zigzag.off_diagonal_forward(kernel, at.blocks, at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv))
+        of_last, of_either = (PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found)) for number in (0, 1))
+        first = zigzag.merge(sums.first, zigzag.mask_partial(of_either, at.is_earlier))
+        return _ChunkResults(
+            first, zigzag.merge(zigzag.merge(sums.last, of_last), zigzag.mask_partial(of_either, ~at.is_earlier))
+        )
 
-    def next_turn(carry: tuple[_Sums, list[Array]], turn: Array) -> tuple[tuple[_Sums, list[Array]], None]:
+    def next_turn(carry: tuple[_ChunkResults, list[Array]], turn: Array) -> tuple[tuple[_ChunkResults, list[Array]], None]:
         sums, kv = carry
-        return (visit(sums, kv, turn), ring.passed_on(kv)), None
+        return (visit(sums, kv, turn), group.shift(kv)), None
 
-    own = zigzag.own_forward(kernel, pieces_of.own, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv)))
-    first, last = (zigzag.Part(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own)) for number in (0, 1))
-    between = zigzag.rectangle_forward(kernel, pieces_of.between, q_B2CHK[:, 1], *(x[:, 0] for x in kv))
-    sums = _Sums(first, zigzag.merged(last, between))
-    if ring.degree > 1:
-        (sums, kv), _ = jax.lax.scan(next_turn, (sums, ring.passed_on(kv)), jnp.arange(1, ring.degree - 1))
-        sums = visit(sums, kv, ring.degree - 1)
+    own = zigzag.diagonal_forward(kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv)))
+    first, last = (PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own)) for number in (0, 1))
+    between = zigzag.off_diagonal_forward(kernel, pieces_of.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv))
+    sums = _ChunkResults(first, zigzag.merge(last, between))
+    if group.degree > 1:
+        (sums, kv), _ = jax.lax.scan(next_turn, (sums, group.shift(kv)), jnp.arange(1, group.degree - 1))
+        sums = visit(sums, kv, group.degree - 1)
     out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
     lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
     out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
@@ -103,41 +107,41 @@ def _attend_fwd(
 
 
 def _attend_bwd(
-    kernel: zigzag.Kernel, ring: zigzag.Ring, saved: tuple[Array, ...], dout: Array
+    kernel: ChunkKernel, group: ZigzagGroup, saved: tuple[Array, ...], dout: Array
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, starts_BM, lengths_BM, out, lse = saved
     B, l, H, _ = q.shape
-    q_B2CHK, k_B2CGK, v_B2CGK, out_B2CHK, dout_B2CHK = (zigzag.in_chunks(x) for x in (q, k, v, out, dout))
+    q_B2CHK, k_B2CGK, v_B2CGK, out_B2CHK, dout_B2CHK = (zigzag.split_chunks(x) for x in (q, k, v, out, dout))
     lse_B2HC = lse.reshape(B, H, 2, l // 2).swapaxes(1, 2)
-    pieces_of = _Pieces(ring, starts_BM, lengths_BM, l // 2)
+    pieces_of = _LocalWork(group, starts_BM, lengths_BM, l // 2)
     done = (out_B2CHK, lse_B2HC, dout_B2CHK)
 
     def visit(dq: Array, dkv: list[Array], kv: list[Array], turn: Array | int) -> tuple[Array, list[Array]]:
         """dq of the two chunks, and dk and dv of keys that have come so many devices far, with what they are to each other."""
-        at = pieces_of.turn(turn)
-        inputs = at.queries(q_B2CHK), *(at.keys(x) for x in kv), *(at.queries(x) for x in done)
-        dq_more, *dkv_more = zigzag.rectangle_backward(kernel, at.where, *inputs)
-        return dq + at.of_queries(dq_more), [x + at.of_keys(more) for x, more in zip(dkv, dkv_more, strict=True)]
+        at = pieces_of.ring_step(turn)
+        inputs = at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv), *(at.take_queries(x) for x in done)
+        dq_more, *dkv_more = zigzag.off_diagonal_backward(kernel, at.blocks, *inputs)
+        return dq + at.sum_queries(dq_more), [x + at.sum_keys(more) for x, more in zip(dkv, dkv_more, strict=True)]
 
     def next_turn(carry: tuple[Array, list[Array], list[Array]], turn: Array) -> tuple[tuple, None]:
         dq, dkv, kv = carry
-        come = ring.passed_on([*dkv, *kv])
+        come = group.shift([*dkv, *kv])
         dq, dkv = visit(dq, come[:2], kv, turn)
         return (dq, dkv, come[2:]), None
 
     kv = [k_B2CGK, v_B2CGK]
-    own = zigzag.own_backward(kernel, pieces_of.own, *(zigzag.as_rows(x) for x in (q_B2CHK, *kv, *done)))
+    own = zigzag.diagonal_backward(kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *done)))
     dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in own)
     of_chunks = q_B2CHK[:, 1], *(x[:, 0] for x in kv), *(x[:, 1] for x in done)
-    dq_last, *dkv_first = zigzag.rectangle_backward(kernel, pieces_of.between, *of_chunks)
+    dq_last, *dkv_first = zigzag.off_diagonal_backward(kernel, pieces_of.inner_block, *of_chunks)
     dq = dq.at[:, 1].add(dq_last)
     dkv = [x.at[:, 0].add(more) for x, more in zip(dkv, dkv_first, strict=True)]
     # gradients follow their keys, a turn behind, so that they travel while the next turn is computed
-    if ring.degree > 1:
-        turns = jnp.arange(1, ring.degree - 1)
-        (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, ring.passed_on(kv)), turns)
-        dq, dkv = visit(dq, ring.passed_on(dkv), kv, ring.degree - 1)
-        dkv = ring.passed_on([x.astype(k.dtype) for x in dkv])  # home
+    if group.degree > 1:
+        turns = jnp.arange(1, group.degree - 1)
+        (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, group.shift(kv)), turns)
+        dq, dkv = visit(dq, group.shift(dkv), kv, group.degree - 1)
+        dkv = group.shift([x.astype(k.dtype) for x in dkv])  # home
     dk, dv = dkv
     return (
         dq.reshape(q.shape).astype(q.dtype),
@@ -151,80 +155,84 @@ def _attend_bwd(
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-class _Sums(NamedTuple):
+class _ChunkResults(NamedTuple):
     """What the two chunks have got so far."""
 
-    first: zigzag.Part
-    last: zigzag.Part
+    first: PartialAttention
+    last: PartialAttention
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turn:
+class _RingStep:
     """What there is to do when another device's keys are here, its two rectangles one after the other as rows.
 
     One is of the last chunk's queries and the first chunk's keys; the other of the first chunk of both, if the keys are of an
     earlier device, else of the last chunk of both.
     """
 
-    earlier: Array
-    where: segments.Rectangle
+    is_earlier: Array
+    blocks: OffDiagonalBlock
 
-    def queries(self, x_B2: Array) -> Array:
-        return zigzag.as_rows(jnp.stack([x_B2[:, 1], jnp.where(self.earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
+    def take_queries(self, x_B2: Array) -> Array:
+        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 1], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
 
-    def keys(self, x_B2: Array) -> Array:
-        return zigzag.as_rows(jnp.stack([x_B2[:, 0], jnp.where(self.earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
+    def take_keys(self, x_B2: Array) -> Array:
+        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 0], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
 
-    def of_queries(self, x_R: Array) -> Array:
+    def sum_queries(self, x_R: Array) -> Array:
         """Sums for both chunks, of values for the rectangles' queries."""
         of_last, of_either = x_R[0::2], x_R[1::2]
-        return jnp.stack([jnp.where(self.earlier, of_either, 0), of_last + jnp.where(self.earlier, 0, of_either)], axis=1)
+        return jnp.stack([jnp.where(self.is_earlier, of_either, 0), of_last + jnp.where(self.is_earlier, 0, of_either)], axis=1)
 
-    def of_keys(self, x_R: Array) -> Array:
+    def sum_keys(self, x_R: Array) -> Array:
         """The same for their keys."""
         of_first, of_either = x_R[0::2], x_R[1::2]
-        return jnp.stack([of_first + jnp.where(self.earlier, of_either, 0), jnp.where(self.earlier, 0, of_either)], axis=1)
+        return jnp.stack(
+            [of_first + jnp.where(self.is_earlier, of_either, 0), jnp.where(self.is_earlier, 0, of_either)], axis=1
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pieces:
+class _LocalWork:
     """What the pieces leave to do on this device."""
 
-    ring: zigzag.Ring
+    group: ZigzagGroup
     starts_BM: Array
     lengths_BM: Array
     chunk_tokens: int
 
     @property
-    def own(self) -> zigzag.Own:
-        return zigzag.own(self.ring, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens)
+    def local_segments(self) -> LocalSegments:
+        return zigzag.find_local_segments(self.group, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens)
 
     @property
-    def between(self) -> segments.Rectangle:
+    def inner_block(self) -> OffDiagonalBlock:
         """This device's last chunk, and its first chunk's keys."""
-        first, last = self.ring.chunks(self.ring.here)
-        return self._rectangle(last, first)
+        first, last = self.group.chunk_numbers(self.group.index)
+        return self._block(last, first)
 
-    def turn(self, turn: Array | int) -> _Turn:
+    def ring_step(self, hop: Array | int) -> _RingStep:
         """The keys of the device so many before this one are here."""
-        here = self.ring.here
-        there = (here - turn) % self.ring.degree
+        here = self.group.index
+        there = (here - hop) % self.group.degree
         earlier = there < here
-        (first, last), (their_first, their_last) = self.ring.chunks(here), self.ring.chunks(there)
+        (first, last), (their_first, their_last) = self.group.chunk_numbers(here), self.group.chunk_numbers(there)
         both = (
-            self._rectangle(last, their_first),
-            self._rectangle(jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)),
+            self._block(last, their_first),
+            self._block(jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)),
         )
-        return _Turn(earlier, segments.Rectangle(*(zigzag.as_rows(jnp.stack(x, axis=1)) for x in zip(*both, strict=True))))
+        return _RingStep(
+            earlier, OffDiagonalBlock(*(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*both, strict=True)))
+        )
 
-    def _rectangle(self, queries: Array, keys: Array) -> segments.Rectangle:
+    def _block(self, queries: Array, keys: Array) -> OffDiagonalBlock:
         """Of two chunks by their numbers."""
         size = self.chunk_tokens
-        return segments.rectangle(
+        return segments.find_off_diagonal_block(
             self.starts_BM,
             self.lengths_BM,
-            queries=queries * size,
+            first_query=queries * size,
             num_queries=size,
-            keys=keys * size,
+            first_key=keys * size,
             num_keys=size,
         )

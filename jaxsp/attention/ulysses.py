@@ -16,17 +16,17 @@ def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
     return math.lcm(num_kv_heads, seq) // num_kv_heads
 
 
-TRIPS = {"none": 2, "attention": 3, "full": 3}
+PASSES_BY_REMAT = {"none": 2, "attention": 3, "full": 3}
 """How often a layer's arrays travel in a step, by what its backward pass keeps: forward, backward, and before that once more
 where the layer is computed again. Keeping what the kernel made does not help: its q, k and v are wanted on this side of the
 all-to-all and its output on the other."""
 
 
-def cost(
+def sent_bytes(
     *,
     seq: int,
-    rows: int,
-    share_tokens: int,
+    num_rows: int,
+    tokens_per_device: int,
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
@@ -42,8 +42,8 @@ def cost(
         remat: one of TRIPS.
     """
     kv_heads = num_kv_heads * kv_repeats(num_kv_heads=num_kv_heads, seq=seq)
-    held = rows * share_tokens * 2 * (num_heads + kv_heads) * head_dim * itemsize
-    return TRIPS[remat] * (held - held // seq)
+    held = num_rows * tokens_per_device * 2 * (num_heads + kv_heads) * head_dim * itemsize
+    return PASSES_BY_REMAT[remat] * (held - held // seq)
 
 
 def attend(
@@ -55,7 +55,7 @@ def attend(
     *,
     kernel: Callable[..., Float[Array, "B L h K"]],
     seq: int,
-    groups: list[list[int]] | None = None,
+    axis_index_groups: list[list[int]] | None = None,
     **shared: Any,
 ) -> Float[Array, "B l H K"]:
     """Attention over whole rows when each of `seq` devices holds a share of them.
@@ -79,7 +79,9 @@ def attend(
     # for each destination its heads of q, of k and of v, side by side
     parts = [x.reshape(B, l, seq, -1, K) for x in (q_BlHK, k_BlGK, v_BlGK)]
     mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
-    mixed_BLxK = jax.lax.all_to_all(mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, axis_index_groups=groups, tiled=True)
+    mixed_BLxK = jax.lax.all_to_all(
+        mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, axis_index_groups=axis_index_groups, tiled=True
+    )
     q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
     out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **shared)
-    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)
+    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, axis_index_groups=axis_index_groups, tiled=True)

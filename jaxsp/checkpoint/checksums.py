@@ -17,20 +17,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, UInt32
 
 from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
 from jaxsp.training import host_offload
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
 """Of each of the two sums: what places are multiplied by, and what bits are, twice. Odd, so that all of it can be undone.
 Source: the finishing steps of MurmurHash3 and of C. Wellons' lowbias32; the first ones are primes of xxHash's kind."""
 
-_AT_ONCE = 4 * 1024 * 1024
+_BLOCK_ELEMENTS = 4 * 1024 * 1024
 """Elements of an array in host memory that are mixed at a time."""
 
 
-def logical(table: layers.Weights, master: layers.Weights, opt: Any) -> dict[str, Any]:
+def unpadded_shapes(table: layers.Weights, master: layers.Weights, opt: Any) -> dict[str, Any]:
     """{"master": ..., "opt": ...} with shapes and dtypes as they are without the zeros that some meshes store."""
 
-    def of_state(row: layers.Parameter, weight: Any, state: Any) -> Any:
+    def of_state(row: Parameter, weight: Any, state: Any) -> Any:
         own = lambda x: row.stacked_shape if x.shape == weight.shape else x.shape
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(own(x), x.dtype), state)
 
@@ -38,12 +39,12 @@ def logical(table: layers.Weights, master: layers.Weights, opt: Any) -> dict[str
     return {"master": weights, "opt": jax.tree.map(of_state, table, master, opt)}
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def name_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by their path, as `master/layers/q`."""
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+def compute_on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """The digest of each array as 16 hexadecimal digits, the same in all processes.
 
     Args:   shapes: the logical ones.
@@ -53,7 +54,7 @@ def on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]
     # One program at a time: with several in flight, CPU devices can wait for each other forever
     # (jax 0.10.1, 2 cores: 6 of 8 devices reach the all-reduce)
     sums = {name: jax.device_get(programs[name](array)) for name, array in arrays.items()}
-    return {name: _words(of_array.tolist()) for name, of_array in sums.items()}
+    return {name: _format_hex(of_array.tolist()) for name, of_array in sums.items()}
 
 
 def compile_programs(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.stages.Compiled]:
@@ -66,10 +67,10 @@ def compile_programs(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     return {name: _compile(to_shape(array), tuple(shapes[name])) for name, array in arrays.items()}
 
 
-def on_host(array: np.ndarray) -> str:
+def compute_on_host(array: np.ndarray) -> str:
     """The digest of a whole array in host memory, by numpy."""
     array = array.reshape(1) if array.ndim == 0 else array
-    rows = max(1, _AT_ONCE // max(1, math.prod(array.shape[1:])))
+    rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(array.shape[1:])))
     sums = [0, 0]
     for start in range(0, len(array), rows):
         part = np.ascontiguousarray(array[start : start + rows])
@@ -78,11 +79,11 @@ def on_host(array: np.ndarray) -> str:
             place: np.ndarray = np.arange(start, start + len(part), dtype=np.uint32)
             for size in part.shape[1:]:
                 place = place[..., None] * np.uint32(spread) + np.arange(size, dtype=np.uint32)
-            sums[number] += int(np.sum(_mixed(bits, place, factors), dtype=np.uint32))
-    return _words([total % 2**32 for total in sums])
+            sums[number] += int(np.sum(_mix_bits(bits, place, factors), dtype=np.uint32))
+    return _format_hex([total % 2**32 for total in sums])
 
 
-def _words(sums: list[int]) -> str:
+def _format_hex(sums: list[int]) -> str:
     return "".join(f"{one:08x}" for one in sums)
 
 
@@ -90,20 +91,20 @@ def _words(sums: list[int]) -> str:
 def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.Compiled:
     place: Any = like.sharding
     everywhere = NamedSharding(place.mesh, PartitionSpec())
-    return jax.jit(_sums, static_argnums=1, out_shardings=everywhere).lower(like, shape).compile()
+    return jax.jit(_sum_bits, static_argnums=1, out_shardings=everywhere).lower(like, shape).compile()
 
 
-def _sums(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
+def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
     first = jnp.zeros((), jnp.uint32)
-    if not host_offload.holds(x):
-        return _of_part(x, shape, first)
+    if not host_offload.is_on_host(x):
+        return _sum_part(x, shape, first)
     if len(shape) < 3:  # no layers: the whole visits
-        return _of_part(host_offload.on_device(x), shape, first)
-    of_layer = lambda number, layer: _of_part(host_offload.on_device(layer), shape[1:], number)
+        return _sum_part(host_offload.to_device(x), shape, first)
+    of_layer = lambda number, layer: _sum_part(host_offload.to_device(layer), shape[1:], number)
     return jax.lax.map(lambda one: of_layer(*one), (jnp.arange(shape[0], dtype=jnp.uint32), x)).sum(0, dtype=jnp.uint32)
 
 
-def _of_part(x: Array, shape: tuple[int, ...], first: UInt32[Array, ""]) -> UInt32[Array, "two"]:
+def _sum_part(x: Array, shape: tuple[int, ...], first_index: UInt32[Array, ""]) -> UInt32[Array, "two"]:
     """Both sums; `first` is the place along the dims before those of `x`."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     along = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in range(x.ndim)]
@@ -114,14 +115,14 @@ def _of_part(x: Array, shape: tuple[int, ...], first: UInt32[Array, ""]) -> UInt
     )
     both = []
     for spread, *factors in _SEEDS:
-        place = jnp.broadcast_to(first, x.shape)
+        place = jnp.broadcast_to(first_index, x.shape)
         for one in along:
             place = place * np.uint32(spread) + one
-        both.append(jnp.sum(jnp.where(counts, _mixed(bits, place, factors), np.uint32(0)), dtype=jnp.uint32))
+        both.append(jnp.sum(jnp.where(counts, _mix_bits(bits, place, factors), np.uint32(0)), dtype=jnp.uint32))
     return jnp.stack(both)
 
 
-def _mixed(bits: Any, place: Any, factors: list[int]) -> Any:
+def _mix_bits(bits: Any, place: Any, factors: list[int]) -> Any:
     """Of numpy's or JAX's arrays: for each place, another value for each value of the bits."""
     value = (bits ^ place) * np.uint32(factors[0])
     value = (value ^ (value >> np.uint32(15))) * np.uint32(factors[1])

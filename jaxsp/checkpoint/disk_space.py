@@ -6,24 +6,24 @@ from typing import Any
 
 import jax
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
-from jaxsp.training.memory_fit import size
+from jaxsp.training.memory_fit import format_bytes
 
-COMPRESSED = 0.8
+MIN_COMPRESSED_FRACTION = 0.8
 """Lower bound of a checkpoint's bytes on disk as a fraction of its bytes in memory.
 
 orbax compresses with zstd, which leaves 0.89 of random float32 weights with AdamW's moments.
 """
 
 
-def num_bytes(state: Any) -> int:
+def tree_bytes(state: Any) -> int:
     """Bytes of all arrays in a pytree, each counted once however many devices hold a copy."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def check(settings: schema.Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
+def check(settings: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
     """Compares the free space of run.directory with the space that the run's checkpoints need.
 
     Args:
@@ -38,32 +38,32 @@ def check(settings: schema.Config, *, checkpoint_bytes: int, num_steps: int, lef
     if free is None:
         return None
     free += leftover_bytes
-    if free < COMPRESSED * checkpoint_bytes:
-        raise errors.UserError(
-            f"run.directory = {directory}: a checkpoint takes {size(checkpoint_bytes)}, and only {size(free)} are free "
+    if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes:
+        raise UserError(
+            f"run.directory = {directory}: a checkpoint takes {format_bytes(checkpoint_bytes)}, and only {format_bytes(free)} are free "
             "there. Make room, or name a folder on a disk that has more."
         )
-    num_there = len(run_paths.steps(directory / run_paths.CHECKPOINTS))
+    num_there = len(run_paths.list_steps(directory / run_paths.CHECKPOINTS_DIR))
     num_more = max(1, settings.checkpoint.keep_latest + settings.checkpoint.keep_best + 1 - num_there)
     if settings.run.save_every is None:
         num_more = 1
     elif settings.run.save_steps is not None:
         num_more = min(num_more, num_steps // settings.run.save_steps + 1)
-    if free < COMPRESSED * checkpoint_bytes * num_more:
+    if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes * num_more:
         return (
-            f"the disk may become full: {size(free)} are free in {directory}, and up to {num_more} more checkpoints of "
-            f"{size(checkpoint_bytes)} will be there at one time"
+            f"the disk may become full: {format_bytes(free)} are free in {directory}, and up to {num_more} more checkpoints of "
+            f"{format_bytes(checkpoint_bytes)} will be there at one time"
         )
     return None
 
 
-def shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
+def describe_shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
     """Formats what is missing for a checkpoint that could not be written; empty if nothing is."""
     free = _free_bytes(directory)
     if free is None or free >= checkpoint_bytes:
         return ""
-    missing = size(checkpoint_bytes - free)
-    return f" ({size(checkpoint_bytes)} needed, {size(free)} free, {missing} missing)"
+    missing = format_bytes(checkpoint_bytes - free)
+    return f" ({format_bytes(checkpoint_bytes)} needed, {format_bytes(free)} free, {missing} missing)"
 
 
 def _free_bytes(directory: pathlib.Path) -> int | None:

@@ -19,22 +19,23 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import checksums
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import run_paths
-from jaxsp.training import sharding, train_step
+from jaxsp.training import sharding
+from jaxsp.training.train_step import TrainState
 
-_OF_FILES = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
+_DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 """What reading answers to files that are missing or not what they were; anything else says that a machine is not well."""
 
-_OF_MACHINE = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 """In what tensorstore says then."""
 
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Meta:
+class CheckpointMeta:
     """What a checkpoint says of itself, in JSON."""
 
     config: dict[str, Any]
@@ -44,41 +45,41 @@ class Meta:
     data: dict[str, Any]
     """What decides the rows and their order."""
     step: int
-    rows: dict[str, int]
+    rows_consumed: dict[str, int]
     """Rows consumed, by their length: with `data`, the whole state of the data."""
     num_tokens_total: int
-    loss: float | None = None
+    eval_loss: float | None = None
     """Loss on the data set `loss_set`; None if it was not evaluated, or is not finite."""
-    loss_set: dict[str, str] | None = None
+    eval_set: dict[str, str] | None = None
     """Name and digest of the data set of `loss`, as evaluator.identity gives them. Losses of two checkpoints are compared
     only if the digests are equal."""
-    owes_evaluation: bool = False
+    has_pending_evaluation: bool = False
     """True if a stop skipped an evaluation that was due."""
     early_stopping: dict[str, Any] | None = None
     """Fields of `early_stopping.State`."""
-    leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    arrays: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Digest, dtype and logical shape of each array, by its path."""
 
 
-class Damaged(errors.UserError):
+class DamagedCheckpointError(UserError):
     """A checkpoint that is not what was written."""
 
     def __init__(self, path: pathlib.Path, reason: str):
         self.path, self.reason = path, reason
-        older = run_paths.before(path)
+        older = run_paths.find_previous(path)
         way_out = "Name another checkpoint."
         if older:
             way_out = f"Name the one before it: {older}. Or move this one away, and the train command goes on from there."
         super().__init__(f"{path}: the checkpoint is damaged: {reason}. {way_out}")
 
 
-def to_json(meta: Meta) -> str:
+def to_json(meta: CheckpointMeta) -> str:
     """The text of a checkpoint's JSON item, with a digest of all that it says."""
     fields = dataclasses.asdict(meta)
-    return json.dumps({"digest": _digest(fields), **fields}, allow_nan=False)
+    return json.dumps({"digest": _checksum(fields), **fields}, allow_nan=False)
 
 
-def read_meta(checkpoint: pathlib.Path) -> Meta:
+def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     """The JSON item of a checkpoint. Raises: Damaged where it is not what was written."""
     path = checkpoint / run_paths.META / "metadata"
     try:
@@ -86,20 +87,20 @@ def read_meta(checkpoint: pathlib.Path) -> Meta:
         fields = json.loads(path.read_bytes())
         digest = fields.pop("digest", None)
     except (FileNotFoundError, NotADirectoryError):
-        raise Damaged(checkpoint, f"{run_paths.META}/metadata is missing") from None
+        raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata is missing") from None
     except (ValueError, AttributeError) as error:
-        raise Damaged(checkpoint, f"{run_paths.META}/metadata is no JSON: {line(error)}") from None
+        raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata is no JSON: {describe_error(error)}") from None
     if digest is None and "num_tokens_total" in fields:
-        raise errors.UserError(
+        raise UserError(
             f"{checkpoint}: cannot be read: it is of an earlier version, which kept no digests. Go on with the version that "
             "wrote it, or export its weights with that and begin from them: model.source=FOLDER."
         )
-    if digest != _digest(fields):
-        raise Damaged(checkpoint, f"{run_paths.META}/metadata says other things than were written")
+    if digest != _checksum(fields):
+        raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata says other things than were written")
     try:
-        return Meta(**fields)
+        return CheckpointMeta(**fields)
     except TypeError:
-        raise errors.UserError(
+        raise UserError(
             f"{checkpoint}: cannot be read: it is of a later version, which says more of a checkpoint. Go on with that one."
         ) from None
 
@@ -107,113 +108,117 @@ def read_meta(checkpoint: pathlib.Path) -> Meta:
 def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weights:
     """Whole master weights in host memory, float32, without the zeros they were stored with. Raises: Damaged."""
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
-    stored = _read(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
-    whole = jax.tree.map(sharding.cut, table, stored)
-    found = {name: checksums.on_host(array) for name, array in checksums.by_name({run_paths.MASTER: whole}).items()}
-    _check(checkpoint, found, checksums.by_name({run_paths.MASTER: whole}))
+    stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
+    whole = jax.tree.map(sharding.remove_padding, table, stored)
+    found = {name: checksums.compute_on_host(array) for name, array in checksums.name_leaves({run_paths.MASTER: whole}).items()}
+    _check_arrays(checkpoint, found, checksums.name_leaves({run_paths.MASTER: whole}))
     return whole
 
 
 def restore_weights(checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights) -> layers.Weights:
     """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: Damaged."""
-    return _restore(checkpoint, {run_paths.MASTER: like}, table)[run_paths.MASTER]
+    return _restore_items(checkpoint, {run_paths.MASTER: like}, table)[run_paths.MASTER]
 
 
-def restore(checkpoint: pathlib.Path, like: train_step.State, *, table: layers.Weights, num_steps: int) -> train_step.State:
+def restore(checkpoint: pathlib.Path, like: TrainState, *, table: layers.Weights, num_steps: int) -> TrainState:
     """The whole state, laid out like these shapes, after `num_steps` steps. Raises: Damaged, in all processes."""
-    items = {run_paths.MASTER: like.master} | ({run_paths.OPT: like.opt} if jax.tree.leaves(like.opt) else {})
-    found = _restore(checkpoint, items, table)
-    return train_step.State(
+    items = {run_paths.MASTER: like.master} | ({run_paths.OPT: like.opt_state} if jax.tree.leaves(like.opt_state) else {})
+    found = _restore_items(checkpoint, items, table)
+    return TrainState(
         master=found[run_paths.MASTER],
-        opt=found.get(run_paths.OPT, like.opt),
+        opt_state=found.get(run_paths.OPT, like.opt_state),
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
 
 
 def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
     """Moves a damaged checkpoint of a run out of the way, and returns where it is now. Process 0 does it for all."""
-    aside = checkpoint.parent.parent / run_paths.DAMAGED
+    aside = checkpoint.parent.parent / run_paths.DAMAGED_DIR
     taken = {path.name for path in aside.glob("*")}
     name = next(
         name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
     )
-    together(checkpoint, lambda: None)  # nobody reads it any more
+    raise_on_all_processes(checkpoint, lambda: None)  # nobody reads it any more
     if jax.process_index() == 0:
         aside.mkdir(exist_ok=True)
         checkpoint.rename(aside / name)
-    together(checkpoint, lambda: None)
+    raise_on_all_processes(checkpoint, lambda: None)
     return aside / name
 
 
-def together(checkpoint: pathlib.Path, do: Callable[[], _T]) -> _T:
+def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T]) -> _T:
     """What a function returns. Raises: Damaged in all processes where it does in one of them."""
     result, damage = None, None
     try:
-        result = do()
-    except Damaged as error:
+        result = function()
+    except DamagedCheckpointError as error:
         damage = error
     if jax.process_count() > 1:
         failed = np.flatnonzero(multihost_utils.process_allgather(np.int32(damage is not None)))
         if failed.size and damage is None:
-            damage = Damaged(checkpoint, f"process {failed[0]} cannot read it")
+            damage = DamagedCheckpointError(checkpoint, f"process {failed[0]} cannot read it")
     if damage is not None:
         raise damage
     return result  # type: ignore[return-value]  # it was set, or there is damage
 
 
-def _restore(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights) -> dict[str, Any]:
+def _restore_items(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights) -> dict[str, Any]:
     """Items that are laid out like these, and that are what was written."""
 
     def read() -> dict[str, Any]:
         # not strict: the zeros that fill up a dim that does not divide are more or fewer on another mesh
         place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False)
         to = {item: ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(place, like)) for item, like in items.items()}
-        return {item: _read(checkpoint, item, args) for item, args in to.items()}
+        return {item: _read_item(checkpoint, item, args) for item, args in to.items()}
 
-    found = together(checkpoint, read)
-    whole = checksums.logical(table, found[run_paths.MASTER], found.get(run_paths.OPT, jax.tree.map(lambda _: (), table)))
-    expected = checksums.by_name({item: whole[item] for item in items})
+    found = raise_on_all_processes(checkpoint, read)
+    whole = checksums.unpadded_shapes(
+        table, found[run_paths.MASTER], found.get(run_paths.OPT, jax.tree.map(lambda _: (), table))
+    )
+    expected = checksums.name_leaves({item: whole[item] for item in items})
     # all processes have read their parts: the sums travel between them
-    sums = checksums.on_devices(checksums.by_name(found), {name: like.shape for name, like in expected.items()})
-    together(checkpoint, lambda: _check(checkpoint, sums, expected))
+    sums = checksums.compute_on_devices(checksums.name_leaves(found), {name: like.shape for name, like in expected.items()})
+    raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, sums, expected))
     return found
 
 
-def _check(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
+def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[str, Any]) -> None:
     """Raises: Damaged where arrays are not those that the JSON item has the digests of."""
-    written = read_meta(checkpoint).leaves
+    written = read_meta(checkpoint).arrays
     for name, array in arrays.items():
         if name not in written:
-            raise Damaged(checkpoint, f"{name} was not written")
+            raise DamagedCheckpointError(checkpoint, f"{name} was not written")
         one = written[name]
         if (one["dtype"], tuple(one["shape"])) != (str(array.dtype), array.shape):
-            raise Damaged(
+            raise DamagedCheckpointError(
                 checkpoint, f"{name} was written as {one['dtype']}{one['shape']}, not {array.dtype}{list(array.shape)}"
             )
     if wrong := [name for name, digest in found.items() if digest != written[name]["digest"]]:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         one, was = written[wrong[0]]["digest"], found[wrong[0]]
-        raise Damaged(checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})")
+        raise DamagedCheckpointError(checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})")
 
 
-def _read(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
+def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
     """An item as it lies there. The handler alone waits for no other process."""
     if not (checkpoint / item).is_dir():
-        raise Damaged(checkpoint, f"{item} is missing")
+        raise DamagedCheckpointError(checkpoint, f"{item} is missing")
     try:
-        hush()
+        silence_orbax_errors()
         with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
             return handler.restore(epath.Path(checkpoint / item), args=args)
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # whatever a flipped bit makes of a file's structure
-        if (isinstance(error, OSError) and error.errno not in _OF_FILES) or any(word in str(error) for word in _OF_MACHINE):
+        if (isinstance(error, OSError) and error.errno not in _DAMAGE_ERRNOS) or any(
+            word in str(error) for word in _MACHINE_ERRORS
+        ):
             raise
-        raise Damaged(checkpoint, f"{item}: {line(error)}") from error
+        raise DamagedCheckpointError(checkpoint, f"{item}: {describe_error(error)}") from error
 
 
 @functools.cache
-def hush() -> None:
+def silence_orbax_errors() -> None:
     """From now on, what orbax raises is not printed too: tracebacks of its threads, and of reads that nobody waits for.
 
     When one of many reads fails, it closes the event loop that the others report to: hundreds of lines. All else is printed
@@ -231,11 +236,11 @@ def hush() -> None:
     logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
 
 
-def _digest(fields: dict[str, Any]) -> str:
+def _checksum(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The first line of an error of orbax, without the places in its source."""
     lines = str(error).split(" [")[0].splitlines()
     return lines[0][:200].rstrip(".") if lines else type(error).__name__

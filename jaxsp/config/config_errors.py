@@ -11,24 +11,24 @@ from jaxsp.config.foreign_names import Counterpart
 from jaxsp.core import errors
 
 
-def describe(root: type[pydantic.BaseModel]) -> str:
+def describe_fields(root: type[pydantic.BaseModel]) -> str:
     """Every field of a config of groups, with its type, default and meaning."""
     lines = []
-    for name, group in _groups(root).items():
+    for name, group in _list_sections(root).items():
         lines.append(f"{name}: {group.__doc__}")
-        lines += _describe(group, f"  {name}.")
+        lines += _describe_section(group, f"  {name}.")
     return "\n".join(lines)
 
 
-def _describe(group: type[pydantic.BaseModel], prefix: str) -> list[str]:
+def _describe_section(group: type[pydantic.BaseModel], prefix: str) -> list[str]:
     lines = []
     for name, field in group.model_fields.items():
-        default = "required" if field.is_required() else f"default {yaml_io.line(field.get_default())}"
+        default = "required" if field.is_required() else f"default {yaml_io.format_value(field.get_default())}"
         meaning = " ".join((field.description or "").split())
         lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})\n      {meaning}")
         for inner in get_args(field.annotation):
             if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
-                lines += _describe(inner, f"{prefix}{name}[].")
+                lines += _describe_section(inner, f"{prefix}{name}[].")
     return lines
 
 
@@ -43,7 +43,7 @@ def _type_name(annotation: Any) -> str:
     return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__
 
 
-def problems(root: type[pydantic.BaseModel], found: Iterable[Any]) -> Iterator[str]:
+def explain_errors(root: type[pydantic.BaseModel], found: Iterable[Any]) -> Iterator[str]:
     """Yields a line for each finding of a pydantic.ValidationError.
 
     A line has the field, its value, the rule and a suggestion.
@@ -53,46 +53,46 @@ def problems(root: type[pydantic.BaseModel], found: Iterable[Any]) -> Iterator[s
         path = [str(part) for part in finding["loc"]]
         group, value = ".".join(path[:-1]), finding["input"]
         if finding["type"] != "extra_forbidden":
-            yield _problem(root, path, finding)
+            yield _explain_error(root, path, finding)
             continue
-        if near := near_group(root, path, value):
-            yield f"{_given(path[0], value)}: unknown. Did you mean {near}?"
+        if near := find_near_section(root, path, value):
+            yield f"{_format_setting(path[0], value)}: unknown. Did you mean {near}?"
             continue
         for name, inner in foreign_names.flatten(".".join(path), value):
-            line = unknown(root, name, inner)
+            line = explain_unknown(root, name, inner)
             if line is None:
-                line = f"{_given(name, inner)}: unknown."
-                known = _group(root, path)
+                line = f"{_format_setting(name, inner)}: unknown."
+                known = _find_section(root, path)
                 if known is not None and group not in listed:
                     listed.add(group)
                     line += f" Known here: {', '.join(known.model_fields)}."
             yield line
 
 
-def near_group(root: type[pydantic.BaseModel], path: list[str], value: Any) -> str | None:
+def find_near_section(root: type[pydantic.BaseModel], path: list[str], value: Any) -> str | None:
     """Returns the group whose name was mistyped, if that is what a field at the top is."""
     if len(path) > 1 or not isinstance(value, dict):
         return None
-    return errors.nearest(path[0], root.model_fields)
+    return errors.find_nearest(path[0], root.model_fields)
 
 
-def unknown(root: type[pydantic.BaseModel], name: str, value: Any) -> str | None:
+def explain_unknown(root: type[pydantic.BaseModel], name: str, value: Any) -> str | None:
     """Returns the problem of a field that does not exist; None if there is no suggestion."""
-    counterpart = counterpart_of(root, name)
+    counterpart = find_counterpart(root, name)
     if counterpart is not None:
-        return f"{_given(name, value)}: {_instead(root, counterpart, value)}."
-    group = _group(root, name.split("."))
+        return f"{_format_setting(name, value)}: {_explain_counterpart(root, counterpart, value)}."
+    group = _find_section(root, name.split("."))
     above, _, last = name.rpartition(".")
-    fields = _fields_named(root, foreign_names.normal(last))
+    fields = _find_fields(root, foreign_names.normalize(last))
     if not fields and group is not None:
-        near = errors.nearest(last, group.model_fields)
+        near = errors.find_nearest(last, group.model_fields)
         fields = [f"{above}.{near}" if above else near] if near else []
     if not fields:
         return None
-    return f"{_given(name, value)}: unknown. Did you mean {errors.choices(fields)}?"
+    return f"{_format_setting(name, value)}: unknown. Did you mean {errors.format_choices(fields)}?"
 
 
-def counterpart_of(root: type[pydantic.BaseModel], name: str) -> Counterpart | None:
+def find_counterpart(root: type[pydantic.BaseModel], name: str) -> Counterpart | None:
     """Returns what jaxsp has for another system's option.
 
     Also for the name of a field without its group, or in a group that jaxsp does not have.
@@ -100,37 +100,37 @@ def counterpart_of(root: type[pydantic.BaseModel], name: str) -> Counterpart | N
     counterpart = foreign_names.find(name)
     if counterpart is not None or ("." in name and name.partition(".")[0] in root.model_fields):
         return counterpart
-    fields = _fields_named(root, foreign_names.normal(name.rpartition(".")[2]))
+    fields = _find_fields(root, foreign_names.normalize(name.rpartition(".")[2]))
     if len(fields) != 1:
         return None
     return Counterpart(names=(name,), field=fields[0], takes_value=True)
 
 
-def assignment(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str | None:
+def format_override(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str | None:
     """Returns `field=value` for another system's option, or None if that value cannot be kept."""
     field = counterpart.field
     if field is None or "=" in field:
         return None if value is False else field
-    if not counterpart.takes_value or (kept := accepted(root, field, value)) is None:
+    if not counterpart.takes_value or (kept := coerce_value(root, field, value)) is None:
         return None
-    text = yaml_io.line(kept)
+    text = yaml_io.format_value(kept)
     return None if text.endswith("...") else f"{field}={text}"
 
 
-def example(root: type[pydantic.BaseModel], name: str) -> str | None:
+def suggest_override(root: type[pydantic.BaseModel], name: str) -> str | None:
     """Returns a `field=value` that works for the field that a name stands for, if that is clear."""
-    if (own := example_of(root, name)) is not None:
+    if (own := format_example(root, name)) is not None:
         return own
-    counterpart = counterpart_of(root, name)
+    counterpart = find_counterpart(root, name)
     if counterpart is None or counterpart.field is None:
         return None
-    return counterpart.field if "=" in counterpart.field else example_of(root, counterpart.field)
+    return counterpart.field if "=" in counterpart.field else format_example(root, counterpart.field)
 
 
-def accepted(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
+def coerce_value(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
     *above, name = field.split(".")
-    group = _group(root, [*above, name])
+    group = _find_section(root, [*above, name])
     candidates = [value]
     if isinstance(value, float) and value.is_integer():
         candidates.append(int(value))
@@ -146,31 +146,33 @@ def accepted(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
     return None
 
 
-def _instead(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str:
+def _explain_counterpart(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str:
     """Suggestion for another system's option."""
-    if counterpart.name is None:
+    if counterpart.field_name is None:
         return counterpart.note
     note = f" ({counterpart.note})" if counterpart.note else ""
-    if foreign_names.is_off(value) and (not counterpart.takes_value or accepted(root, counterpart.name, value) is None):
+    if foreign_names.is_off(value) and (
+        not counterpart.takes_value or coerce_value(root, counterpart.field_name, value) is None
+    ):
         # no value: an example would turn on what is off here
-        return f"unknown. It is off; jaxsp's field is {counterpart.name}{note}"
-    if (kept := assignment(root, counterpart, value)) is not None:
+        return f"unknown. It is off; jaxsp's field is {counterpart.field_name}{note}"
+    if (kept := format_override(root, counterpart, value)) is not None:
         return f"unknown. Use {kept}{note}"
     works = ""
-    if counterpart.takes_value and (text := example_of(root, counterpart.name)) is not None:
+    if counterpart.takes_value and (text := format_example(root, counterpart.field_name)) is not None:
         works = f", for example {text}"
-    return f"unknown. Use {counterpart.name}{works}{note}"
+    return f"unknown. Use {counterpart.field_name}{works}{note}"
 
 
-def _problem(root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]) -> str:
+def _explain_error(root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]) -> str:
     """One line for a finding about a field that exists."""
     key, value = ".".join(path), found["input"]
-    given = _given(key, value)
+    given = _format_setting(key, value)
     match found["type"]:
         case "missing":
-            return f"{key}: missing.{_meaning(root, path)}"
+            return f"{key}: missing.{_describe_meaning(root, path)}"
         case "dict_type" | "model_type" if counterpart := foreign_names.find(key):
-            use = assignment(root, counterpart, value) or counterpart.name
+            use = format_override(root, counterpart, value) or counterpart.field_name
             rule = f"must be a group of fields; in place of this, set {use}"
         case "value_error":
             rule = str(found["ctx"]["error"])
@@ -186,14 +188,14 @@ def _problem(root: type[pydantic.BaseModel], path: list[str], found: Mapping[str
             rule = "must not be empty"
         case _:
             rule = found["msg"].replace("Input should be", "must be")
-    return f"{given}: {rule}.{_meaning(root, path, value)}"
+    return f"{given}: {rule}.{_describe_meaning(root, path, value)}"
 
 
-def _given(name: str, value: Any) -> str:
-    return f"{name} = {yaml_io.line(value)}"
+def _format_setting(name: str, value: Any) -> str:
+    return f"{name} = {yaml_io.format_value(value)}"
 
 
-def _group(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.BaseModel] | None:
+def _find_section(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.BaseModel] | None:
     """The class that declares the fields next to the last word of `path`."""
     group: Any = root
     for part in path[:-1]:
@@ -209,15 +211,15 @@ def _group(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.Bas
     return group
 
 
-def _fields_named(root: type[pydantic.BaseModel], name: str) -> list[str]:
+def _find_fields(root: type[pydantic.BaseModel], name: str) -> list[str]:
     """Dotted names of all fields of that name; a field of a list's entries with the number 0."""
     found = []
     listed: list[type[pydantic.BaseModel]] = []
-    for outer, group in _groups(root).items():
+    for outer, group in _list_sections(root).items():
         if name in group.model_fields:
             found.append(f"{outer}.{name}")
         for field in group.model_fields:
-            entry = _group(root, [outer, field, "0", ""])
+            entry = _find_section(root, [outer, field, "0", ""])
             # data.eval has the fields of data.train
             if entry is not None and entry not in listed:
                 listed.append(entry)
@@ -225,30 +227,30 @@ def _fields_named(root: type[pydantic.BaseModel], name: str) -> list[str]:
     return found
 
 
-def _meaning(root: type[pydantic.BaseModel], path: list[str], value: Any = None) -> str:
+def _describe_meaning(root: type[pydantic.BaseModel], path: list[str], value: Any = None) -> str:
     """What a field means, in a sentence, and a value that works; of a group, what it is and its fields."""
-    group, inner = _group(root, path), _group(root, [*path, ""])
+    group, inner = _find_section(root, path), _find_section(root, [*path, ""])
     field = group.model_fields.get(path[-1]) if group else None
     if field and field.description:
         means = re.split(r"(?<=\.)\s+(?=[A-Z(])", " ".join(field.description.split()))[0]
-        return f" {means} For example {example_of(root, '.'.join(path), value)}."
+        return f" {means} For example {format_example(root, '.'.join(path), value)}."
     return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""
 
 
-def example_of(root: type[pydantic.BaseModel], name: str, value: Any = None) -> str | None:
+def format_example(root: type[pydantic.BaseModel], name: str, value: Any = None) -> str | None:
     """`field=value` with a value that works, the nearest to a wrong one that is known."""
-    group = _group(root, name.split("."))
+    group = _find_section(root, name.split("."))
     field = group.model_fields.get(name.rpartition(".")[2]) if group else None
     if field is None:
         return None
     works = field.examples[0] if field.examples else field.default
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    if value is not None and (whole := accepted(root, name, value)) is not None:
+    if value is not None and (whole := coerce_value(root, name, value)) is not None:
         works = whole
-    elif near := errors.nearest(str(value), choices):
+    elif near := errors.find_nearest(str(value), choices):
         works = near
-    return f"{name}={works if isinstance(works, str) else yaml_io.line(works)}"
+    return f"{name}={works if isinstance(works, str) else yaml_io.format_value(works)}"
 
 
-def _groups(root: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:
+def _list_sections(root: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:
     return {name: cast(type[pydantic.BaseModel], field.annotation) for name, field in root.model_fields.items()}

@@ -10,13 +10,13 @@ import pydantic
 from jaxsp.config import config_errors, foreign_names
 from jaxsp.config.foreign_names import Counterpart
 
-FEWEST_NAMES = 5
+MIN_FOREIGN_OPTIONS = 5
 """Foreign names from which on a config is taken for one of another system."""
 
-_MAX_ROWS = 24
+_MAX_FIELD_LINES = 24
 """Rows of the table of fields."""
 
-_MAX_REASONS = 5
+_MAX_REASON_LINES = 5
 """Rows of the table of what is not offered."""
 
 _WIDTH, _NAMES_WIDTH = 100, 32
@@ -33,27 +33,27 @@ _STARTER = {
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Row:
+class _TableLine:
     """One row of the table: options that have the same counterpart."""
 
-    ours: str
+    replacement: str
     note: str = ""
     names: list[str] = dataclasses.field(default_factory=list)
 
-    def line(self) -> str:
+    def render(self) -> str:
         """The row as text, with as many names and as much of the note as there is room for."""
-        text = f"  {_shortened(self.names):<{_NAMES_WIDTH}}  {self.ours}"
+        text = f"  {_join_names(self.names):<{_NAMES_WIDTH}}  {self.replacement}"
         if self.note:
             notes = (f"  ({note})" for note in (self.note, _first_clause(self.note)))
             text += next((note for note in notes if len(text + note) <= _WIDTH), "")
         return text if len(text) <= _WIDTH else _first_clause(text)
 
 
-def foreign(root: type[pydantic.BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+def find_foreign_options(root: type[pydantic.BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a config that are in no group of jaxsp, with dotted names."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
-        if config_errors.near_group(root, [str(name)], value):
+        if config_errors.find_near_section(root, [str(name)], value):
             continue
         if name not in root.model_fields:
             found |= foreign_names.flatten(str(name), value)
@@ -62,20 +62,20 @@ def foreign(root: type[pydantic.BaseModel], fields: Mapping[str, Any]) -> dict[s
     return found
 
 
-def page(
+def render_page(
     root: type[pydantic.BaseModel],
     options: Mapping[str, Any],
     *,
-    start: Sequence[str],
+    start_lines: Sequence[str],
 ) -> list[str]:
     """Returns the lines of the page for these options.
 
     Args: start: lines about a config to start from.
     """
-    rows: dict[str, _Row] = {}
+    rows: dict[str, _TableLine] = {}
     not_needed, not_known, not_used = [], [], []
     for name, value in options.items():
-        counterpart = config_errors.counterpart_of(root, name)
+        counterpart = config_errors.find_counterpart(root, name)
         if not _is_used(root, counterpart, value):
             not_used.append(name)
         elif counterpart is None:
@@ -83,40 +83,40 @@ def page(
         elif counterpart.is_not_needed:
             not_needed.append(name)
         else:
-            _add(rows, root, name, value, counterpart)
+            _add_option(rows, root, name, value, counterpart)
     groups = list(root.model_fields)
     fields = [key for group in groups for key in rows if key.startswith(f"{group}.")]
     reasons = [key for key in rows if key not in fields]
-    table = [*fields[:_MAX_ROWS], *reasons[:_MAX_REASONS]]
+    table = [*fields[:_MAX_FIELD_LINES], *reasons[:_MAX_REASON_LINES]]
     hidden = [row for key, row in rows.items() if key not in table]
     layout = [
         f"A config of jaxsp has groups of fields: {', '.join(groups)}.",
         "python -m jaxsp.train --help documents them.",
-        start[0],
+        start_lines[0],
     ]
     return [
         f"{len(options)} options are not jaxsp's. jaxsp has in their place:",
-        *(rows[key].line() for key in table),
-        *_listed("And", (f"{name} -> {row.ours}" for row in hidden for name in row.names)),
-        *_listed("Not needed", not_needed),
-        *_listed("Leave out, empty or off", not_used),
-        *_listed("Not known", not_known),
+        *(rows[key].render() for key in table),
+        *_wrap_list("And", (f"{name} -> {row.replacement}" for row in hidden for name in row.names)),
+        *_wrap_list("Not needed", not_needed),
+        *_wrap_list("Leave out, empty or off", not_used),
+        *_wrap_list("Not known", not_known),
         *textwrap.wrap(" ".join(layout), width=_WIDTH),
-        *start[1:],
+        *start_lines[1:],
     ]
 
 
-def starter(root: type[pydantic.BaseModel]) -> list[str]:
+def render_starter(root: type[pydantic.BaseModel]) -> list[str]:
     """Returns the lines of a small config."""
     lines = []
     for group, names in _STARTER.items():
-        examples = [config_errors.example_of(root, f"{group}.{name}") or "" for name in names]
+        examples = [config_errors.format_example(root, f"{group}.{name}") or "" for name in names]
         fields = ", ".join(example.partition(".")[2].replace("=", ": ", 1) for example in examples)
         lines.append(f"{group}: {{{fields}}}")
     return lines
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     """`a, b + 3` for many names."""
     for number in range(len(names), 1, -1):
         more = f" + {len(names) - number}" if number < len(names) else ""
@@ -130,20 +130,20 @@ def _first_clause(text: str) -> str:
     return text.partition(";")[0]
 
 
-def _add(
-    rows: dict[str, _Row],
+def _add_option(
+    rows: dict[str, _TableLine],
     root: type[pydantic.BaseModel],
     name: str,
     value: Any,
     counterpart: Counterpart,
 ) -> None:
     """Adds an option to the row of its field, or of the reason why there is none."""
-    key = counterpart.name or counterpart.note
-    note = counterpart.note if counterpart.name else ""
-    row = rows.setdefault(key, _Row(ours=key, note=note))
+    key = counterpart.field_name or counterpart.note
+    note = counterpart.note if counterpart.field_name else ""
+    row = rows.setdefault(key, _TableLine(replacement=key, note=note))
     row.names.append(name if len(name) <= _NAMES_WIDTH else name.rpartition(".")[2])
-    if row.ours == counterpart.name:
-        row.ours = config_errors.assignment(root, counterpart, value) or row.ours
+    if row.replacement == counterpart.field_name:
+        row.replacement = config_errors.format_override(root, counterpart, value) or row.replacement
 
 
 def _is_used(root: type[pydantic.BaseModel], counterpart: Counterpart | None, value: Any) -> bool:
@@ -157,10 +157,10 @@ def _is_used(root: type[pydantic.BaseModel], counterpart: Counterpart | None, va
         return is_field or counterpart.is_not_needed
     # max_steps: -1 is a default of others, and mesh.data: -1 one of jaxsp's
     is_default = value == -1 and counterpart.takes_value
-    return not is_default or config_errors.assignment(root, counterpart, value) is not None
+    return not is_default or config_errors.format_override(root, counterpart, value) is not None
 
 
-def _listed(title: str, names: Iterable[str]) -> list[str]:
+def _wrap_list(title: str, names: Iterable[str]) -> list[str]:
     text = ", ".join(names)
     if not text:
         return []

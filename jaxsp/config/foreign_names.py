@@ -12,7 +12,7 @@ from typing import Any
 _NOT_NEEDED = "not needed"
 _NOT_OFFERED = "not offered"
 
-_PLACE = re.compile(r"^data\.(train|eval)\.(\d+)(?=\.|$)")
+_LIST_ENTRY = re.compile(r"^data\.(train|eval)\.(\d+)(?=\.|$)")
 """The entry of a list of data sets, at the start of a dotted name."""
 
 
@@ -31,7 +31,7 @@ class Counterpart:
     """True if the field means the same, so that the value is kept if the field accepts it."""
 
     @property
-    def name(self) -> str | None:
+    def field_name(self) -> str | None:
         """The dotted field without a value."""
         return None if self.field is None else self.field.partition("=")[0]
 
@@ -40,12 +40,12 @@ class Counterpart:
         """True if jaxsp always does what the option requests."""
         return self.note.startswith(_NOT_NEEDED)
 
-    def at(self, name: str) -> "Counterpart":
+    def with_list_entry(self, name: str) -> "Counterpart":
         """This counterpart for a name inside a list of data sets, with that list's entry."""
-        place = _PLACE.match(name)
+        place = _LIST_ENTRY.match(name)
         if place is None or self.field is None:
             return self
-        return dataclasses.replace(self, field=_PLACE.sub(place.group(), self.field))
+        return dataclasses.replace(self, field=_LIST_ENTRY.sub(place.group(), self.field))
 
 
 def find(name: str) -> Counterpart | None:
@@ -53,13 +53,13 @@ def find(name: str) -> Counterpart | None:
 
     Ignores case, leading dashes, and `-` for `_`. Of a dotted name, the longest known end counts.
     """
-    words = normal(_PLACE.sub("data.train.0", name)).split(".")
+    words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
     for start in range(len(words)):
         end = ".".join(words[start:])
-        if end in _BY_NAME and (start == 0 or end not in _ONLY_AT_THE_TOP):
-            return _BY_NAME[end].at(name)
+        if end in _BY_NAME and (start == 0 or end not in _TOP_LEVEL_ONLY):
+            return _BY_NAME[end].with_list_entry(name)
     prefix = next((prefix for prefix in _PREFIXES if words[-1].startswith(prefix)), None)
-    return None if prefix is None else _BY_NAME[f"{prefix}*"].at(name)
+    return None if prefix is None else _BY_NAME[f"{prefix}*"].with_list_entry(name)
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -76,16 +76,16 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from flatten(f"{name}.{inner}", inner_value)
 
 
-_ONLY_AT_THE_TOP = ("model", "data", "attention", "optimizer", "scheduler", "devices", "trl")
+_TOP_LEVEL_ONLY = ("model", "data", "attention", "optimizer", "scheduler", "devices", "trl")
 """Names that mean something else inside a group: MaxText's mesh.model is an axis."""
 
-_OFF = (False, 0, "no", "none", "off", "false")
+_OFF_VALUES = (False, 0, "no", "none", "off", "false")
 """Values that turn an option off."""
 
 
 def is_off(value: Any) -> bool:
     """True if a value turns an option off."""
-    return (value.lower() if isinstance(value, str) else value) in _OFF
+    return (value.lower() if isinstance(value, str) else value) in _OFF_VALUES
 
 
 _TABLE = """
@@ -300,12 +300,12 @@ not offered:  jaxsp cannot do that
 """
 
 
-def normal(name: str) -> str:
+def normalize(name: str) -> str:
     """Returns a name as the table has it, without leading dashes."""
     return name.lstrip("-").replace("-", "_").lower()
 
 
-def _entry(text: str) -> Counterpart:
+def _parse_entry(text: str) -> Counterpart:
     """An entry of the table."""
     field, _, rest = " ".join(text.split()).partition(": ")
     names, _, note = rest.partition(" (")
@@ -319,7 +319,7 @@ def _entry(text: str) -> Counterpart:
     )
 
 
-COUNTERPARTS = tuple(_entry(text) for text in re.split(r"\n(?! )", _TABLE.strip()))
+COUNTERPARTS = tuple(_parse_entry(text) for text in re.split(r"\n(?! )", _TABLE.strip()))
 """All entries of the table."""
 
 _BY_NAME = {name: counterpart for counterpart in COUNTERPARTS for name in counterpart.names}

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-PARTIAL = ".partial"
+PARTIAL_SUFFIX = ".partial"
 """Behind the name of a file that is being written."""
 
 
@@ -37,7 +37,7 @@ def load(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _size(node, {})
+        _count_values(node, {})
         return loader.construct_document(node)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -45,11 +45,11 @@ def load(text: str) -> Any:
         loader.dispose()
 
 
-_MOST_VALUES = 100_000
+_MAX_VALUES = 100_000
 """Of a config, each counted as often as an alias repeats it: 15 lines of `b: [*a, *a, ...]` can stand for 10**14."""
 
 
-def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
+def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
     """Values below a node, itself too. Raises: yaml.YAMLError for too many, and for a node inside itself."""
     if id(node) in known:
         size = known[id(node)]
@@ -58,11 +58,11 @@ def _size(node: yaml.Node, known: dict[int, int | None]) -> int:
         return size
     known[id(node)], size = None, 1
     if isinstance(node, yaml.MappingNode):
-        size += sum(_size(key, known) + _size(value, known) for key, value in node.value)
+        size += sum(_count_values(key, known) + _count_values(value, known) for key, value in node.value)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_size(one, known) for one in node.value)
-    if size > _MOST_VALUES:
-        said = f"its aliases make more than {_MOST_VALUES:,} values of it"
+        size += sum(_count_values(one, known) for one in node.value)
+    if size > _MAX_VALUES:
+        said = f"its aliases make more than {_MAX_VALUES:,} values of it"
         raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
     known[id(node)] = size
     return size
@@ -73,7 +73,7 @@ def dump(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def line(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as one would write it in the file, on one line, its beginning if it is long."""
     if isinstance(value, float):
         return repr(value)
@@ -81,16 +81,16 @@ def line(value: object) -> str:
         text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
     except yaml.YAMLError:
         text = repr(value)
-    return cut(" ".join(text.removesuffix("...\n").split()))
+    return shorten(" ".join(text.removesuffix("...\n").split()))
 
 
-def cut(text: str) -> str:
+def shorten(text: str) -> str:
     """The beginning of a text that is long."""
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def write(path: pathlib.Path, text: str) -> None:
+def write_atomic(path: pathlib.Path, text: str) -> None:
     """Writes a small file: whoever reads it, whenever, finds the text before or this one."""
-    partial = path.with_name(f"{path.name}{PARTIAL}")
+    partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

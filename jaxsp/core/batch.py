@@ -20,7 +20,7 @@ from jaxsp.core import axes
 NO_LABEL = -100
 """A token whose next token is not learned from."""
 
-MAX_POSITION = 2**25
+POSITION_LIMIT = 2**25
 """Positions are below this: the longest document, in tokens, that the model has angles for (33,554,432)."""
 
 
@@ -65,23 +65,23 @@ SPECS = {
 """PartitionSpecs of the arrays [turns, B, ...] of a step; `weights_BL` is split like the labels."""
 
 
-def specs(rows: Batch) -> Batch:
+def partition_specs(batch: Batch) -> Batch:
     """PartitionSpec of each array of a batch."""
-    weights = None if rows.weights_BL is None else PER_TOKEN
+    weights = None if batch.weights_BL is None else PER_TOKEN
     return Batch(**SPECS, weights_BL=weights)  # type: ignore[arg-type]  # specs in place of arrays
 
 
-def num_turns(*, rows_per_step: int, rows_per_turn: int) -> int:
+def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:
     """How often a step goes through the model: each turn takes `rows_per_turn` rows over the whole mesh."""
-    assert rows_per_step % rows_per_turn == 0, (rows_per_step, rows_per_turn)
-    return rows_per_step // rows_per_turn
+    assert rows_per_step % global_microbatch_rows == 0, (rows_per_step, global_microbatch_rows)
+    return rows_per_step // global_microbatch_rows
 
 
-def row_of_step(turn: int, slot: int, *, num_groups: int, rows_at_once: int) -> int:
+def step_row_index(microbatch: int, slot: int, *, num_groups: int, rows_per_microbatch: int) -> int:
     """Which row of the step lies in `slot` of a turn's B rows.
 
     Rows are dealt to the groups in turn: row i goes to group i % num_groups, as its (i // num_groups)-th row. Slot
     b of group g is slot g * rows_at_once + b of the turn, because B is split over the groups in contiguous blocks.
     """
-    group, place = divmod(slot, rows_at_once)
-    return (turn * rows_at_once + place) * num_groups + group
+    group, place = divmod(slot, rows_per_microbatch)
+    return (microbatch * rows_per_microbatch + place) * num_groups + group

@@ -16,7 +16,7 @@ class UserError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def choices(values: Iterable[object]) -> str:
+def format_choices(values: Iterable[object]) -> str:
     """`1, 2 or 4`, for the end of a problem's sentence."""
     words = [str(value) for value in values]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
@@ -24,18 +24,18 @@ def choices(values: Iterable[object]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean x?` for a word that is nearly a known one, otherwise nothing."""
-    near = nearest(word, known)
+    near = find_nearest(word, known)
     return f" Did you mean {near}?" if near else ""
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
+def find_nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word with the same letters, or with one typo (two from six letters on).
 
     None if there is no such word, and if two are equally near: a wrong suggestion is worse than
     none.
     """
     letters = _letters(word)
-    distances = sorted((_distance(letters, _letters(other)), other) for other in known)
+    distances = sorted((_count_typos(letters, _letters(other)), other) for other in known)
     most = 1 if len(letters) < 6 else 2
     if not distances or distances[0][0] > most:
         return None
@@ -47,7 +47,7 @@ def _letters(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "")
 
 
-def _distance(a: str, b: str) -> int:
+def _count_typos(a: str, b: str) -> int:
     """Number of typos between two words: letters added, left out, replaced, or two exchanged."""
     before: list[int] = []
     row = list(range(len(b) + 1))
@@ -61,11 +61,11 @@ def _distance(a: str, b: str) -> int:
     return row[-1]
 
 
-class Stopped(Exception):
+class NeedsAttentionError(Exception):
     """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 3."""
 
 
-class Problems(list[str]):
+class ProblemCollector(list[str]):
     """Collects what is wrong in several places, to say it all at once."""
 
     @contextmanager
@@ -76,7 +76,7 @@ class Problems(list[str]):
         except UserError as error:
             self += error.problems
 
-    def check(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises: UserError if there is any problem."""
         if self:
             raise UserError(dict.fromkeys(self))

@@ -12,7 +12,7 @@ P is the layout's degree. With P = 1 a device holds the two halves in their orde
 import numpy as np
 
 
-def chunks(degree: int) -> tuple[int, ...]:
+def chunk_order(degree: int) -> tuple[int, ...]:
     """The chunks of a row in the order in which they are laid out."""
     return tuple(chunk for device in range(degree) for chunk in (device, 2 * degree - 1 - device))
 
@@ -25,7 +25,7 @@ def spans(begin: int, end: int, *, row_tokens: int, degree: int) -> list[tuple[i
     if degree == 1:
         return [(begin, end)] if begin < end else []
     assert row_tokens % (2 * degree) == 0, (row_tokens, degree)
-    size, order, found = row_tokens // (2 * degree), chunks(degree), list[tuple[int, int]]()
+    size, order, found = row_tokens // (2 * degree), chunk_order(degree), list[tuple[int, int]]()
     while begin < end:
         place, inside = divmod(begin, size)
         length = min(end, (place + 1) * size) - begin
@@ -38,11 +38,11 @@ def spans(begin: int, end: int, *, row_tokens: int, degree: int) -> list[tuple[i
     return found
 
 
-def order(row_tokens: int, degree: int) -> np.ndarray:
+def token_order(row_tokens: int, degree: int) -> np.ndarray:
     """The token of each place. Shapes: [row_tokens]."""
     return np.concatenate([np.arange(*span) for span in spans(0, row_tokens, row_tokens=row_tokens, degree=degree)])
 
 
-def inverse(row_tokens: int, degree: int) -> np.ndarray:
+def place_of_token(row_tokens: int, degree: int) -> np.ndarray:
     """The place of each token. Shapes: [row_tokens]."""
-    return np.argsort(order(row_tokens, degree))
+    return np.argsort(token_order(row_tokens, degree))

@@ -4,7 +4,7 @@ import os
 import pathlib
 import stat
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 
 _MAX_NAME_BYTES = 255
 """Longest name of a file or folder on Linux."""
@@ -16,12 +16,12 @@ def expand_user(text: str, *, field: str) -> pathlib.Path:
     Raises: UserError for a user who does not exist, and for a name that no file can have.
     """
     try:
-        return expanded(text)
+        return expand_home(text)
     except ValueError as error:
-        raise errors.UserError(f"{field} = {text}: {error}.") from None
+        raise UserError(f"{field} = {text}: {error}.") from None
 
 
-def expanded(text: str) -> pathlib.Path:
+def expand_home(text: str) -> pathlib.Path:
     """Does what `expand_user` does. Raises: ValueError with the rule, for a field's validator."""
     try:
         # pathlib drops a leading ./, so that ./~x would be taken for ~x
@@ -54,6 +54,6 @@ def check_folder(path: pathlib.Path, *, field: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise errors.UserError(f"{field} = {path}: cannot be used: {error.strerror}. Name another folder.") from None
+        raise UserError(f"{field} = {path}: cannot be used: {error.strerror}. Name another folder.") from None
     if is_file:
-        raise errors.UserError(f"{field} = {path}: is a file. Name a folder.")
+        raise UserError(f"{field} = {path}: is a file. Name a folder.")

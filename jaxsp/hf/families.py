@@ -8,8 +8,9 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.config import schema
+from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, rotation, values
 from jaxsp.model.config import ModelConfig
 
@@ -26,39 +27,41 @@ class Family:
 
     architecture: str
     """The class that transformers loads an export with."""
-    switches: tuple[str, ...] = ()
+    bias_fields: tuple[str, ...] = ()
     """Its fields for biases."""
-    required: tuple[str, ...] = ()
+    required_fields: tuple[str, ...] = ()
     """Fields with a default of one published size, which a smaller model would get without a word."""
     qkv_bias: bool = False
     """Always there, whatever the config says."""
     qk_norm: bool = False
-    windows: tuple[str, ...] = ()
+    window_fields: tuple[str, ...] = ()
     """Its fields for sliding windows. With `sliding_window` alone, the window is every layer's; else it is that of the layers
     from `max_window_layers` on, or of those that `layer_types` says, and of none unless `use_sliding_window` is true."""
 
 
-_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 FAMILIES = {
-    "llama": Family(architecture="LlamaForCausalLM", switches=("attention_bias", "mlp_bias")),
-    "mistral": Family(architecture="MistralForCausalLM", required=("num_key_value_heads",), windows=("sliding_window",)),
+    "llama": Family(architecture="LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
+    "mistral": Family(
+        architecture="MistralForCausalLM", required_fields=("num_key_value_heads",), window_fields=("sliding_window",)
+    ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
-        required=("num_key_value_heads",),
+        required_fields=("num_key_value_heads",),
         qkv_bias=True,
-        windows=_WINDOWS,
+        window_fields=_WINDOW_FIELDS,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
-        switches=("attention_bias",),
-        required=("num_key_value_heads", "head_dim"),
+        bias_fields=("attention_bias",),
+        required_fields=("num_key_value_heads", "head_dim"),
         qk_norm=True,
-        windows=_WINDOWS,
+        window_fields=_WINDOW_FIELDS,
     ),
 }
 
-_SIZES = {
+_SIZE_EXAMPLES = {
     "vocab_size": 32000,
     "hidden_size": 4096,
     "num_hidden_layers": 32,
@@ -69,22 +72,30 @@ _SIZES = {
 }
 """Sizes, each with an example; the two of grouped heads may be left out where the family derives them from the others."""
 
-_DERIVED = ("num_key_value_heads", "head_dim")
+_DERIVED_SIZES = ("num_key_value_heads", "head_dim")
 
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_SWITCH_FIELDS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
 
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
-_PASSED = (*_SIZES, *_SWITCHES, *_TOKEN_IDS, *rotation.FIELDS, "rms_norm_eps", "initializer_range", "max_position_embeddings")
+_PASSED_FIELDS = (
+    *_SIZE_EXAMPLES,
+    *_SWITCH_FIELDS,
+    *_TOKEN_ID_FIELDS,
+    *rotation.FIELDS,
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+)
 """What transformers gets to see."""
 
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+_SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu",), "the MLP is gated by silu here, no other function"),
     "attention_dropout": ((0,), "there is no dropout here"),
     "use_sliding_window": ((False,), "this family's layers see whole documents"),
     "sliding_window": ((), "this family's layers see whole documents"),
     "pretraining_tp": ((1,), "matrix products are not cut into slices here"),
-    "partial_rotary_factor": (rotation.WHOLE_HEADS, "whole heads are rotated here"),
+    "partial_rotary_factor": (rotation.FULL_ROTARY_FACTORS, "whole heads are rotated here"),
     "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together here"),
     "use_mrope": ((False,), "positions have one dim here"),
     "quantization_config": ((), "weights are not quantized here"),
@@ -95,7 +106,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Fields that have to say what the decoder does: the values that do, and the reason."""
 
-_WITHOUT_EFFECT = frozenset(
+_IGNORED_FIELDS = frozenset(
     """
     model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path layer_types max_window_layers
     use_cache return_dict output_attentions output_hidden_states attn_implementation _attn_implementation
@@ -106,11 +117,11 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that do not change training, or that are looked at elsewhere in this file."""
 
-_KINDS = ("full_attention", "sliding_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 """Of layers, without and with a window."""
 
 
-def read_model_config(model: schema.Model, *, deadline_s: float | None = None) -> ModelConfig:
+def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = None) -> ModelConfig:
     """Reads the shapes of a config's model. Of a folder or a model of the Hub, only config.json is
     read.
 
@@ -122,22 +133,22 @@ def read_model_config(model: schema.Model, *, deadline_s: float | None = None) -
     """
     if model.source is not None:
         found = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
-        return model_config(found.fields, field=str(found.path / "config.json"))
+        return parse_model_config(found.config_fields, field=str(found.path / "config.json"))
     assert model.config is not None, "core.config asks for one of them"
-    return model_config(model.config, field="model.config")
+    return parse_model_config(model.config, field="model.config")
 
 
-def model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
+def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
     """The decoder that the fields of a config.json describe; defaults are those of transformers.
 
     Args:
         field: what the fields are called where the user wrote them, for example `model.config`.
     Raises: UserError with a line for everything that is missing, unknown, of the wrong type or not implemented.
     """
-    return _read(fields, field)[0]
+    return _parse_fields(fields, field)[0]
 
 
-def config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
+def make_config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
     """What an export's config.json holds, readable by transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`,
     `rope_scaling`, `torch_dtype`: it would fall back to its default rotation without them).
 
@@ -145,7 +156,7 @@ def config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
         fields: that `model_config` took.
         token_ids: of `token_ids`.
     """
-    config, resolved = _read(fields, "config.json")
+    config, resolved = _parse_fields(fields, "config.json")
     scaling = None
     if config.rope_llama3 is not None:
         scaling = {"rope_type": "llama3", **dataclasses.asdict(config.rope_llama3)}
@@ -161,40 +172,44 @@ def config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
     }
 
 
-def token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def choose_token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None") -> dict[str, Any]:
     """Ids of special tokens: the tokenizer's, else those given in the config, else null; a list that has it stays whole.
 
     Never a family's default: Llama's eos_token_id = 2 is a byte like any other in a tokenizer of bytes.
     """
     found = {}
-    for name in _TOKEN_IDS:
+    for name in _TOKEN_ID_FIELDS:
         own, given = getattr(tokenizer, name, None), fields.get(name)
         found[name] = given if own is None or (isinstance(given, list) and own in given) else own
     return found
 
 
-def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
+def _parse_fields(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
     """Our config, and transformers' own, whose defaults ours takes."""
     import huggingface_hub.errors
     import transformers
 
     without_window = fields.get("sliding_window", 0) is None
-    fields = _without_nulls(fields)
-    family = _family(fields, path)
-    if without_window and family.windows:
+    fields = _drop_nulls(fields)
+    family = _find_family(fields, path)
+    if without_window and family.window_fields:
         fields["sliding_window"] = None  # left out, there would be one
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
-    problems = [*_missing(fields, family, path), *_types(fields, path), *_features(fields, family, defaults, path)]
-    problems += rotation.problems(fields, path)
+    problems = [
+        *_missing_fields(fields, family, path),
+        *_type_problems(fields, path),
+        *_feature_problems(fields, family, defaults, path),
+    ]
+    problems += rotation.find_problems(fields, path)
     # sums of what is missing or no number would only repeat that
-    problems = problems or _heads(fields, path)
+    problems = problems or _head_problems(fields, path)
     if problems:
-        raise errors.UserError(problems)
-    passed = {name: fields[name] for name in (*_PASSED, *family.windows) if name in fields}
+        raise UserError(problems)
+    passed = {name: fields[name] for name in (*_PASSED_FIELDS, *family.window_fields) if name in fields}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise errors.UserError(f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}") from None
+        raise UserError(f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}") from None
     given = resolved.to_dict()
     rope = given["rope_parameters"]
     attention_bias = given.get("attention_bias", False)
@@ -208,105 +223,109 @@ def _read(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers
         intermediate_size=given["intermediate_size"],
         rms_norm_eps=given["rms_norm_eps"],
         rope_theta=float(rope["rope_theta"]),
-        rope_llama3=rotation.llama3(rope),
+        rope_llama3=rotation.parse_llama3(rope),
         qkv_bias=family.qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=given.get("mlp_bias", False),
         qk_norm=family.qk_norm,
-        sliding_window=_window(fields, family, given, path),
+        sliding_window=_parse_window(fields, family, given, path),
         tie_embeddings=given["tie_word_embeddings"],
         initializer_range=float(given["initializer_range"]),
     )
     return config, resolved
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     """A copy in which null is left out: transformers' attention would meet a null head_dim as it is.
 
     Groups of the rotation are copied too, because transformers fills in the very dicts that it is given.
     """
     groups = {
-        str(name): _without_nulls(value) if name in rotation.FIELDS and isinstance(value, dict) else value
+        str(name): _drop_nulls(value) if name in rotation.FIELDS and isinstance(value, dict) else value
         for name, value in fields.items()
     }
     return {name: value for name, value in groups.items() if value is not None}
 
 
-def _family(fields: dict[str, Any], path: str) -> Family:
+def _find_family(fields: dict[str, Any], path: str) -> Family:
     given = fields.get("model_type")
     if given is None:
-        raise errors.UserError(f"{path}.model_type: missing. jaxsp has {errors.choices(FAMILIES)}.")
+        raise UserError(f"{path}.model_type: missing. jaxsp has {errors.format_choices(FAMILIES)}.")
     if not isinstance(given, str) or given not in FAMILIES:
         hint = errors.did_you_mean(str(given), list(FAMILIES))
-        raise errors.UserError(
-            f"{path}.model_type = {values.text(given)}: is not implemented. jaxsp has {errors.choices(FAMILIES)}.{hint}"
+        raise UserError(
+            f"{path}.model_type = {values.format_value(given)}: is not implemented. jaxsp has {errors.format_choices(FAMILIES)}.{hint}"
         )
     return FAMILIES[given]
 
 
-def _missing(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    required = [name for name in _SIZES if name not in _DERIVED or name in family.required]
+def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
+    required = [name for name in _SIZE_EXAMPLES if name not in _DERIVED_SIZES or name in family.required_fields]
     return [
-        f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZES[name]}."
+        f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZE_EXAMPLES[name]}."
         for name in required
         if name not in fields
     ]
 
 
-def _types(fields: dict[str, Any], path: str) -> list[str]:
+def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
     """Values of the wrong kind among the fields that we read."""
-    whole = (lambda x: values.is_whole(x) and x > 0, "must be a whole number from 1")
+    whole = (lambda x: values.is_integer(x) and x > 0, "must be a whole number from 1")
     positive = (lambda x: values.is_number(x) and x > 0, "must be a number above 0")
     share = (lambda x: values.is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1")
     switch = (lambda x: isinstance(x, bool), "must be true or false")
     ids = (
-        lambda x: all(values.is_whole(one) for one in (x if isinstance(x, list) else [x])),
+        lambda x: all(values.is_integer(one) for one in (x if isinstance(x, list) else [x])),
         "must be a token id, a list of them, or null",
     )
     rules = {
-        **dict.fromkeys((*_SIZES, "max_position_embeddings"), whole),
+        **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), whole),
         **dict.fromkeys(("rms_norm_eps", "rope_theta"), positive),
         "initializer_range": share,
-        **dict.fromkeys(_SWITCHES, switch),
-        **dict.fromkeys(_TOKEN_IDS, ids),
+        **dict.fromkeys(_SWITCH_FIELDS, switch),
+        **dict.fromkeys(_TOKEN_ID_FIELDS, ids),
         "sliding_window": (lambda x: x is None or whole[0](x), "must be a whole number from 1, or null"),
         "use_sliding_window": switch,
-        "max_window_layers": (values.is_whole, "must be a whole number"),
+        "max_window_layers": (values.is_integer, "must be a whole number"),
     }
     return [
-        f"{path}.{name} = {values.text(fields[name])}: {words}."
+        f"{path}.{name} = {values.format_value(fields[name])}: {words}."
         for name, (is_right, words) in rules.items()
         if name in fields and not is_right(fields[name])
     ]
 
 
-def _features(fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str) -> list[str]:
+def _feature_problems(fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str) -> list[str]:
     """Fields that ask for what we do not implement, and those that nobody knows."""
-    read = {*_PASSED, *_ONLY, *_WITHOUT_EFFECT} - ({*_SWITCHES} - {*family.switches, "tie_word_embeddings"})
-    if family.windows:
-        read -= {*_WINDOWS} - {*family.windows, "layer_types"}
+    read = {*_PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - (
+        {*_SWITCH_FIELDS} - {*family.bias_fields, "tie_word_embeddings"}
+    )
+    if family.window_fields:
+        read -= {*_WINDOW_FIELDS} - {*family.window_fields, "layer_types"}
     problems = []
     for name, value in fields.items():
-        given = f"{path}.{name} = {values.text(value)}"
-        if name in _ONLY and not (family.windows and name in _WINDOWS):
-            fitting, reason = _ONLY[name]
+        given = f"{path}.{name} = {values.format_value(value)}"
+        if name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
+            fitting, reason = _SUPPORTED_VALUES[name]
             if value not in fitting:
-                ways_out = [f"Use {values.text(one)}" for one in fitting] or ["Write null"]
+                ways_out = [f"Use {values.format_value(one)}" for one in fitting] or ["Write null"]
                 problems.append(f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}.")
         elif name == "layer_types":
             # looked at in _window
-            if not isinstance(value, list) or not {*map(str, value)} <= {*_KINDS}:
-                problems.append(f"{given}: is not implemented: layers have {errors.choices(_KINDS)} here. Leave it out.")
+            if not isinstance(value, list) or not {*map(str, value)} <= {*_LAYER_TYPES}:
+                problems.append(
+                    f"{given}: is not implemented: layers have {errors.format_choices(_LAYER_TYPES)} here. Leave it out."
+                )
         elif name == "architectures" and value != [family.architecture]:
             problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
         elif name not in read and (name not in defaults or value != defaults[name]):
             # a field of another family is no typing error
-            hint = "" if name in _PASSED else errors.did_you_mean(name, sorted({*read, *_SWITCHES}))
+            hint = "" if name in _PASSED_FIELDS else errors.did_you_mean(name, sorted({*read, *_SWITCH_FIELDS}))
             problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
     return problems
 
 
-def _window(fields: dict[str, Any], family: Family, given: dict[str, Any], path: str) -> int | None:
+def _parse_window(fields: dict[str, Any], family: Family, given: dict[str, Any], path: str) -> int | None:
     """The window of every layer.
 
     Args:
@@ -314,33 +333,33 @@ def _window(fields: dict[str, Any], family: Family, given: dict[str, Any], path:
     Raises: UserError where layers differ, or say something else than the window.
     """
     window = given.get("sliding_window")
-    of_model = _KINDS[window is not None]
+    of_model = _LAYER_TYPES[window is not None]
     kinds = fields.get("layer_types", given.get("layer_types")) or [of_model]
     if len({*kinds}) > 1:
         name = "layer_types" if "layer_types" in fields else "max_window_layers"
         without = " and no layer_types" if name == "layer_types" else ""
-        raise errors.UserError(
-            f"{path}.{name} = {values.text(given[name])}: is not implemented: all layers are alike here, and layer "
-            f"{kinds.index(_KINDS[0])} would see whole documents, layer {kinds.index(_KINDS[1])} their last {window} tokens. "
+        raise UserError(
+            f"{path}.{name} = {values.format_value(given[name])}: is not implemented: all layers are alike here, and layer "
+            f"{kinds.index(_LAYER_TYPES[0])} would see whole documents, layer {kinds.index(_LAYER_TYPES[1])} their last {window} tokens. "
             f"Use use_sliding_window=false{without}, which is the same for documents of up to {window} tokens."
         )
     if kinds[0] == of_model:
         return window
-    if "use_sliding_window" in family.windows and kinds[0] == _KINDS[0]:
+    if "use_sliding_window" in family.window_fields and kinds[0] == _LAYER_TYPES[0]:
         return None
     says = "no layer has a window" if window is None else f"every layer has a window of {window}"
-    raise errors.UserError(
-        f"{path}.layer_types = {values.text(kinds)}: differs from the other fields, by which {says}. Leave it out."
+    raise UserError(
+        f"{path}.layer_types = {values.format_value(kinds)}: differs from the other fields, by which {says}. Leave it out."
     )
 
 
-def _heads(fields: dict[str, Any], path: str) -> list[str]:
+def _head_problems(fields: dict[str, Any], path: str) -> list[str]:
     """Problems of the sizes together."""
     problems = []
     heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
     kv_heads, head_dim = fields.get("num_key_value_heads") or heads, fields.get("head_dim")
     if heads % kv_heads:
-        divisors = errors.choices(number for number in range(1, heads + 1) if heads % number == 0)
+        divisors = errors.format_choices(number for number in range(1, heads + 1) if heads % number == 0)
         problems.append(
             f"{path}.num_key_value_heads = {kv_heads}: must divide num_attention_heads, which is {heads}. Use {divisors}."
         )

@@ -13,11 +13,12 @@ import huggingface_hub
 import huggingface_hub.errors as hub
 
 from jaxsp.core import errors, paths
+from jaxsp.core.errors import UserError
 
-INDEX = "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 """Says which tensor lies in which file, where there are several."""
 
-_SMALL = (
+_SMALL_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -38,7 +39,7 @@ _SMALL = (
 """What belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
 
 
-class HubError(errors.UserError):
+class HubError(UserError):
     """The hub cannot be reached, or refuses a model to this login."""
 
     def __init__(self, problem: str, *, reason: str):
@@ -48,7 +49,7 @@ class HubError(errors.UserError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Folder:
+class ModelFolder:
     """A folder that is there; its weights may still be on the hub."""
 
     source: str
@@ -56,13 +57,13 @@ class Folder:
     field: str
     """Where the user wrote that."""
     path: pathlib.Path
-    fields: dict[str, Any]
+    config_fields: dict[str, Any]
     """Of its config.json."""
-    on_hub: bool = False
+    is_on_hub: bool = False
 
-    def fetch(self, names: Iterable[str]) -> None:
+    def download_files(self, names: Iterable[str]) -> None:
         """Downloads those of these files that the hub has, if the folder is the hub's; the cache keeps them."""
-        if self.on_hub:
+        if self.is_on_hub:
             # a snapshot's folder is called after its commit: the files that follow are of the same
             _download(self.source, names, field=self.field, revision=self.path.name)
 
@@ -71,9 +72,9 @@ def find(
     source: str,
     *,
     field: str = "model.source",
-    names: tuple[str, ...] = (*_SMALL, INDEX),
+    names: tuple[str, ...] = (*_SMALL_FILES, INDEX_FILE),
     deadline_s: float | None = None,
-) -> Folder:
+) -> ModelFolder:
     """Finds a folder, or else the hub's model of that name, and downloads files of these names.
 
     Args:
@@ -86,27 +87,27 @@ def find(
     path = paths.expand_user(source, field=field)
     asked = f"{field} = {source}"
     if path.exists() and not path.is_dir():
-        raise errors.UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
+        raise UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
     on_hub = not path.is_dir()
     if on_hub and paths.is_path(source):
-        raise errors.UserError(f"{asked}: {_missing(path)}")
+        raise UserError(f"{asked}: {_missing_problem(path)}")
     if on_hub:
         try:
-            path = _within(
+            path = _run_with_deadline(
                 deadline_s,
                 lambda: _download(source, names, field=field, revision=None),
-                cached=lambda: _cached(source),
+                cached=lambda: _cached_snapshot(source),
                 asked=asked,
             )
         except HubError as error:
             if not has_parent(source):
                 raise
-            raise HubError(f"{asked}: {_missing(path)}", reason=error.reason) from None
+            raise HubError(f"{asked}: {_missing_problem(path)}", reason=error.reason) from None
     if not (path / "config.json").is_file():
         complete = f" If a download was cut short, complete it with: hf download {source}." if on_hub else ""
-        raise errors.UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")
-    fields = read_json(path / "config.json", asked=asked)
-    return Folder(source=source, field=field, path=path, fields=fields, on_hub=on_hub)
+        raise UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")
+    fields = read_json(path / "config.json", error_prefix=asked)
+    return ModelFolder(source=source, field=field, path=path, config_fields=fields, is_on_hub=on_hub)
 
 
 def has_parent(source: str) -> bool:
@@ -114,7 +115,7 @@ def has_parent(source: str) -> bool:
     return pathlib.Path(source).expanduser().parent.is_dir()
 
 
-def _missing(path: pathlib.Path) -> str:
+def _missing_problem(path: pathlib.Path) -> str:
     """The problem of a folder that is not there, and what to give."""
     folders = [file.parent for file in path.parent.glob("*/config.json")]
     known = {folder.name: str(folder) for folder in folders}
@@ -124,7 +125,7 @@ def _missing(path: pathlib.Path) -> str:
     )
 
 
-def _cached(source: str) -> pathlib.Path | None:
+def _cached_snapshot(source: str) -> pathlib.Path | None:
     """The snapshot of a model in the hub's cache, or None."""
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(source, local_files_only=True))
@@ -132,7 +133,7 @@ def _cached(source: str) -> pathlib.Path | None:
         return None
 
 
-def _within(
+def _run_with_deadline(
     deadline_s: float | None,
     download: Callable[[], pathlib.Path],
     *,
@@ -169,22 +170,22 @@ def _within(
     return result
 
 
-def read_json(path: pathlib.Path, *, asked: str) -> dict[str, Any]:
+def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
     """The fields of a JSON file. Raises: UserError where it holds none."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise errors.UserError(f"{asked}: {path} cannot be read as JSON: {error}. Copy or download it again.") from None
+        raise UserError(f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again.") from None
     if not isinstance(fields, dict):
-        raise errors.UserError(f"{asked}: {path} holds no fields. Copy or download it again.")
+        raise UserError(f"{error_prefix}: {path} holds no fields. Copy or download it again.")
     return fields
 
 
-def copy_small_files(folder: pathlib.Path, directory: pathlib.Path, *, but: tuple[str, ...] = ()) -> None:
+def copy_small_files(folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()) -> None:
     """Copies everything that belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
-    for path in sorted(path for pattern in _SMALL for path in folder.glob(pattern) if path.is_file()):
+    for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()):
         name = path.relative_to(folder)
-        if str(name) not in but:
+        if str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             # the hub's cache is links into a store that nobody may write
             shutil.copyfile(path, directory / name)
@@ -198,7 +199,7 @@ def _download(source: str, names: Iterable[str], *, field: str, revision: str | 
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names)))
     except hub.HFValidationError:
-        raise errors.UserError(f"{asked}: {_missing(pathlib.Path(source).expanduser())}") from None
+        raise UserError(f"{asked}: {_missing_problem(pathlib.Path(source).expanduser())}") from None
     except hub.GatedRepoError:
         reason = "the hub shows it only to logins that have accepted its terms"
         raise HubError(
@@ -206,27 +207,27 @@ def _download(source: str, names: Iterable[str], *, field: str, revision: str | 
             reason=reason,
         ) from None
     except hub.RepositoryNotFoundError:
-        raise errors.UserError(
+        raise UserError(
             f"{asked}: {no_folder}, and no such model on the hub. {example} If it is private, log in: hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
-        raise _failure(error, source, asked=asked) from None
+        raise _download_error(error, source, asked=asked) from None
 
 
-def _failure(error: Exception, source: str, *, asked: str) -> errors.UserError:
+def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
     """The problem of a download that failed for another reason than the model's name."""
     is_local = isinstance(error, hub.LocalEntryNotFoundError)
     cause = error.__cause__ if is_local and error.__cause__ else error
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-        reason = f"the hub refuses: {_reason(cause)}"
+        reason = f"the hub refuses: {_first_line(cause)}"
         return HubError(f"{asked}: {reason}. Log in with a token that may read it: hf auth login.", reason=reason)
     if not is_local:
-        problem = f"{asked}: cannot be downloaded: {_reason(cause)}. Try again: completed files are kept."
+        problem = f"{asked}: cannot be downloaded: {_first_line(cause)}. Try again: completed files are kept."
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # of this machine's disk
-            return errors.UserError(problem)
-        return HubError(problem, reason=f"the download failed: {_reason(cause)}")
+            return UserError(problem)
+        return HubError(problem, reason=f"the download failed: {_first_line(cause)}")
     is_offline = isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({_reason(cause)})"
+    reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({_first_line(cause)})"
     advice = "Unset it" if is_offline else "Try again"
     return HubError(
         f"{asked}: there is no such folder, the hub's cache does not hold it (or not all of it), and {reason}. "
@@ -235,7 +236,7 @@ def _failure(error: Exception, source: str, *, asked: str) -> errors.UserError:
     )
 
 
-def _reason(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of what an error says."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".") if lines else type(error).__name__

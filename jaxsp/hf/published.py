@@ -8,15 +8,17 @@ import json
 import re
 from typing import Any
 
-from jaxsp.config import schema
+from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families, folder
+from jaxsp.hf.folder import HubError
 from jaxsp.model.config import ModelConfig
 
-DATE = "2026-11-23"
+READ_DATE = "2026-11-23"
 """Day on which the sources were read."""
 
-SOURCES = {
+SOURCE_URLS = {
     "litgpt": "https://github.com/Lightning-AI/litgpt/blob/26857050fe3f/litgpt/config.py",
     "nemo": "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py",
     "nim": "https://docs.api.nvidia.com/nim/reference/mistralai-mistral-small-24b-instruct",
@@ -29,14 +31,14 @@ DEADLINE_S = 6.0
 _TIED = {"tie_word_embeddings": True}
 _LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 _LLAMA_3 = _LLAMA | {"vocab_size": 128256, "rope_theta": 500000.0}
-_SCALING = {
+_LLAMA_3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_LLAMA_3_1 = _LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": _SCALING}
+_LLAMA_3_1 = _LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": _LLAMA_3_SCALING}
 _MISTRAL = {
     "model_type": "mistral",
     "vocab_size": 32768,
@@ -50,11 +52,11 @@ _QWEN = {"rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "vocab_size": 151936}
 _QWEN_2_5 = _QWEN | {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
 _QWEN_3 = _QWEN | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": False}
 
-_FAMILIES: dict[str, dict[str, Any]] = {
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "llama-2": _LLAMA | {"vocab_size": 32000, "rope_theta": 10000.0},
     "llama-3": _LLAMA_3,
     "llama-3.1": _LLAMA_3_1,
-    "llama-3.2": _LLAMA_3_1 | {"rope_scaling": _SCALING | {"factor": 32.0}} | _TIED,
+    "llama-3.2": _LLAMA_3_1 | {"rope_scaling": _LLAMA_3_SCALING | {"factor": 32.0}} | _TIED,
     "smollm2": _LLAMA | {"vocab_size": 49152, "rope_theta": 100000.0} | _TIED,
     "smollm2-1.7b": _LLAMA | {"vocab_size": 49152, "rope_theta": 130000.0} | _TIED,
     "mistral-0.1": _MISTRAL | {"vocab_size": 32000, "rope_theta": 1e4, "sliding_window": 4096},
@@ -117,7 +119,7 @@ qwen3-2507      4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B-{Instruct,Thi
 """
 """A test compares each number of parameters with that of the decoder."""
 
-_COLUMNS = (
+_SIZE_COLUMNS = (
     "num_hidden_layers",
     "hidden_size",
     "num_attention_heads",
@@ -127,36 +129,36 @@ _COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Published:
+class PublishedModel:
     """A published model."""
 
     name: str
     """Its name on the hub."""
     fields: dict[str, Any]
     """Fields of its config.json."""
-    billions: float
+    billion_params: float
     """Published number of parameters."""
-    source: str
+    source_url: str
     """Address of the document that has the sizes."""
 
 
-def _read(table: str) -> dict[str, Published]:
+def _parse_table(table: str) -> dict[str, PublishedModel]:
     """Models of a table by name."""
     found = {}
     for line in table.strip().splitlines()[1:]:
         family, billions, *numbers, source, names = line.split()
-        sizes = dict(zip(_COLUMNS, map(int, numbers), strict=True))
-        for name in _expand(names):
-            found[name] = Published(
+        sizes = dict(zip(_SIZE_COLUMNS, map(int, numbers), strict=True))
+        for name in _expand_braces(names):
+            found[name] = PublishedModel(
                 name=name,
-                fields=_FAMILIES[family] | sizes,
-                billions=float(billions),
-                source=SOURCES[source],
+                fields=_FAMILY_FIELDS[family] | sizes,
+                billion_params=float(billions),
+                source_url=SOURCE_URLS[source],
             )
     return found
 
 
-def _expand(names: str) -> list[str]:
+def _expand_braces(names: str) -> list[str]:
     """Expands braces: `a{,-b}` is `a` and `a-b`."""
     match = re.fullmatch(r"(.*)\{(.*)\}(.*)", names)
     if match is None:
@@ -164,29 +166,29 @@ def _expand(names: str) -> list[str]:
     return [match[1] + middle + match[3] for middle in match[2].split(",")]
 
 
-MODELS = _read(_TABLE)
+MODELS = _parse_table(_TABLE)
 """Published models by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """Sizes of a config's model, for planning."""
 
     model: ModelConfig
-    published: Published | None
+    published: PublishedModel | None
     """The published sizes if they are used in place of the model's own config.json."""
     note: str
     """First line of the output if published sizes are used; empty otherwise."""
 
     @property
-    def words(self) -> list[str]:
+    def overrides(self) -> list[str]:
         """Changes of the config that use published sizes; none if they are not used."""
         if self.published is None:
             return []
         return ["model.source=null", f"model.config={json.dumps(self.published.fields)}"]
 
 
-def read_sizes(model: schema.Model) -> Sizes:
+def read_sizes(model: ModelSourceConfig) -> ModelSizes:
     """Reads the sizes of a config's model.
 
     Published sizes are used only if the hub cannot be reached within DEADLINE_S, or refuses the
@@ -196,20 +198,20 @@ def read_sizes(model: schema.Model) -> Sizes:
     """
     try:
         found = families.read_model_config(model, deadline_s=DEADLINE_S)
-        return Sizes(model=found, published=None, note="")
-    except folder.HubError as error:
+        return ModelSizes(model=found, published=None, note="")
+    except HubError as error:
         name, reason = str(model.source), error.reason
         if name not in MODELS and folder.has_parent(name):
             raise
     if name not in MODELS:
-        raise errors.UserError(_unknown(name, reason))
+        raise UserError(_unknown_problem(name, reason))
     published = MODELS[name]
-    note = f"PUBLISHED SIZES of {name}, because {reason}; read on {DATE} from {published.source}"
-    found = families.model_config(published.fields, field=f"published sizes of {name}")
-    return Sizes(model=found, published=published, note=note)
+    note = f"PUBLISHED SIZES of {name}, because {reason}; read on {READ_DATE} from {published.source_url}"
+    found = families.parse_model_config(published.fields, field=f"published sizes of {name}")
+    return ModelSizes(model=found, published=published, note=note)
 
 
-def _unknown(name: str, reason: str) -> str:
+def _unknown_problem(name: str, reason: str) -> str:
     """The problem of a model that neither the hub nor the table gives."""
     known = " ".join(line.split()[-1] for line in _TABLE.strip().splitlines()[1:])
     return (

@@ -18,16 +18,16 @@ import numpy as np
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
 """What jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
-_MAX_HEADER = 10**8
+_MAX_HEADER_BYTES = 10**8
 """Bytes; the same limit as in the safetensors library."""
 
 
-class BadFile(ValueError):
+class BadFileError(ValueError):
     """A file that is not what its name says; the message is the end of a sentence about it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tensor:
+class StoredTensor:
     """Where a tensor lies."""
 
     file: pathlib.Path
@@ -38,37 +38,37 @@ class Tensor:
     """Of its first byte in the file."""
 
 
-def header(path: pathlib.Path) -> dict[str, Tensor]:
+def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     """All tensors of a file by name; nothing but the header is read. Raises: BadFile."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER + 1
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
             if start == b"version ":  # git-lfs.github.com/spec/v1
-                raise BadFile("is a pointer of git-lfs, not the file itself: git lfs pull fetches it")
-            if length > _MAX_HEADER:
-                raise BadFile("is no safetensors file")
+                raise BadFileError("is a pointer of git-lfs, not the file itself: git lfs pull fetches it")
+            if length > _MAX_HEADER_BYTES:
+                raise BadFileError("is no safetensors file")
             text = file.read(length)
     except OSError as error:
-        raise BadFile(f"cannot be read: {error}") from None
+        raise BadFileError(f"cannot be read: {error}") from None
     if len(text) < length:
-        raise BadFile(f"is cut short: {size:,} bytes, of which the header alone needs {8 + length:,}")
+        raise BadFileError(f"is cut short: {size:,} bytes, of which the header alone needs {8 + length:,}")
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
-        found = {name: _tensor(path, entry, begin=8 + length) for name, entry in entries.items()}
+        found = {name: _parse_entry(path, entry, begin=8 + length) for name, entry in entries.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadFile("is no safetensors file: its header is damaged") from None
+        raise BadFileError("is no safetensors file: its header is damaged") from None
     if size < end:
-        raise BadFile(f"is cut short: {size:,} bytes of {end:,}")
+        raise BadFileError(f"is cut short: {size:,} bytes of {end:,}")
     if size > end:
-        raise BadFile(f"is damaged: {size:,} bytes, and its header speaks of {end:,}")
+        raise BadFileError(f"is damaged: {size:,} bytes, and its header speaks of {end:,}")
     return found
 
 
-def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
+def read_slice(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
     """A slice of a tensor, float32. Reads nothing else, in as few pieces as it lies in. Raises: BadFile.
 
     Args:
@@ -88,13 +88,13 @@ def read(tensor: Tensor, index: tuple[slice, ...]) -> np.ndarray:
                 for place in np.ndindex(taken.shape[:cut]):
                     elements = begin + sum(at * stride for at, stride in zip(place, strides, strict=False))
                     file.seek(tensor.offset + elements * taken.itemsize)
-                    _fill(file, taken[(*place, ...)])
+                    _read_into(file, taken[(*place, ...)])
         except OSError as error:
-            raise BadFile(f"cannot be read: {error}") from None
+            raise BadFileError(f"cannot be read: {error}") from None
     return taken.astype(np.float32, copy=False)
 
 
-def _tensor(path: pathlib.Path, entry: dict, *, begin: int) -> Tensor:
+def _parse_entry(path: pathlib.Path, entry: dict, *, begin: int) -> StoredTensor:
     """Raises: ValueError, TypeError or KeyError for an entry that makes no sense."""
     first, last = entry["data_offsets"]
     shape = tuple(entry["shape"])
@@ -103,14 +103,14 @@ def _tensor(path: pathlib.Path, entry: dict, *, begin: int) -> Tensor:
     dtype = entry["dtype"]
     if dtype in DTYPES and last - first != math.prod(shape) * DTYPES[dtype].itemsize:
         raise ValueError
-    return Tensor(file=path, dtype=str(dtype), shape=shape, offset=begin + first)
+    return StoredTensor(file=path, dtype=str(dtype), shape=shape, offset=begin + first)
 
 
-def _fill(file: io.FileIO, array: np.ndarray) -> None:
+def _read_into(file: io.FileIO, array: np.ndarray) -> None:
     """Reads an array full; one call of the system reads 2 GiB at most."""
     left = array.reshape(-1).view(np.uint8).data
     while left:
         count = file.readinto(left)
         if not count:
-            raise BadFile("became shorter while it was read")
+            raise BadFileError("became shorter while it was read")
         left = left[count:]

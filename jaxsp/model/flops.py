@@ -10,22 +10,22 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "B20
 """Dense bfloat16 TFLOP/s of a device, from NVIDIA's data sheets (SXM), by a word of its name."""
 
 
-def step_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
+def step_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     """Floating-point operations that a step over pieces of these lengths needs, forward and backward.
 
     A matrix costs 2 per element and token, attention 4 per head element and pair of tokens that see each other, of which
     a piece of n has n (n + 1) / 2; with a window of w, its tokens from the w-th on have w each. Backward costs twice as much
     as forward.
     """
-    table = decoder.table(model)
+    table = decoder.param_table(model)
     stacked = [row for row in jax.tree.leaves(table["layers"]) if row.is_matrix]
-    matrices = sum(row.size * row.num_layers for row in stacked) + decoder.head(table).size
-    return 3 * (2 * matrices * float(piece_lengths.sum()) + attention_flops(model, piece_lengths))
+    matrices = sum(row.size * row.num_layers for row in stacked) + decoder.lm_head(table).size
+    return 3 * (2 * matrices * float(segment_lengths.sum()) + attention_flops(model, segment_lengths))
 
 
-def attention_flops(model: ModelConfig, piece_lengths: np.ndarray) -> float:
+def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     """Of these, what attention needs forward."""
-    lengths = piece_lengths.astype(np.float64)
+    lengths = segment_lengths.astype(np.float64)
     near = lengths if model.sliding_window is None else np.minimum(lengths, model.sliding_window)
     pairs = float(np.sum(near * (near + 1) / 2 + (lengths - near) * near))
     return 4 * model.num_layers * model.num_heads * model.head_dim * pairs

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.core import batch
+from jaxsp.core.batch import POSITION_LIMIT
 from jaxsp.model.config import ModelConfig
 
 Weights = dict[str, Any]
@@ -60,19 +60,19 @@ class Gather(Protocol):
     What a device holds of one weight, its shard, may be any tree of arrays.
     """
 
-    def __call__(self, rows: Any, shards: Any) -> Any:
+    def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter; differentiable."""
 
-    def join(self, row: Parameter, shard: Any) -> Array:
+    def all_gather(self, param: Parameter, shard: Any) -> Array:
         """The whole of one weight, without a gradient; `gather(row, shard)` has one."""
 
-    def split(self, row: Parameter, gradient: Array) -> Any:
+    def reduce_scatter(self, param: Parameter, gradient: Array) -> Any:
         """The gradient of a shard, float32, summed over all devices: the transpose of `join`."""
 
 
-def _declare(row: Parameter) -> nnx.Param:
+def _declare_param(param: Parameter) -> nnx.Param:
     """A weight without a value: modules are skeletons, merged with arrays when they are called."""
-    return nnx.Param(jax.ShapeDtypeStruct(row.shape, jnp.float32), row=row)
+    return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), row=param)
 
 
 class Linear(nnx.Module):
@@ -80,8 +80,8 @@ class Linear(nnx.Module):
 
     def __init__(self, dim_in: int, dim_out: int, *, hf_name: str, bias: bool, config: ModelConfig):
         matrix = Parameter(shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range)
-        self.weight = _declare(matrix)
-        self.bias = _declare(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")) if bias else None
+        self.weight = _declare_param(matrix)
+        self.bias = _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
@@ -95,7 +95,7 @@ class RMSNorm(nnx.Module):
     """x / rms(x) * w over the last dim, in float32."""
 
     def __init__(self, dim: int, *, hf_name: str, eps: float):
-        self.weight = _declare(Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=1.0))
+        self.weight = _declare_param(Parameter(shape=(dim,), hf_name=f"{hf_name}.weight", mean=1.0))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -105,7 +105,7 @@ class RMSNorm(nnx.Module):
         return (x32 * weight).astype(x.dtype)
 
 
-class Before(nnx.Module):
+class PreAttention(nnx.Module):
     """A layer up to attention: norm, projections to queries, keys and values, rotation. Each token by itself."""
 
     def __init__(self, config: ModelConfig):
@@ -124,14 +124,14 @@ class Before(nnx.Module):
         self, x_BlD: Float[Array, "B l D"], positions_Bl: Int32[Array, "B l"]
     ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
         heads = (*x_BlD.shape[:2], -1, self.config.head_dim)
-        x_BlD, turn = self.norm(x_BlD), angles(positions_Bl, self.config)
+        x_BlD, turn = self.norm(x_BlD), rope_angles(positions_Bl, self.config)
         q, k, v = self.q(x_BlD).reshape(heads), self.k(x_BlD).reshape(heads), self.v(x_BlD).reshape(heads)
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
-        return rotate(q, turn), rotate(k, turn), v
+        return apply_rope(q, turn), apply_rope(k, turn), v
 
 
-MLP_HIDDEN = ("mlp_gate", "mlp_up")
+MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
 """Names of the MLP's wide activations, for a remat policy."""
 
 
@@ -146,11 +146,11 @@ class MLP(nnx.Module):
         self.down = linear(F, D, hf_name="mlp.down_proj")
 
     def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
-        gate, up = (checkpoint_name(y, name) for y, name in zip((self.gate(x), self.up(x)), MLP_HIDDEN, strict=True))
+        gate, up = (checkpoint_name(y, name) for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True))
         return self.down(jax.nn.silu(gate) * up)
 
 
-class After(nnx.Module):
+class PostAttention(nnx.Module):
     """A layer from attention's output on: output projection and MLP, each beside the residual. Each token by itself."""
 
     def __init__(self, config: ModelConfig):
@@ -165,55 +165,55 @@ class After(nnx.Module):
         return x_BlD + self.mlp(self.norm(x_BlD))
 
 
-class Block(nnx.Module):
+class DecoderLayer(nnx.Module):
     """One layer's weights: those it needs before attention and those it needs after it."""
 
     def __init__(self, config: ModelConfig):
-        self.before = Before(config)
-        self.after = After(config)
+        self.pre_attention = PreAttention(config)
+        self.post_attention = PostAttention(config)
 
 
-class Ends(nnx.Module):
+class EmbedNormHead(nnx.Module):
     """What is around the layers: embedding, last norm and head."""
 
     def __init__(self, config: ModelConfig):
         matrix = Parameter(
             shape=(config.vocab_size, config.hidden_size), hf_name="model.embed_tokens.weight", std=config.initializer_range
         )
-        self.embedding = _declare(matrix)
+        self.embedding = _declare_param(matrix)
         self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
-        self.head = None if config.tie_embeddings else _declare(dataclasses.replace(matrix, hf_name="lm_head.weight"))
+        self.head = None if config.tie_embeddings else _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Angles:
+class RopeAngles:
     """Cosine and sine of each token's rotations, one for each pair of a head's elements."""
 
     cos: Float32[Array, "B l pairs"]
     sin: Float32[Array, "B l pairs"]
 
 
-STRIDE = 4096
+ROPE_TABLE_STRIDE = 4096
 """Positions are STRIDE * a + b: a table of cosines and sines for every a, one for every b."""
 
 
-def angles(positions_Bl: Int32[Array, "B l"], config: ModelConfig) -> Angles:
+def rope_angles(positions_Bl: Int32[Array, "B l"], config: ModelConfig) -> RopeAngles:
     """The rotations at these positions, good to 1e-6 at any position below batch.MAX_POSITION.
 
     A float32 product position * frequency is off by 0.06 rad at position 1,000,000 and by 0.31 at 5,000,000. So both
     tables are made in float64 and joined by the angle-sum formula.
     """
-    tables = _tables(config)
-    coarse, fine = jnp.divmod(positions_Bl, jnp.int32(STRIDE))
+    tables = _rope_tables(config)
+    coarse, fine = jnp.divmod(positions_Bl, jnp.int32(ROPE_TABLE_STRIDE))
     cos_a, sin_a, cos_b, sin_b = (jnp.asarray(t)[i] for t, i in zip(tables, (coarse, coarse, fine, fine), strict=True))
-    return Angles(cos=cos_a * cos_b - sin_a * sin_b, sin=sin_a * cos_b + cos_a * sin_b)
+    return RopeAngles(cos=cos_a * cos_b - sin_a * sin_b, sin=sin_a * cos_b + cos_a * sin_b)
 
 
 @functools.lru_cache(maxsize=4)
-def _tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     frequencies = rope_frequencies(config)
-    coarse = np.arange(batch.MAX_POSITION // STRIDE)[:, None] * STRIDE * frequencies[None]
-    fine = np.arange(STRIDE)[:, None] * frequencies[None]
+    coarse = np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None] * ROPE_TABLE_STRIDE * frequencies[None]
+    fine = np.arange(ROPE_TABLE_STRIDE)[:, None] * frequencies[None]
     cos_a, sin_a, cos_b, sin_b = (f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin))
     return cos_a, sin_a, cos_b, sin_b
 
@@ -236,7 +236,7 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def rotate(x_BlHK: Float[Array, "B l heads K"], angles: Angles) -> Float[Array, "B l heads K"]:
+def apply_rope(x_BlHK: Float[Array, "B l heads K"], angles: RopeAngles) -> Float[Array, "B l heads K"]:
     """Rotates the pairs (i, i + K/2) of each head, in float32; Hugging Face's order of the elements."""
     cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
     a, b = jnp.split(x_BlHK.astype(jnp.float32), 2, axis=-1)

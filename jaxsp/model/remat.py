@@ -29,27 +29,27 @@ from jaxsp.model import layers
 
 LAYER_INPUT = "layer_input"
 
-_COSTLY = ("dot_general", "all_to_all")
+_SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 """What `none` keeps the results of, by the names of JAX's operations."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Remat:
+class RematPolicy:
     """Fields of core.config.Memory: see there."""
 
     remat: str = "attention"
     offload_activations: str = "none"
 
     @property
-    def keeps_attention(self) -> bool:
+    def is_attention_saved(self) -> bool:
         return self.remat != "full"
 
     @property
-    def offloads_attention(self) -> bool:
+    def is_attention_offloaded(self) -> bool:
         return self.offload_activations == "residual_and_attention"
 
 
-def named_input(x: Array) -> Array:
+def name_layer_input(x: Array) -> Array:
     """A layer's input, to be used instead of what it is given: only what a layer *begins* with can be offloaded.
 
     Offloading a layer's output, by name, is silently ignored; offloading anything else leaves the input on the device too.
@@ -57,14 +57,14 @@ def named_input(x: Array) -> Array:
     return checkpoint_name(x, LAYER_INPUT)
 
 
-def layer(function: Callable[..., Any], how: Remat) -> Callable[..., Any]:
+def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Callable[..., Any]:
     """The function of a layer, (x, shards) -> (x, None), for jax.lax.scan."""
-    assert how.keeps_attention or not how.offloads_attention, "refused by core.given"
-    kept = set(attention.RESIDUALS if how.keeps_attention else ())
-    kept |= set(layers.MLP_HIDDEN if how.remat == "attention_and_mlp" else ())
-    offloaded = set() if how.offload_activations == "none" else {LAYER_INPUT}
-    if how.offloads_attention:
-        offloaded |= set(attention.RESIDUALS)
+    assert policy.is_attention_saved or not policy.is_attention_offloaded, "refused by core.given"
+    kept = set(attention.CHECKPOINT_NAMES if policy.is_attention_saved else ())
+    kept |= set(layers.MLP_CHECKPOINT_NAMES if policy.remat == "attention_and_mlp" else ())
+    offloaded = set() if policy.offload_activations == "none" else {LAYER_INPUT}
+    if policy.is_attention_offloaded:
+        offloaded |= set(attention.CHECKPOINT_NAMES)
     named: Callable[..., Any] = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=sorted(kept - offloaded),
         names_which_can_be_offloaded=sorted(offloaded),
@@ -72,8 +72,8 @@ def layer(function: Callable[..., Any], how: Remat) -> Callable[..., Any]:
         offload_dst="pinned_host",
     )
 
-    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return True if how.remat == "none" and primitive.name in _COSTLY else named(primitive, *avals, **params)
+    def should_save(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return True if policy.remat == "none" and primitive.name in _SAVED_PRIMITIVES else named(primitive, *avals, **params)
 
     # CSE would not undo what is done in another iteration of the scan
-    return jax.checkpoint(function, policy=policy, prevent_cse=False)
+    return jax.checkpoint(function, policy=should_save, prevent_cse=False)

@@ -6,27 +6,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxsp.attention import strategies
-from jaxsp.config import schema
-from jaxsp.core import axes, errors
+from jaxsp.config.schema import Config
+from jaxsp.core import axes
+from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
-from jaxsp.planner.compile import compiled
+from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.planning import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class MeshPlan:
     """A mesh, and what came of it."""
 
     mesh: dict[str, int]
-    kind: dict[str, Any]
+    attention_fields: dict[str, Any]
     """Fields of the config's attention by which its groups share it."""
-    plan: planning.Plan | None
+    plan: Plan | None
     """None where it was not planned, or refused."""
-    why: str
+    problem: str
     """Why not; empty otherwise."""
 
 
-def name(kind: dict[str, Any]) -> str:
+def describe_strategy(kind: dict[str, Any]) -> str:
     """A kind in a word or two, such as `hybrid 4`, or `hybrid 4 gather`."""
     words = [
         kind.get("kind"),
@@ -36,7 +38,7 @@ def name(kind: dict[str, Any]) -> str:
     return " ".join(str(word) for word in words if word) or "none shared"
 
 
-def meshes(num_devices: int) -> Iterator[dict[str, int]]:
+def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
     """Every replica x data x seq of so many devices, the most that share a row first."""
     for seq in range(num_devices, 0, -1):
         for data in range(num_devices // seq, 0, -1):
@@ -44,7 +46,7 @@ def meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
 
 
-def kinds_of(settings: schema.Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
+def list_strategies(settings: Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
     """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are.
 
     Of what it says of `auto`, each has that which is of this kind.
@@ -52,12 +54,12 @@ def kinds_of(settings: schema.Config, *, seq: int, num_heads: int) -> list[dict[
     asked = settings.attention
     if seq == 1:
         return [{}]
-    if asked.kind != "auto":
-        return [{"kind": asked.kind}]
-    inner = [n for n in strategies.inner_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq]
+    if asked.strategy != "auto":
+        return [{"kind": asked.strategy}]
+    inner = [n for n in strategies.legal_ulysses_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq]
     none = {"inner_degree": None, "outer": "ring", "kv_heads_per_gather": None}
     gathered = {"outer": "gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
-    between = gathered if asked.outer == "gather" else {}
+    between = gathered if asked.outer_strategy == "gather" else {}
     return [
         *[{"kind": "ulysses"} | none] * (num_heads % seq == 0),
         *({"kind": "hybrid"} | none | {"inner_degree": n} | between for n in inner),
@@ -66,7 +68,7 @@ def kinds_of(settings: schema.Config, *, seq: int, num_heads: int) -> list[dict[
     ]
 
 
-def on(settings: schema.Config, mesh: dict[str, int], kind: dict[str, Any]) -> schema.Config:
+def with_mesh(settings: Config, mesh: dict[str, int], kind: dict[str, Any]) -> Config:
     """The config with another mesh and kind of attention."""
     changes: dict[str, Any] = dict(mesh)
     return settings.model_copy(
@@ -77,14 +79,14 @@ def on(settings: schema.Config, mesh: dict[str, int], kind: dict[str, Any]) -> s
     )
 
 
-def planned(
-    settings: schema.Config,
+def plan_meshes(
+    settings: Config,
     *,
     model: ModelConfig,
-    site: compiled.Site,
+    cluster: Cluster,
     document_tokens: int | None = None,
-    say: Callable[[Shape], None] = lambda _: None,
-) -> list[Shape]:
+    on_result: Callable[[MeshPlan], None] = lambda _: None,
+) -> list[MeshPlan]:
     """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there.
 
     Those that fit first, the fastest by estimate first; of those that are as fast, the one with the smallest `seq`.
@@ -92,34 +94,38 @@ def planned(
     Args:   say: called with each as it is planned.
     """
     found = []
-    for mesh, kind in all_of(settings, num_devices=site.num_devices, num_heads=model.num_heads):
+    for mesh, kind in list_combinations(settings, num_devices=cluster.num_devices, num_heads=model.num_heads):
         try:
-            plan = planning.of(on(settings, mesh, kind), model=model, site=site, document_tokens=document_tokens)
-            shape = Shape(mesh=mesh, kind=kind, plan=plan, why="")
-        except errors.UserError as error:
-            shape = Shape(mesh=mesh, kind=kind, plan=None, why=str(error).splitlines()[0])
+            plan = planning.plan_step(
+                with_mesh(settings, mesh, kind), model=model, cluster=cluster, document_tokens=document_tokens
+            )
+            shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=plan, problem="")
+        except UserError as error:
+            shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=None, problem=str(error).splitlines()[0])
         found.append(shape)
-        say(shape)
-    return ranked(found)
+        on_result(shape)
+    return sort_by_rank(found)
 
 
-def all_of(settings: schema.Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+def list_combinations(settings: Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
     """Every mesh of so many devices with each of its kinds."""
     return [
-        (mesh, kind) for mesh in meshes(num_devices) for kind in kinds_of(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
+        (mesh, kind)
+        for mesh in list_meshes(num_devices)
+        for kind in list_strategies(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
     ]
 
 
-SAME_TIME = 1.05
+SAME_TIME_FACTOR = 1.05
 """Steps whose estimates differ by less than this factor count as equally fast: estimates are not
 more accurate."""
 
 
-def ranked(found: Sequence[Shape]) -> list[Shape]:
+def sort_by_rank(found: Sequence[MeshPlan]) -> list[MeshPlan]:
     """Sorts shapes by their `ranks`, then by `seq`, then by the estimate. Refused ones are last."""
-    number = ranks(found)
+    number = compute_ranks(found)
 
-    def key(shape: Shape) -> tuple[float | int, int, float]:
+    def key(shape: MeshPlan) -> tuple[float | int, int, float]:
         plan = shape.plan
         time = 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
         return number.get(id(shape), math.inf), shape.mesh[axes.SEQ], time
@@ -127,13 +133,13 @@ def ranked(found: Sequence[Shape]) -> list[Shape]:
     return sorted(found, key=lambda shape: (shape.plan is None, not (shape.plan and shape.plan.fits), key(shape)))
 
 
-def ranks(found: Sequence[Shape]) -> dict[int, int]:
+def compute_ranks(found: Sequence[MeshPlan]) -> dict[int, int]:
     """Rank of each shape that fits, from 1, by its id; those within SAME_TIME of the fastest of a rank share it."""
     there = [(plan.step_s_estimate or plan.device_gib, shape) for shape in found if (plan := shape.plan) and plan.fits]
     numbers: dict[int, int] = {}
     rank, fastest = 0, 0.0
     for time, shape in sorted(there, key=lambda pair: pair[0]):
-        if not rank or time > SAME_TIME * fastest:
+        if not rank or time > SAME_TIME_FACTOR * fastest:
             rank, fastest = rank + 1, time
         numbers[id(shape)] = rank
     return numbers

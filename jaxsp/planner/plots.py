@@ -9,42 +9,45 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxsp.core import axes, durations, errors
-from jaxsp.planner import mesh_sweep, planning, search
+from jaxsp.core.errors import UserError
+from jaxsp.planner import mesh_sweep, search
 from jaxsp.planner.compile import budget
+from jaxsp.planner.mesh_sweep import MeshPlan
+from jaxsp.planner.planning import Plan
 
 _COLORS = {
     budget.WEIGHTS: "#1b3a5c",
     budget.OPTIMIZER: "#2f6690",
     budget.GRADIENTS: "#5b8fb9",
-    budget.GATHERS: "#a3c4dc",
-    budget.RESIDUALS: "#c8553d",
+    budget.GATHERED_WEIGHTS: "#a3c4dc",
+    budget.SAVED_ACTIVATIONS: "#c8553d",
     budget.ATTENTION: "#e08e45",
-    budget.STATISTIC: "#f2c078",
-    budget.WORKSPACE: "#f5dfa5",
-    budget.LAYER: "#588157",
-    budget.LOSS: "#a3b18a",
+    budget.SOFTMAX_STATISTICS: "#f2c078",
+    budget.CUDNN_WORKSPACE: "#f5dfa5",
+    budget.LAYER_TEMPORARIES: "#588157",
+    budget.LOGITS: "#a3b18a",
     budget.OTHER: "#999999",
     budget.RESERVED: "#dddddd",
 }
 """What does not grow with the row in blues, attention and what it leaves in warm colours."""
 
-_BEHIND = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
+_TEXT_BACKGROUND = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
 """Background of text on colored areas."""
 
 _FORMATS = (".png", ".svg", ".pdf")
 
 
-def check(file: pathlib.Path) -> None:
+def check_output(file: pathlib.Path) -> None:
     """Raises: UserError where this is no picture's name, or nothing to draw it with is installed."""
     if file.suffix not in _FORMATS:
-        raise errors.UserError(f"--plot = {file}: is no picture's name. Use one that ends with {errors.choices(_FORMATS)}.")
+        raise UserError(f"--plot = {file}: is no picture's name. Use one that ends with {errors.format_choices(_FORMATS)}.")
     if importlib.util.find_spec("matplotlib") is None:
-        raise errors.UserError(
+        raise UserError(
             f"--plot = {file}: pictures are drawn by matplotlib, which is not installed. Use pip install matplotlib."
         )
 
 
-def lengths(found: Sequence[planning.Plan], file: pathlib.Path, *, title: str) -> None:
+def plot_lengths(found: Sequence[Plan], file: pathlib.Path, *, title: str) -> None:
     """Draws memory of a device and of a node, by cause, over the row's length.
 
     Where different programs were compiled for two lengths, memory between them is drawn as a cliff
@@ -55,38 +58,36 @@ def lengths(found: Sequence[planning.Plan], file: pathlib.Path, *, title: str) -
     """
     ordered = sorted(found, key=lambda plan: plan.row_tokens)
     if len(ordered) < 2:
-        raise errors.UserError(
-            f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out."
-        )
+        raise UserError(f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out.")
     last = ordered[-1]
     has_host = max(plan.host_gib for plan in ordered) >= 0.05
-    figure, panels = _panels(2 if has_host else 1)
-    cliffs = _cliffs(ordered)
-    _stacked(panels[0], ordered, cliffs, lambda plan: plan.memory)
-    whole = last.room_gib + last.memory[budget.RESERVED]
+    figure, panels = _make_panels(2 if has_host else 1)
+    cliffs = _find_program_changes(ordered)
+    _draw_stacked_areas(panels[0], ordered, cliffs, lambda plan: plan.memory)
+    whole = last.device_limit_gib + last.memory[budget.RESERVED]
     peak = max(sum(plan.memory.values()) for plan in ordered)
-    _limit(panels[0], whole, f"{last.device}: {whole:.1f} GiB", peak=peak)
+    _draw_limit(panels[0], whole, f"{last.device_type}: {whole:.1f} GiB", peak=peak)
     panels[0].set_ylabel("GiB per device, at its peak")
     if has_host:
-        _stacked(panels[1], ordered, cliffs, lambda plan: plan.host_memory)
-        room, peak = last.host_room_gib, max(plan.host_gib for plan in ordered)
-        _limit(panels[1], room, f"host: {room:,.0f} GiB", peak=peak)
+        _draw_stacked_areas(panels[1], ordered, cliffs, lambda plan: plan.host_memory)
+        room, peak = last.host_limit_gib, max(plan.host_gib for plan in ordered)
+        _draw_limit(panels[1], room, f"host: {room:,.0f} GiB", peak=peak)
         panels[1].set_ylabel("GiB of each node's memory, at its peak")
     for panel in panels:
         panel.set_xlim(ordered[0].row_tokens, last.row_tokens)
         panel.set_xlabel("tokens per row")
-        panel.xaxis.set_major_formatter(lambda value, _: tokens(value))
+        panel.xaxis.set_major_formatter(lambda value, _: format_tokens(value))
     _mark_longest(panels, ordered)
     notes = ["Triangles: compiled lengths; between them, memory is interpolated."]
     if cliffs:
         notes[0] += " Dotted lines: the program changes to:"
-    notes += _mark_cliffs(panels, cliffs)
+    notes += _mark_program_changes(panels, cliffs)
     figure.set_figheight(figure.get_figheight() + 0.17 * len(notes))
     figure.supxlabel("\n".join(notes), fontsize=9, color="#444444")
     _save(figure, panels, file, title=title)
 
 
-def tokens(number: float | int) -> str:
+def format_tokens(number: float | int) -> str:
     """Formats a number of tokens. Examples: `512`, `131K`, `3.67M`."""
     if number < 1000:
         return f"{number:.3g}"
@@ -95,7 +96,7 @@ def tokens(number: float | int) -> str:
     return f"{number / 1e6:.3g}M"
 
 
-def changes(before: planning.Plan, after: planning.Plan) -> list[str]:
+def describe_changes(before: Plan, after: Plan) -> list[str]:
     """Lists in what the program of a plan differs from that of a shorter row.
 
     The sizes of tiles are left out, because they follow from the length and change with most rows.
@@ -114,30 +115,30 @@ def changes(before: planning.Plan, after: planning.Plan) -> list[str]:
     return found
 
 
-def _is_tiled(plan: planning.Plan, name: str) -> bool:
+def _is_tiled(plan: Plan, name: str) -> bool:
     """True if a tile is smaller than all tokens of a device."""
-    return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_at_once
+    return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_per_microbatch
 
 
-def _scaled(plan: planning.Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
+def _scale_memory(plan: Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
     """Memory by cause for a row of another length: an estimate for the same program."""
     factor = row_tokens / plan.row_tokens
-    constant = (*search.FIXED, budget.RESERVED)
+    constant = (*search.CONSTANT_CATEGORIES, budget.RESERVED)
     return {cause: size if cause in constant else factor * size for cause, size in parts.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Cliff:
+class _ProgramChange:
     """A change of the program between two compiled lengths."""
 
-    before: planning.Plan
-    after: planning.Plan
+    before: Plan
+    after: Plan
     row_tokens: float
     """Position in the picture."""
-    words: list[str]
+    changes: list[str]
 
 
-def _cliffs(ordered: Sequence[planning.Plan]) -> list[_Cliff]:
+def _find_program_changes(ordered: Sequence[Plan]) -> list[_ProgramChange]:
     """Changes of the program, from short rows to long ones.
 
     Each is drawn where the program of shorter rows would need all of the device, because jaxsp
@@ -146,20 +147,20 @@ def _cliffs(ordered: Sequence[planning.Plan]) -> list[_Cliff]:
     """
     found = []
     for before, after in itertools.pairwise(ordered):
-        words = changes(before, after)
+        words = describe_changes(before, after)
         if not words:
             continue
-        constant = sum(_scaled(before, before.memory, 0).values())
+        constant = sum(_scale_memory(before, before.memory, 0).values())
         growing = sum(before.memory.values()) - constant
-        whole = before.room_gib + before.memory[budget.RESERVED]
+        whole = before.device_limit_gib + before.memory[budget.RESERVED]
         place = before.row_tokens * (whole - constant) / growing if growing > 0 else 0.0
         if not before.row_tokens < place < after.row_tokens:
             place = (before.row_tokens + after.row_tokens) / 2
-        found.append(_Cliff(before=before, after=after, row_tokens=place, words=words))
+        found.append(_ProgramChange(before=before, after=after, row_tokens=place, changes=words))
     return found
 
 
-def _mark_cliffs(panels: Sequence[Any], cliffs: Sequence[_Cliff]) -> list[str]:
+def _mark_program_changes(panels: Sequence[Any], cliffs: Sequence[_ProgramChange]) -> list[str]:
     """Marks and numbers changes of the program. Returns a line about each."""
     notes: list[str] = []
     raised, last_place = False, -math.inf
@@ -179,12 +180,12 @@ def _mark_cliffs(panels: Sequence[Any], cliffs: Sequence[_Cliff]) -> list[str]:
                 ha="center",
                 fontsize=9,
             )
-        place = f"{tokens(cliff.before.row_tokens)} and {tokens(cliff.after.row_tokens)}"
-        notes.append(f"{number} (between {place}): {', '.join(cliff.words)}")
+        place = f"{format_tokens(cliff.before.row_tokens)} and {format_tokens(cliff.after.row_tokens)}"
+        notes.append(f"{number} (between {place}): {', '.join(cliff.changes)}")
     return notes
 
 
-def _mark_longest(panels: Sequence[Any], ordered: Sequence[planning.Plan]) -> None:
+def _mark_longest(panels: Sequence[Any], ordered: Sequence[Plan]) -> None:
     """Marks the longest row that fits, if a longer one does not."""
     fitting = [plan.row_tokens for plan in ordered if plan.fits]
     if not fitting or ordered[-1].fits:
@@ -192,7 +193,7 @@ def _mark_longest(panels: Sequence[Any], ordered: Sequence[planning.Plan]) -> No
     for panel in panels:
         panel.axvline(fitting[-1], color="black", linewidth=1.2, zorder=4)
     panels[0].annotate(
-        f"longest: {tokens(fitting[-1])}",
+        f"longest: {format_tokens(fitting[-1])}",
         (fitting[-1], 0.06),
         xycoords=panels[0].get_xaxis_transform(),
         xytext=(-4, 0),
@@ -200,11 +201,11 @@ def _mark_longest(panels: Sequence[Any], ordered: Sequence[planning.Plan]) -> No
         ha="right",
         va="bottom",
         fontsize=9,
-        bbox=_BEHIND,
+        bbox=_TEXT_BACKGROUND,
     )
 
 
-def _limit(panel: Any, gib: float, words: str, *, peak: float) -> None:
+def _draw_limit(panel: Any, gib: float, words: str, *, peak: float) -> None:
     """Draws the memory that there is, and sets the height of the panel."""
     panel.axhline(gib, color="black", linewidth=1.5)
     panel.annotate(
@@ -214,31 +215,32 @@ def _limit(panel: Any, gib: float, words: str, *, peak: float) -> None:
         xytext=(-4, 4),
         textcoords="offset points",
         ha="right",
-        bbox=_BEHIND,
+        bbox=_TEXT_BACKGROUND,
     )
     # how far rows that do not fit exceed the memory does not matter
     panel.set_ylim(0, min(1.35 * gib, 1.1 * max(gib, peak)))
 
 
-def meshes(found: Sequence[mesh_sweep.Shape], file: pathlib.Path, *, title: str) -> None:
+def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) -> None:
     """Memory by cause and expected time of a step on each mesh that can be planned, the best on top."""
     there = [(shape, shape.plan) for shape in reversed(found) if shape.plan is not None]
     if not there:
-        raise errors.UserError(
-            f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table."
-        )
-    figure, panels = _panels(2)
+        raise UserError(f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table.")
+    figure, panels = _make_panels(2)
     # lines of a mesh differ by their kinds of attention
-    names = [" x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {mesh_sweep.name(shape.kind)}" for shape, _ in there]
+    names = [
+        " x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {mesh_sweep.describe_strategy(shape.attention_fields)}"
+        for shape, _ in there
+    ]
     left = [0.0] * len(there)
-    for cause in budget.CAUSES:
+    for cause in budget.CATEGORIES:
         sizes = [plan.memory.get(cause, 0.0) for _, plan in there]
         if max(sizes) >= 0.005:
             panels[0].barh(names, sizes, left=left, color=_COLORS[cause], label=cause)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     plan = there[0][1]
-    panels[0].axvline(plan.room_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5)
-    panels[0].set_xlabel(f"GiB of each {plan.device}, when it is fullest; line: all that it has")
+    panels[0].axvline(plan.device_limit_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5)
+    panels[0].set_xlabel(f"GiB of each {plan.device_type}, when it is fullest; line: all that it has")
     panels[0].set_ylabel("replica x data x seq, attention")
     times = [plan.step_s_estimate or 0.0 for _, plan in there]
     colors = ["#2f6690" if plan.fits else "#cccccc" for _, plan in there]
@@ -255,7 +257,7 @@ def meshes(found: Sequence[mesh_sweep.Shape], file: pathlib.Path, *, title: str)
     _save(figure, panels, file, title=title)
 
 
-def _panels(count: int) -> tuple[Any, list[Any]]:
+def _make_panels(count: int) -> tuple[Any, list[Any]]:
     """A figure with so many panels side by side, drawn without a screen."""
     from matplotlib import figure
 
@@ -266,17 +268,17 @@ def _panels(count: int) -> tuple[Any, list[Any]]:
     return drawn, list(panels)
 
 
-def _stacked(
+def _draw_stacked_areas(
     panel: Any,
-    ordered: Sequence[planning.Plan],
-    cliffs: Sequence[_Cliff],
-    memory: Callable[[planning.Plan], Mapping[str, float]],
+    ordered: Sequence[Plan],
+    cliffs: Sequence[_ProgramChange],
+    memory: Callable[[Plan], Mapping[str, float]],
 ) -> None:
     """Draws areas by cause, stacked, those that do not grow at the bottom."""
     points = [(float(plan.row_tokens), memory(plan)) for plan in ordered]
     for cliff in cliffs:
         for plan in (cliff.before, cliff.after):
-            points.append((cliff.row_tokens, _scaled(plan, memory(plan), cliff.row_tokens)))
+            points.append((cliff.row_tokens, _scale_memory(plan, memory(plan), cliff.row_tokens)))
     points.sort(key=lambda point: point[0])  # stable: the side of shorter rows stays first
     parts = [part for _, part in points]
     shown = [cause for cause in _COLORS if max(part.get(cause, 0.0) for part in parts) >= 0.005]

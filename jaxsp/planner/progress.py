@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from jaxsp.core import durations
 
-QUICK_S = 1.0
+CACHE_HIT_S = 1.0
 """Results that took less were not compiled, and say nothing about the time of the others."""
 
 
@@ -26,11 +26,11 @@ class Progress:
         self._began = clock()
         self._seconds: list[float] = []
 
-    def next(self) -> str:
+    def advance(self) -> str:
         """Counts a result that has just been made, and returns the words for its line."""
         now = self._clock()
         self.count += 1
-        if now - self._began >= QUICK_S:
+        if now - self._began >= CACHE_HIT_S:
             self._seconds.append(now - self._began)
         self._began = now
         total = self.total if self._is_exact else max(self.total, self.count + 1)

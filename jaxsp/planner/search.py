@@ -3,64 +3,66 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import Config
+from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
 from jaxsp.planner.compile import budget, compiled
+from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.planning import Plan
 
 PRECISION = 0.01
 """How far apart, relative, the longest row that fits and the shortest that does not may be."""
 
-UNIT = 1024
+LENGTH_UNIT = 1024
 """Rows are tried in multiples of so many tokens a device."""
 
-_OF_LENGTH = ("data.row_tokens", "data.max_documents_per_row", "attention.head_chunks")
+_LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_documents_per_row", "attention.head_chunks")
 """How problems begin that shorter rows may not have."""
 
-_MOST_TIMES = 16
+_MAX_GROWTH = 16
 """How much longer the next row may be than the one that fitted, on the first plan's word alone."""
 
-USUAL = 8
+USUAL_NUM_LENGTHS = 8
 """Number of lengths that are usually tried, for the time left."""
 
-FIXED = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERS)
+CONSTANT_CATEGORIES = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERED_WEIGHTS)
 """Causes that do not grow with the row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tried:
+class TriedLength:
     """A length, and what came of it."""
 
     row_tokens: int
-    plan: planning.Plan | None
+    plan: Plan | None
     """None where it was refused before it was compiled."""
-    why: str
+    problem: str
     """Why it does not fit; empty where it does."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Longest:
+class LongestRow:
     """What a search has found."""
 
-    tried: Sequence[Tried]
+    tried: Sequence[TriedLength]
     """From short to long."""
 
     @property
-    def plan(self) -> planning.Plan | None:
+    def plan(self) -> Plan | None:
         """Of the longest row that fits; None where none does."""
-        return next((one.plan for one in reversed(self.tried) if not one.why), None)
+        return next((one.plan for one in reversed(self.tried) if not one.problem), None)
 
     @property
-    def beyond(self) -> Tried:
+    def shortest_failing(self) -> TriedLength:
         """The shortest row beyond it that does not fit; of others, between, shorter ones may not."""
         best = self.plan.row_tokens if self.plan else 0
-        return next(one for one in self.tried if one.why and one.row_tokens > best)
+        return next(one for one in self.tried if one.problem and one.row_tokens > best)
 
 
-def longest(
-    settings: schema.Config, *, model: ModelConfig, site: compiled.Site, say: Callable[[Tried], None] = lambda _: None
-) -> Longest:
+def find_longest_row(
+    settings: Config, *, model: ModelConfig, cluster: Cluster, on_result: Callable[[TriedLength], None] = lambda _: None
+) -> LongestRow:
     """The longest rows that a config's levers and mesh have room for, each of one document, to PRECISION.
 
     Memory grows nearly in proportion to the row, so that each plan says where to try next.
@@ -68,40 +70,40 @@ def longest(
     Args:   say: is told of each length.
     Raises: UserError where nothing can be planned for another reason than the length.
     """
-    unit = UNIT * settings.mesh.seq
-    tried: dict[int, Tried] = {}
+    unit = LENGTH_UNIT * settings.mesh.seq
+    tried: dict[int, TriedLength] = {}
 
-    def attempt(row_tokens: int) -> Tried:
-        rows = with_rows_of(settings, row_tokens)
+    def attempt(row_tokens: int) -> TriedLength:
+        rows = with_row_tokens(settings, row_tokens)
         try:
-            plan = planning.of(rows, model=model, site=site)
-        except errors.UserError as error:
-            if not str(error).startswith(_OF_LENGTH):
+            plan = planning.plan_step(rows, model=model, cluster=cluster)
+        except UserError as error:
+            if not str(error).startswith(_LENGTH_ERROR_PREFIXES):
                 raise
-            return Tried(row_tokens=row_tokens, plan=None, why=str(error).splitlines()[0])
+            return TriedLength(row_tokens=row_tokens, plan=None, problem=str(error).splitlines()[0])
         first = next((one.plan for one in tried.values() if one.plan), None)
         if first is not None and first.kernel == "cudnn" != plan.kernel:
-            return Tried(row_tokens=row_tokens, plan=plan, why=plan.why_not_cudnn)
-        return Tried(row_tokens=row_tokens, plan=plan, why=plan.short)
+            return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.cudnn_obstacle)
+        return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.shortage)
 
-    row_tokens = max(unit, settings.data.longest_row // unit * unit)
+    row_tokens = max(unit, settings.data.max_row_tokens // unit * unit)
     while True:
         tried[row_tokens] = attempt(row_tokens)
-        say(tried[row_tokens])
+        on_result(tried[row_tokens])
         plan = tried[row_tokens].plan
-        if plan is not None and plan.host_room_gib < 0:  # for rows of any length
-            return Longest(tried=[tried[row_tokens]])
-        below = max((length for length, one in tried.items() if not one.why), default=0)
-        above = min((length for length, one in tried.items() if one.why and length > below), default=None)
+        if plan is not None and plan.host_limit_gib < 0:  # for rows of any length
+            return LongestRow(tried=[tried[row_tokens]])
+        below = max((length for length, one in tried.items() if not one.problem), default=0)
+        above = min((length for length, one in tried.items() if one.problem and length > below), default=None)
         if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):
-            further = _next_split(settings, model, site, beyond=above, unit=unit)
+            further = _find_next_split(settings, model, cluster, beyond=above, unit=unit)
             if further is None or further in tried:
-                return Longest(tried=[tried[length] for length in sorted(tried)])
+                return LongestRow(tried=[tried[length] for length in sorted(tried)])
             row_tokens = further
             continue
-        guess = _crossing(tried, below, above)
+        guess = _estimate_limit(tried, below, above)
         if above is None:
-            guess = min(guess, _MOST_TIMES * below)
+            guess = min(guess, _MAX_GROWTH * below)
         # from where it fits a little further, and the other way round, so that both ends close in
         guess *= 1 + 0.4 * PRECISION * (1 if row_tokens == below else -1)
         row_tokens = max(below + unit, round(guess / unit) * unit)
@@ -109,21 +111,21 @@ def longest(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _next_split(settings: schema.Config, model: ModelConfig, site: compiled.Site, *, beyond: int, unit: int) -> int | None:
+def _find_next_split(settings: Config, model: ModelConfig, site: Cluster, *, beyond: int, unit: int) -> int | None:
     """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
     calls; None if there is none.
 
     More calls need less device memory, so this row may fit although a shorter one does not.
     """
-    devices = compiled.devices(site.kind, site.num_devices)
+    devices = compiled.make_devices(site.device_type, site.num_devices)
 
     def split(row_tokens: int) -> tuple[int, int]:
         try:
-            choice = compiled.program(with_rows_of(settings, row_tokens), model=model, devices=devices)[1]
-        except errors.UserError:
+            choice = compiled.build_program(with_row_tokens(settings, row_tokens), model=model, devices=devices)[1]
+        except UserError:
             return 0, 0
         # more chunks, or slots with less room
-        return (choice.head_chunks, -choice.slot_room) if choice.kernel == "cudnn" else (0, 0)
+        return (choice.head_chunks, -choice.capacity_factor) if choice.kernel == "cudnn" else (0, 0)
 
     now, low, high = split(beyond), beyond // unit, 2 * beyond // unit
     if not (0, 0) < now < split(high * unit):
@@ -134,16 +136,16 @@ def _next_split(settings: schema.Config, model: ModelConfig, site: compiled.Site
     return high * unit
 
 
-def with_rows_of(settings: schema.Config, row_tokens: int) -> schema.Config:
+def with_row_tokens(settings: Config, row_tokens: int) -> Config:
     """The config with rows of another length."""
     return settings.model_copy(update={"data": settings.data.model_copy(update={"row_tokens": row_tokens})})
 
 
-def _crossing(tried: dict[int, Tried], below: int, above: int | None) -> float:
+def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:
     """The row at which the first of device and host is full, on a line through two plans, or through one and what is fixed."""
     ends = [tried[length].plan for length in (below, above) if length]
     known = [plan for plan in ends if plan is not None]
-    if above is not None and not ((longer := tried[above].plan) and longer.short):
+    if above is not None and not ((longer := tried[above].plan) and longer.shortage):
         return (below + above) / 2  # it is too long for something else than memory
     if len(known) == 1 and above is None:
         shorter = [one.plan for length, one in tried.items() if length < below and one.plan]
@@ -151,13 +153,13 @@ def _crossing(tried: dict[int, Tried], below: int, above: int | None) -> float:
     last = known[-1]
     crossings = []
     for here, room, taken in (
-        (lambda plan: plan.device_gib, last.room_gib, lambda plan: plan.memory),
-        (lambda plan: plan.host_gib, last.host_room_gib, lambda plan: plan.host_memory),
+        (lambda plan: plan.device_gib, last.device_limit_gib, lambda plan: plan.memory),
+        (lambda plan: plan.host_gib, last.host_limit_gib, lambda plan: plan.host_memory),
     ):
         if len(known) == 2:
             x, y = known[0].row_tokens, here(known[0])
         else:
-            x, y = 0, sum(taken(last).get(name, 0.0) for name in FIXED)
+            x, y = 0, sum(taken(last).get(name, 0.0) for name in CONSTANT_CATEGORIES)
         slope = (here(last) - y) / (last.row_tokens - x)
         if slope > 0:
             crossings.append(last.row_tokens + (room - here(last)) / slope)

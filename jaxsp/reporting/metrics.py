@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jaxsp.runtime import jsonl
+from jaxsp.runtime.jsonl import AppendFile
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-METRICS, EVAL, BAD_STEPS = "metrics.jsonl", "eval.jsonl", "bad_steps.jsonl"
+METRICS_FILE, EVAL_FILE, NONFINITE_FILE = "metrics.jsonl", "eval.jsonl", "bad_steps.jsonl"
 """What a run directory's files of numbers are called."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class MetricsLine:
     """One line of metrics.jsonl; None where a number does not exist on this machine or in this step."""
 
     step: int
@@ -42,7 +43,7 @@ class Line:
     """num_tokens of each source."""
     row_tokens: int
     """Length of the step's rows."""
-    padding_share: float
+    padding_fraction: float
     """Of the step's token slots, those that no piece fills."""
     attention_imbalance: float
     """Attention work of the group of devices that has most, over the groups' mean, turn by turn; 1 is even."""
@@ -50,7 +51,7 @@ class Line:
     """Seconds between the end of the step before and the end of this one."""
     data_wait_s: float
     """Seconds of these that the devices waited for the step's rows."""
-    save_s: float | None
+    checkpoint_wait_s: float | None
     """Seconds that checkpoints kept steps from beginning since the line before; None where none was written."""
     tokens_per_s: float
     tokens_per_s_per_device: float
@@ -62,7 +63,7 @@ class Line:
     """The most memory any device of this process had in use so far."""
 
 
-class Writer:
+class MetricsWriter:
     """Appends lines to metrics.jsonl and eval.jsonl, each readable at once, and their numbers for TensorBoard.
 
     Lines of steps after `from_step` are left from a run that went on from there once before; they go.
@@ -70,55 +71,55 @@ class Writer:
     """
 
     def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
-        self._files: dict[str, jsonl.Lines] = {}
-        self._board: board.Board | None = None
+        self._files: dict[str, AppendFile] = {}
+        self._tensorboard: TensorBoardWriter | None = None
         if jax.process_index() > 0:
             return
-        for name in (METRICS, EVAL, BAD_STEPS):
-            jsonl.keep_to(directory / name, from_step)
+        for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
+            jsonl.truncate_after(directory / name, from_step)
         self._directory = directory
-        self._files = {name: jsonl.Lines(directory / name) for name in (METRICS, EVAL)}
+        self._files = {name: AppendFile(directory / name) for name in (METRICS_FILE, EVAL_FILE)}
         if tensorboard:
-            from jaxsp.reporting import tensorboard as board
+            from jaxsp.reporting.tensorboard import TensorBoardWriter
 
-            self._board = board.Board(directory / "tensorboard", from_step=from_step)
+            self._tensorboard = TensorBoardWriter(directory / "tensorboard", from_step=from_step)
 
-    def __enter__(self) -> "Writer":
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Makes what was written outlive a power cut. Raises: OSError where some of it finds no room."""
         for file in self._files.values():
-            file.settle()
-        if self._board is not None:
-            self._board.settle()
+            file.sync()
+        if self._tensorboard is not None:
+            self._tensorboard.sync()
 
-    def write(self, line: Line) -> None:
+    def write_step(self, line: MetricsLine) -> None:
         """A step of training."""
-        self._write(METRICS, dataclasses.asdict(line), "train")
+        self._write(METRICS_FILE, dataclasses.asdict(line), "train")
 
-    def write_result(self, result: "DataclassInstance") -> None:
+    def write_eval(self, result: "DataclassInstance") -> None:
         """An evaluation of one data set."""
         fields = dataclasses.asdict(result)
-        self._write(EVAL, fields, f"eval/{fields['data']}")
+        self._write(EVAL_FILE, fields, f"eval/{fields['data']}")
 
-    def write_bad_step(self, line: "DataclassInstance") -> None:
+    def write_nonfinite_step(self, line: "DataclassInstance") -> None:
         """A step whose numbers are not finite; most runs have none, and no such file."""
         if jax.process_index() == 0:
-            if BAD_STEPS not in self._files:
-                self._files[BAD_STEPS] = jsonl.Lines(self._directory / BAD_STEPS)
-            self._files[BAD_STEPS].add(json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n")
+            if NONFINITE_FILE not in self._files:
+                self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
+            self._files[NONFINITE_FILE].add(json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n")
 
     def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
         if name in self._files:
             self._files[name].add(json.dumps(fields, allow_nan=False).encode() + b"\n")
-        if self._board is not None:
+        if self._tensorboard is not None:
             parts = {
                 f"{field}/{name}": part
                 for field, value in fields.items()
@@ -130,39 +131,39 @@ class Writer:
                 for field, value in (fields | parts).items()
                 if field != "step" and isinstance(value, int | float)
             }
-            self._board.add(numbers, step=fields["step"])
+            self._tensorboard.add_scalars(numbers, step=fields["step"])
 
 
-class Trace:
+class ProfilerTrace:
     """A trace of some steps by JAX's profiler. The first process writes it; all of them begin and end it at the same steps."""
 
     def __init__(self, directory: pathlib.Path, steps: tuple[int, int] | None):
         self._directory = directory
         self._first, self._last = steps or (0, 0)
-        self._running = False
+        self._is_running = False
 
-    def __enter__(self) -> "Trace":
+    def __enter__(self) -> "ProfilerTrace":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._running:
-            self.end()
+        if self._is_running:
+            self.stop()
 
-    def begins(self, step: int) -> bool:
+    def should_start(self, step: int) -> bool:
         """Whether it is to begin before this step; nothing else may be running then."""
         return step == self._first
 
-    def begin(self) -> None:
-        self._running = True
+    def start(self) -> None:
+        self._is_running = True
         if jax.process_index() == 0:
             jax.profiler.start_trace(str(self._directory))
 
-    def ends(self, step: int) -> bool:
+    def should_stop(self, step: int) -> bool:
         """Whether it is to end when this step has ended."""
-        return self._running and step == self._last
+        return self._is_running and step == self._last
 
-    def end(self) -> None:
-        self._running = False
+    def stop(self) -> None:
+        self._is_running = False
         if jax.process_index() == 0:
             jax.profiler.stop_trace()
 

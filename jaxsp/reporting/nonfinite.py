@@ -7,14 +7,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.config import schema
-from jaxsp.data.packing import pipeline
+from jaxsp.config.schema import RunConfig
+from jaxsp.data.packing.pipeline import BatchLoader, StepSegment
 from jaxsp.reporting import metrics
-from jaxsp.training import train_step
+from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.training.train_step import StepMetrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
+class NonfiniteStep:
     """One line of bad_steps.jsonl."""
 
     step: int
@@ -31,59 +32,60 @@ class Line:
     row), `first_token` of the document in the piece, and `tokens` of the piece."""
 
 
-class BadSteps:
+class NonfiniteTracker:
     """Notes the bad steps of a run, and knows when it has to end."""
 
-    def __init__(self, settings: schema.Run, writer: metrics.Writer):
+    def __init__(self, settings: RunConfig, writer: MetricsWriter):
         self._settings, self._writer = settings, writer
         self._steps: list[int] = []
 
     @property
-    def end_the_run(self) -> bool:
-        return len(self._steps) > self._most
+    def is_over_limit(self) -> bool:
+        return len(self._steps) > self._max_steps
 
     @property
-    def _most(self) -> int:
-        return 0 if self._settings.on_nan == "stop" else self._settings.max_bad_steps
+    def _max_steps(self) -> int:
+        return 0 if self._settings.on_nonfinite == "stop" else self._settings.max_nonfinite_steps
 
-    def add(self, number: int, numbers: train_step.Metrics, feed: pipeline.Pipeline, index: int) -> None:
+    def record_step(self, step: int, metrics: StepMetrics, pipeline: BatchLoader, step_index: int) -> None:
         """Notes a step. Args: index: of the step in the feed."""
-        self._steps.append(number)
+        self._steps.append(step)
         if jax.process_index() > 0:  # what follows takes its time
             return
-        line = Line(
-            step=number,
-            loss=_number(numbers.loss),
-            grad_norm=_number(numbers.grad_norm),
-            learning_rate=float(numbers.learning_rate),
-            row_tokens=feed.row_tokens(index),
-            **_documents(feed.pieces(index)),
+        line = NonfiniteStep(
+            step=step,
+            loss=_json_number(metrics.loss),
+            grad_norm=_json_number(metrics.grad_norm),
+            learning_rate=float(metrics.learning_rate),
+            row_tokens=pipeline.row_tokens(step_index),
+            **_document_fields(pipeline.list_segments(step_index)),
         )
-        self._writer.write_bad_step(line)
+        self._writer.write_nonfinite_step(line)
 
-    def why(self, *, saved: int) -> str:
+    def stop_message(self, *, saved_step: int) -> str:
         """Why the run has to end, and what to do. Args: saved: the step of the checkpoint that was written then."""
         # one more was under way when this was known
         many, folder = "", self._settings.directory
         more = "run.on_nan=skip leaves such steps out."
-        if self._settings.on_nan == "skip":
-            many = f", more often since the process began than run.max_bad_steps = {self._most}"
+        if self._settings.on_nonfinite == "skip":
+            many = f", more often since the process began than run.max_bad_steps = {self._max_steps}"
             more = "run.max_bad_steps lets more pass."
         return (
-            f"step {self._steps[self._most]}: the loss or the gradient norm is not finite{many}. The step changed no weight; "
-            f"{folder}/checkpoints/{saved} has the weights after {saved} steps, those that were not finite left out, and "
-            f"{folder}/{metrics.BAD_STEPS} names its documents. The same command goes on behind it. A lower "
+            f"step {self._steps[self._max_steps]}: the loss or the gradient norm is not finite{many}. The step changed no weight; "
+            f"{folder}/checkpoints/{saved_step} has the weights after {saved_step} steps, those that were not finite left out, and "
+            f"{folder}/{metrics.NONFINITE_FILE} names its documents. The same command goes on behind it. A lower "
             f"optimizer.learning_rate or more optimizer.warmup_steps usually help; {more}"
         )
 
 
-def _documents(pieces: Sequence[pipeline.Piece]) -> dict[str, Any]:
+def _document_fields(segments: Sequence[StepSegment]) -> dict[str, Any]:
     """The fields `rows` and `documents` of a line."""
     documents = [
-        {"row": one.row, **dataclasses.asdict(one.origin), "first_token": one.first, "tokens": one.num_tokens} for one in pieces
+        {"row": one.row_index, **dataclasses.asdict(one.origin), "first_token": one.offset, "tokens": one.num_tokens}
+        for one in segments
     ]
-    return {"rows": sorted({one.row for one in pieces}), "documents": documents}
+    return {"rows": sorted({one.row_index for one in segments}), "documents": documents}
 
 
-def _number(value: Any) -> float | str:
+def _json_number(value: Any) -> float | str:
     return float(value) if np.isfinite(value) else str(float(value))

@@ -6,21 +6,22 @@ from collections.abc import Mapping, MutableMapping
 
 import jax
 
-from jaxsp.config import schema
+from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core import axes, errors
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster
 
-GPU_SHARE = 0.92
+GPU_MEMORY_FRACTION = 0.92
 """Of a GPU's memory, what JAX takes when it starts, unless XLA_CLIENT_MEM_FRACTION says otherwise; its own default is 0.75. The
 rest, 6 GiB of an H100's 79, is for CUDA and NCCL."""
 
-NODE_DEVICES = 8
+DEVICES_PER_NODE = 8
 """GPUs of a node, unless the user gives another number."""
 
-PROCESS_BYTES = 6 * 2**30
+PROCESS_OVERHEAD_BYTES = 6 * 2**30
 """Host memory of a process beside its arrays: Python, CUDA, NCCL, staging of copies and autotuning."""
 
-SYSTEM_BYTES = 8 * 2**30
+OS_RESERVED_BYTES = 8 * 2**30
 """Host memory of a node for the operating system."""
 
 COLLECTIVE_TIMEOUTS = (
@@ -37,11 +38,11 @@ COLLECTIVE_TIMEOUT_S = 86_400
 on slow cores. The watchdog ends a step that hangs, and prints the stacks of all threads."""
 
 
-_HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+_PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def choose_platform(
-    *, virtual_cpu_devices: int | None, num_processes: int = 1, num_local: int = 1, pool_bytes: int | None = None
+    *, virtual_cpu_devices: int | None, num_processes: int = 1, num_local_processes: int = 1, max_pool_bytes: int | None = None
 ) -> None:
     """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices.
 
@@ -52,8 +53,8 @@ def choose_platform(
             available.
     Raises: UserError if the processes cannot share them.
     """
-    _raise_limits(os.environ, num_local=num_local, pool_bytes=pool_bytes)
-    no_gpu = cluster.num_gpus(os.environ) == 0
+    _raise_memory_limits(os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes)
+    no_gpu = cluster.count_gpus(os.environ) == 0
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
         jax.config.update("jax_platforms", "cpu")
@@ -64,8 +65,8 @@ def choose_platform(
     own, rest = divmod(virtual_cpu_devices, num_processes)
     if no_gpu and rest:
         above = (own + 1) * num_processes
-        near = errors.choices([above - num_processes, above] if own else [above])
-        raise errors.UserError(
+        near = errors.format_choices([above - num_processes, above] if own else [above])
+        raise UserError(
             f"mesh.virtual_cpu_devices = {virtual_cpu_devices}: cannot be shared equally by {num_processes} processes. "
             f"Use {near}."
         )
@@ -92,45 +93,47 @@ def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
     environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
-def _raise_limits(environ: MutableMapping[str, str], *, num_local: int, pool_bytes: int | None) -> None:
+def _raise_memory_limits(environ: MutableMapping[str, str], *, num_local_processes: int, max_pool_bytes: int | None) -> None:
     """Raises JAX's limits to the available memory. Its default for pinned host memory is 64 GiB per
     device."""
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
-        environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_SHARE)
-    if _HOST_LIMIT not in environ:
-        room = host_room(num_processes=num_local, num_devices=max(1, cluster.num_gpus(environ) // num_local))
+        environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRACTION)
+    if _PINNED_LIMIT_VARIABLE not in environ:
+        room = host_bytes_per_device(
+            num_processes=num_local_processes, num_devices=max(1, cluster.count_gpus(environ) // num_local_processes)
+        )
         limit = int(room / 2**30)
-        if pool_bytes is not None:
-            limit = min(limit, math.ceil(pool_bytes / 2**30))
-        environ[_HOST_LIMIT] = str(max(1, limit))
+        if max_pool_bytes is not None:
+            limit = min(limit, math.ceil(max_pool_bytes / 2**30))
+        environ[_PINNED_LIMIT_VARIABLE] = str(max(1, limit))
     # Otherwise JAX preallocates its staging buffers for copies, as much memory again
     environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
 
 
-def gpu_share(environ: Mapping[str, str]) -> float:
+def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
     """Fraction of a GPU's memory that is JAX's."""
-    return float(environ.get("XLA_CLIENT_MEM_FRACTION", environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)))
+    return float(environ.get("XLA_CLIENT_MEM_FRACTION", environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)))
 
 
-def pool_limit(environ: Mapping[str, str]) -> float:
+def pinned_pool_limit(environ: Mapping[str, str]) -> float:
     """Bytes of pinned host memory that XLA's pool may hold for each device; infinite if nothing limits it."""
-    return float(environ[_HOST_LIMIT]) * 2**30 if _HOST_LIMIT in environ else math.inf
+    return float(environ[_PINNED_LIMIT_VARIABLE]) * 2**30 if _PINNED_LIMIT_VARIABLE in environ else math.inf
 
 
-def host_room(*, num_processes: int, num_devices: int) -> float:
+def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:
     """Host memory available for the arrays of one device, in bytes.
 
     Args: num_processes: on the node, each with `num_devices` devices.
     """
-    return host_bytes(cluster.host_memory(), num_processes=num_processes) / (num_processes * num_devices)
+    return usable_host_bytes(cluster.host_memory_bytes(), num_processes=num_processes) / (num_processes * num_devices)
 
 
-def host_bytes(node_bytes: int | float, *, num_processes: int) -> float:
+def usable_host_bytes(total_bytes: int | float, *, num_processes: int) -> float:
     """Memory of a node available for arrays, in bytes."""
-    return max(0.0, float(node_bytes) - SYSTEM_BYTES - num_processes * PROCESS_BYTES)
+    return max(0.0, float(total_bytes) - OS_RESERVED_BYTES - num_processes * PROCESS_OVERHEAD_BYTES)
 
 
-def pool_size(needed: int | float, limit: int | float) -> float:
+def pinned_pool_size(needed: int | float, limit: int | float) -> float:
     """Size of XLA's pool of pinned host memory, in bytes, if it holds `needed` bytes in one block.
 
     Its regions are powers of two and never joined, so the first request must be for everything:
@@ -140,7 +143,7 @@ def pool_size(needed: int | float, limit: int | float) -> float:
     return float(min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit))
 
 
-def shape(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
+def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
     """Size of each axis, with data = -1 filled in. Raises: UserError if the mesh does not fit the devices."""
     inner = mesh.replica * mesh.seq
     data = num_devices // inner if mesh.data == -1 else mesh.data
@@ -149,8 +152,8 @@ def shape(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
         needed = f"a multiple of {inner}" if mesh.data == -1 else f"{mesh.data * inner}"
         replica = mesh.replica if num_devices % mesh.replica == 0 else 1
         left = num_devices // replica
-        degrees = errors.choices(seq for seq in range(1, left + 1) if left % seq == 0)
-        raise errors.UserError(
+        degrees = errors.format_choices(seq for seq in range(1, left + 1) if left % seq == 0)
+        raise UserError(
             f"{asked}: uses {needed} devices, and JAX sees {num_devices}. "
             f"Use mesh.replica={replica} mesh.data=-1 and mesh.seq={degrees}, or, with virtual CPU devices (where there is no "
             f"accelerator, or with JAX_PLATFORMS=cpu), mesh.virtual_cpu_devices={inner * max(mesh.data, 1)}."
@@ -158,7 +161,9 @@ def shape(mesh: schema.Mesh, num_devices: int) -> dict[str, int]:
     return {axes.REPLICA: mesh.replica, axes.DATA: data, axes.SEQ: mesh.seq}
 
 
-def divisions(settings: schema.Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True) -> list[str]:
+def find_division_problems(
+    settings: Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True
+) -> list[str]:
     """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is.
 
     Args: degree: of the rows' layout, core/layout.py; None: not known, so that what is named has to serve all.
@@ -168,12 +173,12 @@ def divisions(settings: schema.Config, sizes: dict[str, int], *, degree: int | N
     for row_tokens in settings.data.row_lengths:
         parts, what = (2 * seq, "parts, two for each device (mesh.seq)") if (degree or 1) > 1 else (seq, "shares (mesh.seq)")
         if row_tokens % parts:
-            near = errors.choices(_multiples(row_tokens, parts if degree else 2 * seq))
+            near = errors.format_choices(_nearest_multiples(row_tokens, parts if degree else 2 * seq))
             found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}.")
-    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_at_once
+    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_per_microbatch
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):
-        near = errors.choices(_multiples(per_step, groups * at_once))
+        near = errors.format_choices(_nearest_multiples(per_step, groups * at_once))
         found.append(
             f"batch.rows_per_step = {per_step}: is no whole number of turns of {groups * at_once} rows "
             f"({groups} groups, {at_once} row{'s' * (at_once > 1)} at once). Use {near}."
@@ -181,13 +186,13 @@ def divisions(settings: schema.Config, sizes: dict[str, int], *, degree: int | N
     return found
 
 
-def _multiples(number: int, of: int) -> list[int]:
+def _nearest_multiples(number: int, divisor: int) -> list[int]:
     """The multiples of `of` on both sides of a number."""
-    below = number // of * of
-    return [below, below + of] if below else [of]
+    below = number // divisor * divisor
+    return [below, below + divisor] if below else [divisor]
 
 
-def make(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> jax.sharding.Mesh:
     """A mesh of these axis sizes; devices that share rows are neighbours, so that `seq` stays within a node."""
     lengths = tuple(sizes[axis] for axis in axes.ALL)
     # jax.make_mesh makes Explicit axes unless told otherwise

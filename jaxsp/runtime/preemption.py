@@ -10,39 +10,40 @@ import time
 
 import jax
 
-from jaxsp.config import schema
+from jaxsp.config.schema import RunConfig
 from jaxsp.core import durations
-from jaxsp.runtime import distributed, run_paths, run_status
+from jaxsp.runtime import distributed, run_paths
+from jaxsp.runtime.run_status import RunStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-ONE_S = 1.0
+SAME_SIGNAL_S = 1.0
 """Signals so close together are one: a terminal or srun sends it to a launcher and to its processes, and the launcher passes it
 on."""
 
 _STOP_AFTER = "run.stop_after"
 
-_STOP, _PLACE = "stop", "place"
+_STOP_KEY, _PROGRESS_KEY = "stop", "place"
 """What processes tell each other: that they were asked to stop, then how far they are."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
+class ProcessProgress:
     """How far a process is when it has heard that the run is to stop. It sends no step before all are heard."""
 
-    sent: int | None
+    num_dispatched: int | None
     """Steps sent to the devices since step 0; None before the first of this run."""
-    rest_s: float
+    remaining_s: float
     """Until they have ended."""
     step_s: float
     """For each more that another process has sent."""
-    save_s: float
+    checkpoint_s: float
     """For a checkpoint; 0 where none was written yet."""
-    is_pressing: bool
+    is_signal: bool
     """Whether it was a signal, so that whoever sent it will not wait for long."""
 
 
-class Stopping:
+class Preemption:
     """What ends a run early, from when it is entered until it is left: SIGTERM, SIGINT, run.stop_after, and other processes.
 
     Before the first step is sent, a signal ends the process at once. Python runs signal handlers between two bytecodes of
@@ -50,22 +51,22 @@ class Stopping:
     others through the store that JAX keeps for them, and no step pays for it.
     """
 
-    def __init__(self, settings: schema.Run, pace: run_status.Pace):
-        self._settings, self.pace = settings, pace
+    def __init__(self, settings: RunConfig, status: RunStatus):
+        self._settings, self.status = settings, status
         self.reason: str | None = None
         """What asked for a stop; None as long as nothing did."""
-        self._began = time.monotonic()
-        self._signalled: float | None = None
-        self._changed = threading.Condition()
-        self._sent: int | None = None
-        self._place: Place | None = None
-        self._last: int | None = None
+        self._start_time = time.monotonic()
+        self._signal_time: float | None = None
+        self._condition = threading.Condition()
+        self._num_allowed: int | None = None
+        self._progress: ProcessProgress | None = None
+        self._stop_step: int | None = None
         """The step after which all processes stop; None as long as that is not known."""
-        self._is_over = False
-        self._left = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._is_done = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
-    def __enter__(self) -> "Stopping":
+    def __enter__(self) -> "Preemption":
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._fd_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -79,133 +80,133 @@ class Stopping:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._fd_before)
-        self._left.set()
+        self._closed.set()
         os.write(self._pipe[1], b"\0")
         self._thread.join()
         for end in self._pipe:
             os.close(end)
 
-    def lets(self, step: int) -> bool:
+    def should_dispatch(self, step: int) -> bool:
         """Whether a step is to be sent to the devices; called before each, in order."""
-        with self._changed:
+        with self._condition:
             # told where it is, this process stays there until it knows where the others are
-            self._changed.wait_for(lambda: self._place is None or self._last is not None)
-            if self._last is not None and step > self._last:
+            self._condition.wait_for(lambda: self._progress is None or self._stop_step is not None)
+            if self._stop_step is not None and step > self._stop_step:
                 return False
-            self._sent = step
+            self._num_allowed = step
             return True
 
-    def _listen(self) -> None:
-        while not self._left.is_set():
+    def _run(self) -> None:
+        while not self._closed.is_set():
             try:
-                self._hear()
+                self._poll_events()
             except jax.errors.JaxRuntimeError:  # process 0 does not answer; where it is gone, JAX ends this one
-                time.sleep(distributed.HEAR_S)
+                time.sleep(distributed.POLL_INTERVAL_S)
 
-    def _hear(self) -> None:
-        while not self._left.is_set():
-            ready, _, _ = select.select([self._pipe[0]], [], [], distributed.HEAR_S)
+    def _poll_events(self) -> None:
+        while not self._closed.is_set():
+            ready, _, _ = select.select([self._pipe[0]], [], [], distributed.POLL_INTERVAL_S)
             for number in os.read(self._pipe[0], 64) if ready else b"":
                 if number in SIGNALS:
-                    self._signal(signal.Signals(number))
+                    self._handle_signal(signal.Signals(number))
             minutes = self._settings.stop_after
-            if self.reason is None and minutes is not None and time.monotonic() - self._began >= 60 * minutes:
-                self._ask(f"{_STOP_AFTER} = {minutes:g}")
-            if self.reason is None and (asked := distributed.told(_STOP)):
+            if self.reason is None and minutes is not None and time.monotonic() - self._start_time >= 60 * minutes:
+                self._request_stop(f"{_STOP_AFTER} = {minutes:g}")
+            if self.reason is None and (asked := distributed.published(_STOP_KEY)):
                 index, reason = min(asked.items())
-                self._begin(reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}")
-            if self.reason is not None and self._last is None and not self._left.is_set():
-                self._decide()
+                self._hold_dispatch(reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}")
+            if self.reason is not None and self._stop_step is None and not self._closed.is_set():
+                self._decide_stop_step()
 
-    def over(self) -> None:
+    def mark_done(self) -> None:
         """Notes that all is done: from now on there is nothing to stop."""
-        self._is_over = True
+        self._is_done = True
 
-    def _signal(self, number: signal.Signals) -> None:
-        if self._is_over:
+    def _handle_signal(self, number: signal.Signals) -> None:
+        if self._is_done:
             return
-        if self._signalled is None:
-            self._signalled = time.monotonic()
-        elif time.monotonic() - self._signalled > ONE_S:
-            distributed.say(f"left by a second {number.name}")
+        if self._signal_time is None:
+            self._signal_time = time.monotonic()
+        elif time.monotonic() - self._signal_time > SAME_SIGNAL_S:
+            distributed.log(f"left by a second {number.name}")
             code = 128 + number
-            if distributed.here().index == 0:
+            if distributed.this_process().index == 0:
                 os._exit(code)  # JAX ends the others when process 0 is gone
-            distributed.fail(code)
+            distributed.abort_job(code)
         if self.reason is None:
-            self._ask(number.name)
+            self._request_stop(number.name)
 
-    def _ask(self, reason: str) -> None:
+    def _request_stop(self, reason: str) -> None:
         """Begins a stop, in all processes."""
-        distributed.tell(_STOP, reason)
-        self._begin(reason)
+        distributed.publish(_STOP_KEY, reason)
+        self._hold_dispatch(reason)
 
-    def _begin(self, reason: str) -> None:
+    def _hold_dispatch(self, reason: str) -> None:
         """Holds back the next step, and tells where this process is."""
-        with self._changed:
+        with self._condition:
             self.reason = reason
             # let go, and not sent yet
-            more = max(0, self._sent - self.pace.num_sent) if self._sent is not None else 0
-            self._place = Place(
-                sent=self._sent,
-                rest_s=self.pace.rest_s() + more * self.pace.step_s,
-                step_s=self.pace.step_s,
-                save_s=self.pace.save_s or 0.0,
-                is_pressing=not reason.startswith(_STOP_AFTER),
+            more = max(0, self._num_allowed - self.status.num_dispatched) if self._num_allowed is not None else 0
+            self._progress = ProcessProgress(
+                num_dispatched=self._num_allowed,
+                remaining_s=self.status.remaining_s() + more * self.status.step_s,
+                step_s=self.status.step_s,
+                checkpoint_s=self.status.checkpoint_s or 0.0,
+                is_signal=not reason.startswith(_STOP_AFTER),
             )
-        distributed.tell(_PLACE, json.dumps(dataclasses.asdict(self._place)))
+        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self._progress)))
 
-    def _decide(self) -> None:
+    def _decide_stop_step(self) -> None:
         """When all have told where they are: where to stop, or to leave at once. All see the same, and decide alike."""
-        assert self._place is not None, "it was told"
-        told = {index: Place(**json.loads(place)) for index, place in distributed.told(_PLACE).items()}
-        if distributed.talk() and distributed.here().index not in told:  # there was nobody to tell yet
-            distributed.tell(_PLACE, json.dumps(dataclasses.asdict(self._place)))
+        assert self._progress is not None, "it was told"
+        told = {index: ProcessProgress(**json.loads(place)) for index, place in distributed.published(_PROGRESS_KEY).items()}
+        if distributed.is_connected() and distributed.this_process().index not in told:  # there was nobody to tell yet
+            distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self._progress)))
             return
-        places = told if distributed.talk() else {0: self._place}
-        if distributed.talk() and len(places) < distributed.here().num_processes:
+        places = told if distributed.is_connected() else {0: self._progress}
+        if distributed.is_connected() and len(places) < distributed.this_process().num_processes:
             return
-        sent = [place.sent for place in places.values() if place.sent is not None]
+        sent = [place.num_dispatched for place in places.values() if place.num_dispatched is not None]
         if not sent:
-            self._leave("before the first step: nothing is lost")
+            self._exit("before the first step: nothing is lost")
         last = max(sent)
         rest_s = max(
-            place.rest_s + (last - place.sent) * place.step_s + place.save_s
+            place.remaining_s + (last - place.num_dispatched) * place.step_s + place.checkpoint_s
             for place in places.values()
-            if place.sent is not None
+            if place.num_dispatched is not None
         )
-        grace_s = self._settings.grace_s
-        if rest_s > grace_s and any(place.is_pressing for place in places.values()):
-            self._leave(
+        grace_s = self._settings.shutdown_grace
+        if rest_s > grace_s and any(place.is_signal for place in places.values()):
+            self._exit(
                 f"at once: what was sent to the devices and a checkpoint would take about {rest_s:.0f} s, and run.grace_s is "
-                f"{grace_s:g}. {self._lost(last)}"
+                f"{grace_s:g}. {self._describe_lost_steps(last)}"
             )
-        with self._changed:
-            self._last = last
-            self._changed.notify_all()
-        if distributed.here().index == 0:
-            distributed.say(stop_message(self.reason or "", last=last, rest_s=rest_s))
+        with self._condition:
+            self._stop_step = last
+            self._condition.notify_all()
+        if distributed.this_process().index == 0:
+            distributed.log(stop_message(self.reason or "", stop_step=last, remaining_s=rest_s))
 
-    def _lost(self, last: int) -> str:
+    def _describe_lost_steps(self, last: int) -> str:
         """What a run loses that leaves now."""
-        found = run_paths.newest_of_run(self._settings.directory)
+        found = run_paths.find_latest_in_run(self._settings.directory)
         if found is None:
-            return f"No checkpoint has been written yet: the {_steps(last, 'begun so far')} lost."
+            return f"No checkpoint has been written yet: the {_count_steps(last, 'begun so far')} lost."
         since = last - int(found.name)
-        lost = f"The {_steps(since, f'since the checkpoint of step {found.name}')} lost" if since else "Nothing is lost"
+        lost = f"The {_count_steps(since, f'since the checkpoint of step {found.name}')} lost" if since else "Nothing is lost"
         return f"{lost}; the same command goes on from there."
 
-    def _leave(self, words: str) -> None:
-        if distributed.here().index == 0:
-            distributed.say(f"stopped by {self.reason} {words}")
-        distributed.leave(0)
+    def _exit(self, words: str) -> None:
+        if distributed.this_process().index == 0:
+            distributed.log(f"stopped by {self.reason} {words}")
+        distributed.exit_now(0)
 
 
-def _steps(count: int, which: str) -> str:
+def _count_steps(count: int, which: str) -> str:
     return f"1 step {which} is" if count == 1 else f"{count} steps {which} are"
 
 
-def stop_message(reason: str, *, last: int, rest_s: float) -> str:
+def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
     """Messages of a run that stops.
 
     Args:
@@ -214,7 +215,7 @@ def stop_message(reason: str, *, last: int, rest_s: float) -> str:
     """
     is_ctrl_c = reason == signal.SIGINT.name
     who = "" if is_ctrl_c else f"{reason}: "
-    about = f" (about {durations.describe(round(rest_s))})" if rest_s >= 1 else ""
+    about = f" (about {durations.describe(round(remaining_s))})" if remaining_s >= 1 else ""
     again = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
     again = "Ctrl-C again" if is_ctrl_c else again
-    return f"{who}stopping after step {last}, then writing a checkpoint{about}; {again}: leave at once without one"
+    return f"{who}stopping after step {stop_step}, then writing a checkpoint{about}; {again}: leave at once without one"

@@ -16,27 +16,34 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxsp.config import schema, yaml_io
-from jaxsp.core import errors, paths
-from jaxsp.runtime.run_paths import CONFIG
+from jaxsp.config.schema import Config
+from jaxsp.core import paths
+from jaxsp.core.errors import UserError
+from jaxsp.runtime.run_paths import CONFIG_FILE
 
-LOCK, HOLDER, HEARTBEAT = "lock", "lock.json", "heartbeat.json"
+LOCK_FILE, HOLDER_FILE, HEARTBEAT_FILE = "lock", "lock.json", "heartbeat.json"
 """What is locked, who holds it, and what a running holder writes again every few seconds."""
 
-NOT_A_RUN = (LOCK, HOLDER, HEARTBEAT, *(f"{name}{yaml_io.PARTIAL}" for name in (HOLDER, HEARTBEAT, CONFIG)))
+BOOKKEEPING_FILES = (
+    LOCK_FILE,
+    HOLDER_FILE,
+    HEARTBEAT_FILE,
+    *(f"{name}{yaml_io.PARTIAL_SUFFIX}" for name in (HOLDER_FILE, HEARTBEAT_FILE, CONFIG_FILE)),
+)
 """Files that a folder may hold though no run was ever written there."""
 
-SILENCE_S = 15.0
+HEARTBEAT_TIMEOUT_S = 15.0
 """How long the heartbeat of a holder on another node has to stand still before it is taken for dead: three of its beats."""
 
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
+_NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
 """What flock answers where a file system has none, as Lustre does by default."""
 
-_held: set[pathlib.Path] = set()
+_locked_dirs: set[pathlib.Path] = set()
 """Folders that this process holds."""
 
 
 @contextlib.contextmanager
-def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
+def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
     """Keeps every other run out of a folder until the context ends. Process 0 does it for all; again inside, it does nothing.
 
     The kernel frees the lock when a process dies, however it does. Where a file system locks within a node only, the holder's
@@ -47,29 +54,29 @@ def hold(folder: pathlib.Path, *, asked: str = "") -> Iterator[None]:
     """
     paths.check_folder(folder, field="run.directory")
     resolved = folder.resolve()
-    if jax.process_index() > 0 or resolved in _held:
+    if jax.process_index() > 0 or resolved in _locked_dirs:
         yield
         return
     with contextlib.ExitStack() as stack:
         try:
-            made = _make(folder)
-            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            made = _create_dirs(folder)
+            lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise errors.UserError(f"run.directory = {folder}: cannot be made: {error.strerror}. Name another.") from None
+            raise UserError(f"run.directory = {folder}: cannot be made: {error.strerror}. Name another.") from None
         stack.callback(os.close, lock)
-        _take(folder, lock)
-        stack.callback(_tidy, folder, made)
-        _held.add(resolved)
-        stack.callback(_held.discard, resolved)
-        with _written(folder):
-            yaml_io.write(folder / HOLDER, json.dumps(_self(asked)) + "\n")
-        stack.callback((folder / HOLDER).unlink, missing_ok=True)
+        _acquire(folder, lock)
+        stack.callback(_remove_created, folder, made)
+        _locked_dirs.add(resolved)
+        stack.callback(_locked_dirs.discard, resolved)
+        with _report_write_errors(folder):
+            yaml_io.write_atomic(folder / HOLDER_FILE, json.dumps(_holder_fields(config_path)) + "\n")
+        stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 
 
-def begin(
+def create(
     directory: pathlib.Path,
-    settings: schema.Config,
+    settings: Config,
     *,
     banner_text: str,
     keep_model: Callable[[pathlib.Path], None],
@@ -80,71 +87,69 @@ def begin(
     Raises: UserError where it cannot be written, and where other processes do not see it.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(hold(directory))
+        stack.enter_context(lock(directory))
         if jax.process_index() == 0:
-            with _written(directory):
-                schema.save(settings, directory / CONFIG)
-                yaml_io.write(directory / "banner.txt", banner_text)
+            with _report_write_errors(directory):
+                schema.save(settings, directory / CONFIG_FILE)
+                yaml_io.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
-        _see(directory)
+        _wait_until_visible(directory)
         return stack.pop_all()
 
 
 @contextlib.contextmanager
-def _written(folder: pathlib.Path) -> Iterator[None]:
+def _report_write_errors(folder: pathlib.Path) -> Iterator[None]:
     """Raises: UserError where a disk does not take what is written in the context."""
     try:
         yield
     except OSError as error:
-        raise errors.UserError(
-            f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another."
-        ) from None
+        raise UserError(f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another.") from None
 
 
-def _take(folder: pathlib.Path, lock: int) -> None:
+def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
     """Locks the file, or raises UserError; says so where the run before did not end by itself."""
-    holder = _read(folder / HOLDER)
+    holder = _read_json(folder / HOLDER_FILE)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise _taken(folder, holder) from None
+        raise _in_use_error(folder, holder) from None
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
+        if error.errno not in _NO_LOCK_ERRNOS:
             raise
-        raise errors.UserError(
+        raise UserError(
             f"run.directory = {folder}: its file system cannot lock files ({error.strerror}), so that two runs could write "
             "there at once. Name a folder on another one, or have it mounted with locks (Lustre: -o flock)."
         ) from None
-    if not os.fstat(lock).st_nlink:  # its holder has just removed the folder that it had made
-        raise _taken(folder, holder)
+    if not os.fstat(lock_fd).st_nlink:  # its holder has just removed the folder that it had made
+        raise _in_use_error(folder, holder)
     if not holder:
         return
     if holder.get("host") != platform.node():
-        print(f"{folder}: waits {SILENCE_S:g} s for a sign of {_words(holder)}", flush=True)
-        if _beats(folder / HEARTBEAT):
-            raise _taken(folder, holder)
-    print(f"{folder}: the run of {_words(holder)} was cut off; this one takes over", flush=True)
+        print(f"{folder}: waits {HEARTBEAT_TIMEOUT_S:g} s for a sign of {_describe_holder(holder)}", flush=True)
+        if _is_alive(folder / HEARTBEAT_FILE):
+            raise _in_use_error(folder, holder)
+    print(f"{folder}: the run of {_describe_holder(holder)} was cut off; this one takes over", flush=True)
 
 
-def _taken(folder: pathlib.Path, holder: dict[str, Any]) -> errors.UserError:
-    named = f": {_words(holder)}" if holder else ""
-    return errors.UserError(
+def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
+    named = f": {_describe_holder(holder)}" if holder else ""
+    return UserError(
         f"run.directory = {folder}: another process is writing this run{named}. Wait for it, or name another folder."
     )
 
 
-def _self(asked: str) -> dict[str, Any]:
+def _holder_fields(config_path: str) -> dict[str, Any]:
     """Who this process is. Nothing else of the environment is anybody's business."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),
         "began": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "job": os.environ.get("SLURM_JOB_ID"),
-        "config": asked or None,
+        "config": config_path or None,
     }
 
 
-def _words(holder: dict[str, Any]) -> str:
+def _describe_holder(holder: dict[str, Any]) -> str:
     """A holder in words: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, configs/a.yaml)`."""
     job = f"SLURM job {holder['job']}" if holder.get("job") else ""
     beside = ", ".join(filter(None, (job, holder.get("config"))))
@@ -152,17 +157,17 @@ def _words(holder: dict[str, Any]) -> str:
     return f"pid {holder.get('pid')} on {holder.get('host')} since {since}{f' ({beside})' * bool(beside)}"
 
 
-def _beats(heartbeat: pathlib.Path) -> bool:
+def _is_alive(heartbeat: pathlib.Path) -> bool:
     """Whether the file changes within SILENCE_S."""
-    before, until = _read(heartbeat), time.monotonic() + SILENCE_S
+    before, until = _read_json(heartbeat), time.monotonic() + HEARTBEAT_TIMEOUT_S
     while time.monotonic() < until:
-        time.sleep(min(0.5, SILENCE_S / 10))
-        if _read(heartbeat) != before:
+        time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
+        if _read_json(heartbeat) != before:
             return True
     return False
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """The fields of a small file; none where there is no such file, or another process was stopped while it wrote it."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
@@ -171,19 +176,19 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _make(folder: pathlib.Path) -> list[pathlib.Path]:
+def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
     """Makes a folder. Gives what was not there before: files of NOT_A_RUN, and folders, the deepest first."""
-    made = [path for path in (*(folder / name for name in NOT_A_RUN), folder, *folder.parents) if not path.exists()]
+    made = [path for path in (*(folder / name for name in BOOKKEEPING_FILES), folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     return made
 
 
-def _tidy(folder: pathlib.Path, made: list[pathlib.Path]) -> None:
+def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
     """Removes what was made for a run that never began."""
-    if (folder / CONFIG).exists():
+    if (folder / CONFIG_FILE).exists():
         return
-    for path in made:
-        if path.name in NOT_A_RUN and path.parent == folder:
+    for path in created:
+        if path.name in BOOKKEEPING_FILES and path.parent == folder:
             path.unlink(missing_ok=True)
         elif any(path.iterdir()):
             break
@@ -191,16 +196,16 @@ def _tidy(folder: pathlib.Path, made: list[pathlib.Path]) -> None:
             path.rmdir()
 
 
-def _see(directory: pathlib.Path) -> None:
+def _wait_until_visible(directory: pathlib.Path) -> None:
     """Raises: UserError where a process does not see the directory that process 0 has made."""
     if jax.process_count() == 1:
         return
     multihost_utils.sync_global_devices("the run's directory was made")
     for _ in range(30):  # what another node wrote may come late
-        if (directory / CONFIG).is_file():
+        if (directory / CONFIG_FILE).is_file():
             return
         time.sleep(1)
-    raise errors.UserError(
+    raise UserError(
         f"run.directory = {directory}: process 0 has made it, and process {jax.process_index()} does not see it. Name a folder "
         "that all nodes share."
     )

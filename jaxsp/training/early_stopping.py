@@ -8,11 +8,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.config import schema
+from jaxsp.config.schema import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
+class EarlyStoppingState:
     """Evaluations so far; a checkpoint stores it as JSON."""
 
     data: str
@@ -22,7 +22,7 @@ class State:
     best_loss: float | None = None
     """None before the first finite loss."""
     best_step: int | None = None
-    num_since: int = 0
+    num_since_best: int = 0
     """Evaluations since the best."""
     is_due: bool = False
     """The next evaluation counts. Others, such as that of a checkpoint that a stop wrote, do not:
@@ -43,27 +43,27 @@ class EarlyStopping:
 
     def __init__(
         self,
-        settings: schema.Run,
-        loss_set: Mapping[str, str] | None,
+        settings: RunConfig,
+        eval_set: Mapping[str, str] | None,
         *,
-        before: Mapping[str, Any] | None = None,
+        resumed_state: Mapping[str, Any] | None = None,
     ):
         self._patience = settings.early_stopping_patience
         self._min_delta = settings.early_stopping_min_delta
-        self._state: State | None = None
+        self._state: EarlyStoppingState | None = None
         if self._patience is None:
             return
-        assert loss_set is not None, "config asks for an eval set"
-        self._state = State(data=loss_set["name"], digest=loss_set["digest"])
-        if before is not None and State(**before).digest == self._state.digest:
-            self._state = dataclasses.replace(State(**before), data=self._state.data)
+        assert eval_set is not None, "config asks for an eval set"
+        self._state = EarlyStoppingState(data=eval_set["name"], digest=eval_set["digest"])
+        if resumed_state is not None and EarlyStoppingState(**resumed_state).digest == self._state.digest:
+            self._state = dataclasses.replace(EarlyStoppingState(**resumed_state), data=self._state.data)
 
     @property
     def state(self) -> dict[str, Any] | None:
         """State for a checkpoint; None without early stopping."""
         return None if self._state is None else dataclasses.asdict(self._state)
 
-    def expect(self) -> None:
+    def expect_evaluation(self) -> None:
         """Marks the next evaluation as one that counts."""
         if self._state is not None:
             self._state = dataclasses.replace(self._state, is_due=True)
@@ -75,15 +75,15 @@ class EarlyStopping:
         self._state = dataclasses.replace(self._state, is_due=False)
         loss, best = losses[self._state.data], self._state.best_loss
         if loss is not None and (best is None or loss < best - self._min_delta):
-            self._state = dataclasses.replace(self._state, best_loss=loss, best_step=step, num_since=0)
+            self._state = dataclasses.replace(self._state, best_loss=loss, best_step=step, num_since_best=0)
         else:
-            self._state = dataclasses.replace(self._state, num_since=self._state.num_since + 1)
+            self._state = dataclasses.replace(self._state, num_since_best=self._state.num_since_best + 1)
 
-    def is_over(self) -> bool:
+    def should_stop(self) -> bool:
         """True if the run must stop. Process 0 decides; all processes must call this together."""
         if self._state is None or self._patience is None:
             return False
-        is_over = self._state.num_since >= self._patience
+        is_over = self._state.num_since_best >= self._patience
         if jax.process_count() == 1:
             return is_over
         return bool(multihost_utils.broadcast_one_to_all(np.int32(is_over)))
@@ -97,6 +97,6 @@ class EarlyStopping:
             best = f"the best was {self._state.best_loss:.4f} at step {self._state.best_step}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
         return (
-            f"the loss on {self._state.data} has not improved{margin} for {self._state.num_since} "
-            f"evaluation{'s' * (self._state.num_since > 1)} (run.early_stopping_patience = {self._patience}); {best}"
+            f"the loss on {self._state.data} has not improved{margin} for {self._state.num_since_best} "
+            f"evaluation{'s' * (self._state.num_since_best > 1)} (run.early_stopping_patience = {self._patience}); {best}"
         )

@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
-from jaxsp.config import schema
-from jaxsp.data.packing.dataset import DataSet
+from jaxsp.config.schema import Config
+from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
 from jaxsp.training import train_step
-from jaxsp.training.train_step import Program
+from jaxsp.training.train_step import Program, StepTotals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
+class EvalResult:
     """One line of eval.jsonl: one data set at one step."""
 
     step: int
@@ -39,15 +39,15 @@ class Result:
     """Without compiling."""
 
 
-def identity(data: DataSet, settings: schema.Config) -> dict[str, str]:
+def identify_eval_set(data: PackedDataset, settings: Config) -> dict[str, str]:
     """Name and digest of a data set.
 
     The digest covers the tokens, the labels, and how documents longer than a row were cut: with
     the same digest, the same weights have the same loss up to rounding.
     """
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
-    if any(source.had_long() for source in data.documents.sources):
-        parts += [settings.data.long_documents, str(settings.data.longest_row)]
+    if any(source.has_long_documents() for source in data.documents.sources):
+        parts += [settings.data.long_documents, str(settings.data.max_row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 
 
@@ -58,50 +58,55 @@ class Evaluator:
     `batch.rows_at_once` of them; sums over steps are float64 on the host.
     """
 
-    def __init__(self, program: Program, sets: Sequence[DataSet]):
-        slots = device_mesh.num_groups(program.mesh) * program.config.batch.rows_at_once
-        settings = program.config.for_rows_of(program.config.data.longest_row)
+    def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
+        slots = device_mesh.num_groups(program.mesh) * program.config.batch.rows_per_microbatch
+        settings = program.config.with_row_tokens(program.config.data.max_row_tokens)
         batch = settings.batch.model_copy(update={"rows_per_step": slots})
         evaluated = settings.model_copy(update={"batch": batch})
         self._program = dataclasses.replace(program, config=evaluated, has_weights=False)
-        self._sets = sets
+        self._eval_sets = eval_sets
 
-    def due(self, number: int) -> bool:
+    def is_due(self, number: int) -> bool:
         """Whether an evaluation is to follow a step."""
-        return bool(self._sets) and due(self._program.config.run.eval_every, number)
+        return bool(self._eval_sets) and is_due(self._program.config.run.eval_every, number)
 
     @functools.cached_property
-    def _totals(self) -> jax.stages.Compiled:
+    def _compiled_totals(self) -> jax.stages.Compiled:
         return train_step.compile_totals(self._program)
 
     def compile(self) -> None:
         """Compiles now what would be compiled when it is asked first, if there is something to evaluate."""
-        _ = self._sets and self._totals
+        _ = self._eval_sets and self._compiled_totals
 
-    def run(self, master: layers.Weights, *, num_steps: int, alive: Callable[[], None] = lambda: None) -> Iterator[Result]:
+    def run(
+        self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
+    ) -> Iterator[EvalResult]:
         """Results of these weights, one data set after another.
 
         Args:
             num_steps: what the weights were trained for.
             alive: is called after each batch.
         """
-        for data in self._sets:
-            totals = self._totals
+        for data in self._eval_sets:
+            totals = self._compiled_totals
             began = time.perf_counter()
             settings = self._program.config
-            feed = data.feed(
-                settings, self._program.mesh, data.schedule(settings, epochs=1), layout=self._program.attend.layout
+            feed = data.make_loader(
+                settings,
+                self._program.mesh,
+                data.make_schedule(settings, epochs=1),
+                layout_degree=self._program.attend.layout_degree,
             )
             parts = []
-            for part in _fetched(totals(master, rows) for rows, _ in feed.batches()):
+            for part in _fetch_one_behind(totals(master, rows) for rows, _ in feed.batches()):
                 parts.append(part)
-                alive()
+                on_batch()
             sums = {name: sum(float(getattr(part, name)) for part in parts) for name in ("loss", "num_correct")}
             counts = {
                 name: sum(int(getattr(part, name)) for part in parts) for name in ("num_rows", "num_tokens", "num_loss_tokens")
             }
             loss = sums["loss"] / counts["num_loss_tokens"]
-            yield Result(
+            yield EvalResult(
                 step=num_steps,
                 data=data.name,
                 loss=loss if math.isfinite(loss) else None,
@@ -113,12 +118,12 @@ class Evaluator:
             )
 
 
-def due(every: int | str | None, number: int) -> bool:
+def is_due(every: int | str | None, number: int) -> bool:
     """True if an action with an interval of `every` steps is due after a step; `epoch` is not counted in steps."""
     return isinstance(every, int) and number % every == 0
 
 
-def _fetched(sent: Iterable[train_step.Totals]) -> Iterator[train_step.Totals]:
+def _fetch_one_behind(sent: Iterable[StepTotals]) -> Iterator[StepTotals]:
     """The numbers of each step, fetched when the next is under way."""
     running = None
     for one in sent:

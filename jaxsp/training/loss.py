@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.core import batch, errors
-from jaxsp.model import layers, tiling
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
+from jaxsp.model import tiling
+from jaxsp.model.layers import Gather, Parameter
 
 TokenLoss = Callable[[Array, Array], Array]
 """A loss per token: `logits_TV, labels_T -> losses_T`, in JAX. T tokens of a tile, V vocabulary.
@@ -24,12 +26,12 @@ Example, cross entropy with label smoothing:
         return -0.9 * label_T - 0.1 * log_probs_TV.mean(-1)
 """
 
-LOGIT_BYTES = (2**30, 2**28)
+MAX_LOGIT_BYTES = (2**30, 2**28)
 """Maximum bytes of a tile's float32 logits, tried in this order if the logits of all tokens do not
 fit."""
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """Sums over this device's tokens."""
 
     loss: Float32[Array, ""]
@@ -37,22 +39,22 @@ class Sums(NamedTuple):
     """Labels that were the likeliest token."""
 
 
-def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = LOGIT_BYTES[-1]) -> int:
+def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = MAX_LOGIT_BYTES[-1]) -> int:
     """Tokens of a tile whose logits take at most `max_bytes`."""
-    return min(num_tokens, tiling.dividing(num_tokens, tiling.power_of_two(max_bytes // (4 * vocab_size))))
+    return min(num_tokens, tiling.choose_dividing_tile(num_tokens, tiling.floor_power_of_two(max_bytes // (4 * vocab_size))))
 
 
-def token_losses(
+def sum_token_losses(
     hidden_BlD: Float[Array, "B l D"],
     labels_Bl: Int32[Array, "B l"],
     weights_Bl: Float32[Array, "B l"] | None = None,
     *,
-    gather: layers.Gather,
-    row: layers.Parameter,
+    gather: Gather,
+    head: Parameter,
     shard: Any,
     tile: int,
     token_loss: TokenLoss | None = None,
-) -> Sums:
+) -> LossSums:
     """Sum of the token losses of this device's tokens; tokens labelled -100 add nothing, forward or backward.
 
     Args:
@@ -64,7 +66,7 @@ def token_losses(
     """
     tokens = hidden_BlD.shape[0] * hidden_BlD.shape[1]
     num_tiles = -(-tokens // tile)
-    labels_TX = jnp.pad(labels_Bl.reshape(-1), (0, num_tiles * tile - tokens), constant_values=batch.NO_LABEL)
+    labels_TX = jnp.pad(labels_Bl.reshape(-1), (0, num_tiles * tile - tokens), constant_values=NO_LABEL)
     labels_TX = labels_TX.reshape(num_tiles, tile)
     weights_TX = None
     if weights_Bl is not None:
@@ -75,60 +77,60 @@ def token_losses(
         flat = hidden_BlD.reshape(tokens, -1)
         return jnp.pad(flat, ((0, num_tiles * tile - tokens), (0, 0))).reshape(num_tiles, tile, -1)
 
-    def forward(hidden_BlD: Array, shard: Any) -> tuple[Sums, Array | None]:
-        head_VD = gather.join(row, shard)
+    def forward(hidden_BlD: Array, shard: Any) -> tuple[LossSums, Array | None]:
+        head_VD = gather.all_gather(head, shard)
 
-        def one(sums: Sums, tile: tuple[Array, Array, Array | None]) -> tuple[Sums, Array | None]:
+        def one(sums: LossSums, tile: tuple[Array, Array, Array | None]) -> tuple[LossSums, Array | None]:
             hidden_XD, labels_X, weights_X = tile
-            logits_XV, has_label_X = _logits(hidden_XD, head_VD), labels_X != batch.NO_LABEL
+            logits_XV, has_label_X = _logits(hidden_XD, head_VD), labels_X != NO_LABEL
             known_labels_X = jnp.where(has_label_X, labels_X, 0)
             if token_loss is None:
                 lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
                 losses_X = lse_X - jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)[:, 0]
             else:
                 lse_X = None
-                losses_X = _losses(token_loss, logits_XV, known_labels_X)
-            loss = _weighted(losses_X, has_label_X, weights_X).sum()
+                losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
+            loss = _apply_weights(losses_X, has_label_X, weights_X).sum()
             correct = (has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)).sum(dtype=jnp.int32)
-            return Sums(sums.loss + loss, sums.num_correct + correct), lse_X
+            return LossSums(sums.loss + loss, sums.num_correct + correct), lse_X
 
-        return jax.lax.scan(one, Sums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX, weights_TX))
+        return jax.lax.scan(one, LossSums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX, weights_TX))
 
     @jax.custom_vjp
-    def total(hidden_BlD: Array, shard: Any) -> Sums:
+    def total(hidden_BlD: Array, shard: Any) -> LossSums:
         return forward(hidden_BlD, shard)[0]
 
-    def total_fwd(hidden_BlD: Array, shard: Any) -> tuple[Sums, tuple[Array, Any, Array | None]]:
+    def total_fwd(hidden_BlD: Array, shard: Any) -> tuple[LossSums, tuple[Array, Any, Array | None]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
-    def total_bwd(residuals: tuple[Array, Any, Array | None], dsums: Sums) -> tuple[Array, Any]:
+    def total_bwd(residuals: tuple[Array, Any, Array | None], dsums: LossSums) -> tuple[Array, Any]:
         hidden_BlD, shard, lse_TX = residuals
-        head_VD = gather.join(row, shard)
+        head_VD = gather.all_gather(head, shard)
 
         def one(dhead_VD: Array, tile: tuple[Array, Array, Array | None, Array | None]) -> tuple[Array, Array]:
             hidden_XD, labels_X, weights_X, lse_X = tile
             logits_XV = _logits(hidden_XD, head_VD)
             if token_loss is None:
                 assert lse_X is not None
-                dlogits_XV = jnp.exp(logits_XV - lse_X[:, None]) - jax.nn.one_hot(labels_X, row.shape[0], dtype=jnp.float32)
+                dlogits_XV = jnp.exp(logits_XV - lse_X[:, None]) - jax.nn.one_hot(labels_X, head.shape[0], dtype=jnp.float32)
             else:
-                known_labels_X = jnp.where(labels_X != batch.NO_LABEL, labels_X, 0)
-                losses_X, pull = jax.vjp(lambda logits_XV: _losses(token_loss, logits_XV, known_labels_X), logits_XV)
+                known_labels_X = jnp.where(labels_X != NO_LABEL, labels_X, 0)
+                losses_X, pull = jax.vjp(lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV)
                 (dlogits_XV,) = pull(jnp.ones_like(losses_X))
-            has_label_X1 = (labels_X != batch.NO_LABEL)[:, None]
+            has_label_X1 = (labels_X != NO_LABEL)[:, None]
             weights_X1 = None if weights_X is None else weights_X[:, None]
-            dlogits_XV = _weighted(dlogits_XV * dsums.loss, has_label_X1, weights_X1)
+            dlogits_XV = _apply_weights(dlogits_XV * dsums.loss, has_label_X1, weights_X1)
             dlogits_XV = dlogits_XV.astype(head_VD.dtype)
             dhidden_XD = jnp.einsum("XV,VD->XD", dlogits_XV, head_VD, preferred_element_type=jnp.float32)
             dhead_VD += jnp.einsum("XV,XD->VD", dlogits_XV, hidden_XD, preferred_element_type=jnp.float32)
             return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
 
         tiles = (cut(hidden_BlD), labels_TX, weights_TX, lse_TX)
-        dhead_VD, dhidden_TXD = jax.lax.scan(one, jnp.zeros(row.shape, jnp.float32), tiles)
+        dhead_VD, dhidden_TXD = jax.lax.scan(one, jnp.zeros(head.shape, jnp.float32), tiles)
         dhidden_BlD = dhidden_TXD.reshape(num_tiles * tile, -1)[:tokens].reshape(hidden_BlD.shape)
         # else XLA may keep the whole gradient, 2 GiB of a vocabulary of 128,256, until the layers are done
-        return jax.lax.optimization_barrier((dhidden_BlD, gather.split(row, dhead_VD)))
+        return jax.lax.optimization_barrier((dhidden_BlD, gather.reduce_scatter(head, dhead_VD)))
 
     total.defvjp(total_fwd, total_bwd)
     return total(hidden_BlD, shard)
@@ -138,18 +140,18 @@ def _logits(hidden_XD: Array, head_VD: Array) -> Float32[Array, "X V"]:
     return jnp.einsum("XD,VD->XV", hidden_XD, head_VD, preferred_element_type=jnp.float32)
 
 
-def _weighted(values: Array, has_label: Array, weights: Array | None) -> Array:
+def _apply_weights(values: Array, has_label: Array, weights: Array | None) -> Array:
     """Values times weights; 0, by value, where there is no label or the weight is 0."""
     if weights is None:
         return jnp.where(has_label, values, 0.0)
     return jnp.where(has_label & (weights != 0), values * weights, 0.0)
 
 
-def _losses(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -> Array:
+def _call_token_loss(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -> Array:
     """Calls `token_loss`. Raises: UserError if it does not return one float32 loss per token."""
     losses_X = token_loss(logits_XV, labels_X)
     if (losses_X.shape, losses_X.dtype) != (labels_X.shape, logits_XV.dtype):
-        raise errors.UserError(
+        raise UserError(
             f"Program.loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
             f"float32{list(logits_XV.shape)}. Return one loss per token, float32{list(labels_X.shape)}, without summing."
         )

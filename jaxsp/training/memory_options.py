@@ -5,19 +5,22 @@ import math
 import jax
 
 from jaxsp import attention
-from jaxsp.config import schema
+from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import axes, errors
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options, host_offload, memory_fit, train_step
+from jaxsp.training.memory_fit import CompiledStep, MemoryUse
+from jaxsp.training.train_step import Program
 
-WRONG_GRADIENTS = ("0.10.2", "0.11.0")
+WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
 
-HOST_STATE_FROM = (0, 11, 1)
+MIN_HOST_STATE_RELEASE = (0, 11, 1)
 """The first release of jax whose arrays in host memory go through shard_map and loops."""
 
 
-def problems(settings: schema.Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+def find_problems(settings: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
     """Reasons that a config's memory options do not work with this release of JAX on these
     devices."""
     memory, found = settings.memory, []
@@ -26,25 +29,25 @@ def problems(settings: schema.Config, *, platform: str, version: str = jax.__ver
             "memory.offload_activations = residual_and_attention: attention.kernel = reference, which is for tests, keeps its "
             "scores and names nothing else. Use memory.offload_activations=residual, or another attention.kernel."
         )
-    release = compile_options.numbers(version)
+    release = compile_options.parse_version(version)
     if memory.offload_activations != "none":
         asked = f"memory.offload_activations = {memory.offload_activations}"
-        if version in WRONG_GRADIENTS:
+        if version in WRONG_OFFLOAD_RELEASES:
             found.append(
                 f"{asked}: jax {version} reads offloaded activations back in the wrong order, and gradients would be wrong "
                 "without a word. Install another release, or use memory.offload_activations=none."
             )
-        elif release < HOST_STATE_FROM and platform == "cpu":
+        elif release < MIN_HOST_STATE_RELEASE and platform == "cpu":
             found.append(
                 f"{asked}: jax {version} cannot compile it for CPUs. Install jax 0.11.1 or later (Python 3.12), "
                 "or use memory.offload_activations=none; on GPUs it works."
             )
-    if memory.offload_optimizer != "none" and release < HOST_STATE_FROM:
+    if memory.offload_optimizer != "none" and release < MIN_HOST_STATE_RELEASE:
         found.append(
             f"memory.offload_optimizer = {memory.offload_optimizer}: jax {version} cannot keep arrays in host memory inside "
             "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none."
         )
-    tokens = settings.data.longest_row * settings.batch.rows_at_once // settings.mesh.seq
+    tokens = settings.data.max_row_tokens * settings.batch.rows_per_microbatch // settings.mesh.seq
     tile = memory.mlp_tile_tokens
     if memory.remat == "attention_and_mlp" and tile != "auto" and tile < tokens:
         found.append(
@@ -55,47 +58,49 @@ def problems(settings: schema.Config, *, platform: str, version: str = jax.__ver
     return found
 
 
-def ready(program: train_step.Program, *, uncounted: int) -> memory_fit.Fitted:
+def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledStep:
     """Chooses the memory options that are `auto`, and compiles the step.
 
     Args:   uncounted: estimate of the attention kernel's workspace, in bytes.
     Raises: UserError if the devices cannot hold it; RuntimeError if XLA did not offload what it should have.
     """
 
-    def measure(run: jax.stages.Compiled) -> memory_fit.Needs:
-        return memory_fit.largest(memory_fit.measured(run, uncounted))
+    def measure(run: jax.stages.Compiled) -> MemoryUse:
+        return memory_fit.max_over_processes(memory_fit.read_memory_use(run, workspace_bytes))
 
-    limits = memory_fit.limits(program)
-    room = memory_fit.room_of(program, limits)
-    found = memory_fit.fit(program, room=room, uncounted=uncounted, compile_step=train_step.compile, measure=measure)
-    check_offloads(found.program, found.needs)
+    limits = memory_fit.find_limits(program)
+    room = memory_fit.subtract_reserves(program, limits)
+    found = memory_fit.fit(
+        program, limit=room, workspace_bytes=workspace_bytes, compile_step=train_step.compile, measure=measure
+    )
+    check_offloads(found.program, found.memory_use)
     # a step is not refused because of margins and estimates only
-    if found.needs.device > limits.device or found.needs.host > limits.pinned:
-        ways = ways_out(program, device_is_short=found.needs.total > room.device)
-        raise errors.UserError(f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+    if found.memory_use.device > limits.device or found.memory_use.host > limits.pinned:
+        ways = suggest_changes(program, is_device_short=found.memory_use.device_total > room.device)
+        raise UserError(f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
     return found
 
 
-def ways_out(program: train_step.Program, *, device_is_short: bool) -> list[str]:
+def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
     settings = program.config
     memory = settings.memory
-    if not device_is_short and memory.offload_activations == memory.offload_optimizer == "none":
+    if not is_device_short and memory.offload_activations == memory.offload_optimizer == "none":
         return ["nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"]
-    changes = _less_on_device(program) if device_is_short else _less_on_host(settings.memory)
+    changes = _device_memory_changes(program) if is_device_short else _host_memory_changes(settings.memory)
     platform = "gpu"  # only GPUs have a known size
-    works = [change for change in changes if not problems(_with_memory(settings, change), platform=platform)]
+    works = [change for change in changes if not find_problems(_replace_memory(settings, change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
-    if device_is_short:
-        ways += _smaller_batch(program)
+    if is_device_short:
+        ways += _batch_changes(program)
     seq = program.mesh.shape[axes.SEQ]
-    if _can_share(program, 2 * seq):
+    if _can_split_rows(program, 2 * seq):
         ways.append(f"mesh.seq={2 * seq} on twice the devices")
     return [*ways, "shorter rows"]
 
 
-def _less_on_device(program: train_step.Program) -> list[dict[str, str]]:
+def _device_memory_changes(program: Program) -> list[dict[str, str]]:
     """Changes of memory options that reduce memory of the device, each by one level."""
     memory = program.config.memory
     states = ("none", "state", "state_and_gradients")
@@ -106,7 +111,7 @@ def _less_on_device(program: train_step.Program) -> list[dict[str, str]]:
         changes.append({"offload_activations": "residual"})
     if memory.offload_optimizer != states[-1]:
         changes.append({"offload_optimizer": states[states.index(memory.offload_optimizer) + 1]})
-    automatic = memory_fit.changed(program, mlp_tile_tokens="auto", loss_tile_tokens="auto")
+    automatic = memory_fit.replace_memory(program, mlp_tile_tokens="auto", loss_tile_tokens="auto")
     if min(automatic.mlp_tiles) < min(program.mlp_tiles):
         changes.append({"mlp_tile_tokens": "auto"})
     if min(automatic.loss_tiles) < min(program.loss_tiles):
@@ -114,7 +119,7 @@ def _less_on_device(program: train_step.Program) -> list[dict[str, str]]:
     return changes
 
 
-def _less_on_host(memory: schema.Memory) -> list[dict[str, str]]:
+def _host_memory_changes(memory: MemoryConfig) -> list[dict[str, str]]:
     """Changes of memory options that reduce memory of the host, each by one level."""
     changes = []
     if memory.offload_activations != "none":
@@ -125,43 +130,43 @@ def _less_on_host(memory: schema.Memory) -> list[dict[str, str]]:
     return changes
 
 
-def _smaller_batch(program: train_step.Program) -> list[str]:
+def _batch_changes(program: Program) -> list[str]:
     """Changes of rows and documents that reduce memory of the device."""
     settings, ways = program.config, []
-    rows = device_mesh.num_groups(program.mesh) * settings.batch.rows_at_once
-    if settings.batch.rows_at_once > 1:
+    rows = device_mesh.num_groups(program.mesh) * settings.batch.rows_per_microbatch
+    if settings.batch.rows_per_microbatch > 1:
         ways.append("batch.rows_at_once=1")
     if settings.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
         ways.append(f"batch.rows_per_step={rows}")
-    if settings.data.max_documents_per_row > 1:
-        ways.append(f"data.max_documents_per_row={1 if settings.data.max_documents_per_row <= 8 else 8}")
+    if settings.data.max_segments_per_row > 1:
+        ways.append(f"data.max_documents_per_row={1 if settings.data.max_segments_per_row <= 8 else 8}")
     return ways
 
 
-def _with_memory(settings: schema.Config, change: dict[str, str]) -> schema.Config:
+def _replace_memory(settings: Config, change: dict[str, str]) -> Config:
     return settings.model_copy(update={"memory": settings.memory.model_copy(update=change)})
 
 
-def _can_share(program: train_step.Program, seq: int) -> bool:
+def _can_split_rows(program: Program, seq: int) -> bool:
     """Whether so many devices could share rows by the attention that the config asks for."""
     settings, model = program.config, program.model
     settings = settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"seq": seq})})
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     try:
-        kind = attention.choose_kind(settings, window=model.sliding_window, **heads)
-    except errors.UserError:
+        kind = attention.choose_strategy(settings, window=model.sliding_window, **heads)
+    except UserError:
         return False
     sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
-    return not device_mesh.divisions(settings, sizes, degree=kind.degree, with_training=False)
+    return not device_mesh.find_division_problems(settings, sizes, degree=kind.outer_degree, with_training=False)
 
 
-def describe(program: train_step.Program) -> str:
+def describe(program: Program) -> str:
     """Describes the memory options of a run; those that are `auto` are not decided yet."""
     memory, parts = program.config.memory, []
     if "auto" in (memory.mlp_tile_tokens, memory.loss_tile_tokens):
-        parts.append(f"{program.tokens:,} tokens per device, in tiles only if the step does not fit otherwise")
+        parts.append(f"{program.tokens_per_device:,} tokens per device, in tiles only if the step does not fit otherwise")
     else:
-        parts.append(f"{program.tokens:,} tokens per device: {_tiles(program)}")
+        parts.append(f"{program.tokens_per_device:,} tokens per device: {_describe_tiles(program)}")
     recomputed = {
         "none": "elementwise operations are recomputed in the backward pass",
         "attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
@@ -169,55 +174,59 @@ def describe(program: train_step.Program) -> str:
         "full": "layers are recomputed in the backward pass, including attention",
         "auto": "layers are recomputed in the backward pass, as far as needed to fit",
     }
-    parts.append(recomputed["attention" if memory.remat == "auto" and program.how.offloads_attention else memory.remat])
+    parts.append(
+        recomputed["attention" if memory.remat == "auto" and program.remat_policy.is_attention_offloaded else memory.remat]
+    )
     offloaded = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
     if memory.offload_activations != "none":
         parts.append(f"{offloaded[memory.offload_activations]} offloaded to host memory")
-    if program.offloads:
-        parts.append(_traffic(program))
+    if program.has_offloaded_state:
+        parts.append(_describe_traffic(program))
     parts.append(f"gradients summed in {memory.grad_reduce_dtype}")
     return "; ".join(parts)
 
 
-def takes(fitted: memory_fit.Fitted) -> str:
+def describe_compiled(compiled: CompiledStep) -> str:
     """Describes the memory of a compiled step, and the memory options that were chosen for it."""
-    size, needs, room, program = memory_fit.size, fitted.needs, fitted.room, fitted.program
+    size, needs, room, program = memory_fit.format_bytes, compiled.memory_use, compiled.memory_limit, compiled.program
     parts = [f"{size(needs.device)} on each device"]
-    if needs.uncounted:
-        parts[0] += f" and about {size(needs.uncounted)} for cuDNN"
+    if needs.uncounted_workspace:
+        parts[0] += f" and about {size(needs.uncounted_workspace)} for cuDNN"
     if needs.workspace:
-        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimate)})"
+        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimated_workspace)})"
     if math.isfinite(room.device):
         parts[0] += f" of {size(room.device)} available"
     if needs.host:
         parts.append(f"{size(needs.host)} of host memory per device")
-    if program.mesh.devices.flat[0].platform == "cpu" and (program.offloads or program.how.offload_activations != "none"):
+    if program.mesh.devices.flat[0].platform == "cpu" and (
+        program.has_offloaded_state or program.remat_policy.offload_activations != "none"
+    ):
         parts[0] += " (including what is offloaded: a CPU has one memory)"
-    decided = f"remat {program.how.remat}"
-    if fitted.why_full:
-        decided += f", because {fitted.why_full}"
-    decided += f"; {_tiles(program)}"
+    decided = f"remat {program.remat_policy.remat}"
+    if compiled.full_remat_reason:
+        decided += f", because {compiled.full_remat_reason}"
+    decided += f"; {_describe_tiles(program)}"
     tight = ""
-    if fitted.shortage:
+    if compiled.shortage:
         tight = "; fragmentation, NCCL and checkpoints may need more than is left: it may run out of memory"
     return f"it needs {', '.join(parts)}; {decided}{tight}"
 
 
-def _tiles(program: train_step.Program) -> str:
+def _describe_tiles(program: Program) -> str:
     """Describes the tile sizes of the layers and of the loss."""
-    layers, loss = (_at_a_time(tile, program.tokens) for tile in (program.tile, program.loss_tile))
+    layers, loss = (_describe_tile(tile, program.tokens_per_device) for tile in (program.mlp_tile, program.loss_tile))
     return f"layers {layers}, loss {loss}"
 
 
-def _at_a_time(tile: int, tokens: int) -> str:
+def _describe_tile(tile: int, tokens: int) -> str:
     return "all tokens at once" if tile >= tokens else f"{tile:,} tokens at a time"
 
 
-def _traffic(program: train_step.Program) -> str:
+def _describe_traffic(program: Program) -> str:
     """Describes what the offloaded optimizer keeps on the host, and the copies of a step."""
-    found = memory_fit.offloaded_by(program)
+    found = memory_fit.program_offloaded_bytes(program)
     weights, state = found.weights, found.weights + found.moments
-    size = memory_fit.size
+    size = memory_fit.format_bytes
     num_microbatches = program.num_microbatches
     if program.config.memory.offload_optimizer == "state":
         there, what = weights + state, "float32 weights and moments" if found.moments else "float32 weights"
@@ -230,34 +239,34 @@ def _traffic(program: train_step.Program) -> str:
     return f"{what} in host memory; each step copies {size(there)} to each device and {size(back)} back"
 
 
-def check_offloads(program: train_step.Program, needs: memory_fit.Needs) -> None:
+def check_offloads(program: Program, memory_use: MemoryUse) -> None:
     """Raises: RuntimeError if the compiled step offloads less than the config requests."""
-    found = memory_fit.offloaded_by(program)
+    found = memory_fit.program_offloaded_bytes(program)
     least = found.total - found.gradients
-    if is_gpu(program) and needs.host < least:
+    if is_gpu(program) and memory_use.host < least:
         raise RuntimeError(
-            f"memory.offload_activations and memory.offload_optimizer need {memory_fit.size(least)} of "
-            f"host memory per device, but the compiled step has {memory_fit.size(needs.host)}: XLA has "
+            f"memory.offload_activations and memory.offload_optimizer need {memory_fit.format_bytes(least)} of "
+            f"host memory per device, but the compiled step has {memory_fit.format_bytes(memory_use.host)}: XLA has "
             "ignored some of the offloading. This is a bug. As a workaround, use "
             "memory.offload_activations=none memory.offload_optimizer=none."
         )
 
 
-def reserve(program: train_step.Program, host_bytes: int) -> None:
+def reserve_host_memory(program: Program, host_bytes: int) -> None:
     """Reserves the host memory that each device's step needs. Call before weights are loaded: see
     `host.reserve`."""
     if host_bytes and is_gpu(program):
         try:
-            host_offload.reserve(program.mesh.local_devices, host_bytes)
+            host_offload.reserve_pool(program.mesh.local_devices, host_bytes)
         except jax.errors.JaxRuntimeError as error:
-            ways = ways_out(program, device_is_short=False)
-            raise errors.UserError(
-                f"XLA could not reserve {memory_fit.size(host_bytes)} of pinned host memory for each device: "
-                f"{str(error).splitlines()[0]} Try {errors.choices(ways)}, or a larger "
+            ways = suggest_changes(program, is_device_short=False)
+            raise UserError(
+                f"XLA could not reserve {memory_fit.format_bytes(host_bytes)} of pinned host memory for each device: "
+                f"{str(error).splitlines()[0]} Try {errors.format_choices(ways)}, or a larger "
                 "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB (for each device) if the node has more free memory."
             ) from None
 
 
-def is_gpu(program: train_step.Program) -> bool:
+def is_gpu(program: Program) -> bool:
     """True if the devices have their own memory."""
     return program.mesh.devices.flat[0].platform == "gpu"

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float32, Int32
 
-from jaxsp.config import schema
+from jaxsp.config.schema import OptimizerConfig
 from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
 from jaxsp.training import host_offload
 
 
-def learning_rates(settings: schema.Optimizer, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
+def build_schedule(settings: OptimizerConfig, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
     """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
     peak, warmup = settings.learning_rate, settings.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
@@ -32,47 +33,47 @@ def learning_rates(settings: schema.Optimizer, num_steps: int) -> Callable[[Int3
     return rate
 
 
-def transform(settings: schema.Optimizer, row: layers.Parameter) -> optax.GradientTransformation:
+def build_transform(settings: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
     """What happens to one layer's gradient before the learning rate; only matrices decay."""
-    decay = optax.add_decayed_weights(settings.weight_decay if row.is_matrix else 0.0)
+    decay = optax.add_decayed_weights(settings.weight_decay if param.is_matrix else 0.0)
     if settings.name == "sgd":
         return decay
     return optax.chain(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps), decay)
 
 
-def init(settings: schema.Optimizer, table: Any, master: Any) -> Any:
+def init(settings: OptimizerConfig, table: Any, master: Any) -> Any:
     """Optimizer state of every weight of a tree, or of one; stacked weights have a state for each layer."""
 
-    def one(row: layers.Parameter, weight: Array) -> Any:
-        start = transform(settings, row).init
+    def one(row: Parameter, weight: Array) -> Any:
+        start = build_transform(settings, row).init
         return start(weight) if row.num_layers is None else jax.vmap(start)(weight)
 
     return jax.tree.map(one, table, master)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Both:
+class _WeightAndState:
     """A weight and its state: one leaf, not a tree."""
 
     weight: Any
     state: Any
 
 
-def apart(table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any]:
+def map_weights_and_state(table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any]:
     """The trees of first and of second results of a function of each weight: of its row, and its part of each tree."""
-    both = jax.tree.map(lambda row, *parts: _Both(*function(row, *parts)), table, *trees)
+    both = jax.tree.map(lambda row, *parts: _WeightAndState(*function(row, *parts)), table, *trees)
     return jax.tree.map(lambda x: x.weight, both), jax.tree.map(lambda x: x.state, both)
 
 
 def update(
-    settings: schema.Optimizer,
+    settings: OptimizerConfig,
     table: layers.Weights,
     gradients: layers.Weights,
     state: Any,
     master: layers.Weights,
     *,
-    rate: Float32[Array, ""],
-    scale: Float32[Array, ""],
+    learning_rate: Float32[Array, ""],
+    grad_scale: Float32[Array, ""],
     accept: Bool[Array, ""],
 ) -> tuple[layers.Weights, Any]:
     """Weights and state after a step with the gradients times `scale`; both as they were unless `accept`.
@@ -81,16 +82,16 @@ def update(
     visits the device a layer at a time.
     """
 
-    def one(row: layers.Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
-        move = transform(settings, row).update
+    def one(row: Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
+        move = build_transform(settings, row).update
 
         def layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
             weight, state = old
             with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-                moves, new_state = move(gradient * scale, state, weight)
-                new = (weight - rate * moves, new_state)
+                moves, new_state = move(gradient * grad_scale, state, weight)
+                new = (weight - learning_rate * moves, new_state)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
-        return host_offload.each_layer(row, layer, (weight, state), gradient)
+        return host_offload.update_each_layer(row, layer, (weight, state), gradient)
 
-    return apart(table, one, gradients, state, master)
+    return map_weights_and_state(table, one, gradients, state, master)

@@ -19,37 +19,39 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp import attention
+from jaxsp.attention import AttentionChoice
 from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.model import remat
+from jaxsp.model.remat import RematPolicy
 from jaxsp.training import compile_options
 from jaxsp.training.train_step import Program
 
-TOLERANCE = 1e-2
+ATTENTION_TOLERANCE = 1e-2
 """Of `attention_differences` in bfloat16: rounding makes up to 3.4e-3 of them, seeing one token of another piece 0.1."""
 
 OFFLOAD_TOLERANCE = 1e-4
 """Of gradients in float32 that were computed twice in the same way."""
 
-_NO_TUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+_NO_AUTOTUNING: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 """Trying out which way of multiplying is fastest would take longer than all the rest."""
 
-FILL_BYTES = 2 * 2**30
+MAX_FILL_BYTES = 2 * 2**30
 """Maximum memory that is filled with NaN before a kernel runs.
 
 Arrays and workspaces of the check take a few hundred MiB. The device's peak memory, a metric, counts the filled memory.
 """
 
-_TOKENS = 1024
-_PIECES = (
+_ROW_TOKENS = 1024
+_SEGMENTS = (
     ((0, 300), (300, 1), (301, 211), (520, 129), (700, 260)),  # lengths for two calls of cuDNN, padding in between and behind
     ((5, 690), (695, 300)),
 )
-_SLOTS = 6
+_MAX_SEGMENTS = 6
 _WINDOW = 100
 
 
-def before_training(program: Program, choice: attention.Choice) -> list[str]:
+def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     """What was tried on this process's first device and found right, a line each; nothing on CPUs.
 
     Every process tries its own device, and none waits for another.
@@ -64,41 +66,41 @@ def before_training(program: Program, choice: attention.Choice) -> list[str]:
         began = time.perf_counter()
         alike: dict[str, Any] = {
             "sharing": model.num_heads // model.num_kv_heads,
-            "num_kv_heads": min(2, max(1, model.num_kv_heads // choice.kind.inner)),
+            "num_kv_heads": min(2, max(1, model.num_kv_heads // choice.strategy.ulysses_degree)),
             "head_dim": model.head_dim,
-            "max_pieces": program.config.data.max_documents_per_row,
+            "max_pieces": program.config.data.max_segments_per_row,
             "dtype": program.dtype,
             "device": device,
         }
-        refuse_attention(
-            attention_differences(choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike), device
+        raise_on_attention_error(
+            measure_attention_error(choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike), device
         )
-        if choice.kind.degree > 1:
-            alike |= {"head_chunks": choice.head_chunks, "halves": choice.kind.outer}
-            refuse_attention(attention_differences(choice.kernel, window=None, **alike), device)
+        if choice.strategy.outer_degree > 1:
+            alike |= {"head_chunks": choice.head_chunks, "halves": choice.strategy.outer_strategy}
+            raise_on_attention_error(measure_attention_error(choice.kernel, window=None, **alike), device)
         done.append(
             f"self-check: {cudnn_calls.describe_version()} attention agrees with the blockwise kernel "
-            f"on this device ({_since(began)})"
+            f"on this device ({_format_elapsed(began)})"
         )
     if memory.offload_activations != "none":
         began = time.perf_counter()
-        _check_offload(program, device)
-        done.append(f"self-check: gradients are the same with and without offloaded activations ({_since(began)})")
+        _check_offloading(program, device)
+        done.append(f"self-check: gradients are the same with and without offloaded activations ({_format_elapsed(began)})")
     return done
 
 
-def attention_differences(
+def measure_attention_error(
     kernel: str | Callable[..., Array],
     *,
-    sharing: int,
+    heads_per_kv_head: int,
     num_kv_heads: int,
     head_dim: int,
-    max_pieces: int,
+    max_segments: int,
     window: int | None,
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
-    halves: str | None = None,
+    outer_strategy: str | None = None,
 ) -> dict[str, float]:
     """How far a kernel's output and gradients are from those of the blockwise kernel in float32, on small packed rows.
 
@@ -112,21 +114,25 @@ def attention_differences(
     Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
         whichever is larger; of the piece where this is most. Infinite where something is not a number.
     """
-    arguments = attention_arguments(
-        sharing=sharing, num_kv_heads=num_kv_heads, head_dim=head_dim, max_pieces=max_pieces, dtype=dtype
+    arguments = make_attention_inputs(
+        heads_per_kv_head=heads_per_kv_head,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_segments=max_segments,
+        dtype=dtype,
     )
     starts_BM, lengths_BM = arguments[1]
     inputs, slots = jax.device_put(arguments, device)
 
     def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
         compiled = compile_attention(
-            kernel, inputs, slots, dtype=computes_in, window=window, head_chunks=head_chunks, halves=halves
+            kernel, inputs, slots, dtype=computes_in, window=window, head_chunks=head_chunks, outer_strategy=outer_strategy
         )
-        fill_free_memory(device, num_bytes=bytes_to_fill(device.memory_stats()))
+        fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
         return dict(zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True))
 
     found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
-    piece_BL = np.full((len(starts_BM), _TOKENS), -1)
+    piece_BL = np.full((len(starts_BM), _ROW_TOKENS), -1)
     for number, slot in np.argwhere(lengths_BM > 0):
         start, length = starts_BM[number, slot], lengths_BM[number, slot]
         piece_BL[number, start : start + length] = slot
@@ -146,14 +152,14 @@ def attention_differences(
     return {name: furthest(name) for name in right}
 
 
-def bytes_to_fill(stats: Mapping[str, int] | None) -> int:
+def choose_fill_bytes(stats: Mapping[str, int] | None) -> int:
     """Half of the free memory of a device, at most FILL_BYTES; 0 without stats, as on CPUs.
 
     Args: stats: the device's memory_stats().
     """
     if stats is None:
         return 0
-    return min(max(stats["bytes_limit"] - stats["bytes_in_use"], 0) // 2, FILL_BYTES)
+    return min(max(stats["bytes_limit"] - stats["bytes_in_use"], 0) // 2, MAX_FILL_BYTES)
 
 
 def fill_free_memory(device: jax.Device, *, num_bytes: int) -> None:
@@ -171,30 +177,30 @@ def fill_free_memory(device: jax.Device, *, num_bytes: int) -> None:
     filled.delete()
 
 
-def attention_arguments(
-    *, sharing: int, num_kv_heads: int, head_dim: int, max_pieces: int, dtype: jnp.dtype
+def make_attention_inputs(
+    *, heads_per_kv_head: int, num_kv_heads: int, head_dim: int, max_segments: int, dtype: jnp.dtype
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns q, k, v and the output's gradient, and starts and lengths, of small packed rows."""
-    pieces = _PIECES if max_pieces > 1 else (((0, _TOKENS - 100),), ((0, _TOKENS),))
-    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_pieces, _SLOTS)), np.int32) for _ in range(2))
+    pieces = _SEGMENTS if max_segments > 1 else (((0, _ROW_TOKENS - 100),), ((0, _ROW_TOKENS),))
+    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_segments, _MAX_SEGMENTS)), np.int32) for _ in range(2))
     for row, of_row in enumerate(pieces):
         for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
             starts_BM[row, slot], lengths_BM[row, slot] = start, length
     rng = np.random.default_rng(0)
-    heads = (sharing * num_kv_heads, num_kv_heads, num_kv_heads, sharing * num_kv_heads)
-    drawn = (rng.standard_normal((len(pieces), _TOKENS, x, head_dim), np.float32) for x in heads)
+    heads = (heads_per_kv_head * num_kv_heads, num_kv_heads, num_kv_heads, heads_per_kv_head * num_kv_heads)
+    drawn = (rng.standard_normal((len(pieces), _ROW_TOKENS, x, head_dim), np.float32) for x in heads)
     return [np.asarray(x, dtype) for x in drawn], [starts_BM, lengths_BM]
 
 
 def compile_attention(
     kernel: str | Callable[..., Array],
     inputs: list[Any],
-    slots: list[Any],
+    segments: list[Any],
     *,
     dtype: jnp.dtype,
     window: int | None,
     head_chunks: int = 1,
-    halves: str | None = None,
+    outer_strategy: str | None = None,
 ) -> jax.stages.Compiled:
     """Compiles a kernel's output and gradients, in float32, as functions of `attention_arguments`.
 
@@ -210,8 +216,10 @@ def compile_attention(
             for n in range(1, min(head_chunks, num_heads) + 1)
             if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)
         )
-    if halves and kernel == "cudnn":
-        attend = attention.in_halves("cudnn", head_chunks=1 if halves == "gather" else chunks, outer=halves)
+    if outer_strategy and kernel == "cudnn":
+        attend = attention.make_two_chunk_attend(
+            "cudnn", head_chunks=1 if outer_strategy == "gather" else chunks, outer_strategy=outer_strategy
+        )
     else:
         attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
 
@@ -220,43 +228,45 @@ def compile_attention(
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
         return [x.astype(jnp.float32) for x in (out, *pull(dout))]
 
-    return jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_TUNING)
+    return jax.jit(run).lower(inputs, segments).compile(compiler_options=_NO_AUTOTUNING)
 
 
-def refuse_attention(differences: Mapping[str, float], device: jax.Device) -> None:
+def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.Device) -> None:
     """Raises: UserError where a difference is larger than rounding explains."""
-    wrong = {name: value for name, value in differences.items() if not value <= TOLERANCE}
+    wrong = {name: value for name, value in attention_errors.items() if not value <= ATTENTION_TOLERANCE}
     if wrong:
         said = ", ".join(f"{name} by {value:.3g}" for name, value in wrong.items())
-        raise errors.UserError(
+        raise UserError(
             f"attention.kernel = cudnn: computes wrong on this device: {said} of what is right, where rounding explains "
-            f"{TOLERANCE:g}. Nothing was trained. {_versions(device)}. Use attention.kernel=blockwise, or other releases."
+            f"{ATTENTION_TOLERANCE:g}. Nothing was trained. {_versions(device)}. Use attention.kernel=blockwise, or other releases."
         )
 
 
-def _check_offload(program: Program, device: jax.Device) -> None:
+def _check_offloading(program: Program, device: jax.Device) -> None:
     """Raises: UserError if gradients are wrong, with a suggestion that was tested on this
     device."""
-    prefetch = {name: value for name, value in program.told.options.items() if name in compile_options.PREFETCH_FROM_HOST}
-    candidates = [program.how]
-    if program.config.memory.remat == "auto" and not program.how.offloads_attention:
-        candidates.append(dataclasses.replace(program.how, remat="full"))
+    prefetch = {
+        name: value for name, value in program.compile_options.options.items() if name in compile_options.PREFETCH_FROM_HOST
+    }
+    candidates = [program.remat_policy]
+    if program.config.memory.remat == "auto" and not program.remat_policy.is_attention_offloaded:
+        candidates.append(dataclasses.replace(program.remat_policy, remat="full"))
     for how in candidates:
-        difference = offload_difference(how, device=device, options=prefetch)
+        difference = measure_offload_error(how, device=device, options=prefetch)
         without = difference
         if not difference <= OFFLOAD_TOLERANCE and any(prefetch.values()):
-            without = offload_difference(how, device=device, options=dict.fromkeys(prefetch, False))
-        refuse_offload(difference, device, without_prefetch=without)
+            without = measure_offload_error(how, device=device, options=dict.fromkeys(prefetch, False))
+        raise_on_offload_error(difference, device, without_prefetch=without)
 
 
-def offload_difference(
-    how: remat.Remat,
+def measure_offload_error(
+    policy: RematPolicy,
     *,
     device: jax.Device,
     options: Mapping[str, Any] = types.MappingProxyType({}),
     tokens: int = 4096,
     width: int = 1024,
-    layer: Callable[[Callable[..., Any], remat.Remat], Callable[..., Any]] = remat.layer,
+    checkpoint_layer: Callable[[Callable[..., Any], RematPolicy], Callable[..., Any]] = remat.checkpoint_layer,
 ) -> float:
     """How far gradients of a small stack of layers are from those without offload, relative.
 
@@ -266,18 +276,18 @@ def offload_difference(
         tokens, width: of a layer's input, 16 MiB: smaller copies XLA may treat differently.
         layer: what makes a layer do so.
     """
-    arguments = jax.device_put(offload_arguments(tokens=tokens, width=width), device)
+    arguments = jax.device_put(make_offload_inputs(tokens=tokens, width=width), device)
 
-    def gradients(how: remat.Remat) -> list[np.ndarray]:
-        compiled = compile_gradients(how, *arguments, options=options, layer=layer)
+    def gradients(how: RematPolicy) -> list[np.ndarray]:
+        compiled = compile_offload_gradients(how, *arguments, options=options, checkpoint_layer=checkpoint_layer)
         return [np.asarray(x) for x in compiled(*arguments)]
 
-    found, right = gradients(how), gradients(remat.Remat(remat=how.remat))
+    found, right = gradients(policy), gradients(RematPolicy(remat=policy.remat))
     shares = [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(found, right, strict=True)]
     return float(np.nan_to_num(np.max(shares), nan=np.inf))
 
 
-def offload_arguments(*, tokens: int = 4096, width: int = 1024) -> tuple[np.ndarray, np.ndarray]:
+def make_offload_inputs(*, tokens: int = 4096, width: int = 1024) -> tuple[np.ndarray, np.ndarray]:
     """Returns the input and the weights of the small stack of layers; see `offload_difference`."""
     num_layers = 6  # XLA writes shorter loops out
     rng = np.random.default_rng(0)
@@ -285,13 +295,13 @@ def offload_arguments(*, tokens: int = 4096, width: int = 1024) -> tuple[np.ndar
     return x_LD, rng.standard_normal((num_layers, width, width), np.float32) / width**0.5
 
 
-def compile_gradients(
-    how: remat.Remat,
+def compile_offload_gradients(
+    policy: RematPolicy,
     x_LD: Any,
     weights_NDD: Any,
     *,
     options: Mapping[str, Any] = types.MappingProxyType({}),
-    layer: Callable[[Callable[..., Any], remat.Remat], Callable[..., Any]] = remat.layer,
+    checkpoint_layer: Callable[[Callable[..., Any], RematPolicy], Callable[..., Any]] = remat.checkpoint_layer,
 ) -> jax.stages.Compiled:
     """Compiles the gradients of the small stack of layers as a function of `offload_arguments`.
 
@@ -301,34 +311,34 @@ def compile_gradients(
     """
 
     def one(x_LD: Array, weight_DD: Array) -> tuple[Array, None]:
-        x_LD = remat.named_input(x_LD)
+        x_LD = remat.name_layer_input(x_LD)
         out_LD = jnp.tanh(x_LD @ weight_DD)
-        for name in attention.RESIDUALS:
+        for name in attention.CHECKPOINT_NAMES:
             out_LD = checkpoint_name(out_LD, name)
         return x_LD + jnp.sin(out_LD), None
 
     def total(x_LD: Array, weights_NDD: Array) -> Array:
-        return jnp.sum(jax.lax.scan(layer(one, how), x_LD, weights_NDD)[0] ** 2)
+        return jnp.sum(jax.lax.scan(checkpoint_layer(one, policy), x_LD, weights_NDD)[0] ** 2)
 
     with jax.default_matmul_precision("float32"):
         lowered = jax.jit(jax.grad(total, argnums=(0, 1))).lower(x_LD, weights_NDD)
-    return lowered.compile(compiler_options={**_NO_TUNING, **options})
+    return lowered.compile(compiler_options={**_NO_AUTOTUNING, **options})
 
 
-def refuse_offload(difference: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:
+def raise_on_offload_error(offload_error: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:
     """Raises: UserError if gradients differ.
 
     Args: without_prefetch: the difference if activations are not prefetched.
     """
-    if difference <= OFFLOAD_TOLERANCE:
+    if offload_error <= OFFLOAD_TOLERANCE:
         return
     (prefetch,) = compile_options.PREFETCH_FROM_HOST
     way = "memory.offload_activations=none, or another release of jax"
     if without_prefetch <= OFFLOAD_TOLERANCE:
         way = f"run.xla_options='{{{prefetch}: false}}', with which gradients are right, or another release of jax"
-    raise errors.UserError(
+    raise UserError(
         f"memory.offload_activations: gradients of a small stack of layers are wrong with it on this device, relative "
-        f"error {difference:.3g}. Nothing was trained. {_versions(device)}. Use {way}."
+        f"error {offload_error:.3g}. Nothing was trained. {_versions(device)}. Use {way}."
     )
 
 
@@ -338,5 +348,5 @@ def _versions(device: jax.Device) -> str:
     )
 
 
-def _since(began: float) -> str:
+def _format_elapsed(began: float) -> str:
     return f"{time.perf_counter() - began:.1f} s"

@@ -25,6 +25,7 @@ from jaxsp.hf import families
 from jaxsp.planner import planning
 from jaxsp.planner import report as planner_report
 from jaxsp.planner.compile import compiled
+from jaxsp.planner.planning import Plan
 from scripts.bench import machine, memory
 
 SECONDS = "s a step"
@@ -369,7 +370,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def plan(run: Run) -> planning.Plan:
+def plan(run: Run) -> Plan:
     """Plans the work of a run."""
     settings = schema.parse(
         {
@@ -386,11 +387,11 @@ def plan(run: Run) -> planning.Plan:
             "memory": dict(run.memory),
         }
     )
-    model = families.model_config(dict(run.model), field=run.name)
-    return planning.of(settings, model=model, site=compiled.site(run.device, run.num_devices))
+    model = families.parse_model_config(dict(run.model), field=run.name)
+    return planning.plan_step(settings, model=model, cluster=compiled.make_cluster(run.device, run.num_devices))
 
 
-def compare(run: Run, planned: planning.Plan) -> Anchor:
+def compare(run: Run, planned: Plan) -> Anchor:
     """Compares a run with its plan."""
     estimate_s = planned.step_s_estimate
     tokens_per_s = planned.tokens_per_s_estimate
@@ -428,7 +429,7 @@ def table(anchors: Sequence[Anchor]) -> str:
         rows.append(row)
         fits = "" if anchor.fits else ". The plan does not fit its GPUs"
         notes.append(f"[{number}] {anchor.source}: {anchor.note}{fits}")
-    return "\n".join([planner_report.table(head, rows), OTHER_KERNELS, *notes])
+    return "\n".join([planner_report.format_table(head, rows), OTHER_KERNELS, *notes])
 
 
 def summary(anchors: Sequence[Anchor]) -> str:

@@ -23,7 +23,9 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config import schema
-from jaxsp.data.packing import dataset, pipeline, row_reader
+from jaxsp.data.packing import dataset
+from jaxsp.data.packing.pipeline import BatchLoader
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh
 from scripts.bench import machine
 
@@ -119,7 +121,7 @@ def write(
     return datasets.Dataset.from_file(str(file))
 
 
-def feed(documents: datasets.Dataset, data: int, seq: int) -> pipeline.Pipeline:
+def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
     """The train command's pipeline over one epoch."""
     settings = schema.parse(
         {
@@ -135,19 +137,19 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> pipeline.Pipeline:
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    mesh = device_mesh.make({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
-    packed = dataset.of("train", row_reader.Documents([documents]), settings, digests=["unused"])
-    return packed.feed(settings, mesh, packed.schedule(settings, epochs=1), layout=1)
+    mesh = device_mesh.make_mesh({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
+    packed = dataset.pack_documents("train", Documents([documents]), settings, digests=["unused"])
+    return packed.make_loader(settings, mesh, packed.make_schedule(settings, epochs=1), layout_degree=1)
 
 
-def epoch(steps: pipeline.Pipeline, name: str) -> Case:
+def epoch(steps: BatchLoader, name: str) -> Case:
     """All batches of a pipeline, each waited for."""
     num_tokens, memory = 0, []
     watched = (1, steps.num_steps // 2, steps.num_steps - 1)  # the last is read ahead when the one before it is there
     began = time.perf_counter()
     for number, (batch, counts) in enumerate(steps.batches()):
         jax.block_until_ready(batch)
-        num_tokens += int(counts.piece_lengths.sum())
+        num_tokens += int(counts.segment_lengths.sum())
         if number in watched:
             memory.append(anonymous_mib())
     return _case(name, num_tokens, time.perf_counter() - began, memory)

@@ -18,11 +18,15 @@ from collections.abc import Iterator
 import jax
 
 from jaxsp import attention
-from jaxsp.checkpoint import reader, writer
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config import schema
+from jaxsp.config.schema import CheckpointConfig
 from jaxsp.hf import families
 from jaxsp.runtime import device_mesh
 from jaxsp.training import train_step
+from jaxsp.training.train_step import Program
 from scripts.bench import machine
 
 HIDDEN, VOCABULARY = 1024, 16384
@@ -75,7 +79,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _program(gigabytes: float) -> train_step.Program:
+def _program(gigabytes: float) -> Program:
     """A Llama of so many layers that its weights and averages have the size."""
     llama = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN}
     of_layer, of_rest = 12 * HIDDEN**2 * 4 // 3, 2 * VOCABULARY * HIDDEN
@@ -90,29 +94,29 @@ def _program(gigabytes: float) -> train_step.Program:
         "batch": {"rows_per_step": num_devices},
         "optimizer": {"learning_rate": 0.01},
     }
-    return train_step.Program(
+    return Program(
         config=schema.parse(fields),
-        model=families.model_config(llama, field="llama"),
-        mesh=device_mesh.make({"replica": 1, "data": num_devices, "seq": 1}),
+        model=families.parse_model_config(llama, field="llama"),
+        mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
         attend=attention.make_attend(seq=1, kernel="blockwise", window=None),
         num_steps=9,
     )
 
 
-def _times(program: train_step.Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
-    state = jax.block_until_ready(train_step.start(program, seed=0))
+def _times(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
+    state = jax.block_until_ready(train_step.random_state(program, seed=0))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt)))
-    with writer.Store(folder, table=program.table, keep=schema.Checkpoint(keep_latest=1)) as saved:
+    with CheckpointWriter(folder, table=program.table, retention=CheckpointConfig(keep_latest=1)) as saved:
         for number in range(1, num_saves + 1):
-            meta = reader.Meta(config={}, model={}, data={}, step=number, rows={}, num_tokens_total=0)
+            meta = CheckpointMeta(config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0)
             began = time.perf_counter()
             outcome = saved.save(state, meta)
             blocked_s = time.perf_counter() - began
             outcome = outcome or saved.poll(wait=True)
-            assert outcome == writer.Outcome(step=number, failure=None)
+            assert outcome == WriteOutcome(step=number, failure=None)
             name = "save" if number > 1 else "save, which compiles"
             yield Case(name=name, num_bytes=whole, seconds=time.perf_counter() - began, blocked_s=blocked_s)
-    newest, like = folder / str(num_saves), train_step.shapes(program)[0]
+    newest, like = folder / str(num_saves), train_step.abstract_inputs(program)[0]
     began = time.perf_counter()
     jax.block_until_ready(reader.restore(newest, like, table=program.table, num_steps=num_saves))
     seconds = time.perf_counter() - began

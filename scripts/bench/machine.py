@@ -26,7 +26,7 @@ def main() -> int:
     from jaxsp.attention.kernels import cudnn_calls
 
     device = jax.devices()[0]
-    loaded = cudnn_calls.version()
+    loaded = cudnn_calls.installed_version()
     facts = {
         "device": device.device_kind,
         "runtime": " ".join(device.client.platform_version.split()),
@@ -48,7 +48,7 @@ def missing() -> str | None:
         from jaxsp.runtime import cluster
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install what jaxsp needs: pip install -e '.[cuda13,test]'."
-    if not cluster.num_gpus({}):
+    if not cluster.count_gpus({}):
         return "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."
     try:
         device = jax.devices()[0]

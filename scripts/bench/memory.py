@@ -26,7 +26,7 @@ GIB = 2**30
 
 DEVICE = "h100-80gb"
 
-DEVICE_GIB = gpus.KINDS[DEVICE].memory_bytes / GIB
+DEVICE_GIB = gpus.GPUS[DEVICE].memory_bytes / GIB
 """Of each."""
 
 HOST_GIB = {8: 2000, 1: 250}
@@ -186,10 +186,10 @@ def planned(cell: Cell) -> Found:
     from jaxsp.planner import planning
     from jaxsp.planner.compile import budget, compiled
 
-    site = compiled.site(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
+    site = compiled.make_cluster(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:
-        model = families.model_config(MODEL, field="model.config")
-        plan = planning.of(schema.parse(fields(cell)), model=model, site=site)
+        model = families.parse_model_config(MODEL, field="model.config")
+        plan = planning.plan_step(schema.parse(fields(cell)), model=model, cluster=site)
     except errors.UserError as error:
         return Found(status="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
@@ -201,8 +201,8 @@ def planned(cell: Cell) -> Found:
     return Found(
         status=report.OK,
         device_gib=plan.device_gib,
-        room_gib=plan.room_gib,
-        cudnn_gib=plan.memory[budget.WORKSPACE],
+        room_gib=plan.device_limit_gib,
+        cudnn_gib=plan.memory[budget.CUDNN_WORKSPACE],
         host_gib=plan.host_gib,
         fits=plan.fits,
         remat=plan.remat,

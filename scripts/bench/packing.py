@@ -170,7 +170,7 @@ def ours(lengths: np.ndarray, row_tokens: int, cap: int, repeats: int) -> Packed
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        plan = packing.plan(lengths, row_tokens=row_tokens, max_pieces=cap, seed=0)
+        plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=cap, seed=0)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds), np.diff(plan.row_starts)
 

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config import schema
+from jaxsp.config.schema import OptimizerConfig
 from jaxsp.model import flops
 from scripts.bench import machine, report, step
 
@@ -231,7 +231,7 @@ def prepared(case: step.Case, *, attention: str, device: Any) -> Callable[[], An
     torch.manual_seed(0)
     model = random_model(step.SHAPES[case.shape], attention=attention, device=device)
     row = inputs(step.random_documents(case), attention=attention, device=device)
-    how = schema.Optimizer(**step.OPTIMIZER)
+    how = OptimizerConfig(**step.OPTIMIZER)
     assert (how.name, how.schedule, how.weight_decay) == ("adamw", "cosine", 0), "with decay, norms would decay too"
     betas = (how.beta1, how.beta2)
     optimizer = torch.optim.AdamW(model.parameters(), how.learning_rate, betas, how.eps, how.weight_decay, fused=True)

@@ -20,10 +20,11 @@ from typing import Any
 
 import jax
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import planning
 from jaxsp.planner.compile import budget, compiled, gpus
+from jaxsp.planner.planning import Plan
 from scripts.bench import report, step
 
 MODULE = "scripts.bench.plan_error"
@@ -73,7 +74,7 @@ def main(arguments: list[str]) -> int:
     measured = json.loads(given.measured.read_text(encoding="utf-8"))
     kind = gpu_kind(measured["device"])
     if kind is None:
-        known = ", ".join(gpu.name for gpu in gpus.KINDS.values())
+        known = ", ".join(gpu.name for gpu in gpus.GPUS.values())
         device = measured["device"]
         print(f"{given.measured} is from {device}. Plans know {known}.", file=sys.stderr)
         return 2
@@ -105,14 +106,14 @@ def plan_case(came: dict[str, Any], kind: str) -> Error | str:
     """Plans a measured case. Returns: the error of the plan, or the reason that there is none."""
     try:
         return compared(came, planned(case_of(came), kind))
-    except errors.UserError as error:
+    except UserError as error:
         return f"no plan: {error}"
 
 
 def gpu_kind(device: str | None) -> str | None:
     """The planner's name of a GPU by JAX's; None if it cannot be planned for."""
-    gpu = gpus.of_kind(device) if device else None
-    return next((name for name, other in gpus.KINDS.items() if other is gpu), None)
+    gpu = gpus.find_by_device_kind(device) if device else None
+    return next((name for name, other in gpus.GPUS.items() if other is gpu), None)
 
 
 def case_of(came: dict[str, Any]) -> step.Case:
@@ -121,22 +122,22 @@ def case_of(came: dict[str, Any]) -> step.Case:
     return step.Case(**{name: came[name] for name in names if name in came})
 
 
-def planned(case: step.Case, kind: str) -> planning.Plan:
+def planned(case: step.Case, kind: str) -> Plan:
     """Plans a case on one GPU of a kind."""
     nowhere = pathlib.Path("unused")
     settings = step.settings_of(case, source=nowhere, directory=nowhere)
-    model = families.model_config(step.SHAPES[case.shape], field=case.shape)
-    return planning.of(
+    model = families.parse_model_config(step.SHAPES[case.shape], field=case.shape)
+    return planning.plan_step(
         settings,
         model=model,
-        site=compiled.site(kind, 1),
+        cluster=compiled.make_cluster(kind, 1),
         document_tokens=case.row_tokens // step.NUM_PIECES[case.documents],
     )
 
 
-def compared(came: dict[str, Any], plan: planning.Plan) -> Error:
+def compared(came: dict[str, Any], plan: Plan) -> Error:
     """Compares a plan with a measured case."""
-    allowance, peak = plan.memory[budget.WORKSPACE], came["peak_gib"]
+    allowance, peak = plan.memory[budget.CUDNN_WORKSPACE], came["peak_gib"]
     estimate, seconds = plan.step_s_estimate, came["step_s"]
     return Error(
         shape=came["shape"],

@@ -35,6 +35,7 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxsp.config import schema
+from jaxsp.config.schema import Config
 from jaxsp.model import flops
 from scripts.bench import machine, report
 
@@ -333,7 +334,7 @@ def record(case: Case, result: Result) -> dict[str, Any]:
 
 def _values(group: str, field: str) -> tuple[str, ...]:
     """What a field of the config may be."""
-    return get_args(schema.Config.model_fields[group].annotation.model_fields[field].annotation)
+    return get_args(Config.model_fields[group].annotation.model_fields[field].annotation)
 
 
 # What a case's own process does
@@ -363,29 +364,29 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         began = time.perf_counter()
         try:
-            ready = memory_options.ready(program, uncounted=choice.uncounted_bytes)
+            ready = memory_options.compile_fitting_step(program, workspace_bytes=choice.uncounted_bytes)
         except errors.UserError as error:
             return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
         compile_s = time.perf_counter() - began
-        text = ready.run.as_text() or ""
-        workspace = cudnn_calls.workspace_bytes(text)
+        text = ready.executable.as_text() or ""
+        workspace = cudnn_calls.read_workspace_bytes(text)
         found = dataclasses.replace(
             found,
             compile_s=compile_s,
             kernel_used=kernel_used(text, choice.kernel),
             workspace_gib=None if workspace is None else workspace / memory_fit.GIB,
             from_cache=CACHE_HIT in events,
-            remat_used=ready.program.how.remat,
+            remat_used=ready.program.remat_policy.remat,
             memory_used=memory_options.describe(ready.program),
-            planned_gib=ready.needs.total / memory_fit.GIB,
-            host_gib=ready.needs.host / memory_fit.GIB,
+            planned_gib=ready.memory_use.device_total / memory_fit.GIB,
+            host_gib=ready.memory_use.host / memory_fit.GIB,
         )
-        memory_options.reserve(program, ready.needs.host)
-        state = train_step.with_weights(program, material.weights())
+        memory_options.reserve_host_memory(program, ready.memory_use.host)
+        state = train_step.init_state(program, material.weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
-            state, numbers = jax.block_until_ready(ready.run(state, rows))
+            state, numbers = jax.block_until_ready(ready.executable(state, rows))
             times.append(time.perf_counter() - began)
     except jax.errors.JaxRuntimeError as error:
         if EXHAUSTED not in str(error):
@@ -419,16 +420,19 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
     documents.write_text("".join(lines), encoding="utf-8")
     settings = settings_of(case, source=documents, directory=folder / "run")
-    program, material = build.training(settings, devices=[device])
-    ((rows, counts),) = material.train.feed(
-        settings, program.mesh, material.train.schedule(settings, num_steps=1), layout=program.attend.layout
+    program, material = build.build_training(settings, devices=[device])
+    ((rows, counts),) = material.train_set.make_loader(
+        settings,
+        program.mesh,
+        material.train_set.make_schedule(settings, num_steps=1),
+        layout_degree=program.attend.layout_degree,
     ).batches()
-    full = counts.piece_lengths.sum() == case.row_tokens and len(counts.piece_lengths) == NUM_PIECES[case.documents]
+    full = counts.segment_lengths.sum() == case.row_tokens and len(counts.segment_lengths) == NUM_PIECES[case.documents]
     assert full, "one row, filled by all documents"
     return program, material, (rows, counts)
 
 
-def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> schema.Config:
+def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> Config:
     """The config of a case."""
     steps = WARM_UP_STEPS + case.steps
     return schema.parse(
@@ -460,7 +464,7 @@ def flops(case: Case) -> float:
     from jaxsp.hf import families
 
     lengths = np.array([len(document) for document in random_documents(case)])
-    return flops.step_flops(families.model_config(SHAPES[case.shape], field=case.shape), lengths)
+    return flops.step_flops(families.parse_model_config(SHAPES[case.shape], field=case.shape), lengths)
 
 
 def kernel_used(program: str, chosen: str) -> str:

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 
 from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.attention.kernels.cudnn_limits import CallSplit, KernelWorkload
 from jaxsp.training import compile_options
+from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import machine, report, step
 
 MODULE = "scripts.bench.workspace"
@@ -42,14 +44,14 @@ class Case:
     deterministic: bool = False
 
     @property
-    def work(self) -> cudnn_limits.Work:
-        return cudnn_limits.Work(
+    def work(self) -> KernelWorkload:
+        return KernelWorkload(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             row_tokens=self.row_tokens,
-            rows_at_once=1,
-            max_pieces=self.max_segments,
+            num_rows=1,
+            max_segments=self.max_segments,
             window=None,
             dtype="bfloat16",
             is_deterministic=self.deterministic,
@@ -133,16 +135,16 @@ def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
     quadratic = cudnn_limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
     work = dataclasses.replace(case.work, has_score_workspace=quadratic)
-    if obstacles := cudnn_limits.obstacles(work, devices=[device]):
-        return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].what}")
+    if obstacles := cudnn_limits.unsupported_reasons(work, devices=[device]):
+        return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].reason}")
     split = cudnn_limits.choose_split(work)
     began = time.monotonic()
     try:
         program = compiled(case, device, split=split)
     except jax.errors.JaxRuntimeError as error:
         return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks)
-    workspace = cudnn_calls.workspace_bytes(program.as_text() or "")
-    formula = cudnn_limits.backward_bytes(work, split)
+    workspace = cudnn_calls.read_workspace_bytes(program.as_text() or "")
+    formula = cudnn_limits.workspace_bytes(work, split)
     return Result(
         status=report.OK,
         head_chunks=split.head_chunks,
@@ -154,7 +156,7 @@ def measure(case: Case, device: Any) -> Result:
     )
 
 
-def compiled(case: Case, device: Any, *, split: cudnn_limits.Split) -> jax.stages.Compiled:
+def compiled(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compiled:
     """Compiles the attention of a case, forward and backward, for a device."""
     attend = attention.make_attend(kernel="cudnn", window=None, **split._asdict())
 
@@ -168,8 +170,8 @@ def compiled(case: Case, device: Any, *, split: cudnn_limits.Split) -> jax.stage
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in shapes)
     segments = jax.ShapeDtypeStruct((1, case.max_segments), jnp.int32, sharding=here)
     options = compile_options.DETERMINISTIC | compile_options.NO_TRITON if case.deterministic else {}
-    told = compile_options.Told(options=options, words="", deterministic=case.deterministic)
-    return compile_options.compiled(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
+    told = CompileOptions(options=options, description="", is_deterministic=case.deterministic)
+    return compile_options.compile_lowered(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
 
 
 def line(case: Case, result: Result) -> str:

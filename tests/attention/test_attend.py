@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import strategies
 from jaxsp.attention.kernels import blockwise, reference, segments
+from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from tests import batches, tolerances
 
@@ -24,14 +24,17 @@ def small_blocks():
         yield
 
 
-RING, GATHER = strategies.Kind(seq=4, inner=1), strategies.Kind(seq=4, inner=1, outer="gather", kv_heads=2)
-HYBRID, HYBRID_GATHER = strategies.Kind(seq=4, inner=2), strategies.Kind(seq=4, inner=2, outer="gather")
+RING, GATHER = (
+    Strategy(seq=4, ulysses_degree=1),
+    Strategy(seq=4, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2),
+)
+HYBRID, HYBRID_GATHER = Strategy(seq=4, ulysses_degree=2), Strategy(seq=4, ulysses_degree=2, outer_strategy="gather")
 
 
 def make_attend(devices, kernel="blockwise", window=None):
     """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
-    kind = devices if isinstance(devices, strategies.Kind) else strategies.Kind(seq=devices, inner=devices)
-    attend = attention.make_attend(kind=kind, kernel=kernel, window=window)
+    kind = devices if isinstance(devices, Strategy) else Strategy(seq=devices, ulysses_degree=devices)
+    attend = attention.make_attend(strategy=kind, kernel=kernel, window=window)
     return batches.on_shares(attend) if kind.seq > 1 else attend
 
 
@@ -72,7 +75,7 @@ def test_ulysses_is_two_all_to_alls_and_no_gather():
     assert text.count(" all-to-all(") == 2
     for other in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
         assert f" {other}" not in text
-    assert len(attention.collectives(text)) == 2
+    assert len(attention.find_collectives(text)) == 2
 
 
 def test_only_collectives_of_attention_count():
@@ -81,13 +84,13 @@ def test_only_collectives_of_attention_count():
     gathered = jax.shard_map(whole, mesh=batches.mesh(1, 1, 4), in_specs=share, out_specs=PartitionSpec(), check_vma=False)
     text = jax.jit(gathered).lower(arrays(1)[0]).compile().as_text()
     assert " all-gather" in text
-    assert attention.collectives(text) == []
+    assert attention.find_collectives(text) == []
 
 
 PADDED = np.int32([[4, 20, 0], [0, 0, 0], [0, 0, 0]]), np.int32([[10, 20, 0], [0, 0, 0], [40, 0, 0]])
 """Starts and lengths: padding before, between and after pieces; a row without any."""
 
-INSIDE = np.asarray(segments.in_a_piece(*map(jnp.asarray, PADDED), L))
+INSIDE = np.asarray(segments.segment_mask(*map(jnp.asarray, PADDED), L))
 
 
 @jax.custom_vjp
@@ -96,7 +99,7 @@ def nan_at_padding(q, k, v, starts, lengths):
 
 
 def _poisoned(starts, lengths, x):
-    return jnp.where(segments.in_a_piece(starts, lengths, x.shape[1])[..., None, None], x, jnp.nan)
+    return jnp.where(segments.segment_mask(starts, lengths, x.shape[1])[..., None, None], x, jnp.nan)
 
 
 def _forward(*inputs):
@@ -132,7 +135,9 @@ EACH = pytest.mark.parametrize(
         *((kind, "blockwise") for kind in (RING, HYBRID_GATHER)),
         *(pytest.param(kind, "blockwise", marks=pytest.mark.slow) for kind in (GATHER, HYBRID)),
     ],
-    ids=lambda one: f"{one.inner} x {one.degree} {one.outer}" if isinstance(one, strategies.Kind) else str(one),
+    ids=lambda one: (
+        f"{one.ulysses_degree} x {one.outer_degree} {one.outer_strategy}" if isinstance(one, Strategy) else str(one)
+    ),
 )
 """A new kind is a row here."""
 
@@ -192,7 +197,7 @@ def test_a_piece_knows_nothing_of_the_others(devices, kernel):
     starts, lengths = ROWS[..., 0], ROWS[..., 1]
     q, k, v, dout = arrays(len(ROWS))
     before = compiled(devices, kernel)(q, k, v, dout, starts, lengths)["out"]
-    piece = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(ROWS.shape[1]):
         own = (piece == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]

@@ -71,16 +71,16 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
 def blocks_read(length, window):
     """Blocks of keys that all blocks of queries of one long piece visit."""
     x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
-    first = np.asarray(blockwise._pieces(x, x, x, piece, window=window).begin)
+    first = np.asarray(blockwise._make_segment_row(x, x, x, piece, window=window).first_block)
     return int((np.arange(len(first)) + 1 - first).sum())
 
 
 def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_square():
-    blocks = [4096 // blockwise.BLOCK * scale for scale in (1, 2, 4)]
+    blocks = [4096 // blockwise.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
     for n, scale in zip(blocks, (1, 2, 4), strict=True):
         assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
         # a block's first token sees one token of the fifth block before
-        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK + 2) == 6 * n - (5 + 4 + 3 + 2 + 1)
+        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK_TOKENS + 2) == 6 * n - (5 + 4 + 3 + 2 + 1)
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
@@ -88,7 +88,7 @@ def test_the_output_at_padding_is_zero(monkeypatch):
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
-    inside = np.asarray(segments.in_a_piece(starts, lengths, L))
+    inside = np.asarray(segments.segment_mask(starts, lengths, L))
     assert (out[~inside] == 0).all()
     assert np.abs(out[inside]).max(-1).min() > 0
 
@@ -167,7 +167,7 @@ def num_forward_passes(policy):
 
 
 def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(*attention.RESIDUALS)) == 1
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS[0])) == 2
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.RESIDUALS[1])) == 2
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == 1
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == 2
+    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[1])) == 2
     assert num_forward_passes(jax.checkpoint_policies.nothing_saveable) == 2

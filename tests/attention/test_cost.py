@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention import strategies
+from jaxsp.attention.strategies import LayerWorkload, Strategy
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
 from tests import batches
@@ -15,7 +16,7 @@ B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
 
 KEPT = {
     "none": None,
-    "attention": jax.checkpoint_policies.save_only_these_names(*attention.RESIDUALS),
+    "attention": jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What the backward pass of a layer keeps, if it does not keep everything."""
@@ -24,7 +25,7 @@ KEPT = {
 def compiled(kind, H, G, remat):
     """The text of a few layers of projections around attention, scanned, forward and backward: what is in the loops stands for
     a layer."""
-    attend = attention.make_attend(kind=kind, kernel="blockwise", window=None)
+    attend = attention.make_attend(strategy=kind, kernel="blockwise", window=None)
     starts, lengths = jnp.zeros((B, 1), jnp.int32), jnp.full((B, 1), L, jnp.int32)
 
     def layer(x, weights):
@@ -47,18 +48,18 @@ def compiled(kind, H, G, remat):
 
 
 def layer(kind, H, G, remat):
-    return strategies.Layer(
-        rows=B, share_tokens=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
+    return LayerWorkload(
+        num_rows=B, tokens_per_device=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
     )
 
 
 KINDS = [
-    (strategies.Kind(seq=8, inner=8), 8, 2),  # K/V heads are repeated
-    (strategies.Kind(seq=6, inner=6), 12, 4),  # neither dividing nor divided
-    (strategies.Kind(seq=4, inner=1), 6, 3),
-    (strategies.Kind(seq=4, inner=1, outer="gather", kv_heads=2), 8, 4),
-    (strategies.Kind(seq=6, inner=3), 6, 2),
-    (strategies.Kind(seq=4, inner=2, outer="gather"), 6, 3),
+    (Strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
+    (Strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
+    (Strategy(seq=4, ulysses_degree=1), 6, 3),
+    (Strategy(seq=4, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2), 8, 4),
+    (Strategy(seq=6, ulysses_degree=3), 6, 2),
+    (Strategy(seq=4, ulysses_degree=2, outer_strategy="gather"), 6, 3),
 ]
 
 
@@ -76,11 +77,11 @@ TIERS = {
     ids=lambda one: getattr(one, "words", None),
 )
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
-    sent = comms.sent(compiled(kind, H, G, remat))
-    found = {one: comms.total(sent, kind=one) / NUM_LAYERS for one in comms.KINDS}
-    assert {one: size for one, size in found.items() if size} == strategies.cost(kind, layer(kind, H, G, remat))
+    sent = comms.parse_collectives(compiled(kind, H, G, remat))
+    found = {one: comms.sum_bytes(sent, operation=one) / NUM_LAYERS for one in comms.COLLECTIVES}
+    assert {one: size for one, size in found.items() if size} == strategies.sent_bytes(kind, layer(kind, H, G, remat))
 
 
 def test_a_device_alone_sends_nothing():
-    alone = strategies.Kind(seq=1, inner=1)
-    assert strategies.cost(alone, layer(alone, 2, 1, "full")) == {}
+    alone = Strategy(seq=1, ulysses_degree=1)
+    assert strategies.sent_bytes(alone, layer(alone, 2, 1, "full")) == {}

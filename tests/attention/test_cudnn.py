@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import strategies
 from jaxsp.attention.kernels import cudnn, cudnn_calls, packed, reference
+from jaxsp.attention.kernels.packed import CallSlots, PackedCall
+from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from tests import batches, tolerances
 from tests.attention import cudnn_contract
@@ -113,12 +114,12 @@ def test_whole_rows_of_a_group_go_through_cudnn():
 
 
 KINDS = [
-    pytest.param("many", strategies.Kind(seq=2, inner=1), 4, 2, 2, marks=pytest.mark.slow),
-    ("two", strategies.Kind(seq=2, inner=1), 4, 1, 1),
-    ("one", strategies.Kind(seq=2, inner=1), 3, 3, 1),
-    pytest.param("many", strategies.Kind(seq=2, inner=1, outer="gather"), 4, 2, 1, marks=pytest.mark.slow),
-    ("one", strategies.Kind(seq=2, inner=1, outer="gather", kv_heads=2), 4, 2, 2),
-    pytest.param("many", strategies.Kind(seq=4, inner=2), 4, 2, 1, marks=pytest.mark.e2e),
+    pytest.param("many", Strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
+    ("two", Strategy(seq=2, ulysses_degree=1), 4, 1, 1),
+    ("one", Strategy(seq=2, ulysses_degree=1), 3, 3, 1),
+    pytest.param("many", Strategy(seq=2, ulysses_degree=1, outer_strategy="gather"), 4, 2, 1, marks=pytest.mark.slow),
+    ("one", Strategy(seq=2, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2), 4, 2, 2),
+    pytest.param("many", Strategy(seq=4, ulysses_degree=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
 
@@ -126,7 +127,7 @@ KINDS = [
 def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
     """What cuDNN leaves undefined is NaN here, and none of it gets out."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
-    attend = batches.on_shares(attention.make_attend(kind=shared, kernel="cudnn", head_chunks=head_chunks, window=None))
+    attend = batches.on_shares(attention.make_attend(strategy=shared, kernel="cudnn", head_chunks=head_chunks, window=None))
     found, right = results(attend, *inputs), run("reference", *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
@@ -137,7 +138,10 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
 @pytest.mark.parametrize("kind", PIECES)
 def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
-    found, right = results(attention.in_halves("cudnn", head_chunks=2, outer=outer), *inputs), run("reference", *inputs)
+    found, right = (
+        results(attention.make_two_chunk_attend("cudnn", head_chunks=2, outer_strategy=outer), *inputs),
+        run("reference", *inputs),
+    )
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
@@ -165,9 +169,9 @@ def num_calls(head_chunks, policy):
 
 def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
     policies = jax.checkpoint_policies
-    assert num_calls(1, policies.save_only_these_names(*attention.RESIDUALS)) == (2, 2)
-    assert num_calls(2, policies.save_only_these_names(*attention.RESIDUALS)) == (2, 2), "in a loop over chunks"
-    assert num_calls(1, policies.save_only_these_names(attention.RESIDUALS[0])) == (4, 2)
+    assert num_calls(1, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
+    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2), "in a loop over chunks"
+    assert num_calls(1, policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == (4, 2)
     assert num_calls(1, policies.nothing_saveable) == (4, 2)
 
 
@@ -176,30 +180,30 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
         tables = cudnn.make_tables(starts, lengths, row_tokens=L)
-        forward = functools.partial(cudnn._attention_fwd, how=cudnn._How(1, packed.ROOM, None))
+        forward = functools.partial(cudnn._attention_fwd, static=cudnn._StaticArgs(1, packed.CAPACITY_FACTOR, None))
         _, saved = jax.eval_shape(forward, q, k, v, starts, lengths, tables)
         assert saved[-1].shape == (1, 4, L), kind
         assert saved[-1].dtype == jnp.float32
 
 
 def test_calls_have_room_for_four_times_the_rows_whatever_the_number_of_pieces():
-    found = packed.calls(num_rows=1, row_tokens=131072, max_pieces=64)
-    assert [(call.above, call.tokens, call.num_slots) for call in found] == [
+    found = packed.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
+    assert [(call.longer_than, call.slot_tokens, call.num_slots) for call in found] == [
         (32768, 131072, 4),
         (8192, 32768, 16),
         (0, 8192, 64),
     ]
     for num_rows, max_pieces in ((1, 5), (2, 64), (3, 1000)):
-        calls = packed.calls(num_rows=num_rows, row_tokens=2**20, max_pieces=max_pieces)
-        assert max(call.num_slots * call.tokens for call in calls) <= packed.ROOM * num_rows * 2**20
+        calls = packed.plan_calls(num_rows=num_rows, row_tokens=2**20, max_segments=max_pieces)
+        assert max(call.num_slots * call.slot_tokens for call in calls) <= packed.CAPACITY_FACTOR * num_rows * 2**20
         assert calls[-1].num_slots >= num_rows * max_pieces
-    few = packed.calls(num_rows=2, row_tokens=2**20, max_pieces=2)
-    assert few == (packed.Call(above=0, tokens=2**20, num_slots=4, num_tokens=2**21),)
+    few = packed.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
+    assert few == (PackedCall(longer_than=0, slot_tokens=2**20, num_slots=4, num_tokens=2**21),)
 
 
 @pytest.mark.parametrize("row_tokens", [128, 384, 512, 6144])
 @pytest.mark.parametrize("max_pieces", [2, 5, 17, 300])
-@pytest.mark.parametrize("room", packed.ROOMS)
+@pytest.mark.parametrize("room", packed.CAPACITY_FACTORS)
 def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
     rng = np.random.default_rng(max_pieces)
     starts, lengths = np.zeros((2, 2, max_pieces), np.int32)
@@ -208,13 +212,13 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
         ends = np.append(cuts[1:], row_tokens)
         starts[row, : len(cuts)], lengths[row, : len(cuts)] = cuts, np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1)
     in_slots = []
-    calls = packed.calls(num_rows=2, row_tokens=row_tokens, max_pieces=max_pieces, room=room)
-    tables = packed.tables(calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens)
+    calls = packed.plan_calls(num_rows=2, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=room)
+    tables = packed.make_tables(calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens)
     for number, call in enumerate(calls):
-        taken = tables.slots(number)
+        taken = tables.get_slots(number)
         used = [(int(a), int(n)) for a, n in zip(taken.starts_S, taken.lengths_S, strict=True) if n]
         assert used == sorted(used)
-        assert all(call.above < n <= call.tokens for _, n in used)
+        assert all(call.longer_than < n <= call.slot_tokens for _, n in used)
         in_slots += used
     assert sorted(in_slots) == [
         (row * row_tokens + int(a), int(n)) for row in range(2) for a, n in zip(starts[row], lengths[row], strict=True) if n
@@ -222,22 +226,22 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
 
 
 def test_a_statistic_comes_back_from_its_compressed_form():
-    call = packed.Call(above=0, tokens=8, num_slots=4, num_tokens=16)
-    taken = packed.tables((call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8).slots(0)
+    call = PackedCall(longer_than=0, slot_tokens=8, num_slots=4, num_tokens=16)
+    taken = packed.make_tables((call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8).get_slots(0)
     assert taken.starts_S.tolist() == [0, 3, 9, 0]
     assert taken.lengths_S.tolist() == [3, 5, 6, 0]
     assert taken.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
     statistic = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
     held = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
-    found = packed.expanded(packed.compressed(jnp.asarray(statistic), taken), taken, tokens=8)
-    assert (np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.NO_STATISTIC))).all()
+    found = packed.expand_lse(packed.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8)
+    assert (np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.MASKED_LSE))).all()
 
 
 def test_places_are_counted_in_what_a_token_takes_of_each_array():
     """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16; unused places are at the end of the memory."""
-    taken = packed.Slots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
-    assert cudnn_calls._places(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
-    assert cudnn_calls._places(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
+    taken = CallSlots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
+    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
+    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
 
 
 def changed_library(**changes):
@@ -259,10 +263,10 @@ def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_name
         "no primitive": types.SimpleNamespace(),
         "no function": changed_library(**{fwd: None}),
     }.get(change, changed_library(**{fwd: function}))
-    assert cudnn_calls.unknown_jax() is None
-    cudnn_calls._asked_besides.cache_clear()
+    assert cudnn_calls.describe_unsupported_jax() is None
+    cudnn_calls._extra_params.cache_clear()
     monkeypatch.setattr(cudnn_calls, "_library", lambda: library)
     try:
-        assert_names(cudnn_calls.unknown_jax(), "0.10.1", "0.12.0")
+        assert_names(cudnn_calls.describe_unsupported_jax(), "0.10.1", "0.12.0")
     finally:
-        cudnn_calls._asked_besides.cache_clear()
+        cudnn_calls._extra_params.cache_clear()

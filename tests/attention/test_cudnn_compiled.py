@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, packed
+from jaxsp.attention.kernels.cudnn_limits import CallSplit, KernelWorkload
 from jaxsp.planner.compile import compiled
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +20,7 @@ L, H, G = 8192, 4, 2
 
 @pytest.fixture(scope="module")
 def h100():
-    return compiled.devices("h100-80gb", 1)[0]
+    return compiled.make_devices("h100-80gb", 1)[0]
 
 
 def program(device, *, slots, K, window):
@@ -51,20 +52,20 @@ def windows(text, way):
     ],
 )
 def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
-    work = cudnn_limits.Work(
-        num_heads=H, num_kv_heads=G, head_dim=K, row_tokens=L, rows_at_once=1, max_pieces=slots, window=window, dtype="bfloat16"
+    work = KernelWorkload(
+        num_heads=H, num_kv_heads=G, head_dim=K, row_tokens=L, num_rows=1, max_segments=slots, window=window, dtype="bfloat16"
     )
-    assert cudnn_limits.obstacles(work, devices=[h100]) == []
+    assert cudnn_limits.unsupported_reasons(work, devices=[h100]) == []
     text = program(h100, slots=slots, K=K, window=window)
     assert windows(text, "") == windows(text, "Backward") == told
-    assert cudnn_calls.workspace_bytes(text) is None, "no size is known without a GPU"
-    calls = packed.calls(num_rows=1, row_tokens=L, max_pieces=slots) if slots > 1 else ()
-    shapes = [(call.num_slots, H, call.tokens) for call in calls] or [(1, H, L)]
+    assert cudnn_calls.read_workspace_bytes(text) is None, "no size is known without a GPU"
+    calls = packed.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
+    shapes = [(call.num_slots, H, call.slot_tokens) for call in calls] or [(1, H, L)]
     results = [line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line]
     held = [{shape for shape in shapes if f"f32[{shape[0]},{shape[1]},{shape[2]}]" in result} for result in results]
     # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)
-    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.statistic_bytes(
-        work, cudnn_limits.Split(1, packed.ROOM)
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.lse_bytes(
+        work, CallSplit(1, packed.CAPACITY_FACTOR)
     )

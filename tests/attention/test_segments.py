@@ -22,13 +22,15 @@ def rows(count=40):
 
 def sees(starts, lengths):
     """Which tokens each token sees: [B, L, L]."""
-    piece = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     same = (piece[:, :, None] == piece[:, None, :]) & (piece >= 0)[:, :, None]
     return same & np.tri(L, dtype=bool)
 
 
 def test_a_chunk_has_the_pieces_that_have_tokens_there():
-    starts, lengths = segments.of_chunk(jnp.int32([[0, 3, 9]]), jnp.int32([[3, 5, 2]]), first=jnp.int32(4), num_tokens=6)
+    starts, lengths = segments.clip_to_chunk(
+        jnp.int32([[0, 3, 9]]), jnp.int32([[3, 5, 2]]), first_token=jnp.int32(4), num_tokens=6
+    )
     assert (starts.tolist(), lengths.tolist()) == ([[0, 5, 0]], [[4, 1, 0]])
 
 
@@ -37,8 +39,10 @@ def test_a_chunk_sees_of_itself_what_its_pieces_say(num_chunks):
     starts, lengths = rows()
     size, right = L // num_chunks, sees(starts, lengths)
     for chunk in range(num_chunks):
-        own = segments.of_chunk(jnp.asarray(starts), jnp.asarray(lengths), first=jnp.int32(chunk * size), num_tokens=size)
-        piece = np.asarray(segments.piece_of_token(*own, size))
+        own = segments.clip_to_chunk(
+            jnp.asarray(starts), jnp.asarray(lengths), first_token=jnp.int32(chunk * size), num_tokens=size
+        )
+        piece = np.asarray(segments.segment_ids(*own, size))
         found = (piece[:, :, None] == piece[:, None, :]) & (piece >= 0)[:, :, None] & np.tri(size, dtype=bool)
         part = slice(chunk * size, (chunk + 1) * size)
         assert np.array_equal(found, right[:, part, part])
@@ -50,30 +54,30 @@ def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
     size, right, some = L // num_chunks, sees(starts, lengths), 0
     for queries in range(num_chunks):
         for keys, num_keys in [(chunk * size, size) for chunk in range(queries)] + [(0, queries * size)] * (queries > 0):
-            where = segments.rectangle(
+            where = segments.find_off_diagonal_block(
                 jnp.asarray(starts),
                 jnp.asarray(lengths),
-                queries=jnp.int32(queries * size),
+                first_query=jnp.int32(queries * size),
                 num_queries=size,
-                keys=jnp.int32(keys),
+                first_key=jnp.int32(keys),
                 num_keys=num_keys,
             )
-            found = np.asarray(where.queries(size))[:, :, None] & np.asarray(where.keys(num_keys))[:, None, :]
+            found = np.asarray(where.query_mask(size))[:, :, None] & np.asarray(where.key_mask(num_keys))[:, None, :]
             assert np.array_equal(found, right[:, queries * size : (queries + 1) * size, keys : keys + num_keys])
-            assert bool(where.some()) == found.any()
+            assert bool(where.is_any()) == found.any()
             some += found.any()
     assert some
 
 
 def test_a_rectangle_ends_with_the_chunk_of_queries():
-    where = segments.rectangle(
-        jnp.int32([[3]]), jnp.int32([[20]]), queries=jnp.int32(8), num_queries=8, keys=jnp.int32(0), num_keys=8
+    where = segments.find_off_diagonal_block(
+        jnp.int32([[3]]), jnp.int32([[20]]), first_query=jnp.int32(8), num_queries=8, first_key=jnp.int32(0), num_keys=8
     )
     assert [x.tolist() for x in where] == [[8], [3], [5]]
 
 
 def test_the_drawn_rectangle():
-    where = segments.rectangle(
-        jnp.int32([[3]]), jnp.int32([[9]]), queries=jnp.int32(8), num_queries=8, keys=jnp.int32(0), num_keys=8
+    where = segments.find_off_diagonal_block(
+        jnp.int32([[3]]), jnp.int32([[9]]), first_query=jnp.int32(8), num_queries=8, first_key=jnp.int32(0), num_keys=8
     )
     assert [x.tolist() for x in where] == [[4], [3], [5]]

@@ -7,9 +7,10 @@ import jax
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
+from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels.cudnn_limits import KernelWorkload
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from tests.messages import assert_names, numbers
 
 
@@ -64,7 +65,7 @@ def choose(
 
 
 def refused(*arguments, **fields):
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         choose(*arguments, **fields)
     return caught.value.problems
 
@@ -83,7 +84,7 @@ def refused(*arguments, **fields):
 )
 def test_auto_means_cudnn_where_it_runs(device, fields):
     choice = choose(device, **fields)
-    assert (choice.kernel, choice.why) == ("cudnn", "")
+    assert (choice.kernel, choice.fallback_reason) == ("cudnn", "")
     assert choose(device, **fields, kernel="cudnn") == choice
 
 
@@ -111,11 +112,11 @@ def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
     assert_names(problem, "cuDNN", *parts, start="attention.kernel = cudnn: ")
     choice = choose(device, **fields, seq=4)
     assert choice.kernel == "blockwise"
-    assert choice.why
-    assert choice.why in problem
+    assert choice.fallback_reason
+    assert choice.fallback_reason in problem
     said = attention.describe(choice, num_heads=32, num_kv_heads=8)
     assert_names(said, "8 of 32", "2 of 8", "blockwise")
-    assert choice.why in said
+    assert choice.fallback_reason in said
 
 
 def test_every_obstacle_is_named_at_once():
@@ -210,17 +211,17 @@ def test_heads_that_cannot_be_shared_are_refused():
 )
 def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
     assert choose(**fields).head_chunks == head_chunks
-    work = cudnn_limits.Work(
+    work = KernelWorkload(
         num_heads=32 // fields.get("seq", 1),
         num_kv_heads=8 // fields.get("seq", 1),
         head_dim=128,
         row_tokens=fields.get("row_tokens", 131072),
-        rows_at_once=fields.get("rows_at_once", 1),
-        max_pieces=fields.get("pieces", 64),
+        num_rows=fields.get("rows_at_once", 1),
+        max_segments=fields.get("pieces", 64),
         window=None,
         dtype="bfloat16",
     )
-    assert work.elements(head_chunks) < 2**31
+    assert work.num_q_elements(head_chunks) < 2**31
 
 
 @pytest.mark.parametrize(("fields", "legal"), [
@@ -250,25 +251,25 @@ def test_head_chunks_that_no_kernel_would_take_are_refused():
 
 
 def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
-    assert choose(kernel="blockwise").uncounted_bytes == 0
+    assert choose(kernel="blockwise").workspace_bytes == 0
     tokens, heads = 131072, 4
     sums = 4 * 128 + 4  # float32: dq, and dout * out
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(seq=8).uncounted_bytes == 4 * tokens * heads * (sums + shared)
-    assert choose(seq=8, head_chunks=4).uncounted_bytes == 4 * tokens * 1 * sums
-    assert choose(seq=8, pieces=1).uncounted_bytes == tokens * heads * (sums + shared)
+    assert choose(seq=8).workspace_bytes == 4 * tokens * heads * (sums + shared)
+    assert choose(seq=8, head_chunks=4).workspace_bytes == 4 * tokens * 1 * sums
+    assert choose(seq=8, pieces=1).workspace_bytes == tokens * heads * (sums + shared)
 
 
 def test_the_statistics_of_the_largest_call_are_counted():
-    assert choose(kernel="blockwise").statistic_bytes == 0
+    assert choose(kernel="blockwise").lse_bytes == 0
     a_head = 4 * 131072  # float32
-    assert choose(seq=8).statistic_bytes == 4 * a_head * 4  # as of 4 whole rows of 4 heads, whatever the number of pieces
-    assert choose(seq=8, pieces=1000).statistic_bytes == 4 * a_head * 4
-    assert choose(seq=8, head_chunks=2).statistic_bytes == 4 * a_head * 2
-    assert choose(seq=8, pieces=2).statistic_bytes == 2 * a_head * 4
-    assert choose(seq=8, pieces=1).statistic_bytes == a_head * 4
+    assert choose(seq=8).lse_bytes == 4 * a_head * 4  # as of 4 whole rows of 4 heads, whatever the number of pieces
+    assert choose(seq=8, pieces=1000).lse_bytes == 4 * a_head * 4
+    assert choose(seq=8, head_chunks=2).lse_bytes == 4 * a_head * 2
+    assert choose(seq=8, pieces=2).lse_bytes == 2 * a_head * 4
+    assert choose(seq=8, pieces=1).lse_bytes == a_head * 4
     # no call has shorter slots where 512 does not divide the rows
-    assert choose(seq=8, row_tokens=131200, head_chunks=1).statistic_bytes == 64 * 4 * 131200 * 4
+    assert choose(seq=8, row_tokens=131200, head_chunks=1).lse_bytes == 64 * 4 * 131200 * 4
 
 
 GIB = 2**30
@@ -330,18 +331,18 @@ A_HEAD = 2 * 32768 * (2 * 32768 + 4)
 
 def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
     choice = choose(**PACKED_32K)
-    assert (choice.kernel, choice.head_chunks, choice.uncounted_bytes) == ("cudnn", 32, A_HEAD)
+    assert (choice.kernel, choice.head_chunks, choice.workspace_bytes) == ("cudnn", 32, A_HEAD)
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(**PACKED_32K, head_chunks=4).uncounted_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
+    assert choose(**PACKED_32K, head_chunks=4).workspace_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
     assert choose(**PACKED_32K | {"device_bytes": None}) == choice
     one_document = choose(**PACKED_32K, pieces=1)
-    assert (one_document.head_chunks, one_document.uncounted_bytes) == (16, 2 * (A_HEAD // 2 + 32768 * shared))
+    assert (one_document.head_chunks, one_document.workspace_bytes) == (16, 2 * (A_HEAD // 2 + 32768 * shared))
 
 
 def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     usual = choose(**PACKED_32K | {"deterministic": False})
     assert usual.head_chunks == 1
-    assert usual.uncounted_bytes < 8 * GIB
+    assert usual.workspace_bytes < 8 * GIB
     assert choose(B200, **PACKED_32K) == usual
     assert choose(A100, **PACKED_32K, pieces=1) == choose(**PACKED_32K, pieces=1)
 
@@ -358,7 +359,7 @@ def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys
     chunk = 131072 // 16
     scores = 2 * rows * chunk * keys * heads  # bfloat16
     sums = 4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads  # float32 of each query; dk and dv
-    assert choice.uncounted_bytes == scores + sums
+    assert choice.workspace_bytes == scores + sums
 
 
 def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
@@ -373,10 +374,10 @@ def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works(
     ]
     assert_names(problem, *sizes, *suggestions, start="attention.kernel = cudnn: ")
     assert choose(**fields, kernel="blockwise").kernel == "blockwise"
-    assert choose(**fields | {"row_tokens": 131072}, kernel="cudnn").uncounted_bytes < 72.8 * GIB
+    assert choose(**fields | {"row_tokens": 131072}, kernel="cudnn").workspace_bytes < 72.8 * GIB
     assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel == "cudnn"
     automatic = choose(**fields)
-    assert (automatic.kernel, automatic.uncounted_bytes) == ("blockwise", 0)
+    assert (automatic.kernel, automatic.workspace_bytes) == ("blockwise", 0)
     said = attention.describe(automatic, num_heads=32, num_kv_heads=8)
     assert_names(said, "blockwise", "256.0 GiB")
     assert choose(B200, **fields).kernel == "cudnn"
@@ -436,12 +437,12 @@ def test_the_banner_names_the_window(kernel):
 def test_the_banner_says_what_each_kind_sends():
     """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
     choice = choose(seq=8, heads=(28, 4, 128))
-    assert (choice.kind.inner, choice.kind.degree) == (4, 2)
+    assert (choice.strategy.ulysses_degree, choice.strategy.outer_degree) == (4, 2)
     held = 16384 * 128 * 2  # bytes of a head
     in_neighbours = 3 * 2 * (28 + 4) * held * 3 // 4
     # k and v forward and backward, their gradients once in float32 and home in bfloat16
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
-    assert choice.bytes == in_neighbours + around
+    assert choice.sent_bytes == in_neighbours + around
     said = attention.describe(choice, num_heads=28, num_kv_heads=4)
     assert_names(
         said,
@@ -451,18 +452,18 @@ def test_the_banner_says_what_each_kind_sends():
         "2 of 4",
         start="Ulysses of 4 x ring of 2",
     )
-    others = dict(choice.others)
+    others = dict(choice.alternatives)
     assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
     assert_names(
         said,
-        f"{choice.bytes / 1e6:,.1f} MB",
+        f"{choice.sent_bytes / 1e6:,.1f} MB",
         *(f"{words}: {size / 1e6:,.1f} MB" for words, size in others.items()),
     )
 
 
 def test_rows_are_cut_into_chunks_that_cudnn_takes():
     choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
-    assert_names(choice.why, "16", "2048", "data.row_tokens", "130048")
+    assert_names(choice.fallback_reason, "16", "2048", "data.row_tokens", "130048")
     assert choose(seq=8, heads=(7, 7, 128)).kernel == "cudnn"
     # 24 heads on 18 devices, 6 neighbours: chunks of 6, and of 128 for cuDNN
     near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
@@ -495,4 +496,4 @@ def test_the_reference_kernel_has_no_parts_of_rows():
 def test_what_is_computed_again_does_not_change_the_kind(remat):
     """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
     asked = {"seq": 16, "heads": (40, 10, 128)}
-    assert choose(**asked, remat=remat).kind == choose(**asked).kind
+    assert choose(**asked, remat=remat).strategy == choose(**asked).strategy

@@ -12,8 +12,10 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention import strategies
 from jaxsp.attention.kernels import blockwise
-from jaxsp.config import schema
-from jaxsp.core import errors, layout
+from jaxsp.attention.strategies import LayerWorkload, Strategy
+from jaxsp.config.schema import AttentionConfig
+from jaxsp.core import layout
+from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
 from tests.attention import cudnn_contract
@@ -40,11 +42,11 @@ def small_blocks():
 
 def layer(H, G, **changes):
     fields = {"rows": 1, "share_tokens": 1024, "head_dim": 128, "itemsize": 2, "remat": "attention"}
-    return strategies.Layer(num_heads=H, num_kv_heads=G, **fields | changes)
+    return LayerWorkload(num_heads=H, num_kv_heads=G, **fields | changes)
 
 
 def chosen(seq, H, G, *, window=None, **asked):
-    return strategies.choose(schema.Attention(**asked), layer(H, G), seq=seq, window=window)
+    return strategies.choose(AttentionConfig(**asked), layer(H, G), seq=seq, window=window)
 
 
 def cases():
@@ -53,15 +55,19 @@ def cases():
     hybrids = {(2, 4), (4, 2), (2, 2), (3, 2)}
     found = {}
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
-        of = [strategies.Kind(seq=seq, inner=1), chosen(seq, H, G)]
-        of += [strategies.Kind(seq=seq, inner=1, outer="gather", kv_heads=lot) for lot in {1, 2, G} if G % lot == 0]
-        of += [strategies.Kind(seq=seq, inner=seq)] * (H % seq == 0)
+        of = [Strategy(seq=seq, ulysses_degree=1), chosen(seq, H, G)]
+        of += [
+            Strategy(seq=seq, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=lot)
+            for lot in {1, 2, G}
+            if G % lot == 0
+        ]
+        of += [Strategy(seq=seq, ulysses_degree=seq)] * (H % seq == 0)
         for inner, degree in hybrids:
             if inner * degree == seq and H % inner == 0:
-                of += [strategies.Kind(seq=seq, inner=inner, outer=outer) for outer in ("ring", "gather")]
+                of += [Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer) for outer in ("ring", "gather")]
         for kind in of:
-            lots = f" by {kind.kv_heads}" * (kind.outer == "gather")
-            found[f"{H} and {G} heads: {kind.inner} x {kind.degree} {kind.outer}{lots}"] = (kind, H, G)
+            lots = f" by {kind.kv_heads_per_gather}" * (kind.outer_strategy == "gather")
+            found[f"{H} and {G} heads: {kind.ulysses_degree} x {kind.outer_degree} {kind.outer_strategy}{lots}"] = (kind, H, G)
     return found
 
 
@@ -105,7 +111,7 @@ def right(H, G):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
 def test_every_kind_gives_what_one_device_gives(name, record_property):
     kind, H, G = CASES[name]
-    found = results(batches.on_shares(attention.make_attend(kind=kind, kernel="blockwise", window=None)), inputs(H, G))
+    found = results(batches.on_shares(attention.make_attend(strategy=kind, kernel="blockwise", window=None)), inputs(H, G))
     differences = {one: batches.difference(found[one], right(H, G)[one]) for one in found}
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.KINDS, differences
@@ -131,32 +137,38 @@ def test_the_quick_ones_are_among_them():
 def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner):
     kind = chosen(seq, H, G)
     if inner is not None:
-        assert kind.inner == inner
-    others = strategies.possible(seq=seq, num_heads=H, num_kv_heads=G, outer="ring", kv_heads=None)
-    least = min(sum(strategies.cost(one, layer(H, G)).values()) for one in others)
-    assert kind.degree == 1 or sum(strategies.cost(kind, layer(H, G)).values()) == least
-    assert (kind.degree == 1) == (H % seq == 0)
+        assert kind.ulysses_degree == inner
+    others = strategies.list_strategies(seq=seq, num_heads=H, num_kv_heads=G, outer_strategy="ring", kv_heads_per_gather=None)
+    least = min(sum(strategies.sent_bytes(one, layer(H, G)).values()) for one in others)
+    assert kind.outer_degree == 1 or sum(strategies.sent_bytes(kind, layer(H, G)).values()) == least
+    assert (kind.outer_degree == 1) == (H % seq == 0)
 
 
 def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
     kind = chosen(12, 6, 3, kind="hybrid", outer="gather")
-    also = strategies.Kind(seq=12, inner=3, outer="gather")
-    assert sum(strategies.cost(also, layer(6, 3)).values()) == sum(strategies.cost(kind, layer(6, 3)).values())
-    assert kind.inner == 6
+    also = Strategy(seq=12, ulysses_degree=3, outer_strategy="gather")
+    assert sum(strategies.sent_bytes(also, layer(6, 3)).values()) == sum(strategies.sent_bytes(kind, layer(6, 3)).values())
+    assert kind.ulysses_degree == 6
 
 
 def test_neighbours_are_chosen_so_that_heads_can_be_gathered_as_asked():
-    assert chosen(8, 28, 4, kind="hybrid", outer="gather").inner == 4
-    assert chosen(8, 28, 4, kind="hybrid", outer="gather", kv_heads_per_gather=2).inner == 2
-    assert chosen(8, 28, 4, outer="gather", kv_heads_per_gather=4).inner == 1
+    assert chosen(8, 28, 4, kind="hybrid", outer="gather").ulysses_degree == 4
+    assert chosen(8, 28, 4, kind="hybrid", outer="gather", kv_heads_per_gather=2).ulysses_degree == 2
+    assert chosen(8, 28, 4, outer="gather", kv_heads_per_gather=4).ulysses_degree == 1
 
 
 def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
-    assert chosen(8, 28, 4, outer="gather").outer == "gather"
+    assert chosen(8, 28, 4, outer="gather").outer_strategy == "gather"
     kind = chosen(8, 28, 4, kind="hybrid", outer="gather", inner_degree=2, kv_heads_per_gather=2)
-    assert (kind.inner, kind.degree, kind.outer, kind.kv_heads, kind.name) == (2, 4, "gather", 2, "hybrid")
-    assert chosen(8, 28, 4, kind="hybrid", inner_degree=2).inner == 2
-    assert chosen(1, 7, 7, kind="ring").degree == 1
+    assert (kind.ulysses_degree, kind.outer_degree, kind.outer_strategy, kind.kv_heads_per_gather, kind.name) == (
+        2,
+        4,
+        "gather",
+        2,
+        "hybrid",
+    )
+    assert chosen(8, 28, 4, kind="hybrid", inner_degree=2).ulysses_degree == 2
+    assert chosen(1, 7, 7, kind="ring").outer_degree == 1
 
 
 PER_GATHER = "attention.kv_heads_per_gather"
@@ -192,7 +204,7 @@ PER_GATHER = "attention.kv_heads_per_gather"
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts):
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         chosen(seq, H, G, **asked)
     assert_names(caught.value, *parts, start=start)
     if "window" in asked:
@@ -200,21 +212,23 @@ def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts)
 
 
 def test_ulysses_serves_windows():
-    assert chosen(4, 28, 4, window=100).degree == 1
+    assert chosen(4, 28, 4, window=100).outer_degree == 1
 
 
 @pytest.mark.parametrize("kernel", ["reference", lambda *_: None], ids=["reference", "own"])
 def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"attention\.kernel = .*blockwise or cudnn.*attention\.kind=ulysses",
     ):
-        attention.make_attend(kind=strategies.Kind(seq=4, inner=1), kernel=kernel, window=None)
+        attention.make_attend(strategy=Strategy(seq=4, ulysses_degree=1), kernel=kernel, window=None)
 
 
 def test_nothing_is_computed_for_all_turns_before_the_first_layer():
     """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
-    attend = batches.on_shares(attention.make_attend(kind=strategies.Kind(seq=8, inner=1), kernel="blockwise", window=None))
+    attend = batches.on_shares(
+        attention.make_attend(strategy=Strategy(seq=8, ulysses_degree=1), kernel="blockwise", window=None)
+    )
     starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
 
     def loss(x):
@@ -232,7 +246,7 @@ def merge_errors(kernel, degree=8, tokens=512):
     H, G = 4, 2
     given = [jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16) for heads in (H, G, G, H)]
     starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.on_shares(attention.make_attend(kind=strategies.Kind(seq=degree, inner=1), kernel=kernel, window=None))
+    ring = batches.on_shares(attention.make_attend(strategy=Strategy(seq=degree, ulysses_degree=1), kernel=kernel, window=None))
     alone = attention.make_attend(kernel=kernel, window=None)
     exact = attention.make_attend(kernel="reference", window=None)
     right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
@@ -256,7 +270,7 @@ def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(kernel, more
 
 def busy(rows, *, row_tokens, degree, zigzag):
     """The scores of the device with most to do, summed over rows, over those of devices with as much to do as each other."""
-    order, slowest, even = layout.order(row_tokens, degree if zigzag else 1), 0, 0
+    order, slowest, even = layout.token_order(row_tokens, degree if zigzag else 1), 0, 0
     for lengths in rows:
         scores = np.zeros(row_tokens)
         scores[: sum(lengths)] = np.concatenate([np.arange(1, length + 1) for length in lengths])
@@ -269,7 +283,7 @@ def test_in_zigzag_causal_work_is_even(record_property):
     """At 8 devices, for one document, and for rows packed of documents of 50 to 65,536 tokens, as many of each magnitude."""
     size = {"row_tokens": 65536, "degree": 8}
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(50), np.log(65536), 1000)).astype(np.int64)
-    plan = packing.plan(lengths, row_tokens=65536, max_pieces=64, seed=0)
+    plan = packing.plan_rows(lengths, row_tokens=65536, max_segments=64, seed=0)
     mix = [plan.row(number).length for number in range(len(plan))]
     found = {
         what: [busy(rows, **size, zigzag=zigzag) for zigzag in (True, False)]

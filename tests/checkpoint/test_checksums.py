@@ -52,43 +52,43 @@ def example(shape, dtype="float32"):
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 9)])
 def test_a_digest_is_the_sum_over_elements(shape, dtype):
     array = np.asarray(example(shape, dtype))
-    assert checksums.on_host(array) == slow(array)
+    assert checksums.compute_on_host(array) == slow(array)
     whole = jax.device_put(array, NamedSharding(batches.mesh(1, 1, 1), PartitionSpec()))
-    assert checksums.on_devices({"a": whole}, {"a": shape}) == {"a": slow(array)}
+    assert checksums.compute_on_devices({"a": whole}, {"a": shape}) == {"a": slow(array)}
 
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_digest_is_the_same_on_every_mesh(sizes):
     arrays = {"a": (example((2, 9, 16)), 1), "b": (example((2, 9, 16)), 2), "c": (example((13,)), 0)}
-    found = checksums.on_devices(
+    found = checksums.compute_on_devices(
         {name: stored(array, sizes, dim) for name, (array, dim) in arrays.items()},
         {name: array.shape for name, (array, _) in arrays.items()},
     )
-    assert found == {name: checksums.on_host(array) for name, (array, _) in arrays.items()}
+    assert found == {name: checksums.compute_on_host(array) for name, (array, _) in arrays.items()}
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="jax 0.11.1: arrays in host memory in a program")
 def test_a_digest_is_the_same_in_host_memory():
     array = example((3, 9, 16))
-    found = checksums.on_devices({"a": stored(array, (1, 2, 4), 1, host_offload.KIND)}, {"a": array.shape})
-    assert found == {"a": checksums.on_host(array)}
+    found = checksums.compute_on_devices({"a": stored(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape})
+    assert found == {"a": checksums.compute_on_host(array)}
 
 
 def test_an_array_that_is_mixed_in_parts_has_the_same_digest(monkeypatch):
     array = example((11, 6))
-    whole = checksums.on_host(array)
+    whole = checksums.compute_on_host(array)
     monkeypatch.setattr(checksums, "_AT_ONCE", 25)  # 4 rows of 6
-    assert checksums.on_host(array) == whole == slow(array)
+    assert checksums.compute_on_host(array) == whole == slow(array)
 
 
 def test_every_single_bit_changes_both_sums():
     array = example((3, 4))
-    right = checksums.on_host(array)
+    right = checksums.compute_on_host(array)
     for index in np.ndindex(array.shape):
         for bit in range(32):
             other = array.copy()
             other.view(np.uint32)[index] ^= np.uint32(1 << bit)
-            found = checksums.on_host(other)
+            found = checksums.compute_on_host(other)
             assert found[:8] != right[:8]
             assert found[8:] != right[8:]
 
@@ -96,18 +96,21 @@ def test_every_single_bit_changes_both_sums():
 def test_elements_that_changed_places_change_the_digest():
     array = example((4, 6))
     assert (
-        len({checksums.on_host(x) for x in (array, array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))}) == 5
+        len(
+            {checksums.compute_on_host(x) for x in (array, array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))}
+        )
+        == 5
     )
 
 
 def test_an_optimizer_s_averages_have_the_shape_of_their_weight():
-    rows = decoder.table(batches.model())
+    rows = decoder.param_table(batches.model())
     like = jax.tree.map(
         lambda row: jax.ShapeDtypeStruct((*row.stacked_shape[:-1], row.stacked_shape[-1] + 3), jnp.float32), rows
     )
     opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, like)
-    found = checksums.by_name(checksums.logical(rows, like, opt))
-    shapes = {name: row.stacked_shape for name, row in checksums.by_name(rows).items()}
+    found = checksums.name_leaves(checksums.unpadded_shapes(rows, like, opt))
+    shapes = {name: row.stacked_shape for name, row in checksums.name_leaves(rows).items()}
     assert {name: x.shape for name, x in found.items()} == {
         **{f"master/{name}": shape for name, shape in shapes.items()},
         **{f"opt/{name}/mu": shape for name, shape in shapes.items()},

@@ -10,7 +10,7 @@ import pytest
 
 from jaxsp.checkpoint import disk_space, writer
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from tests import messages
 
 MIB = 2**20
@@ -40,7 +40,7 @@ def check(chosen, **others):
 
 def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
     free(79 * MIB)
-    with pytest.raises(errors.UserError) as found:
+    with pytest.raises(UserError) as found:
         check(settings(tmp_path))
     (problem,) = found.value.problems
     says = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
@@ -68,7 +68,7 @@ def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(tmp_path,
     assert check(chosen, **others) is None
     free(80 * MIB * num_more - 1)
     if num_more == 1:
-        with pytest.raises(errors.UserError):
+        with pytest.raises(UserError):
             check(chosen, **others)
     else:
         warning = check(chosen, **others)
@@ -76,8 +76,8 @@ def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(tmp_path,
 
 
 def test_unfinished_checkpoints_count_as_free(tmp_path):
-    (tmp_path / f"8{writer.PARTIAL}/master").mkdir(parents=True)
-    (tmp_path / f"8{writer.PARTIAL}/master/a").write_bytes(bytes(1000))
+    (tmp_path / f"8{writer.PARTIAL_SUFFIX}/master").mkdir(parents=True)
+    (tmp_path / f"8{writer.PARTIAL_SUFFIX}/master/a").write_bytes(bytes(1000))
     (tmp_path / "6/master").mkdir(parents=True)
     (tmp_path / "6/master/a").write_bytes(bytes(500))
     assert writer.leftover_bytes(tmp_path) == 1000
@@ -86,10 +86,10 @@ def test_unfinished_checkpoints_count_as_free(tmp_path):
 
 def test_missing_bytes_are_named(tmp_path, free):
     free(30 * MIB)
-    found = disk_space.shortage(tmp_path, 100 * MIB)
+    found = disk_space.describe_shortage(tmp_path, 100 * MIB)
     assert re.findall(r"[\d.]+ MiB", found) == ["100.0 MiB", "30.0 MiB", "70.0 MiB"]
-    assert disk_space.shortage(tmp_path, 30 * MIB) == ""
-    assert disk_space.num_bytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)}) == 28
+    assert disk_space.describe_shortage(tmp_path, 30 * MIB) == ""
+    assert disk_space.tree_bytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)}) == 28
 
 
 def test_reason_is_the_operating_system_s(tmp_path):
@@ -98,5 +98,5 @@ def test_reason_is_the_operating_system_s(tmp_path):
         'writing: "/D/8.partial/master/d/cca6": Failed to write 663760 bytes: No space left on device '
         "[os_error_code='28']"
     )
-    assert writer._reason(ValueError(text)) == os.strerror(28)
-    assert writer._reason(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert writer._describe_failure(ValueError(text)) == os.strerror(28)
+    assert writer._describe_failure(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"

@@ -8,11 +8,12 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.checkpoint.writer import Store
-from jaxsp.config import schema
-from jaxsp.model import layers
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.config.schema import CheckpointConfig
+from jaxsp.model.layers import Parameter
 from jaxsp.runtime import run_paths
-from jaxsp.training import train_step
+from jaxsp.training.train_step import TrainState
 from tests import batches
 
 HELD_OUT, CHAT = ({"name": name, "digest": f"digest of {name}"} for name in ("held out", "chat"))
@@ -20,7 +21,7 @@ HELD_OUT, CHAT = ({"name": name, "digest": f"digest of {name}"} for name in ("he
 
 def make_meta(step, loss=None, loss_set=None, **fields):
     about = {"config": {}, "model": {}, "data": {}, "rows": {"64": step}, "num_tokens_total": 64 * step}
-    return reader.Meta(step=step, loss=loss, loss_set=loss_set, **about, **fields)
+    return CheckpointMeta(step=step, eval_loss=loss, eval_set=loss_set, **about, **fields)
 
 
 def make_store(folder, *metas, loss_set, **keep):
@@ -28,7 +29,7 @@ def make_store(folder, *metas, loss_set, **keep):
         path = folder / str(meta.step) / run_paths.META
         path.mkdir(parents=True)
         (path / "metadata").write_text(reader.to_json(meta))
-    return Store(folder, table={}, keep=schema.Checkpoint(**keep), loss_set=loss_set)
+    return CheckpointWriter(folder, table={}, retention=CheckpointConfig(**keep), eval_set=loss_set)
 
 
 def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
@@ -42,15 +43,15 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
         make_meta(6),
     ]
     store = make_store(tmp_path, *metas, loss_set=HELD_OUT, keep_latest=1, keep_best=1)
-    assert store._to_delete() == [1, 2, 4, 5]
+    assert store._steps_to_delete() == [1, 2, 4, 5]
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):
     before = make_meta(3, owes_evaluation=True, leaves={"master/a": {"digest": "00", "dtype": "float32", "shape": [2]}})
     store = make_store(tmp_path, before, loss_set=HELD_OUT)
-    store.record_loss(3, 1.25, early_stopping={"num_since": 2})
+    store.record_eval(3, 1.25, early_stopping={"num_since": 2})
     after = reader.read_meta(tmp_path / "3")
-    assert after == make_meta(3, 1.25, HELD_OUT, leaves=before.leaves, early_stopping={"num_since": 2})
+    assert after == make_meta(3, 1.25, HELD_OUT, leaves=before.arrays, early_stopping={"num_since": 2})
     assert [path.name for path in (tmp_path / "3/meta").iterdir()] == ["metadata"]
 
 
@@ -59,30 +60,30 @@ def test_checkpoint_is_unchanged_if_its_loss_cannot_be_recorded(tmp_path, monkey
     before = make_meta(3, owes_evaluation=True)
     store = make_store(tmp_path, before, loss_set=HELD_OUT)
     monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    store.record_loss(3, loss, early_stopping=None)
+    store.record_eval(3, loss, early_stopping=None)
     assert reader.read_meta(tmp_path / "3") == before
     assert "No space left on device" in capfd.readouterr().err
 
 
 def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplog):
     """A small weight on each of 8 devices, and its moments: all of one shape."""
-    table = {"a": layers.Parameter(shape=(16, 3), hf_name="a")}
+    table = {"a": Parameter(shape=(16, 3), hf_name="a")}
     place = NamedSharding(batches.mesh(1, 2, 4), PartitionSpec())
     weight = {"a": jax.device_put(np.arange(48, dtype=np.float32).reshape(16, 3), place)}
     opt = {"a": {"mu": weight["a"] + 1, "nu": weight["a"] + 2}}
-    state = train_step.State(master=weight, opt=opt, step=np.int32(1))
+    state = TrainState(master=weight, opt_state=opt, step=np.int32(1))
     before = checksums._compile.cache_info().misses
-    with Store(tmp_path, table=table, keep=schema.Checkpoint()) as store:
+    with CheckpointWriter(tmp_path, table=table, retention=CheckpointConfig()) as store:
         store.compile_ahead(state)
         store._compiling.result()
         assert checksums._compile.cache_info().misses == before + 1
         with jax.log_compiles():
             store.save(state, make_meta(1))
         assert not [record.message for record in caplog.records if "Compiling" in record.message]
-    found = {name: leaf["digest"] for name, leaf in reader.read_meta(tmp_path / "1").leaves.items()}
+    found = {name: leaf["digest"] for name, leaf in reader.read_meta(tmp_path / "1").arrays.items()}
     assert found == {
-        "master/a": checksums.on_host(np.asarray(weight["a"])),
-        **{f"opt/a/{name}": checksums.on_host(np.asarray(opt["a"][name])) for name in ("mu", "nu")},
+        "master/a": checksums.compute_on_host(np.asarray(weight["a"])),
+        **{f"opt/a/{name}": checksums.compute_on_host(np.asarray(opt["a"][name])) for name in ("mu", "nu")},
     }
 
 
@@ -91,5 +92,5 @@ def test_metadata_without_a_data_set_is_read(tmp_path):
     path = tmp_path / "3/meta/metadata"
     fields = json.loads(path.read_text())
     del fields["loss_set"], fields["digest"]
-    path.write_text(json.dumps({"digest": reader._digest(fields), **fields}))
+    path.write_text(json.dumps({"digest": reader._checksum(fields), **fields}))
     assert reader.read_meta(tmp_path / "3") == make_meta(3)

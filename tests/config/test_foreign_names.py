@@ -7,7 +7,9 @@ import re
 import pytest
 
 from jaxsp.config import config_errors, foreign_names, schema
+from jaxsp.config.schema import Config, SourceConfig
 from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 
 FOLDER = pathlib.Path(__file__).parent / "foreign"
 
@@ -68,7 +70,7 @@ CASES = [(name, answer) for answer, names in ANSWERS.items() for name in names.s
 
 
 def problems(fields: dict, *words: str) -> list[str]:
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         schema.parse(SOUND | fields, words)
     return caught.value.problems
 
@@ -88,7 +90,7 @@ def test_a_name_of_another_system_is_answered_wherever_it_stands(name, answer):
 def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
     names = [name for counterpart in foreign_names.COUNTERPARTS for name in counterpart.names]
     assert len(names) == len(set(names)) >= 250
-    groups = "|".join(schema.Config.model_fields)
+    groups = "|".join(Config.model_fields)
     pattern = re.compile(rf"(?<![\w./])(?:{groups})\.[a-z_]\w*(?:\.\d\.\w+)?(?:=[\w\[:\]]+)?")
     num_fields = 0
     for counterpart in foreign_names.COUNTERPARTS:
@@ -98,7 +100,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
             num_fields += 1
             known = value and value.replace("FOLDER", "x")
             given = int(value) if value.isdecimal() else known
-            assert not value or config_errors.accepted(schema.Config, field, given) is not None, name
+            assert not value or config_errors.coerce_value(Config, field, given) is not None, name
         if counterpart.field is None:
             assert counterpart.note.startswith((NOT_NEEDED, NOT_OFFERED))
             assert not counterpart.note.endswith(": "), counterpart.names
@@ -107,11 +109,11 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
 
 def resolve(field: str) -> None:
     """Asserts that the config has a dotted field."""
-    group: type = schema.Config
+    group: type = Config
     for part in field.split("."):
         if not part.isdigit():
             assert part in group.model_fields, field
-            group = {"train": schema.Source}.get(part, group.model_fields[part].annotation)
+            group = {"train": SourceConfig}.get(part, group.model_fields[part].annotation)
 
 
 def test_no_name_with_a_group_is_a_field():
@@ -143,7 +145,7 @@ def test_no_name_with_a_group_is_a_field():
 def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
     (line,) = (line for line in problems({}, word) if suggestion in line)
     field, _, value = suggestion.partition("=")
-    assert str(config_errors.accepted(schema.Config, field, schema.notation.load(value))) == value
+    assert str(config_errors.coerce_value(Config, field, schema.notation.load(value))) == value
     assert line.startswith(word.partition("=")[0])
 
 
@@ -188,10 +190,10 @@ def test_only_near_names_of_the_group_and_exact_names_of_others_are_suggested(wo
 
 
 def test_two_names_that_are_equally_near_are_no_suggestion():
-    assert errors.nearest("bet", ["beta", "best"]) is None
-    assert errors.nearest("ab", ["abcd"]) is None
-    assert errors.nearest("rowtokens", ["row_tokens", "row_token"]) == "row_tokens"
-    assert errors.nearest("mseh", ["mesh", "batch"]) == "mesh"
+    assert errors.find_nearest("bet", ["beta", "best"]) is None
+    assert errors.find_nearest("ab", ["abcd"]) is None
+    assert errors.find_nearest("rowtokens", ["row_tokens", "row_token"]) == "row_tokens"
+    assert errors.find_nearest("mseh", ["mesh", "batch"]) == "mesh"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
     ],
 )
 def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         schema.load(FOLDER / file, [])
     page = caught.value.problems
     assert len(page) <= 34
@@ -233,7 +235,7 @@ def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
         assert line.split(f"{theirs} ", 1)[1].strip().startswith(ours)
     text = "\n".join(page)
     assert "deepspeed" in text.partition("Not needed: ")[2].partition(".\n")[0]
-    assert " ".join(text.split()).count(", ".join(schema.Config.model_fields)) == 1
+    assert " ".join(text.split()).count(", ".join(Config.model_fields)) == 1
     names = json.loads((FOLDER / file).read_text()) if file.endswith("json") else schema.read(FOLDER / file)
     hidden = sum(int(count) for count in re.findall(r" \+ (\d+) ", text))
     assert sum(re.search(rf"\b{name}\b", text) is None for name in names) <= hidden
@@ -262,7 +264,7 @@ def test_a_few_foreign_names_in_a_config_of_ours_are_lines_of_their_own():
 
 def test_the_list_of_groups_is_there_once():
     found = problems({"abc": 1, "bcd": 2, "cde": 3})
-    assert [", ".join(schema.Config.model_fields) in line for line in found] == [True, False, False]
+    assert [", ".join(Config.model_fields) in line for line in found] == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from jaxsp.config import config_errors, schema, yaml_io
-from jaxsp.core import errors
+from jaxsp.config.schema import Config, SourceConfig
+from jaxsp.core.errors import UserError
 
 SOUND = """
 run: {directory: runs/first, steps: 3}
@@ -26,7 +27,7 @@ def file(tmp_path) -> pathlib.Path:
 
 
 def problems(file: pathlib.Path, *words: str) -> list[str]:
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         schema.load(file, list(words))
     assert not any("\n" in problem for problem in caught.value.problems)
     return caught.value.problems
@@ -170,24 +171,22 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
 
 def test_no_count_is_larger_than_the_devices_can_count():
     """On the devices, counts are 32-bit integers; larger ones ended in an OverflowError."""
-    counts = [
-        f"{group}.{name}" for group, name, _ in fields() if config_errors.accepted(schema.Config, f"{group}.{name}", 7) == 7
-    ]
-    whole = [key for key in counts if config_errors.accepted(schema.Config, key, 7.5) is None]
+    counts = [f"{group}.{name}" for group, name, _ in fields() if config_errors.coerce_value(Config, f"{group}.{name}", 7) == 7]
+    whole = [key for key in counts if config_errors.coerce_value(Config, key, 7.5) is None]
     assert len(whole) >= 20
     for key in whole:
         largest = 2**32 - 1 if key == "run.seed" else 2**31 - 1
-        assert config_errors.accepted(schema.Config, key, largest) == largest, key
+        assert config_errors.coerce_value(Config, key, largest) == largest, key
         for value in (largest + 1, 10**30, 1e30):
-            assert config_errors.accepted(schema.Config, key, value) is None, (key, value)
+            assert config_errors.coerce_value(Config, key, value) is None, (key, value)
 
 
 def test_the_example_of_every_field_is_valid():
-    inner = [f"data.train.0.{name}" for name in schema.Source.model_fields]
+    inner = [f"data.train.0.{name}" for name in SourceConfig.model_fields]
     for key in [*(f"{group}.{name}" for group, name, _ in fields()), *inner]:
-        name, _, text = schema.example(key).partition("=")
+        name, _, text = schema.suggest_override(key).partition("=")
         assert name == key
-        assert config_errors.accepted(schema.Config, key, yaml_io.load(text)) is not None, key
+        assert config_errors.coerce_value(Config, key, yaml_io.load(text)) is not None, key
 
 
 @pytest.mark.parametrize(
@@ -306,24 +305,24 @@ def test_a_long_value_is_cut(file):
 def fields() -> list:
     return [
         (group, name, field)
-        for group, outer in schema.Config.model_fields.items()
+        for group, outer in Config.model_fields.items()
         for name, field in outer.annotation.model_fields.items()
     ]
 
 
 def test_every_field_has_a_docstring_and_is_in_the_help():
-    text = schema.describe()
-    inner = [("data", f"train[].{name}", field) for name, field in schema.Source.model_fields.items()]
+    text = schema.describe_fields()
+    inner = [("data", f"train[].{name}", field) for name, field in SourceConfig.model_fields.items()]
     for group, name, field in [*fields(), *inner]:
         assert field.description, f"{group}.{name} has no docstring"
         assert f"  {group}.{name}  (" in text
         assert " ".join(field.description.split()) in text
-    for name, outer in schema.Config.model_fields.items():
+    for name, outer in Config.model_fields.items():
         assert f"{name}: {outer.annotation.__doc__}" in text
 
 
 def test_the_help_says_types_and_defaults():
-    text = schema.describe()
+    text = schema.describe_fields()
     for line in (
         "run.steps  (int | null; default null)",
         "model.config  (mapping | null; default null)",
@@ -352,7 +351,7 @@ def test_weights_ask_for_steps(file):
 
 def test_steps_with_shorter_rows_have_as_many_tokens(file):
     both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_at_once=2"])
-    assert (both.data.row_lengths, both.data.longest_row) == ((32, 128), 128)
-    short = both.for_rows_of(32)
-    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_at_once) == ((32,), 32, 8)
-    assert both.for_rows_of(128).batch == both.batch
+    assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
+    short = both.with_row_tokens(32)
+    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == ((32,), 32, 8)
+    assert both.with_row_tokens(128).batch == both.batch

@@ -4,7 +4,8 @@ import pathlib
 
 import pytest
 
-from jaxsp.core import errors, paths
+from jaxsp.core import paths
+from jaxsp.core.errors import UserError
 
 
 def test_a_tilde_is_a_home_folder(monkeypatch):
@@ -18,7 +19,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder").mkdir()
     for name in ("loop", "loop/x", "file", "x" * 300, "x/" * 2500):
-        with pytest.raises(errors.UserError) as caught:
+        with pytest.raises(UserError) as caught:
             paths.check_folder(tmp_path / name, field="run.directory")
         (line,) = caught.value.problems
         assert line.startswith(f"run.directory = {tmp_path / name}: ")
@@ -28,6 +29,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["~nosuchuser/x.txt", "a/" + "b" * 256, "é" * 128])
 def test_a_path_that_cannot_exist_is_refused(text):
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         paths.expand_user(text, field="model.source")
     assert caught.value.problems[0].startswith(f"model.source = {text}: ")

@@ -21,9 +21,10 @@ import rich.console
 
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from jaxsp.training import sharding, train_step
+from jaxsp.training.train_step import Program
 from tests import batches
 
 NOTICED, HARMLESS, SILENT = "noticed", "harmless", "silent"
@@ -69,19 +70,19 @@ class Kept:
             "optimizer": {"learning_rate": 0.1},
             "logging": {"tensorboard": False},
         }
-        program, material = build.training(schema.parse(fields), devices=jax.devices()[:8])
+        program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:8])
         trainer.train(program, material, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
-        self.program, self.table, self.like = program, program.table, train_step.shapes(program)[0]
+        self.program, self.table, self.like = program, program.table, train_step.abstract_inputs(program)[0]
         self.right = self.found()
 
-    def found(self, program: train_step.Program | None = None) -> dict[str, bytes]:
+    def found(self, program: Program | None = None) -> dict[str, bytes]:
         """All that a restore gives, by name, without the zeros that fill up. Args: program: None: that of the run."""
-        like = train_step.shapes(program)[0] if program else self.like
+        like = train_step.abstract_inputs(program)[0] if program else self.like
         meta = reader.read_meta(self.path)
         state = reader.restore(self.path, like, table=self.table, num_steps=meta.step)
-        whole = checksums.by_name(checksums.logical(self.table, state.master, state.opt))
-        arrays = checksums.by_name({"master": state.master, "opt": state.opt})
+        whole = checksums.name_leaves(checksums.unpadded_shapes(self.table, state.master, state.opt_state))
+        arrays = checksums.name_leaves({"master": state.master, "opt": state.opt_state})
         cut = {name: np.asarray(array)[tuple(map(slice, whole[name].shape))] for name, array in arrays.items()}
         return {name: array.tobytes() for name, array in cut.items()} | {"meta": repr(meta).encode()}
 
@@ -92,7 +93,7 @@ class Kept:
         with damage.done():
             try:
                 return HARMLESS if self.found() == self.right else SILENT
-            except errors.UserError:
+            except UserError:
                 return NOTICED
 
     def kind(self, path: pathlib.Path) -> str:
@@ -124,7 +125,7 @@ def main() -> int:
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    sharding.REPLICATED_BELOW = 100  # small models are sharded as large ones are
+    sharding.MIN_SHARDED_SIZE = 100  # small models are sharded as large ones are
     with tempfile.TemporaryDirectory() as folder:
         kept = Kept(pathlib.Path(folder))
         files = kept.files()

@@ -112,7 +112,11 @@ class Case:
     def unfinished(self, name: str) -> set[str]:
         """Checkpoints that are being written, or were when the process ended."""
         folder = self.folder / name / "checkpoints"
-        return {entry.name for entry in os.scandir(folder) if entry.name.endswith(writer.PARTIAL)} if folder.exists() else set()
+        return (
+            {entry.name for entry in os.scandir(folder) if entry.name.endswith(writer.PARTIAL_SUFFIX)}
+            if folder.exists()
+            else set()
+        )
 
     def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()]
@@ -248,7 +252,7 @@ def _arrays(run: pathlib.Path) -> dict[str, np.ndarray]:
     import orbax.checkpoint as ocp
 
     found = {}
-    newest = run_paths.newest(run)
+    newest = run_paths.find_latest(run)
     assert newest is not None
     for item in (run_paths.MASTER, run_paths.OPT):
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:

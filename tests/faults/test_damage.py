@@ -13,8 +13,9 @@ import pytest
 from jaxsp import eval as evaluation
 from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader
+from jaxsp.checkpoint.reader import DamagedCheckpointError
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
 from tests import batches, messages
@@ -58,11 +59,11 @@ def test_a_digest_that_differs_names_the_array(kept, name, tmp_path):
     """The arrays are those of the checkpoint, and one of the digests is not."""
     copy = shutil.copytree(kept.path, tmp_path / "2")
     meta = reader.read_meta(copy)
-    leaf = next(one for one in meta.leaves if one.startswith(name))
-    meta.leaves[leaf]["digest"] = "0" * 16
+    leaf = next(one for one in meta.arrays if one.startswith(name))
+    meta.arrays[leaf]["digest"] = "0" * 16
     (copy / run_paths.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "0" * 16)
-    with pytest.raises(reader.Damaged, match=says):
+    with pytest.raises(DamagedCheckpointError, match=says):
         reader.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
@@ -70,11 +71,11 @@ def test_another_dtype_is_refused(kept, tmp_path):
     """orbax would cast it, and say nothing."""
     copy = shutil.copytree(kept.path, tmp_path / "2")
     meta = reader.read_meta(copy)
-    leaf = next(iter(meta.leaves))
-    meta.leaves[leaf]["dtype"] = "bfloat16"
+    leaf = next(iter(meta.arrays))
+    meta.arrays[leaf]["dtype"] = "bfloat16"
     (copy / run_paths.META / "metadata").write_text(reader.to_json(meta))
     says = messages.holding(copy, leaf, "bfloat16", "float32")
-    with pytest.raises(reader.Damaged, match=says):
+    with pytest.raises(DamagedCheckpointError, match=says):
         reader.restore(copy, kept.like, table=kept.table, num_steps=2)
 
 
@@ -82,7 +83,7 @@ def test_a_count_that_was_changed_is_noticed(kept, tmp_path):
     copy = shutil.copytree(kept.path, tmp_path / "2")
     path = copy / run_paths.META / "metadata"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
-    with pytest.raises(reader.Damaged, match=messages.holding(copy, "meta/metadata")):
+    with pytest.raises(DamagedCheckpointError, match=messages.holding(copy, "meta/metadata")):
         reader.read_meta(copy)
 
 
@@ -163,7 +164,7 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, 
     assert re.match(messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4"), said[0])
     assert lines(run) == lines(finished), "steps 3 to 6 were made again"
     assert [path.name for path in (run / "run/damaged").iterdir()] == ["4"]
-    assert run_paths.newest(run / "run").name == "6"
+    assert run_paths.find_latest(run / "run").name == "6"
     begins = messages.holding("step 2", f"{run}/run/checkpoints/2")
     assert re.search(begins, (run / "run/banner.txt").read_text())
 
@@ -183,7 +184,7 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run):
     before = lines(run)
     for _ in range(2):
         says = messages.holding(f"run.directory = {run}/run", f"{run}/run/damaged")
-        with pytest.raises(errors.UserError, match=says):
+        with pytest.raises(UserError, match=says):
             train.main(words(run))
     assert sorted(path.name for path in (run / "run/damaged").iterdir()) == ["2", "4"]
     assert lines(run) == before
@@ -206,19 +207,19 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(run):
     flip(run / "run/checkpoints/4")
     checkpoints = run / "run/checkpoints"
     says = messages.holding(checkpoints / "4", checkpoints / "2")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         train.main(words(run, f"run.directory={run}/third", f"run.resume={run}/run/checkpoints/4"))
-    assert run_paths.newest(run / "run").name == "4"
+    assert run_paths.find_latest(run / "run").name == "4"
 
 
 def test_export_and_evaluation_name_the_one_before(run):
     flip(run / "run/checkpoints/4", "master")
     checkpoints = run / "run/checkpoints"
     says = messages.holding(checkpoints / "4", checkpoints / "2")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         export.main([str(run / "run"), str(run / "out")])
     asked = f"data.eval=[{{source: {run}/data.jsonl, format: tokens}}]"
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         evaluation.main([str(run / "run"), asked])
     export.main([str(run / "run/checkpoints/2"), str(run / "out")])
 
@@ -231,9 +232,9 @@ def test_a_machine_that_is_not_well_is_no_damage(kept, monkeypatch, number, dama
         raise OSError(number, "as the test asked for")
 
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
-    with pytest.raises(reader.Damaged if damaged else OSError) as raised:
+    with pytest.raises(DamagedCheckpointError if damaged else OSError) as raised:
         kept.found()
-    assert isinstance(raised.value, reader.Damaged) == damaged
+    assert isinstance(raised.value, DamagedCheckpointError) == damaged
 
 
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (1, 1, 2), (1, 1, 1), (2, 2, 2)])
@@ -242,5 +243,5 @@ def test_the_digests_hold_on_every_mesh(kept, sizes):
     program = dataclasses.replace(kept.program, mesh=batches.mesh(*sizes))
     assert kept.found(program) == kept.right
     master = reader.read_weights(kept.path, kept.table)
-    whole = {f"master/{name}": array.tobytes() for name, array in checksums.by_name(master).items()}
+    whole = {f"master/{name}": array.tobytes() for name, array in checksums.name_leaves(master).items()}
     assert whole.items() <= kept.right.items()

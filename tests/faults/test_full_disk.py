@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.checkpoint import schedule
-from jaxsp.checkpoint.writer import Store
+from jaxsp.checkpoint.schedule import CheckpointSchedule
+from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import schema
-from jaxsp.core import errors
-from jaxsp.reporting import banner, metrics
+from jaxsp.core.errors import NeedsAttentionError, UserError
+from jaxsp.reporting.banner import Progress
+from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import build, trainer
-from jaxsp.runtime import jsonl, run_dir, run_paths
+from jaxsp.runtime import run_dir, run_paths
+from jaxsp.runtime.jsonl import AppendFile
 from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
@@ -48,7 +50,7 @@ def settings(folder, run, *words):
 
 def train(chosen):
     said = io.StringIO()
-    program, material = build.training(chosen, devices=jax.devices()[:1])
+    program, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(program, material, rich.console.Console(file=said, width=200))
     return said.getvalue()
 
@@ -67,7 +69,7 @@ def small_disk(tmp_path):
 
 def fill(disk):
     """Takes all that is left when the first checkpoint is whole."""
-    while run_paths.newest(disk / "run") is None:
+    while run_paths.find_latest(disk / "run") is None:
         time.sleep(0.01)
     with (disk / "ballast").open("ab", buffering=0) as file:
         try:
@@ -91,17 +93,17 @@ def events(directory):
 
 def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path, small_disk, monkeypatch, capfd):
     """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is whole."""
-    write, whole = metrics.Writer.write, {}
+    write, whole = MetricsWriter.write_step, {}
 
     def fills(self, line):
         if 3 <= line.step < 11:  # again and again: a save that fails gives back its room
             fill(small_disk)
         if line.step == 11:
-            whole["then"] = run_paths.newest(small_disk / "run").name
+            whole["then"] = run_paths.find_latest(small_disk / "run").name
             (small_disk / "ballast").unlink()
         write(self, line)
 
-    monkeypatch.setattr(metrics.Writer, "write", fills)
+    monkeypatch.setattr(MetricsWriter, "write", fills)
     said = train(settings(tmp_path, small_disk / "run"))
     assert whole["then"] == "2"
     assert re.search(messages.holding("checkpoint 4", "step 2"), said)
@@ -125,8 +127,8 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
 
 @pytest.mark.slow
 def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
-    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (0.1, 0.1))
-    write = metrics.Writer.write
+    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (0.1, 0.1))
+    write = MetricsWriter.write_step
 
     def fills(self, line):
         if line.step == 3:
@@ -134,9 +136,9 @@ def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small
         write(self, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(metrics.Writer, "write", fills)
+        patch.setattr(MetricsWriter, "write", fills)
         says = messages.holding(STEPS, "No space left on device", "step 2")
-        with pytest.raises(errors.Stopped, match=says):
+        with pytest.raises(NeedsAttentionError, match=says):
             train(settings(tmp_path, small_disk / "run"))
     (small_disk / "ballast").unlink()
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["2"]
@@ -160,17 +162,17 @@ def small_files():
 
 def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_files, capfd):
     given = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
-    lines = jsonl.Lines(tmp_path / "a")
+    lines = AppendFile(tmp_path / "a")
     lines.add(given[0])
     small_files(100_000)
     for record in given[1:3]:
         lines.add(record)
         assert (tmp_path / "a").read_bytes() == given[0]
     with pytest.raises(OSError, match="No space left on device"):
-        lines.settle()
+        lines.sync()
     small_files(None)
     lines.add(given[3])
-    lines.settle()
+    lines.sync()
     assert (tmp_path / "a").read_bytes() == b"".join(given[:4])
     small_files(250_000)
     lines.add(given[4])
@@ -185,7 +187,7 @@ def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_f
 
 @pytest.mark.slow
 def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeypatch):
-    save = Store.save
+    save = CheckpointWriter.save
 
     def limited(self, state, meta):
         small_files(20_000 if meta.step == 4 else None)
@@ -195,7 +197,7 @@ def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeyp
         small_files(None)
         return outcome
 
-    monkeypatch.setattr(Store, "save", limited)
+    monkeypatch.setattr(CheckpointWriter, "save", limited)
     said = train(settings(tmp_path, tmp_path / "run"))
     assert re.findall(r"checkpoint (\d+)\b.*File too large", said) == ["4"]
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [str(STEPS)]
@@ -204,7 +206,7 @@ def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeyp
 @pytest.mark.parametrize("file", ["metrics.jsonl", "events"])
 def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, monkeypatch, file):
     """A kill would lose it for ever, since the run goes on behind it."""
-    settle, settled = jsonl.Lines.settle, []
+    settle, settled = AppendFile.sync, []
 
     def full_at_first(self):
         if self._path.name.startswith(file):
@@ -213,7 +215,7 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
                 raise OSError(28, "No space left on device")
         settle(self)
 
-    monkeypatch.setattr(jsonl.Lines, "settle", full_at_first)
+    monkeypatch.setattr(AppendFile, "settle", full_at_first)
     said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
     assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), said)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", said)
@@ -236,10 +238,10 @@ def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, he
         write(self, text[:10], **how)
         raise OSError(28, "No space left on device")
 
-    with run_dir.hold(tmp_path / "run") if held else contextlib.nullcontext():
+    with run_dir.lock(tmp_path / "run") if held else contextlib.nullcontext():
         monkeypatch.setattr(pathlib.Path, "write_text", full)
         says = messages.holding(f"run.directory = {tmp_path}/run", "No space left on device")
-        with pytest.raises(errors.UserError, match=says):
+        with pytest.raises(UserError, match=says):
             train(longer)
     assert (tmp_path / "run/config.yaml").read_text() == before
 
@@ -247,8 +249,8 @@ def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, he
 def test_a_log_on_a_full_disk_does_not_end_the_run():
     said = 0
     with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # to close it is to write it
-        progress = banner.Progress(rich.console.Console(file=full), first_step=0, num_steps=9)
+        progress = Progress(rich.console.Console(file=full), first_step=0, num_steps=9)
         for number in range(3):
-            progress.say(f"step {number}")
+            progress.print_line(f"step {number}")
             said += 1
     assert said == 3

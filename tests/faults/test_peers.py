@@ -46,7 +46,7 @@ def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     assert outcome.codes == [0], outcome.said
     assert re.search(messages.holding("step ", "9 s", "run.step_timeout"), outcome.said)
     assert 'faulty.py", line' in outcome.said, "the stack of the thread that hangs"
-    assert f"exit code {distributed.AGAIN}" in outcome.said
+    assert f"exit code {distributed.EXIT_HUNG}" in outcome.said
     assert re.search(messages.holding("checkpoint", "step 4"), outcome.said)
     assert peers.numbers(job.lines()) == straight
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention import Attend
 from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, packed, reference, segments
+from jaxsp.attention.kernels.cudnn_limits import KernelWorkload
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -19,18 +21,18 @@ def takes(gpu):
     """Whether cuDNN takes rows of so many slots on this GPU: a function that skips where it does not."""
 
     def check(max_pieces, head_dim=64, window=None):
-        work = cudnn_limits.Work(
+        work = KernelWorkload(
             num_heads=8,
             num_kv_heads=8,
             head_dim=head_dim,
             row_tokens=2048,
-            rows_at_once=1,
-            max_pieces=max_pieces,
+            num_rows=1,
+            max_segments=max_pieces,
             window=window,
             dtype="bfloat16",
         )
-        if obstacles := cudnn_limits.obstacles(work, devices=[gpu]):
-            pytest.skip(f"cuDNN {obstacles[0].what}")
+        if obstacles := cudnn_limits.unsupported_reasons(work, devices=[gpu]):
+            pytest.skip(f"cuDNN {obstacles[0].reason}")
 
     return check
 
@@ -67,7 +69,7 @@ def arrays(B, tokens, h, g, K):
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def results(kernel, dtype, q, k, v, dout, starts, lengths):
     """The output, dq, dk and dv, in float32."""
-    is_whole = isinstance(kernel, attention.Attend)
+    is_whole = isinstance(kernel, Attend)
     attend = kernel if is_whole else attention.make_attend(seq=1, kernel=kernel, window=None)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
@@ -120,7 +122,9 @@ def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 
 
-in_halves = functools.cache(lambda head_chunks, outer: attention.in_halves("cudnn", head_chunks=head_chunks, outer=outer))
+in_halves = functools.cache(
+    lambda head_chunks, outer: attention.make_two_chunk_attend("cudnn", head_chunks=head_chunks, outer_strategy=outer)
+)
 
 
 @pytest.mark.parametrize("outer", ["ring", "gather"])
@@ -156,7 +160,7 @@ def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_fro
     starts, lengths = rows(slots, [0, 1])
     small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
     _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(*small, starts, lengths)
-    piece_BL = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))
     right_BhL = np.log(np.exp(scores, where=sees[:, None], out=np.zeros_like(scores)).sum(-1))
@@ -171,7 +175,7 @@ def test_a_piece_knows_nothing_of_the_others(h, takes):
     starts, lengths = rows(30, [0, 1])
     q, k, v, dout = arrays(2, L, h, 2, 128)
     before = run(kernels(1), jnp.bfloat16, q, k, v, dout, starts, lengths)["out"]
-    piece = np.asarray(segments.piece_of_token(jnp.asarray(starts), jnp.asarray(lengths), L))
+    piece = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(8):
         own = (piece == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]
@@ -200,4 +204,4 @@ def test_a_row_of_a_million_tokens_is_right_to_its_end(takes):
     assert all(bool(jnp.isfinite(x).all()) for x in found.values())
     for name in right:
         assert batches.difference(np.asarray(found[name][:, -last:]), right[name]) < tolerances.KERNEL_BF16, name
-    assert len(packed.calls(num_rows=1, row_tokens=tokens, max_pieces=64)) == 3
+    assert len(packed.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3

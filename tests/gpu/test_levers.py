@@ -12,12 +12,16 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.writer import Store
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import schema
+from jaxsp.config.schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, host_offload, memory_fit, memory_options, selfcheck, sharding, train_step
+from jaxsp.training import compile_options, host_offload, memory_options, selfcheck, sharding, train_step
+from jaxsp.training.memory_fit import MemoryUse
+from jaxsp.training.train_step import Program
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -71,13 +75,13 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := memory_options.problems(settings, platform=gpu.platform):
+    if problems := memory_options.find_problems(settings, platform=gpu.platform):
         pytest.skip(problems[0])
     heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads, "head_dim": MODEL.head_dim}
     choice = attention.choose(settings, devices=[gpu], window=None, **heads)
     attend = attention.make_attend(seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks)
-    on = device_mesh.make({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return train_step.Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
+    on = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
+    return Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,22 +91,22 @@ class Trained:
     losses: list
     moved: dict
     """By how much each weight moved in the first."""
-    needs: memory_fit.Needs
+    needs: MemoryUse
 
 
 @functools.cache
 def trained(gpu, lever, dtype="float32"):
     memory = LEVERS[lever] if lever else {"remat": "attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
-    ready = memory_options.ready(of, uncounted=choice.uncounted_bytes)
-    start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, offloaded=of.offloads)
+    ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.workspace_bytes)
+    start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state)
     before = {name: np.array(weight) for name, weight in batches.by_name(start).items()}  # no view: the step takes the memory
-    state, rows, losses, moved = train_step.with_weights(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
+    state, rows, losses, moved = train_step.init_state(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
     for _ in range(3):
-        state, numbers = ready.run(state, rows)
+        state, numbers = ready.executable(state, rows)
         losses.append(float(numbers.loss))
         moved = moved or {name: after - before[name] for name, after in batches.by_name(state.master).items()}
-    return Trained(losses, moved, ready.needs)
+    return Trained(losses, moved, ready.memory_use)
 
 
 def compare(found, right, tolerance):
@@ -124,7 +128,13 @@ def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
 
 INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
 OUTPUTS = MODEL.num_layers * TOKENS * MODEL.num_heads * (MODEL.head_dim + 1) * 4
-STATE = 3 * 4 * sum(math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.table(MODEL)) if host_offload.worth_it(row))
+STATE = (
+    3
+    * 4
+    * sum(
+        math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.param_table(MODEL)) if host_offload.should_offload(row)
+    )
+)
 
 ON_HOST = {"inputs": INPUTS, "inputs and attention": INPUTS + OUTPUTS, "state": STATE, "all": INPUTS + OUTPUTS + STATE}
 """Bytes: layers' inputs; attention's outputs and log-sum-exps; float32 weights and AdamW's averages."""
@@ -148,13 +158,13 @@ def test_each_lever_takes_less_of_the_device(gpu):
 def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     """A state in host memory is written out of that very memory, which the next step takes."""
     of, _ = program(gpu, LEVERS[lever], "float32")
-    run, state, rows = train_step.compile(of), train_step.start(of, seed=0), batches.on_mesh(ROWS, of.mesh)
+    run, state, rows = train_step.compile(of), train_step.random_state(of, seed=0), batches.on_mesh(ROWS, of.mesh)
     state, _ = run(state, rows)
-    meta = reader.Meta(config={}, model={}, data={}, step=1, rows={}, num_tokens_total=0)
-    with Store(tmp_path, table=of.table, keep=schema.Checkpoint()) as store:
+    meta = CheckpointMeta(config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0)
+    with CheckpointWriter(tmp_path, table=of.table, retention=CheckpointConfig()) as store:
         store.save(state, meta)
         state, right = run(state, rows)
-    restored = reader.restore(tmp_path / "1", train_step.shapes(of)[0], table=of.table, num_steps=1)
+    restored = reader.restore(tmp_path / "1", train_step.abstract_inputs(of)[0], table=of.table, num_steps=1)
     assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
 
 
@@ -165,7 +175,7 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activat
     seconds = []
     for _ in range(2):
         began = time.perf_counter()
-        said = selfcheck.before_training(of, choice)
+        said = selfcheck.check_device(of, choice)
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
@@ -178,14 +188,14 @@ def test_the_check_sees_that_attention_forgets_the_pieces(gpu):
         one = jnp.zeros((len(starts), 1), jnp.int32)
         return attention.KERNELS["blockwise"](q, k, v, one, jnp.full_like(one, q.shape[1]))
 
-    found = selfcheck.attention_differences(
+    found = selfcheck.measure_attention_error(
         forgets,
-        sharing=4,
+        heads_per_kv_head=4,
         num_kv_heads=2,
         head_dim=64,
-        max_pieces=64,
+        max_segments=64,
         window=None,
         dtype=jnp.dtype("bfloat16"),
         device=gpu,
     )
-    assert min(found.values()) > selfcheck.TOLERANCE
+    assert min(found.values()) > selfcheck.ATTENTION_TOLERANCE

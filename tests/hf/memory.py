@@ -50,7 +50,7 @@ def write(directory: pathlib.Path, config: ModelConfig) -> None:
     """A checkpoint of random numbers, float32, a file for every layer and one for the rest."""
     rng = np.random.default_rng(0)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for row in jax.tree.leaves(decoder.table(config)):
+    for row in jax.tree.leaves(decoder.param_table(config)):
         for layer in [None] if row.num_layers is None else range(row.num_layers):
             name = row.hf_name.format(layer=layer)
             files.setdefault(f"model-{0 if layer is None else layer + 1}.safetensors", {})[name] = row.shape
@@ -58,7 +58,7 @@ def write(directory: pathlib.Path, config: ModelConfig) -> None:
         values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         safetensors.numpy.save_file(values, directory / file, metadata={"format": "pt"})
     weight_map = {name: file for file, shapes in files.items() for name in shapes}
-    (directory / folder.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (directory / folder.INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
     (directory / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
 
 
@@ -82,12 +82,12 @@ def worker(name: str, port: str, index: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate")
-    mesh = device_mesh.make({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
+    mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
     found = folder.find(name)
-    table = decoder.table(ModelConfig(**found.fields))
+    table = decoder.param_table(ModelConfig(**found.config_fields))
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])
     before = resident("VmRSS")
-    master = sharding.load(table, mesh, weights.open_folder(found, table).read)
+    master = sharding.load_weights(table, mesh, weights.open_folder(found, table).read)
     peak = Peak(
         before=before,
         peak=resident("VmHWM"),

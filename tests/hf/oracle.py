@@ -12,9 +12,11 @@ import pytest
 import transformers
 
 from jaxsp import attention
-from jaxsp.core import batch
-from jaxsp.model import decoder, layers, remat
+from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.layers import Parameter
+from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
 from tests import batches, whole
 
@@ -79,7 +81,7 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     """Tensors by their Hugging Face name, as our nested dict; every one is used, and used once."""
     left = {name: tensor.detach().numpy() for name, tensor in named.items()}
 
-    def one(row: layers.Parameter) -> np.ndarray:
+    def one(row: Parameter) -> np.ndarray:
         if row.num_layers is None:
             return left.pop(row.hf_name)
         return np.stack([left.pop(row.hf_name.format(layer=layer)) for layer in range(row.num_layers)])
@@ -114,21 +116,21 @@ def gradients(model: Any, documents: list[np.ndarray]) -> Result:
 
 
 @functools.cache
-def ours(config: ModelConfig) -> Callable[[layers.Weights, batch.Batch], Result]:
+def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
     """By the code that training runs; logits are [rows, tokens, vocabulary]."""
-    table, dtype = decoder.table(config), jnp.dtype("float32")
+    table, dtype = decoder.param_table(config), jnp.dtype("float32")
     gather = whole.Whole()
     attend = attention.make_attend(seq=1, kernel="blockwise", window=config.sliding_window)
 
     @jax.jit
-    def run(weights: layers.Weights, rows: batch.Batch) -> Result:
+    def run(weights: layers.Weights, rows: Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
             hidden = decoder.hidden_states(
-                weights, rows, config=config, attend=attend, gather=gather, dtype=dtype, how=remat.Remat(), tile=4096
+                weights, rows, config=config, attend=attend, gather=gather, dtype=dtype, policy=RematPolicy(), tile_tokens=4096
             )
-            head = decoder.head(weights)
-            sums = loss.token_losses(hidden, rows.labels_BL, gather=gather, row=decoder.head(table), shard=head, tile=7)
-            count = (rows.labels_BL != batch.NO_LABEL).sum().astype(dtype)
+            head = decoder.lm_head(weights)
+            sums = loss.sum_token_losses(hidden, rows.labels_BL, gather=gather, head=decoder.lm_head(table), shard=head, tile=7)
+            count = (rows.labels_BL != NO_LABEL).sum().astype(dtype)
             return sums.loss / count, hidden @ head.T
 
         (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)

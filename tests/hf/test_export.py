@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp.core import batch, errors
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder, layers
@@ -25,15 +26,15 @@ TINY = {**oracle.MODELS["llama3"], "vocab_size": 257}
 
 def random_master(config: Any) -> layers.Weights:
     rng = np.random.default_rng(3)
-    return jax.tree.map(lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32), decoder.table(config))
+    return jax.tree.map(lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32), decoder.param_table(config))
 
 
 def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
     """Random weights, exported; returns them."""
-    config = families.model_config(fields, field="model.config")
+    config = families.parse_model_config(fields, field="model.config")
     master = changes.pop("master", None) or random_master(config)
     settings = {"tokenizer": None, "dtype": "float32"} | changes
-    weights.export(master, table=decoder.table(config), fields=fields, directory=directory, **settings)
+    weights.export_model(master, table=decoder.param_table(config), fields=fields, directory=directory, **settings)
     return master
 
 
@@ -49,24 +50,26 @@ def load(directory: pathlib.Path) -> Any:
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_float32_comes_back_bit_for_bit_and_gives_our_loss(tmp_path, name):
     fields = oracle.MODELS[name]
-    config = families.model_config(fields, field="model.config")
+    config = families.parse_model_config(fields, field="model.config")
     master = export(tmp_path / "out", fields)
     model = load(tmp_path / "out")
-    back = oracle.stacked(dict(model.named_parameters()), decoder.table(config))
+    back = oracle.stacked(dict(model.named_parameters()), decoder.param_table(config))
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
     arrays = oracle.rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
     right = oracle.gradients(model, list(arrays["tokens_BL"])).loss
-    found = oracle.ours(config)(master, batch.Batch(**jax.tree.map(jnp.asarray, arrays))).loss
+    found = oracle.ours(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays))).loss
     assert abs(found - right) < tolerances.FP32_PARITY * right
 
 
 def test_bfloat16_is_the_rounded_weights_and_the_default(tmp_path):
-    config = families.model_config(TINY, field="model.config")
+    config = families.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     # jax arrays, as they are at the end of a run
-    table = decoder.table(config)
-    weights.export(jax.tree.map(jnp.asarray, master), table=table, fields=TINY, tokenizer=None, directory=tmp_path / "out")
+    table = decoder.param_table(config)
+    weights.export_model(
+        jax.tree.map(jnp.asarray, master), table=table, fields=TINY, tokenizer=None, directory=tmp_path / "out"
+    )
     model = load(tmp_path / "out")
     assert {weight.dtype for weight in model.parameters()} == {oracle.torch.bfloat16}
     back = oracle.stacked({name: weight.float() for name, weight in model.named_parameters()}, table)
@@ -84,14 +87,14 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
         with safetensors.safe_open(tmp_path / "out" / file, "np") as tensors:
             assert all(index["weight_map"][name] == file for name in tensors.keys())  # noqa: SIM118 - no dict: it cannot be iterated
             assert tensors.metadata() == {"format": "pt"}
-    config = families.model_config(TINY, field="model.config")
-    back = oracle.stacked(dict(load(tmp_path / "out").named_parameters()), decoder.table(config))
+    config = families.parse_model_config(TINY, field="model.config")
+    back = oracle.stacked(dict(load(tmp_path / "out").named_parameters()), decoder.param_table(config))
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
 
 def test_views_are_written_as_they_read(tmp_path):
     """safetensors writes the memory behind a transposed view in the wrong order, without a word."""
-    config = families.model_config(TINY, field="model.config")
+    config = families.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
     export(tmp_path / "views", TINY, master=views)
@@ -106,7 +109,7 @@ def test_a_tied_head_is_not_written(tmp_path):
 
 def test_host_memory_holds_one_file_at_a_time(tmp_path):
     fields = {**TINY, "vocab_size": 300, "num_hidden_layers": 24, "hidden_size": 128, "intermediate_size": 256}
-    config = families.model_config(fields, field="model.config")
+    config = families.parse_model_config(fields, field="model.config")
     master = random_master(config)
     export(tmp_path / "warm", TINY)
     tracemalloc.start()
@@ -122,19 +125,19 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_the_config_read_back_is_the_same_model(tmp_path, name):
     fields = oracle.MODELS[name]
-    right = families.model_config(fields, field="model.config")
+    right = families.parse_model_config(fields, field="model.config")
     export(tmp_path / "out", fields, dtype="bfloat16")
     path = tmp_path / "out/config.json"
     written = json.loads(path.read_text())
-    assert families.model_config(written, field="config.json") == right
+    assert families.parse_model_config(written, field="config.json") == right
     loaded = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert loaded.architectures == [type(oracle.torch_model(fields)).__name__]
     assert loaded.dtype == oracle.torch.bfloat16
-    assert families.model_config(loaded.to_dict(), field="config.json") == right
+    assert families.parse_model_config(loaded.to_dict(), field="config.json") == right
 
     # what was written before transformers 5
     legacy = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")}
-    assert families.model_config(legacy, field="config.json") == right
+    assert families.parse_model_config(legacy, field="config.json") == right
     path.write_text(json.dumps(legacy))
     old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert old.dtype == loaded.dtype
@@ -142,7 +145,7 @@ def test_the_config_read_back_is_the_same_model(tmp_path, name):
 
 
 def test_the_tokenizer_and_its_special_tokens_come_along(tmp_path):
-    tokenizer = tokenizers.of_bytes()
+    tokenizer = tokenizers.make_byte_tokenizer()
     export(tmp_path / "out", {**TINY, "bos_token_id": 7, "eos_token_id": 2}, tokenizer=tokenizer)
     loaded = oracle.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("naïve <eos>")["input_ids"] == list("naïve <eos>".encode())
@@ -174,7 +177,7 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path, monkeypatch, error):
         save(*args, **kwargs)
 
     monkeypatch.setattr(safetensors.numpy, "save_file", fail)
-    with pytest.raises((errors.UserError, KeyboardInterrupt)) as raised:
+    with pytest.raises((UserError, KeyboardInterrupt)) as raised:
         export(tmp_path / "out", TINY, max_shard_size="60KB")
     if isinstance(error, OSError):
         assert_names(raised.value, "[Errno 28] No space left on device", start=f"{tmp_path}/out: ")
@@ -187,8 +190,8 @@ def test_only_a_new_or_an_empty_folder_is_written_to(tmp_path):
     export(tmp_path / "empty", TINY)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
     for name in ("empty", "empty/config.json"):
-        with pytest.raises(errors.UserError, match=rf"^{tmp_path}/{name}: .*empty folder"):
+        with pytest.raises(UserError, match=rf"^{tmp_path}/{name}: .*empty folder"):
             export(tmp_path / name, TINY)
-    with pytest.raises(errors.UserError, match=rf"^{tmp_path}/empty/config\.json/out: .*\[Errno"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/empty/config\.json/out: .*\[Errno"):
         export(tmp_path / "empty/config.json/out", TINY)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.model.config import Llama3Rope, ModelConfig
 from scripts.bench import memory
@@ -113,11 +113,11 @@ QWEN3 = {
 
 
 def read(fields: dict[str, Any]) -> ModelConfig:
-    return families.model_config(fields, field="model.config")
+    return families.parse_model_config(fields, field="model.config")
 
 
 def problems(fields: dict[str, Any]) -> list[str]:
-    with pytest.raises(errors.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         read(fields)
     assert all("\n" not in problem and problem.startswith("model.config") for problem in raised.value.problems)
     return raised.value.problems
@@ -442,8 +442,8 @@ def test_special_tokens_are_the_tokenizers_then_the_configs():
     class Tokenizer:
         bos_token_id, eos_token_id, pad_token_id = None, 5, None
 
-    found = families.token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    found = families.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert found == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert families.token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
-    assert families.token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
-    assert families.token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]
+    assert families.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
+    assert families.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
+    assert families.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]

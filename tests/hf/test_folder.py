@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import folder, tensors, weights
 from jaxsp.model import decoder
 from tests import batches
@@ -64,7 +64,7 @@ def here(tmp_path, monkeypatch) -> pathlib.Path:
 def named(model: Any = MODEL) -> Named:
     """Random tensors by name."""
     rng = np.random.default_rng(3)
-    shapes = weights._shapes(decoder.table(model))
+    shapes = weights._tensor_shapes(decoder.param_table(model))
     return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
@@ -80,13 +80,13 @@ def write(directory: pathlib.Path, arrays: Named, *, cut: int = 0) -> None:
         safetensors.numpy.save_file({name: arrays[name] for name in members}, directory / file)
     if cut:
         index = {"weight_map": {name: file for file, members in files.items() for name in members}}
-        (directory / folder.INDEX).write_text(json.dumps(index))
+        (directory / folder.INDEX_FILE).write_text(json.dumps(index))
 
 
 def problems(model: Any = MODEL, source: str = "m") -> list[str]:
     """Everything that is wrong with a folder, after who was asked for."""
-    with pytest.raises(errors.UserError) as raised:
-        weights.open_folder(folder.find(source), decoder.table(model))
+    with pytest.raises(UserError) as raised:
+        weights.open_folder(folder.find(source), decoder.param_table(model))
     asked = f"model.source = {source}: "
     assert all("\n" not in problem and problem.startswith(asked) for problem in raised.value.problems)
     return [problem.removeprefix(asked) for problem in raised.value.problems]
@@ -100,7 +100,7 @@ def test_slices_are_those_of_the_whole_whatever_the_dtype(here):
         "d": np.array(5, np.float32),
     }
     safetensors.numpy.save_file(arrays, here / "some.safetensors")
-    header = tensors.header(here / "some.safetensors")
+    header = tensors.read_header(here / "some.safetensors")
     whole = slice(None)
     for name, index in [
         ("a", (whole, whole, whole)),
@@ -113,7 +113,7 @@ def test_slices_are_those_of_the_whole_whatever_the_dtype(here):
         ("c", (slice(5, 6), slice(9, 10))),
         ("d", ()),
     ]:
-        found = tensors.read(header[name], index)
+        found = tensors.read_slice(header[name], index)
         assert found.dtype == np.float32
         assert batches.same_bits(found, arrays[name][index].astype(np.float32))
         assert found.shape == arrays[name][index].shape
@@ -122,16 +122,16 @@ def test_slices_are_those_of_the_whole_whatever_the_dtype(here):
 def test_nothing_but_the_slice_is_read(here, monkeypatch):
     array = np.arange(400, dtype=np.float32).reshape(20, 20)
     safetensors.numpy.save_file({"a": array}, here / "some.safetensors")
-    tensor, read = tensors.header(here / "some.safetensors")["a"], []
-    fill = tensors._fill
+    tensor, read = tensors.read_header(here / "some.safetensors")["a"], []
+    fill = tensors._read_into
     monkeypatch.setattr(tensors, "_fill", lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)))
-    tensors.read(tensor, (slice(5, 10), slice(None)))
+    tensors.read_slice(tensor, (slice(5, 10), slice(None)))
     assert read == [(tensor.offset + 5 * 80, 5 * 80)]
     read.clear()
-    tensors.read(tensor, (slice(18, 20), slice(4, 6)))
+    tensors.read_slice(tensor, (slice(18, 20), slice(4, 6)))
     assert read == [(tensor.offset + row * 80 + 16, 8) for row in (18, 19)]
     read.clear()
-    tensors.read(tensor, (slice(20, 20), slice(None)))
+    tensors.read_slice(tensor, (slice(20, 20), slice(None)))
     assert read == []
 
 
@@ -146,7 +146,7 @@ def test_reading_goes_on_where_the_system_stopped(tmp_path):
     found = np.zeros(10, np.float32)
     (tmp_path / "numbers").write_bytes(right.tobytes())
     with Short(tmp_path / "numbers") as file:
-        tensors._fill(file, found)
+        tensors._read_into(file, found)
     assert batches.same_bits(found, right)
 
 
@@ -199,7 +199,7 @@ def test_a_tied_head_has_to_be_the_embedding(here, monkeypatch):
     arrays = named(TIED)
     head = arrays["model.embed_tokens.weight"].copy()
     write(here, arrays | {"lm_head.weight": head})
-    weights.open_folder(folder.find("m"), decoder.table(TIED))
+    weights.open_folder(folder.find("m"), decoder.param_table(TIED))
     head[-1, -1] += 1
     for wrong in (head, head[:-1].copy()):
         write(here, arrays | {"lm_head.weight": wrong})
@@ -224,7 +224,7 @@ def test_files_that_the_index_names_have_to_be_there(here):
 
 
 def test_an_index_that_tells_another_story_than_the_files_is_refused(here):
-    path = here / folder.INDEX
+    path = here / folder.INDEX_FILE
     weight_map = json.loads(path.read_text())["weight_map"]
     last = list(weight_map)[-1]
     for change in ({last: "model-1.safetensors"}, {"made.up": "model-1.safetensors"}):
@@ -267,23 +267,23 @@ def test_damaged_files_are_all_named_with_what_is_wrong(here):
 
 
 def test_a_file_that_changes_under_our_hands_is_named(here):
-    reader = weights.open_folder(folder.find("m"), table := decoder.table(MODEL))
+    reader = weights.open_folder(folder.find("m"), table := decoder.param_table(MODEL))
     (here / "model-1.safetensors").write_bytes(b"")
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"^model\.source = m: m/model-1\.safetensors.*shorter",
     ):
         reader.read(table["embedding"], None, (slice(None), slice(None)))
     (here / "model-1.safetensors").unlink()
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"^model\.source = m: m/model-1\.safetensors.*No such file",
     ):
         reader.read(table["embedding"], None, (slice(None), slice(None)))
 
 
 def test_folders_without_weights_say_what_they_have_instead(here):
-    (here / folder.INDEX).unlink()
+    (here / folder.INDEX_FILE).unlink()
     (problem,) = problems()
     files = [
         "model.safetensors",
@@ -372,8 +372,8 @@ def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     arrays = named()
     snapshot = cached(tmp_path / "hub", monkeypatch, arrays)
     found = folder.find("org/name")
-    assert (found.path, found.fields, found.on_hub) == (snapshot, FIELDS, True)
-    table = decoder.table(MODEL)
+    assert (found.path, found.config_fields, found.is_on_hub) == (snapshot, FIELDS, True)
+    table = decoder.param_table(MODEL)
     read = weights.open_folder(found, table).read
     assert batches.same_bits(read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"])
     folder.copy_small_files(found.path, tmp_path / "kept")
@@ -410,7 +410,7 @@ def test_the_weights_are_asked_for_after_the_config_and_nothing_that_is_not_need
     repository = [*_SMALL_FILES, *_NEVER_FIRST]
     taken = set(huggingface_hub.utils.filter_repo_objects(repository, allow_patterns=patterns))
     assert taken == set(_SMALL_FILES)
-    weights.open_folder(found, decoder.table(MODEL))
+    weights.open_folder(found, decoder.param_table(MODEL))
     files = ["model.safetensors", "model-1.safetensors", "model-2.safetensors"]
     assert asked[1:] == [("org/name", snapshot.name, files)], "of the same commit"
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, folder, weights
 from jaxsp.model import decoder, layers
@@ -48,9 +48,9 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 def read(directory: pathlib.Path, sizes: tuple[int, int, int] = (1, 1, 1)) -> tuple[layers.Weights, layers.Weights]:
     """The table of a folder's model, and its weights, imported on a mesh and made whole again."""
     found = folder.find(str(directory))
-    table = decoder.table(families.model_config(found.fields, field="config.json"))
-    stored = sharding.load(table, batches.mesh(*sizes), weights.open_folder(found, table).read)
-    return table, jax.tree.map(lambda row, array: np.asarray(sharding.cut(row, array)), table, stored)
+    table = decoder.param_table(families.parse_model_config(found.config_fields, field="config.json"))
+    stored = sharding.load_weights(table, batches.mesh(*sizes), weights.open_folder(found, table).read)
+    return table, jax.tree.map(lambda row, array: np.asarray(sharding.remove_padding(row, array)), table, stored)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -66,8 +66,8 @@ def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(tm
         assert batches.same_bits(master, oracle.stacked(right, table)), sizes
 
     exported = "bfloat16" if dtype == "bfloat16" else "float32"
-    fields = folder.find(str(tmp_path / "in")).fields
-    weights.export(master, table=table, fields=fields, tokenizer=None, directory=tmp_path / "out", dtype=exported)
+    fields = folder.find(str(tmp_path / "in")).config_fields
+    weights.export_model(master, table=table, fields=fields, tokenizer=None, directory=tmp_path / "out", dtype=exported)
     back = tensors(tmp_path / "out")
     assert back.keys() == source.keys()
     for key, array in source.items():
@@ -96,8 +96,8 @@ def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(t
     (tmp_path / "it's old/model.safetensors").unlink()
     state = {name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16() for name, array in source.items()}
     oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
-    tokenizers.of_bytes().save_pretrained(tmp_path / "it's old")
-    with pytest.raises(errors.UserError, match=r"model\.safetensors.*pytorch_model\.bin") as raised:
+    tokenizers.make_byte_tokenizer().save_pretrained(tmp_path / "it's old")
+    with pytest.raises(UserError, match=r"model\.safetensors.*pytorch_model\.bin") as raised:
         read(tmp_path / "it's old")
     suggestion = r"(python -c .+), \w+ (model\.source=.+)\.$"
     command, then = re.search(suggestion, str(raised.value)).groups()
@@ -132,8 +132,13 @@ def test_exports_carry_the_small_files_of_their_source(tmp_path):
     names = {"chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == names
     table, master = read(tmp_path / "in")
-    weights.export(
-        master, table=table, fields=found.fields, tokenizer=None, directory=tmp_path / "out", small_files=tmp_path / "kept"
+    weights.export_model(
+        master,
+        table=table,
+        fields=found.config_fields,
+        tokenizer=None,
+        directory=tmp_path / "out",
+        small_files=tmp_path / "kept",
     )
     assert {path.name for path in (tmp_path / "out").iterdir()} == {*names, "model.safetensors"}
     for name in names - {"config.json"}:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.core import batch
+from jaxsp.core.batch import Batch
 from jaxsp.hf import families
 from jaxsp.model import decoder, layers
 from tests import batches, tolerances
@@ -22,8 +22,8 @@ PIECES = {
 def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Ours and transformers' loss, logits and gradients."""
     fields, pieces = oracle.MODELS[name], PIECES[layout]
-    config = families.model_config(fields, field="model.config")
-    table = decoder.table(config)
+    config = families.parse_model_config(fields, field="model.config")
+    table = decoder.param_table(config)
     model = oracle.torch_model(fields)
     weights = oracle.stacked(dict(model.named_parameters()), table)
     arrays = oracle.rows(pieces, vocab_size=config.vocab_size)
@@ -32,7 +32,7 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     done = oracle.gradients(model, documents)
     right = {"loss": done.loss, "logits": np.concatenate(done.logits)}
     right |= batches.by_name(oracle.stacked(done.gradients, table))
-    done = oracle.ours(config)(weights, batch.Batch(**jax.tree.map(jnp.asarray, arrays)))
+    done = oracle.ours(config)(weights, Batch(**jax.tree.map(jnp.asarray, arrays)))
     found = {"loss": done.loss, "logits": np.concatenate([done.logits[place] for place in places])}
     found |= batches.by_name(done.gradients)
     return found, right
@@ -51,9 +51,9 @@ def test_loss_logits_and_every_gradient_are_transformers(name, layout):
 
 @pytest.mark.parametrize("name", ["llama3", "qwen2"])
 def test_angles_are_right_at_the_end_of_five_million_tokens(name):
-    config = families.model_config(oracle.MODELS[name], field="model.config")
+    config = families.parse_model_config(oracle.MODELS[name], field="model.config")
     position = 5 * 2**20 - 1
-    angles = layers.angles(jnp.array([[position]], jnp.int32), config)
+    angles = layers.rope_angles(jnp.array([[position]], jnp.int32), config)
     right = position * layers.rope_frequencies(config)
     np.testing.assert_allclose(angles.cos[0, 0], np.cos(right), rtol=0, atol=tolerances.ANGLES)
     np.testing.assert_allclose(angles.sin[0, 0], np.sin(right), rtol=0, atol=tolerances.ANGLES)
@@ -63,5 +63,5 @@ def test_angles_are_right_at_the_end_of_five_million_tokens(name):
 def test_rotation_frequencies_are_transformers(name):
     fields = oracle.MODELS[name] | {"head_dim": 128, "rope_theta": 5e5}
     model = oracle.torch_model(fields)
-    found = layers.rope_frequencies(families.model_config(fields, field="model.config"))
+    found = layers.rope_frequencies(families.parse_model_config(fields, field="model.config"))
     np.testing.assert_allclose(found, model.model.rotary_emb.inv_freq.numpy(), rtol=tolerances.FREQUENCIES)

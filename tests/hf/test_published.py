@@ -9,16 +9,17 @@ import jax
 import pytest
 import yaml
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import ModelSourceConfig
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families, folder, published
+from jaxsp.hf.folder import HubError
 from jaxsp.model import decoder
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
-REFUSED = folder.HubError("a problem with a suggestion", reason="a reason")
+REFUSED = HubError("a problem with a suggestion", reason="a reason")
 
 
 @pytest.fixture
@@ -41,8 +42,8 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("model", [pytest.param(model, id=name) for name, model in published.MODELS.items()])
 def test_sizes_give_the_published_number_of_parameters(model):
     """So a wrong size, or an embedding that should be tied, is found."""
-    read = families.model_config(model.fields, field=model.name)
-    table = decoder.table(read)
+    read = families.parse_model_config(model.fields, field=model.name)
+    table = decoder.param_table(read)
 
     def size(parameters):
         return sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(parameters))
@@ -68,11 +69,11 @@ def test_sizes_are_those_that_were_compared_with_config_json_once():
 
 def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     hub(REFUSED)
-    sizes = published.read_sizes(schema.Model(source=LLAMA))
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert sizes.model.num_layers == 32
     assert sizes.published.name == LLAMA
-    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source, published.DATE))
-    changed = dict(word.split("=", 1) for word in sizes.words)
+    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source_url, published.READ_DATE))
+    changed = dict(word.split("=", 1) for word in sizes.overrides)
     assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
 
 
@@ -80,29 +81,29 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
     fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     hub(tmp_path)
-    sizes = published.read_sizes(schema.Model(source=LLAMA))
-    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.words) == (2, None, "", [])
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
+    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.overrides) == (2, None, "", [])
 
 
 def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
     hub(AssertionError("the hub is not asked"))
     fields = published.MODELS["Qwen/Qwen3-0.6B"].fields
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    for model in (schema.Model(source=str(tmp_path)), schema.Model(config=fields)):
+    for model in (ModelSourceConfig(source=str(tmp_path)), ModelSourceConfig(config=fields)):
         sizes = published.read_sizes(model)
         assert (sizes.model.num_layers, sizes.published) == (28, None)
 
 
 def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
-    hub(errors.UserError("no such model on the hub"))
-    with pytest.raises(errors.UserError, match="no such model on the hub"):
-        published.read_sizes(schema.Model(source=LLAMA))
+    hub(UserError("no such model on the hub"))
+    with pytest.raises(UserError, match="no such model on the hub"):
+        published.read_sizes(ModelSourceConfig(source=LLAMA))
 
 
 def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(hub):
     hub(REFUSED)
-    with pytest.raises(errors.UserError) as raised:
-        published.read_sizes(schema.Model(source="Qwen/Qwen3-14"))
+    with pytest.raises(UserError) as raised:
+        published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
     (problem,) = raised.value.problems
     parts = ("Qwen/Qwen3-14", "a reason", "mean Qwen/Qwen3-14B?", "hf download Qwen/Qwen3-14 config.json")
     assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
@@ -114,7 +115,7 @@ def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(folder, "_cached", lambda source: tmp_path)
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
-    sizes = published.read_sizes(schema.Model(source=LLAMA))
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert (sizes.model.num_layers, sizes.published) == (2, None)
 
 
@@ -122,15 +123,15 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
     began = time.monotonic()
-    sizes = published.read_sizes(schema.Model(source=LLAMA))
+    sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert time.monotonic() - began < 10
     assert "0.1 s" in sizes.note
 
 
 def test_training_never_takes_published_sizes(hub):
     hub(REFUSED)
-    model = schema.Model(source=LLAMA)
-    with pytest.raises(folder.HubError, match="a problem with a suggestion"):
+    model = ModelSourceConfig(source=LLAMA)
+    with pytest.raises(HubError, match="a problem with a suggestion"):
         folder.find(LLAMA)
-    with pytest.raises(folder.HubError, match="a problem with a suggestion"):
+    with pytest.raises(HubError, match="a problem with a suggestion"):
         families.read_model_config(model)

@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec
 
 from jaxsp import attention
 from jaxsp.attention.kernels import blockwise
-from jaxsp.core import axes, batch
-from jaxsp.model import decoder, remat
+from jaxsp.core import axes
+from jaxsp.core.batch import NO_LABEL, SPECS, Batch
+from jaxsp.model import decoder
+from jaxsp.model.remat import RematPolicy
 from tests import batches, whole
 
 L = 48
@@ -33,7 +35,14 @@ def small_blocks():
 def hidden_states(weights, rows, seq):
     attend = attention.make_attend(seq=seq, kernel="blockwise", window=None)
     return decoder.hidden_states(
-        weights, rows, config=MODEL, attend=attend, gather=WHOLE, dtype=jnp.dtype("float32"), how=remat.Remat(), tile=4096
+        weights,
+        rows,
+        config=MODEL,
+        attend=attend,
+        gather=WHOLE,
+        dtype=jnp.dtype("float32"),
+        policy=RematPolicy(),
+        tile_tokens=4096,
     )
 
 
@@ -41,7 +50,7 @@ def hidden_states(weights, rows, seq):
 def weights():
     rng = np.random.default_rng(2)
     draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
-    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(MODEL))
+    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(MODEL))
 
 
 @functools.cache
@@ -58,12 +67,12 @@ def compiled(seq):
         return logits, jax.lax.psum(gradients["embedding"], axes.SEQ)
 
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
-    split = batch.Batch
+    split = Batch
     in_specs = (same, (share, share, share, same, same))
-    rebuilt = lambda weights, fields: local(weights, split(**dict(zip(batch.SPECS, fields, strict=True))))
+    rebuilt = lambda weights, fields: local(weights, split(**dict(zip(SPECS, fields, strict=True))))
     on_mesh = jax.shard_map(rebuilt, mesh=batches.mesh(1, 1, seq), in_specs=in_specs, out_specs=(share, same), check_vma=False)
     jitted = jax.jit(on_mesh)
-    return lambda arrays: [np.asarray(x) for x in jitted(weights(), tuple(arrays[name] for name in batch.SPECS))]
+    return lambda arrays: [np.asarray(x) for x in jitted(weights(), tuple(arrays[name] for name in SPECS))]
 
 
 def rows():
@@ -84,7 +93,7 @@ def test_changing_a_document_leaves_the_others_bit_identical(changed, seq):
     """Their logits and the gradients of their loss to their own inputs; towards the changed document they are zero."""
     before, piece = rows()
     others, own = (piece != changed) & (piece >= 0), piece == changed
-    before["labels_BL"] = np.where(own, batch.NO_LABEL, before["labels_BL"])
+    before["labels_BL"] = np.where(own, NO_LABEL, before["labels_BL"])
     after = before | {"tokens_BL": np.where(own, before["tokens_BL"] + 200, before["tokens_BL"])}
     (logits, gradient), (new_logits, new_gradient) = compiled(seq)(before), compiled(seq)(after)
     assert batches.same_bits(new_logits[others], logits[others])
@@ -92,7 +101,7 @@ def test_changing_a_document_leaves_the_others_bit_identical(changed, seq):
     to_others = before["tokens_BL"][others]
     assert batches.same_bits(new_gradient[to_others], gradient[to_others])
     # a document of one token has no label
-    learned = np.isin(to_others, before["tokens_BL"][before["labels_BL"] != batch.NO_LABEL])
+    learned = np.isin(to_others, before["tokens_BL"][before["labels_BL"] != NO_LABEL])
     assert (gradient[to_others[learned]] != 0).any(-1).all()
     assert (gradient[before["tokens_BL"][own]] == 0).all()
     assert (new_gradient[after["tokens_BL"][own]] == 0).all()
@@ -104,7 +113,7 @@ def test_a_loss_does_not_depend_on_later_tokens(seq):
     arrays["tokens_BL"] = np.arange(1, 1 + 3 * L, dtype=np.int32).reshape(3, L)
     arrays |= {name: np.pad(arrays[name], ((0, 0), (0, 3))) for name in ("starts_BM", "lengths_BM")}
     for t in (0, 11, 12, 13, 30, 46):
-        upto = np.where(np.arange(L) <= t, arrays["labels_BL"], batch.NO_LABEL).astype(np.int32)
+        upto = np.where(np.arange(L) <= t, arrays["labels_BL"], NO_LABEL).astype(np.int32)
         _, gradient = compiled(seq)(arrays | {"labels_BL": upto})
         of_token = gradient[arrays["tokens_BL"]]
         assert (of_token[:, t + 1 :] == 0).all()
@@ -114,20 +123,20 @@ def test_a_loss_does_not_depend_on_later_tokens(seq):
 def test_attention_is_not_computed_again_in_the_backward_pass():
     """Only attention's forward pass looks for a maximum."""
     arrays, _ = rows()
-    whole = batch.Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    whole = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
     jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda weights: hidden_states(weights, whole, 1).sum()))(weights())
     assert sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr)) == 1
 
 
 def test_the_gradient_of_an_embedding_is_summed_in_float32():
     """In bfloat16, 1 added 39,643 times gives 256."""
-    row = decoder.table(MODEL)["embedding"]
+    row = decoder.param_table(MODEL)["embedding"]
     tokens = jnp.int32(np.r_[np.full(39_643, 7), np.arange(5)])[None]
     gather = whole.Whole("bfloat16")
 
     @jax.jit
     def gradient(table):
-        out, pull = jax.vjp(lambda table: decoder.lookup(gather, row, table, tokens, jnp.dtype("bfloat16")), table)
+        out, pull = jax.vjp(lambda table: decoder.embed_tokens(gather, row, table, tokens, jnp.dtype("bfloat16")), table)
         return out, pull(jnp.ones_like(out))[0]
 
     table = weights()["embedding"]
@@ -161,7 +170,7 @@ LLAMA = {
 )
 def test_the_table_has_every_tensor_of_the_family_once(field, adds):
     off = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings"), False)
-    found = jax.tree.leaves(decoder.table(batches.model(**off | {field: True})))
+    found = jax.tree.leaves(decoder.param_table(batches.model(**off | {field: True})))
     names = [row.hf_name for row in found]
     missing = {"lm_head.weight"} if field == "tie_embeddings" else set()
     assert len(names) == len(set(names))

@@ -18,7 +18,7 @@ from jaxsp.model import tiling
     ],
 )
 def test_a_tile_divides_the_tokens_where_one_of_half_the_size_and_more_does(tokens, most, expected):
-    tile = tiling.dividing(tokens, most)
+    tile = tiling.choose_dividing_tile(tokens, most)
     assert tile == expected
     assert tokens <= most or tokens % tile == 0 or tokens == 8209
 
@@ -27,5 +27,5 @@ def test_a_tile_divides_the_tokens_where_one_of_half_the_size_and_more_does(toke
 def test_the_values_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
     """Llama-3.1-8B: 253,952 bytes for each token."""
     sizes = {"intermediate_size": 14336, "hidden_size": 4096, "itemsize": 2}
-    assert tiling.mlp_tile_tokens(num_tokens=28672, max_bytes=max_bytes, **sizes) == tile
+    assert tiling.choose_mlp_tile(num_tokens=28672, max_bytes=max_bytes, **sizes) == tile
     assert tile == 1 or 253_952 * tile <= max_bytes

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from jaxsp.planner import planning
 from jaxsp.planner.compile import budget
 from jaxsp.planner.cost import roofline
+from jaxsp.planner.planning import Plan
 
 
 def plan(**changes):
@@ -52,11 +52,11 @@ def plan(**changes):
         "step_s_estimate": 5.0,
         "tokens_per_s_estimate": 209715.2,
         "mfu_estimate": 0.4,
-        "seconds_estimate": {roofline.PRODUCTS: 2.75, roofline.ATTENTION: 2.125, roofline.WAITED: 0.125},
-        "limited_by": roofline.PRODUCTS,
+        "seconds_estimate": {roofline.MATMULS: 2.75, roofline.ATTENTION: 2.125, roofline.EXPOSED_COLLECTIVES: 0.125},
+        "limited_by": roofline.MATMULS,
         "transfers": [],
         "jax": "0.12.0",
         "plan_s": 8.0,
     }
-    assert fields.keys() == {field.name for field in dataclasses.fields(planning.Plan)}
-    return planning.Plan(**fields | changes)
+    assert fields.keys() == {field.name for field in dataclasses.fields(Plan)}
+    return Plan(**fields | changes)

@@ -39,7 +39,9 @@ def settings(*words, **changes):
 
 def step(asked, devices):
     """The step of such a config on these devices."""
-    return compiled.step(asked, model=families.model_config(asked.model.config, field="model.config"), devices=devices)
+    return compiled.compile_config(
+        asked, model=families.parse_model_config(asked.model.config, field="model.config"), devices=devices
+    )
 
 
 @functools.cache
@@ -54,7 +56,7 @@ def gpu_step(*, data, seq, num_heads, turns, num_layers=4):
         num_attention_heads=num_heads,
         num_hidden_layers=num_layers,
     )
-    return step(asked, compiled.devices("h100-80gb", data * seq))
+    return step(asked, compiled.make_devices("h100-80gb", data * seq))
 
 
 def pieces(step):

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from jaxsp.planner import mesh_sweep, plots
+from jaxsp.planner import plots
 from jaxsp.planner.compile import budget
+from jaxsp.planner.mesh_sweep import MeshPlan
 from tests.planner import made
 
 figure = pytest.importorskip("matplotlib.figure", reason="pictures need the plan extra")
@@ -30,12 +31,12 @@ def grown(row_tokens, *, host=0.0, growth=1.0, **changes):
     """A plan without tiles, whose attention takes `growth` GiB for 10,000 tokens."""
     memory = {budget.WEIGHTS: 10.0, budget.ATTENTION: growth * row_tokens / 10000, budget.RESERVED: 6.3}
     tiles = {"mlp_tile_tokens": row_tokens, "loss_tile_tokens": row_tokens}
-    host_memory = {budget.RESIDUALS: host}
+    host_memory = {budget.SAVED_ACTIVATIONS: host}
     return made.plan(row_tokens=row_tokens, memory=memory, host_gib=host, host_memory=host_memory, **tiles | changes)
 
 
 def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_path, drawn):
-    plots.lengths([grown(200_000), grown(100_000)], tmp_path / "a.png", title="a title")
+    plots.plot_lengths([grown(200_000), grown(100_000)], tmp_path / "a.png", title="a title")
     (one,) = drawn
     (panel,) = one.axes
     corners = [area.get_paths()[0].vertices for area in panel.collections]
@@ -49,7 +50,7 @@ def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_p
 
 
 def test_what_the_host_holds_gets_a_panel(tmp_path, drawn):
-    plots.lengths([grown(100_000, host=5.0), grown(200_000, host=9.0)], tmp_path / "a.svg", title="a title")
+    plots.plot_lengths([grown(100_000, host=5.0), grown(200_000, host=9.0)], tmp_path / "a.svg", title="a title")
     device, host = drawn[0].axes
     assert host.collections[0].get_paths()[0].get_extents().y1 == pytest.approx(9.0)
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
@@ -70,7 +71,7 @@ def test_changes_of_the_program_are_named(changed, words):
     tiles = {"mlp_tile_tokens": 16384, "loss_tile_tokens": 16384}
     before = made.plan(**tiles)
     after = made.plan(row_tokens=262144, **{name: 2 * size for name, size in tiles.items()} | changed)
-    assert plots.changes(before, after) == words
+    assert plots.describe_changes(before, after) == words
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_changes_of_the_program_are_named(changed, words):
 )
 def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
     """1 GiB for 10,000 tokens and 16.3 of other causes fill the device's 79.1 at 628,000 tokens."""
-    plots.lengths([grown(200_000), grown(longer, remat="full", growth=0.5)], tmp_path / "a.png", title="a title")
+    plots.plot_lengths([grown(200_000), grown(longer, remat="full", growth=0.5)], tmp_path / "a.png", title="a title")
     (panel,) = drawn[0].axes
     (attention,) = [area for area in panel.collections if area.get_label() == budget.ATTENTION]
     heights = {round(y, 3) for x, y in attention.get_paths()[0].vertices if x == pytest.approx(place)}
@@ -91,7 +92,7 @@ def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
 
 
 def test_a_row_that_does_not_fit_shows_which_is_the_longest_that_does(tmp_path, drawn):
-    plots.lengths([grown(100_000), grown(200_000), grown(210_000, fits=False)], tmp_path / "a.png", title="a title")
+    plots.plot_lengths([grown(100_000), grown(200_000), grown(210_000, fits=False)], tmp_path / "a.png", title="a title")
     (panel,) = drawn[0].axes
     (label,) = [text.get_text() for text in panel.texts if "longest" in text.get_text()]
     assert "200K" in label
@@ -102,21 +103,21 @@ def test_a_row_that_does_not_fit_shows_which_is_the_longest_that_does(tmp_path, 
     [(512, "512"), (131_072, "131K"), (999_424, "999K"), (999_900, "1M"), (3_670_016, "3.67M"), (40_000_000, "40M")],
 )
 def test_tokens_are_written_in_thousands_and_millions(number, words):
-    assert plots.tokens(number) == words
+    assert plots.format_tokens(number) == words
 
 
 def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tmp_path, drawn):
     found = [
-        mesh_sweep.Shape(mesh={"replica": 1, "data": 1, "seq": 8}, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
-        mesh_sweep.Shape(
+        MeshPlan(mesh={"replica": 1, "data": 1, "seq": 8}, attention_fields={"kind": "ulysses"}, plan=made.plan(), problem=""),
+        MeshPlan(
             mesh={"replica": 1, "data": 2, "seq": 4},
-            kind={"kind": "ring"},
+            attention_fields={"kind": "ring"},
             plan=made.plan(fits=False, step_s_estimate=7.0),
-            why="",
+            problem="",
         ),
-        mesh_sweep.Shape(mesh={"replica": 1, "data": 8, "seq": 1}, kind={"kind": "auto"}, plan=None, why="no"),
+        MeshPlan(mesh={"replica": 1, "data": 8, "seq": 1}, attention_fields={"kind": "auto"}, plan=None, problem="no"),
     ]
-    plots.meshes(found, tmp_path / "a.png", title="a title")
+    plots.plot_meshes(found, tmp_path / "a.png", title="a title")
     memory, times = drawn[0].axes
     assert [bar.get_width() for bar in times.patches] == [7.0, 5.0], "from the bottom up"
     assert [label.get_text() for label in memory.get_yticklabels()] == ["1 x 2 x 4  ring", "1 x 1 x 8  ulysses"]
@@ -126,16 +127,16 @@ def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tm
 
 def test_one_length_alone_is_no_picture(tmp_path):
     with pytest.raises(ValueError, match=r"^--plot = .*a\.png: .*lengths"):
-        plots.lengths([grown(100_000)], tmp_path / "a.png", title="a title")
+        plots.plot_lengths([grown(100_000)], tmp_path / "a.png", title="a title")
 
 
 def test_what_is_no_picture_is_said_before_anything_is_compiled():
-    plots.check(pathlib.Path("a.pdf"))
+    plots.check_output(pathlib.Path("a.pdf"))
     with pytest.raises(ValueError, match=r"^--plot = a\.jpeg: .*\.png, \.svg or \.pdf"):
-        plots.check(pathlib.Path("a.jpeg"))
+        plots.check_output(pathlib.Path("a.jpeg"))
 
 
 def test_without_matplotlib_it_is_said_before_too(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"^--plot = a\.png: .*pip install matplotlib"):
-        plots.check(pathlib.Path("a.png"))
+        plots.check_output(pathlib.Path("a.png"))

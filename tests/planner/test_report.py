@@ -4,15 +4,17 @@ import re
 
 import pytest
 
-from jaxsp.planner import mesh_sweep, report, search
+from jaxsp.planner import report
 from jaxsp.planner.compile import budget
 from jaxsp.planner.cost import roofline
+from jaxsp.planner.mesh_sweep import MeshPlan
+from jaxsp.planner.search import LongestRow, TriedLength
 from tests.messages import assert_names, numbers
 from tests.planner import made
 
 
 def test_all_of_a_plan_is_said():
-    said = report.text(made.plan(), model="a model")
+    said = report.format_plan(made.plan(), model="a model")
     assert_names(
         said,
         "a model",
@@ -22,14 +24,14 @@ def test_all_of_a_plan_is_said():
         "131,072 tokens",
     )
     assert_names(said, "yes", "30.0 of 72.8 GiB", "device memory")
-    assert_names(said, "20.00 attention", budget.CAUSES[budget.ATTENTION])
+    assert_names(said, "20.00 attention", budget.CATEGORIES[budget.ATTENTION])
     assert_names(said, "2.000 2.000 1.00 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
         said,
         "5 s to 6.5 s",
         "209,715 tokens/s",
         "MFU 40 %",
-        roofline.PRODUCTS,
+        roofline.MATMULS,
         "ESTIMATE",
     )
     assert_names(said, "2.125 attention")
@@ -43,18 +45,18 @@ def labels(text):
 
 
 def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
-    plan = made.plan(host_gib=100.0, host_pool_gib=128.0, host_memory={budget.RESIDUALS: 60.0, budget.OPTIMIZER: 40.0})
-    said = report.text(plan, model="a model")
+    plan = made.plan(host_gib=100.0, host_pool_gib=128.0, host_memory={budget.SAVED_ACTIVATIONS: 60.0, budget.OPTIMIZER: 40.0})
+    said = report.format_plan(plan, model="a model")
     assert "host" in labels(said)
     assert_names(said, "128 60.00 residuals 40.00 optimizer")
 
 
 def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
-    said = report.text(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
+    said = report.format_plan(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
     assert_names(said, "1 row", "131,072 tokens", "ring of 8", "cuDNN", "2.1 MB")
     assert "3.1 MB" not in said
     assert_names(
-        report.text(made.plan(), model="a model"),
+        report.format_plan(made.plan(), model="a model"),
         "Ulysses of 8",
         "2.1 MB",
         "ring of 8 3.1 MB",
@@ -67,41 +69,43 @@ def test_what_does_not_fit_names_what_is_full_and_what_to_try():
     )
     suggestions = "memory.remat=full, memory.x=y or shorter rows"
     sizes = ["30.0 of 72.8 GiB", "2,100 of 1,960 GiB"]
-    assert_names(report.fits(plan), *sizes, "host memory", suggestions, start="NO")
+    assert_names(report.format_fit(plan), *sizes, "host memory", suggestions, start="NO")
 
 
 def test_another_kernel_than_cudnn_says_why():
-    said = report.text(made.plan(kernel="blockwise", why_not_cudnn="cuDNN needs what is not there"), model="a model")
+    said = report.format_plan(made.plan(kernel="blockwise", why_not_cudnn="cuDNN needs what is not there"), model="a model")
     assert_names(said, "blockwise", "cuDNN needs what is not there")
-    as_asked_for = report.text(made.plan(kernel="blockwise"), model="a model")
+    as_asked_for = report.format_plan(made.plan(kernel="blockwise"), model="a model")
     assert_names(as_asked_for, "Ulysses of 8", "blockwise")
     assert "cuDNN" not in as_asked_for
 
 
 def test_without_ceilings_there_is_no_estimate():
     plan = made.plan(step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None)
-    assert_names(report.speed(plan), "bfloat16", "cuDNN")
-    assert numbers(report.speed(plan)) == []
-    assert "GPU-hours" not in report.text(plan, model="a model", tokens=1e9)
+    assert_names(report.format_time(plan), "bfloat16", "cuDNN")
+    assert numbers(report.format_time(plan)) == []
+    assert "GPU-hours" not in report.format_plan(plan, model="a model", tokens=1e9)
 
 
 def test_tokens_to_train_on_give_gpu_hours_and_days():
     """10e9 tokens at 200,000 a second are 50,000 seconds, 111 hours of 8 GPUs; likely up to 1.3 times as many."""
     plan = made.plan(tokens_per_s_estimate=200_000.0)
     words = ["10,000,000,000 tokens", "111 to 144 GPU-hours", "0.58 to 0.75 days"]
-    assert_names(report.cost(plan, 10e9), *words)
+    assert_names(report.format_cost(plan, 10e9), *words)
     little = ["1,000,000 tokens", "0.011 to 0.014 GPU-hours", "5.8e-05 to 7.5e-05 days"]
-    assert_names(report.cost(plan, 1e6), *little)
-    assert_names(report.text(plan, model="a model", tokens=10e9), *words)
+    assert_names(report.format_cost(plan, 1e6), *little)
+    assert_names(report.format_plan(plan, model="a model", tokens=10e9), *words)
 
 
-@pytest.mark.parametrize("cause", [roofline.ATTENTION, roofline.WAITED, roofline.HOST_WAITED, roofline.MEMORY])
+@pytest.mark.parametrize(
+    "cause", [roofline.ATTENTION, roofline.EXPOSED_COLLECTIVES, roofline.EXPOSED_HOST_COPIES, roofline.MEMORY_BANDWIDTH]
+)
 def test_the_cause_that_takes_most_of_the_time_limits_a_step(cause):
-    seconds = {roofline.PRODUCTS: 1.0, roofline.ATTENTION: 0.5, roofline.WAITED: 0.2}
+    seconds = {roofline.MATMULS: 1.0, roofline.ATTENTION: 0.5, roofline.EXPOSED_COLLECTIVES: 0.2}
     # overlapped transfers are no part of a step's time
-    beside = {roofline.OVERLAPPED: 9.0, roofline.HOST_OVERLAPPED: 9.0}
-    assert roofline.limiting(seconds | beside) == roofline.PRODUCTS
-    assert roofline.limiting(seconds | beside | {cause: 1.1}) == cause
+    beside = {roofline.HIDDEN_COLLECTIVES: 9.0, roofline.HIDDEN_HOST_COPIES: 9.0}
+    assert roofline.find_bottleneck(seconds | beside) == roofline.MATMULS
+    assert roofline.find_bottleneck(seconds | beside | {cause: 1.1}) == cause
 
 
 def cells(text):
@@ -113,11 +117,13 @@ def cells(text):
 def test_gpus_and_row_lengths_are_compared_in_one_table():
     found = [
         made.plan(tokens_per_s_estimate=200_000.0),
-        made.plan(row_tokens=65536, remat="full", mlp_tile_tokens=2048, step_s_estimate=250.0, limited_by=roofline.WAITED),
+        made.plan(
+            row_tokens=65536, remat="full", mlp_tile_tokens=2048, step_s_estimate=250.0, limited_by=roofline.EXPOSED_COLLECTIVES
+        ),
         made.plan(device="h200-141gb", num_devices=4, fits=False, binds="host", host_gib=2100.0, tokens_per_s_estimate=1e5),
         made.plan(device="a100-80gb", step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None, limited_by=None),
     ]
-    rows, note = cells(report.several(found, tokens=10e9))
+    rows, note = cells(report.format_comparison(found, tokens=10e9))
     assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
     assert [row["row tokens"] for row in rows] == ["131,072", "65,536", "131,072", "131,072"]
     assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
@@ -130,30 +136,33 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     assert [row["limited by*"] for row in rows] == ["matrix products", "waiting for collectives", "matrix products", "-"]
     assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
     assert_names(note, "1 to 1.3")
-    rows, _ = cells(report.several(found, tokens=None))
+    rows, _ = cells(report.format_comparison(found, tokens=None))
     assert "GPU-hours*" not in rows[0]
 
 
 def test_the_longest_row_says_what_was_full_beyond_it():
-    fits = search.Tried(row_tokens=1000, plan=made.plan(row_tokens=1000), why="")
-    beyond = search.Tried(row_tokens=1010, plan=made.plan(row_tokens=1010, short="x", binds="host"), why="x")
-    said = report.longest(search.Longest(tried=[fits, beyond]), seconds=12.3)
+    fits = TriedLength(row_tokens=1000, plan=made.plan(row_tokens=1000), problem="")
+    beyond = TriedLength(row_tokens=1010, plan=made.plan(row_tokens=1010, short="x", binds="host"), problem="x")
+    said = report.format_longest(LongestRow(tried=[fits, beyond]), seconds=12.3)
     parts = ("1,000 tokens", "remat attention", "1,010", "host memory", "2 lengths", "12 s")
     assert all(part in said for part in parts)
-    none = search.Longest(tried=[search.Tried(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), why="it is full")])
-    assert_names(report.longest(none, seconds=1.0), "1,024 tokens", "it is full", "memory.a=b")
+    none = LongestRow(tried=[TriedLength(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), problem="it is full")])
+    assert_names(report.format_longest(none, seconds=1.0), "1,024 tokens", "it is full", "memory.a=b")
 
 
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
-        mesh_sweep.Shape(mesh=mesh, kind={"kind": "ulysses"}, plan=made.plan(), why=""),
-        mesh_sweep.Shape(mesh=mesh, kind={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), why=""),
-        mesh_sweep.Shape(
-            mesh=mesh, kind={"kind": "hybrid", "inner_degree": 4}, plan=None, why="28 query heads cannot be shared"
+        MeshPlan(mesh=mesh, attention_fields={"kind": "ulysses"}, plan=made.plan(), problem=""),
+        MeshPlan(mesh=mesh, attention_fields={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), problem=""),
+        MeshPlan(
+            mesh=mesh,
+            attention_fields={"kind": "hybrid", "inner_degree": 4},
+            plan=None,
+            problem="28 query heads cannot be shared",
         ),
     ]
-    text = report.ranked(found)
+    text = report.format_ranking(found)
     rows, note = cells(text)
     assert list(rows[0].values()) == [*"118", "ulysses", "yes", "30.0", "0", "attention", "cudnn", "5 s", "209,715", "40", "1"]
     assert rows[1]["fits"] == "no: host"

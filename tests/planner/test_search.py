@@ -2,14 +2,14 @@
 
 import pytest
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import budget, compiled
 from tests.planner import made, programs
 
-MODEL = families.model_config(programs.LLAMA, field="model.config")
-SITE = compiled.site("h100-80gb", 8)
+MODEL = families.parse_model_config(programs.LLAMA, field="model.config")
+SITE = compiled.make_cluster("h100-80gb", 8)
 
 
 def sought(monkeypatch, make, *words, has_splits=False):
@@ -27,7 +27,7 @@ def sought(monkeypatch, make, *words, has_splits=False):
 
     monkeypatch.setattr(planning, "of", of)
     asked = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
-    return search.longest(asked, model=MODEL, site=SITE), lengths
+    return search.find_longest_row(asked, model=MODEL, cluster=SITE), lengths
 
 
 def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
@@ -50,9 +50,9 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
 def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, longest):
     found, lengths = sought(monkeypatch, lambda n: line(n, longest=longest))
     best = found.plan.row_tokens
-    assert best <= longest < found.beyond.row_tokens
-    assert found.beyond.row_tokens - best <= max(search.PRECISION * best, search.UNIT * 8)
-    assert best % (search.UNIT * 8) == 0
+    assert best <= longest < found.shortest_failing.row_tokens
+    assert found.shortest_failing.row_tokens - best <= max(search.PRECISION * best, search.LENGTH_UNIT * 8)
+    assert best % (search.LENGTH_UNIT * 8) == 0
     assert len(lengths) <= 6
     assert [one.row_tokens for one in found.tried] == sorted(set(lengths))
 
@@ -60,7 +60,7 @@ def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, lon
 def test_the_host_may_be_what_binds(monkeypatch):
     found, lengths = sought(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
     assert found.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)
-    assert found.beyond.plan.binds == "host"
+    assert found.shortest_failing.plan.memory_bottleneck == "host"
     assert len(lengths) <= 6
 
 
@@ -75,31 +75,31 @@ def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, 
     made_up = lambda n: line(n, longest=before if n < split_at else after)
     found, lengths = sought(monkeypatch, made_up, "data.max_documents_per_row=64", has_splits=True)
     assert found.plan.row_tokens == pytest.approx(after, rel=0.02)
-    assert found.beyond.row_tokens > found.plan.row_tokens
+    assert found.shortest_failing.row_tokens > found.plan.row_tokens
     assert len(lengths) <= 12
 
 
 def test_nothing_that_fits_is_an_answer_too(monkeypatch):
     found, _ = sought(monkeypatch, lambda n: line(n, fixed=80.0))
     assert found.plan is None
-    assert found.beyond.row_tokens == search.UNIT * 8
+    assert found.shortest_failing.row_tokens == search.LENGTH_UNIT * 8
 
 
 def test_what_is_refused_for_its_length_alone_is_too_long(monkeypatch):
     def refused(n):
         if n > 2_000_000:
-            raise errors.UserError("data.row_tokens: one call is larger than a device")
+            raise UserError("data.row_tokens: one call is larger than a device")
         return line(n)
 
     found, _ = sought(monkeypatch, refused)
     assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
-    assert found.beyond.why == "data.row_tokens: one call is larger than a device"
+    assert found.shortest_failing.problem == "data.row_tokens: one call is larger than a device"
 
 
 def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch):
     def refused(n):
         if n > 100_000:
-            raise errors.UserError("data.row_tokens: one call is larger than a device")
+            raise UserError("data.row_tokens: one call is larger than a device")
         return line(n)
 
     found, _ = sought(monkeypatch, refused)
@@ -108,7 +108,7 @@ def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch)
 
 def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
     def refused(n):
-        raise errors.UserError("mesh.seq = 3: no")
+        raise UserError("mesh.seq = 3: no")
 
     with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
         sought(monkeypatch, refused)
@@ -120,5 +120,5 @@ def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
 
     found, lengths = sought(monkeypatch, gives_way)
     assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
-    assert found.beyond.why == "counts to 2**31"
+    assert found.shortest_failing.problem == "counts to 2**31"
     assert len(lengths) <= 12

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import strategies
+from jaxsp.attention import AttentionChoice
+from jaxsp.attention.strategies import Strategy
 from jaxsp.model import flops
-from jaxsp.reporting import metrics
+from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.runtime import jsonl
 from tests import batches, messages
 
@@ -37,39 +38,39 @@ def test_a_device_that_is_known_has_a_peak():
 
 
 def line(step):
-    fields = {name: 1.0 if "float" in str(kind) else 1 for name, kind in metrics.Line.__annotations__.items()}
-    return metrics.Line(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
+    fields = {name: 1.0 if "float" in str(kind) else 1 for name, kind in MetricsLine.__annotations__.items()}
+    return MetricsLine(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
 
 
 def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
-    with metrics.Writer(tmp_path, from_step=0, tensorboard=False) as writer:
-        writer.write(line(1))
+    with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
+        writer.write_step(line(1))
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
 
 
 def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
-    with metrics.Writer(tmp_path, from_step=0, tensorboard=False) as writer:
+    with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
         for step in (1, 2, 3):
-            writer.write(line(step))
+            writer.write_step(line(step))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')  # the process was killed here
-    with metrics.Writer(tmp_path, from_step=2, tensorboard=False) as writer:
-        writer.write(line(3))
+    with MetricsWriter(tmp_path, from_step=2, tensorboard=False) as writer:
+        writer.write_step(line(3))
     assert [json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 def test_whatever_a_disk_has_made_of_lines_they_are_dropped(tmp_path):
     torn = b'{"step": 1}\n\xff\xfe{"step": 2}\n[3]\n{"step": "2"}\n{"loss": 1}\n{"step": 2}\n{"step": 2'
     (tmp_path / "metrics.jsonl").write_bytes(torn)
-    jsonl.keep_to(tmp_path / "metrics.jsonl", 2)
+    jsonl.truncate_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
-    jsonl.append(tmp_path / "eval.jsonl", line(3))
-    jsonl.append(tmp_path / "eval.jsonl", line(4))
-    with metrics.Writer(tmp_path, from_step=3, tensorboard=False):
+    jsonl.append_record(tmp_path / "eval.jsonl", line(3))
+    jsonl.append_record(tmp_path / "eval.jsonl", line(4))
+    with MetricsWriter(tmp_path, from_step=3, tensorboard=False):
         pass
     assert [json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()] == [1, 3]
 
@@ -84,9 +85,9 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
     ],
 )
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, heads):
-    kind = strategies.Kind(seq=seq, inner=seq)
+    kind = Strategy(seq=seq, ulysses_degree=seq)
     nothing = {"why": "", "uncounted_bytes": 0, "statistic_bytes": 0, "window": None, "bytes": 0, "others": ()}
-    choice = attention.Choice(kind=kind, kernel="blockwise", head_chunks=1, slot_room=4, **nothing)
+    choice = AttentionChoice(strategy=kind, kernel="blockwise", head_chunks=1, capacity_factor=4, **nothing)
     said = attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
     assert re.search(messages.holding(*heads), said)
     assert bool(re.search(r"\d", said)) == bool(heads)

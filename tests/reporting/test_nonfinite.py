@@ -10,14 +10,16 @@ import rich.console
 
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import weights
 from jaxsp.model import decoder
 from jaxsp.reporting import metrics
+from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_paths
 from jaxsp.training import memory_options, train_step
+from jaxsp.training.train_step import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -41,14 +43,19 @@ def folder(tmp_path_factory):
     for number, place in BAD.items():
         records[number][place] = NEW
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"input_ids": one}) for one in records), encoding="utf-8")
-    program, material = build.training(
+    program, material = build.build_training(
         settings(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"), devices=jax.devices()[:1]
     )
-    whole = jax.tree.map(lambda row, x: np.array(x)[..., *map(slice, row.shape)], program.table, material.weights())
+    whole = jax.tree.map(lambda row, x: np.array(x)[..., *map(slice, row.shape)], program.table, material.make_weights())
     whole["embedding"][NEW] = np.nan
-    tokenizer = tokenizers.of_bytes()
-    weights.export(
-        whole, table=decoder.table(program.model), fields=MODEL, tokenizer=tokenizer, directory=folder / "hf", dtype="float32"
+    tokenizer = tokenizers.make_byte_tokenizer()
+    weights.export_model(
+        whole,
+        table=decoder.param_table(program.model),
+        fields=MODEL,
+        tokenizer=tokenizer,
+        directory=folder / "hf",
+        dtype="float32",
     )
     return folder
 
@@ -68,12 +75,12 @@ def settings(folder, *words):
 
 def train(chosen):
     devices = jax.devices()[: chosen.mesh.data * chosen.mesh.seq]
-    program, material = build.training(chosen, devices=devices)
+    program, material = build.build_training(chosen, devices=devices)
     trainer.train(program, material, rich.console.Console(quiet=True))
     return program, material
 
 
-def lines(directory, name=metrics.METRICS):
+def lines(directory, name=metrics.METRICS_FILE):
     return [json.loads(line) for line in (directory / name).read_text(encoding="utf-8").splitlines()]
 
 
@@ -86,7 +93,7 @@ def skipped(folder):
 
 
 def test_a_bad_step_is_told_with_its_rows_and_documents_the_same_on_every_mesh(skipped, folder):
-    one, other = (lines(directory, metrics.BAD_STEPS) for directory in skipped)
+    one, other = (lines(directory, metrics.NONFINITE_FILE) for directory in skipped)
     rates = [[line.pop("learning_rate") for line in found] for found in (one, other)]
     assert rates[0] == pytest.approx(rates[1], rel=tolerances.MESH)
     assert one == other
@@ -111,15 +118,17 @@ def test_a_bad_step_is_told_with_its_rows_and_documents_the_same_on_every_mesh(s
 
 def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, folder):
     directory, _ = skipped
-    all_lines, bad = lines(directory), {line["step"] for line in lines(directory, metrics.BAD_STEPS)}
+    all_lines, bad = lines(directory), {line["step"] for line in lines(directory, metrics.NONFINITE_FILE)}
     assert [line["step"] for line in all_lines] == [*range(1, STEPS + 1)]
     assert {line["step"] for line in all_lines if line["loss"] is None} == bad
     assert {line["step"] for line in all_lines if line["token_accuracy"] is None} == bad
     assert 2 <= len(bad) < STEPS / 2
     assert [line["learning_rate"] for line in all_lines] == pytest.approx([0.01 * (1 - n / STEPS) for n in range(STEPS)])
-    program, _ = build.training(settings(folder), devices=jax.devices()[:1])
-    state = reader.restore(run_paths.newest(directory), train_step.shapes(program)[0], table=program.table, num_steps=STEPS)
-    counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt) if leaf.dtype == np.int32]
+    program, _ = build.build_training(settings(folder), devices=jax.devices()[:1])
+    state = reader.restore(
+        run_paths.find_latest(directory), train_step.abstract_inputs(program)[0], table=program.table, num_steps=STEPS
+    )
+    counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32]
     assert set(np.concatenate(counts).tolist()) == {STEPS - len(bad)}, "AdamW counts the steps that it has seen"
 
 
@@ -136,34 +145,34 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     ],
 )
 def test_a_run_stops_where_it_was_asked_to_and_goes_on_behind_the_step(folder, skipped, tmp_path, words, which, says):
-    bad = [line["step"] for line in lines(skipped[0], metrics.BAD_STEPS)]
+    bad = [line["step"] for line in lines(skipped[0], metrics.NONFINITE_FILE)]
     chosen = settings(folder, f"run.directory={tmp_path}/run", *words)
-    with pytest.raises(errors.Stopped) as stopped:
+    with pytest.raises(NeedsAttentionError) as stopped:
         train(chosen)
-    for part in (f"step {bad[which]}", says, f"{tmp_path}/run/{metrics.BAD_STEPS}"):
+    for part in (f"step {bad[which]}", says, f"{tmp_path}/run/{metrics.NONFINITE_FILE}"):
         assert re.search(messages.holding(part), str(stopped.value))
-    assert [line["step"] for line in lines(tmp_path / "run", metrics.BAD_STEPS)][: which + 1] == bad[: which + 1]
+    assert [line["step"] for line in lines(tmp_path / "run", metrics.NONFINITE_FILE)][: which + 1] == bad[: which + 1]
     train(settings(folder, f"run.directory={tmp_path}/run", "run.on_nan=skip"))
     ours, straight = ([line | {"step_s": 0} for line in lines(path)] for path in (tmp_path / "run", skipped[0]))
     same = ("step", "loss", "grad_norm", "learning_rate", "num_tokens_total")
     assert [[line[name] for name in same] for line in ours] == [[line[name] for name in same] for line in straight]
-    assert lines(tmp_path / "run", metrics.BAD_STEPS) == lines(skipped[0], metrics.BAD_STEPS), "each once"
+    assert lines(tmp_path / "run", metrics.NONFINITE_FILE) == lines(skipped[0], metrics.NONFINITE_FILE), "each once"
 
 
 def test_lines_of_steps_that_are_done_again_go_and_so_does_one_that_was_cut(tmp_path):
-    for name in (metrics.METRICS, metrics.BAD_STEPS):
+    for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
         text = "".join(json.dumps({"step": step}) + "\n" for step in (2, 5, 7)) + '{"step": 4, "lo'
         (tmp_path / name).write_text(text)
-    with metrics.Writer(tmp_path, from_step=5, tensorboard=False):
+    with MetricsWriter(tmp_path, from_step=5, tensorboard=False):
         pass
-    assert [[line["step"] for line in lines(tmp_path, name)] for name in (metrics.METRICS, metrics.BAD_STEPS)] == [
+    assert [[line["step"] for line in lines(tmp_path, name)] for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE)] == [
         [2, 5],
         [2, 5],
     ]
     (tmp_path / "new").mkdir()
-    with metrics.Writer(tmp_path / "new", from_step=0, tensorboard=False):
+    with MetricsWriter(tmp_path / "new", from_step=0, tensorboard=False):
         pass
-    assert not (tmp_path / "new" / metrics.BAD_STEPS).exists()
+    assert not (tmp_path / "new" / metrics.NONFINITE_FILE).exists()
 
 
 MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "state")}
@@ -173,7 +182,7 @@ MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "sta
 @pytest.mark.usefixtures("small_shards")
 def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
     sizes, offloaded = MESHES[name]
-    if offloaded != "none" and jax.__version_info__ < memory_options.HOST_STATE_FROM:
+    if offloaded != "none" and jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12")
     asked = batches.settings(name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offloaded})
     run = runs.compiling(sizes, settings=asked, want=("step",)).result()
@@ -181,7 +190,7 @@ def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
     head = np.array(state.master["head"])
     head[5] = np.nan
     head = jax.device_put(head, state.master["head"].sharding)
-    state = train_step.State(master=state.master | {"head": head}, opt=state.opt, step=state.step)
+    state = TrainState(master=state.master | {"head": head}, opt_state=state.opt, step=state.step)
     before = jax.tree.map(lambda x: np.array(x), state)
     after, numbers = run.step(state, run.rows(runs.ROWS))
     assert not numbers.finite

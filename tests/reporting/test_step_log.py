@@ -7,7 +7,10 @@ import time
 import pytest
 import rich.console
 
-from jaxsp.reporting import banner, metrics, step_log
+from jaxsp.reporting import banner
+from jaxsp.reporting.banner import Progress
+from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.reporting.step_log import EndTime
 from jaxsp.runtime import distributed
 from tests import messages
 
@@ -19,14 +22,14 @@ def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
             return self
 
     began = time.perf_counter()
-    end = step_log.EndTime(Results())
+    end = EndTime(Results())
     time.sleep(0.3)
     assert 0.05 <= end.get() - began < 0.25
 
 
 def metrics_line(step, **fields):
     """A line of metrics.jsonl; fields that are not shown are zero."""
-    types = metrics.Line.__annotations__.items()
+    types = MetricsLine.__annotations__.items()
     known = {name: 0.0 if "float" in str(kind) else 0 for name, kind in types}
     shown = {
         "loss": 6.26143,
@@ -36,7 +39,7 @@ def metrics_line(step, **fields):
         "num_tokens_by_source": {},
         "device_peak_gib": None,
     }
-    return metrics.Line(**(known | shown | fields | {"step": step}))
+    return MetricsLine(**(known | shown | fields | {"step": step}))
 
 
 def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400, first_step=17):
@@ -45,11 +48,11 @@ def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120,
     monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
     console = rich.console.Console(file=file, force_terminal=terminal, width=width, color_system=None, markup=False)
-    progress = banner.Progress(console, first_step=first_step, num_steps=num_steps)
+    progress = Progress(console, first_step=first_step, num_steps=num_steps)
     with progress:
         for line in lines:
             now[0] += seconds_per_step
-            progress.show(line)
+            progress.show_step(line)
     return file.getvalue()
 
 
@@ -91,5 +94,5 @@ def test_a_message_on_a_terminal_replaces_what_is_on_its_line(monkeypatch):
     monkeypatch.setattr(distributed.os, "write", lambda _, data: written.append(data))
     for is_terminal in (True, False):
         monkeypatch.setattr(distributed.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal)
-        distributed.say("stopping")
+        distributed.log("stopping")
     assert written == [b"\r\x1b[2Kstopping\n", b"stopping\n"]

@@ -12,9 +12,10 @@ import rich.console
 from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.config import schema
-from jaxsp.core import batch
+from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.run import build, trainer
 from jaxsp.training import train_step
+from jaxsp.training.train_step import Program
 from tests import batches, messages, tolerances
 
 MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}
@@ -50,12 +51,12 @@ def folder(tmp_path):
 
 def losses(chosen):
     """The loss of each document, by its first tokens: all other labels of a step are taken away."""
-    program, material = build.training(chosen, devices=jax.devices()[:4])
-    master, found = material.weights(), {}
-    data = material.train
+    program, material = build.build_training(chosen, devices=jax.devices()[:4])
+    master, found = material.make_weights(), {}
+    data = material.train_set
     totals = {
         stream.row_tokens: train_step.compile_totals(
-            train_step.Program(
+            Program(
                 config=chosen.for_rows_of(stream.row_tokens),
                 model=program.model,
                 mesh=program.mesh,
@@ -65,16 +66,18 @@ def losses(chosen):
         )
         for stream in data.streams
     }
-    for given, counts in data.feed(chosen, program.mesh, data.schedule(chosen, epochs=1), layout=1).batches():
+    for given, counts in data.make_loader(
+        chosen, program.mesh, data.make_schedule(chosen, epochs=1), layout_degree=1
+    ).batches():
         tokens, labels = np.asarray(given.tokens_BL), np.asarray(given.labels_BL)
         starts, lengths = np.asarray(given.starts_BM), np.asarray(given.lengths_BM)
         for turn, slot, piece in np.argwhere(lengths > 0):
             start, length = starts[turn, slot, piece], lengths[turn, slot, piece]
-            only = np.full_like(labels, batch.NO_LABEL)
+            only = np.full_like(labels, NO_LABEL)
             part = (turn, slot, slice(start, start + length))
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
-            found[tuple(tokens[part][:2])] = float(totals[counts.row_tokens](master, batch.Batch(**one)).loss)
+            found[tuple(tokens[part][:2])] = float(totals[counts.row_tokens](master, Batch(**one)).loss)
     return found
 
 
@@ -95,12 +98,12 @@ def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest
         return dataclasses.replace(choice, kernel="cudnn") if chosen.data.longest_row < 128 else choice
 
     monkeypatch.setattr(attention, "choose", choose_cudnn_for_short_rows)
-    _, material = build.training(settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4])
-    assert material.choice.kernel == "blockwise"
+    _, material = build.build_training(settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4])
+    assert material.attention_choice.kernel == "blockwise"
 
 
 def train(chosen):
-    program, material = build.training(chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq])
+    program, material = build.build_training(chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq])
     trainer.train(program, material, rich.console.Console(quiet=True))
     directory = chosen.run.directory
     with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
@@ -123,7 +126,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
         row_tokens=[64, 128],
     )
     meta = reader.read_meta(tmp_path / "straight/checkpoints/4")
-    assert set(meta.rows) == {"64", "128"}
+    assert set(meta.rows_consumed) == {"64", "128"}
     for lines, expected, exact in ((other, straight, False), (train(go_on), straight[4:], True)):
         for line, wanted in zip(lines, expected, strict=True):
             for name in (

@@ -9,7 +9,7 @@ import rich.console
 
 from jaxsp import train
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import encoding
 from jaxsp.run import preview
 from tests import messages
@@ -48,7 +48,7 @@ def asked(*sources, tokenizer="bytes"):
 def shown(settings, **options):
     console = rich.console.Console(markup=False, **{"width": 200, **options})
     with console.capture() as capture:
-        preview.show(settings, console)
+        preview.print_preview(settings, console)
     return capture.get()
 
 
@@ -95,7 +95,7 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypat
         "{run: {directory: run, steps: 1}, batch: {rows_per_step: 1}, optimizer: {learning_rate: 1}}"
     )
     given = []
-    encode = encoding.encode
+    encode = encoding.encode_texts
     monkeypatch.setattr(encoding, "encode", lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer))
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
     words = ["data.row_tokens=64", "data.train=[{source: talk.jsonl, format: messages}]", "data.chat_template=chat.jinja"]
@@ -107,7 +107,7 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypat
 
 
 def test_problems_of_all_sources_are_said():
-    with pytest.raises(errors.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         shown(asked(("no.jsonl", "text"), ("ids.jsonl", "messages"), ("talk.jsonl", "messages")))
     assert [problem.partition(" = ")[0] for problem in raised.value.problems if problem.startswith("data.train")]
     assert "data.train.0.source" in str(raised.value)

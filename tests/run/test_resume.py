@@ -15,9 +15,11 @@ from jax.experimental import multihost_utils
 from jaxsp import eval as evaluation
 from jaxsp import export
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.writer import Store
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import RunConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.run import build, resume, trainer
@@ -57,7 +59,7 @@ def write(path, lengths, seed):
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
-    program, material = build.training(chosen, devices=jax.devices()[:num_devices])
+    program, material = build.build_training(chosen, devices=jax.devices()[:num_devices])
     trainer.train(program, material, console)
 
 
@@ -121,7 +123,7 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
 
 def prepare_table(folder):
     chosen = settings(folder, f"run.directory={folder}/elsewhere")
-    return build.training(chosen, devices=jax.devices())[0].table
+    return build.build_training(chosen, devices=jax.devices())[0].table
 
 
 @pytest.mark.e2e
@@ -136,7 +138,7 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     words = ["mesh.data=1", "mesh.seq=8", f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]"]
     out.unlink()
     by_heads = [*words, "attention.kind=ulysses"]
-    with pytest.raises(errors.UserError, match=messages.holding("mesh.seq = 8", 4)):
+    with pytest.raises(UserError, match=messages.holding("mesh.seq = 8", 4)):
         evaluation.main([str(straight / "run/checkpoints/9"), *by_heads, "--out", str(out)])
     # (training's 8 rows a step are no whole number of turns of 6 rows)
     words += ["mesh.replica=2", "mesh.seq=4", "batch.rows_at_once=3"]
@@ -152,19 +154,19 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
 @pytest.mark.e2e
 def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
     run = str(straight / "run")
-    with pytest.raises(errors.UserError, match=messages.holding("model.config", run)):
+    with pytest.raises(UserError, match=messages.holding("model.config", run)):
         evaluation.main([run, "model.config.hidden_size=64"])
     out = f"--out = {tmp_path}/nowhere/e.jsonl"
-    with pytest.raises(errors.UserError, match=messages.holding(out)):
+    with pytest.raises(UserError, match=messages.holding(out)):
         evaluation.main([run, "--out", str(tmp_path / "nowhere/e.jsonl")])
     text = [f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]", f"model.tokenizer={tmp_path}"]
-    with pytest.raises(errors.UserError, match=messages.holding(f"model.tokenizer = {tmp_path}")):
+    with pytest.raises(UserError, match=messages.holding(f"model.tokenizer = {tmp_path}")):
         evaluation.main([run, *text])
 
 
 @pytest.mark.e2e
 def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
-    assert run_paths.run_of(straight / "run/checkpoints/9") == straight / "run"
+    assert run_paths.find_run_dir(straight / "run/checkpoints/9") == straight / "run"
     shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
     (tmp_path / "model").mkdir()  # of somebody else
     monkeypatch.chdir(tmp_path)
@@ -186,16 +188,16 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
 def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(straight, stopped, monkeypatch):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "save", lambda *_: 1 / 0)
+        patch.setattr(CheckpointWriter, "save", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(settings(stopped, *words))
     assert lines(stopped / "second")
     asked = f"run.directory = {stopped}/second"
     suggestion = f"run.resume={stopped}/run"
-    with pytest.raises(errors.UserError, match=messages.holding(asked, suggestion)):
+    with pytest.raises(UserError, match=messages.holding(asked, suggestion)):
         train(settings(stopped, words[0]))
     suggestions = (f"run.directory={stopped}/second-2", "run.resume=auto")
-    with pytest.raises(errors.UserError, match=messages.holding(asked, *suggestions)):
+    with pytest.raises(UserError, match=messages.holding(asked, *suggestions)):
         train(settings(stopped, words[0], f"run.resume={straight}/run"))
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
@@ -207,24 +209,24 @@ def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_wher
     shutil.rmtree(stopped / "second/checkpoints")
     for resumed in (words[1], "run.resume=auto"):
         damaged = f"{stopped}/second/damaged"
-        with pytest.raises(errors.UserError, match=messages.holding(asked, damaged)):
+        with pytest.raises(UserError, match=messages.holding(asked, damaged)):
             train(settings(stopped, words[0], resumed))
 
 
 def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch):
     """Before one of them reads what another does not see, and all wait for each other."""
-    run = schema.Run(directory=str(tmp_path), steps=9)
-    found = iter([[4, 4], [4, 0], [resume._NOWHERE, 4], [resume._NOWHERE, 4]])
+    run = RunConfig(directory=str(tmp_path), steps=9)
+    found = iter([[4, 4], [4, 0], [resume._NO_START, 4], [resume._NO_START, 4]])
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.array(next(found)))
-    resume.agree(run, tmp_path / "checkpoints/4", [])
+    resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
     asked = f"run.directory = {tmp_path}"
-    with pytest.raises(errors.UserError, match=messages.holding(asked, 0, 4)):
-        resume.agree(run, tmp_path / "checkpoints/4", [])
-    with pytest.raises(errors.UserError, match=r"^is not empty$"):
-        resume.agree(run, None, ["is not empty"])
-    with pytest.raises(errors.UserError, match=messages.holding(asked, "process 0")):
-        resume.agree(run, tmp_path / "checkpoints/4", [])
+    with pytest.raises(UserError, match=messages.holding(asked, 0, 4)):
+        resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
+    with pytest.raises(UserError, match=r"^is not empty$"):
+        resume.check_same_checkpoint(run, None, ["is not empty"])
+    with pytest.raises(UserError, match=messages.holding(asked, "process 0")):
+        resume.check_same_checkpoint(run, tmp_path / "checkpoints/4", [])
 
 
 @pytest.mark.parametrize(
@@ -244,17 +246,17 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
     written = before.model_dump(mode="json")
     for group, name in (("run", "eval_at_start"), ("data", "eval_fraction"), ("optimizer", "warmup_fraction")):
         del written[group][name]
-    meta = reader.Meta(
+    meta = CheckpointMeta(
         config=written,
         model=batches.UNEVEN_LLAMA,
         data=documents.fingerprint(before) | {"data.long_documents": "split"},
         step=4,
-        rows={"64": 32},
+        rows_consumed={"64": 32},
         num_tokens_total=7,
     )
-    model = families.model_config(batches.UNEVEN_LLAMA, field="model.config")
-    start = resume.start(meta, tmp_path, now, model=model, data=documents)
-    said = " ".join(start.changed)
+    model = families.parse_model_config(batches.UNEVEN_LLAMA, field="model.config")
+    start = resume.make_start_point(meta, tmp_path, now, model=model, data=documents)
+    said = " ".join(start.config_changes)
     assert re.findall(r"(\S+) \S+ -> ", said) == fields
     assert "None" not in said
 
@@ -263,20 +265,22 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
 def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
-    program, _ = build.training(
+    program, _ = build.build_training(
         settings(tmp_path, "data.eval=[]", f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]", "model.tokenizer=bytes"),
         devices=jax.devices(),
     )
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
     folder = tmp_path / "hf"
-    weights.export(whole, table=program.table, fields=batches.UNEVEN_LLAMA, tokenizer=tokenizers.of_bytes(), directory=folder)
+    weights.export_model(
+        whole, table=program.table, fields=batches.UNEVEN_LLAMA, tokenizer=tokenizers.make_byte_tokenizer(), directory=folder
+    )
     words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
     words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
     train(settings(tmp_path, *words, "run.steps=2"))
     shutil.rmtree(folder)
     train(settings(tmp_path, *words, "run.steps=3", f"run.directory={tmp_path}/second", f"run.resume={tmp_path}/run"))
     assert [line["step"] for line in lines(tmp_path / "second")] == [3]
-    with pytest.raises(errors.UserError, match=messages.holding(f"model.source = {folder}")):
+    with pytest.raises(UserError, match=messages.holding(f"model.source = {folder}")):
         train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
     export.main([str(tmp_path / "second"), str(tmp_path / "out")])
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out")("é").input_ids == [195, 169]
@@ -295,7 +299,7 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     found, expected = lines(stopped / "run"), lines(straight / "run")
     assert [line["step"] for line in found] == list(range(1, 15))
     assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], "8 steps of 4 rows are 4 steps of 8"
-    assert reader.read_meta(run_paths.newest(stopped / "run")).rows == {"64": STEPS * 8}
+    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {"64": STEPS * 8}
     for half in range(4):
         pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
         assert sum(line["num_loss_tokens"] for line in pair) == expected[STOPPED + half]["num_loss_tokens"]
@@ -344,25 +348,27 @@ REFUSED = [
 )
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
-    program, material = build.training(chosen, devices=jax.devices())
-    assert (material.start.step, program.num_steps, material.schedule.begin) == (STOPPED, STEPS, (begins,))
+    program, material = build.build_training(chosen, devices=jax.devices())
+    assert (material.start.step, program.num_steps, material.schedule.begin_rows) == (STOPPED, STEPS, (begins,))
     train(chosen)
     found = lines(stopped / "run")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     assert re.search(messages.holding(*said), (stopped / "run/banner.txt").read_text())
     # what was learned is what the new plan has there
-    (stream,) = material.train.streams
+    (stream,) = material.train_set.streams
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
     tokens = [sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8]) for step in range(STEPS - STOPPED)]
     assert [line["num_tokens"] for line in found[STOPPED:]] == tokens
-    assert reader.read_meta(run_paths.newest(stopped / "run")).rows == {str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)}
+    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
+        str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
+    }
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(("words", "says"), REFUSED)
 def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
     before = (straight / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(errors.UserError) as found:
+    with pytest.raises(UserError) as found:
         train(settings(straight, *(word.replace("SHORT", f"{straight}/short.jsonl") for word in words)))
     assert re.search(messages.holding(*says), str(found.value))
     assert (straight / "run/metrics.jsonl").read_bytes() == before

@@ -16,13 +16,19 @@ import pytest
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import reader, schedule
-from jaxsp.checkpoint.writer import DELETING, Outcome, Store
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.schedule import CheckpointSchedule
+from jaxsp.checkpoint.writer import DELETING_SUFFIX, CheckpointWriter, WriteOutcome
 from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import RunConfig
+from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, trainer
-from jaxsp.runtime import preemption, run_paths, run_status
+from jaxsp.runtime import run_paths
+from jaxsp.runtime.preemption import Preemption
+from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_step
+from jaxsp.training.train_step import TrainState
 from tests import batches, messages
 
 
@@ -39,7 +45,7 @@ def settings(folder, *words):
 
 
 def train(chosen):
-    program, material = build.training(chosen, devices=jax.devices()[:1])
+    program, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(program, material, rich.console.Console(quiet=True))
 
 
@@ -51,7 +57,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-class Recorded(Store):
+class Recorded(CheckpointWriter):
     """Writes nothing, and notes the steps."""
 
     steps = ()
@@ -69,15 +75,15 @@ class Recorded(Store):
 
 def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     now = 1000.0
-    state = train_step.State(master={}, opt={}, step=np.int32(0))
-    meta = reader.Meta(config={}, model={}, data={}, step=0, rows={}, num_tokens_total=0)
+    state = TrainState(master={}, opt_state={}, step=np.int32(0))
+    meta = CheckpointMeta(config={}, model={}, data={}, step=0, rows_consumed={}, num_tokens_total=0)
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
-    save = schedule.Saving(store, schema.Run(directory="x", steps=9, save_every="2m"), first_step=0, say=print)
+    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9, save_every="2m"), first_step=0, print_line=print)
     due = []
     for number in range(1, 9):
         now += 50
-        if save.due(number):
+        if save.is_due(number):
             due.append(number)
             save(state, dataclasses.replace(meta, step=number))
     assert due == store.steps == [3, 6], "after 150 s, the first step's end past 120"
@@ -102,7 +108,7 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     """The next step takes over the memory of the state that is being written."""
     constant = "optimizer.schedule=constant"
     train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
-    table = build.training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
+    table = build.build_training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
     for num_steps in (1, 4):
         train(settings(folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant))
         one, other = (reader.read_weights(folder / f"{name}/checkpoints/{num_steps}", table) for name in ("run", num_steps))
@@ -112,39 +118,39 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
 
 def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
     now, said, store = 1000.0, [], Recorded()
-    outcomes = [Outcome(step=2, failure="no space left on device"), None, Outcome(step=3, failure=None)]
+    outcomes = [WriteOutcome(step=2, failure="no space left on device"), None, WriteOutcome(step=3, failure=None)]
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Recorded, "poll", lambda self: outcomes.pop(0))
-    save = schedule.Saving(store, schema.Run(directory="x", steps=9), first_step=1, say=said.append)
-    save.check()
+    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9), first_step=1, print_line=said.append)
+    save.poll()
     (failed,) = said
     assert re.match(messages.holding("checkpoint 2", "no space left on device", "60 s"), failed)
     now += 59
-    save.check()
-    assert not save.due(3)
+    save.poll()
+    assert not save.is_due(3)
     now += 2
-    assert save.due(4)
-    save.check()
+    assert save.is_due(4)
+    save.poll()
     written, waited = said[1:]
     assert re.match(messages.holding("checkpoint 3"), written)
     assert re.match(messages.holding("step 3", "0 s"), waited)
-    assert (save.last_step, save.due(4)) == (3, False)
+    assert (save.last_saved_step, save.is_due(4)) == (3, False)
 
 
 def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(monkeypatch):
     said, slept, store = [], [], Recorded()
     monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
-    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (5.0, 10.0))
+    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (5.0, 10.0))
     monkeypatch.setattr(time, "sleep", slept.append)
-    full = Outcome(step=9, failure="No space left on device")
+    full = WriteOutcome(step=9, failure="No space left on device")
     # before and after each of three attempts
     outcomes = [None, full, None, full, None, full]
-    state = train_step.State(master={}, opt={}, step=np.int32(0))
-    meta = reader.Meta(config={}, model={}, data={}, step=9, rows={}, num_tokens_total=0)
-    save = schedule.Saving(store, schema.Run(directory="x", steps=9), first_step=0, say=said.append)
+    state = TrainState(master={}, opt_state={}, step=np.int32(0))
+    meta = CheckpointMeta(config={}, model={}, data={}, step=9, rows_consumed={}, num_tokens_total=0)
+    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9), first_step=0, print_line=said.append)
     save(state, meta, is_last=True)
     assert not said, "nobody knows yet how the write ends"
-    with pytest.raises(errors.Stopped, match="No space left on device"):
+    with pytest.raises(NeedsAttentionError, match="No space left on device"):
         save.finish(state, meta)
     assert (store.steps, slept, len(said)) == ([9, 9, 9], [5.0, 10.0], 3)
     attempts = [re.findall(r"\d+ s\b", line) for line in said]
@@ -158,9 +164,9 @@ def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypa
         tried.append(meta.step)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Store, "_finish", fail)
-    monkeypatch.setattr(schedule.Saving, "LAST_TRIES_S", (0.1, 0.1))
-    with pytest.raises(errors.Stopped, match=messages.holding(6, "no space left on device")):
+    monkeypatch.setattr(CheckpointWriter, "_finish", fail)
+    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (0.1, 0.1))
+    with pytest.raises(NeedsAttentionError, match=messages.holding(6, "no space left on device")):
         train(settings(folder, "run.save_every=4"))
     assert tried == [4, 6, 6, 6]
     assert not list((folder / "run/checkpoints").iterdir()), "what was written of them is removed"
@@ -176,7 +182,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
         words = ["run.steps=null", "run.epochs=9", "run.eval_at_start=true", "data.eval_fraction=0.3"]
         words += ["run.eval_every=epoch", "run.save_every=epoch", "checkpoint.keep_latest=9"]
         words += ["run.early_stopping_patience=2", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
-        program, material = build.training(settings(folder, *words, *more), devices=jax.devices()[:1])
+        program, material = build.build_training(settings(folder, *words, *more), devices=jax.devices()[:1])
         trainer.train(program, material, console)
         return console.file.getvalue()
 
@@ -205,13 +211,13 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     assert re.search(messages.holding(*reason), train_once())
     train_once("run.early_stopping_patience=3")
     assert steps()[:2] == ([0, epoch, 2 * epoch, 3 * epoch], [epoch, 2 * epoch, 3 * epoch])
-    with pytest.raises(errors.UserError, match=messages.holding("data.eval_fraction = 0.5", 0.3)):
+    with pytest.raises(UserError, match=messages.holding("data.eval_fraction = 0.5", 0.3)):
         train_once("data.eval_fraction=0.5")
 
 
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
-    with pytest.raises(errors.Stopped, match=messages.holding("run.on_nan=skip")):
+    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nan=skip")):
         train(settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
@@ -224,7 +230,7 @@ def test_a_run_is_written_by_one_process_at_a_time(folder):
     train(settings(folder))
     before = (folder / "run/metrics.jsonl").read_text()
     says = messages.holding(f"run.directory = {folder}/run", "process")
-    with filelock.FileLock(folder / "run/lock"), pytest.raises(errors.UserError, match=says):
+    with filelock.FileLock(folder / "run/lock"), pytest.raises(UserError, match=says):
         train(settings(folder, "run.steps=8"))
     assert (folder / "run/metrics.jsonl").read_text() == before
     train(settings(folder, "run.steps=8"))
@@ -259,7 +265,7 @@ def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
     best = min(losses, key=losses.get)
     kept = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
     assert kept == sorted({best, 5, 6})
-    assert reader.read_meta(folder / f"run/checkpoints/{best}").loss == losses[best]
+    assert reader.read_meta(folder / f"run/checkpoints/{best}").eval_loss == losses[best]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +281,7 @@ def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
 )
 def test_what_is_best_has_to_be_told_by_a_data_set(folder, words, says):
     evaluated = f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: a}}]"
-    with pytest.raises(errors.UserError, match=messages.holding(*says)):
+    with pytest.raises(UserError, match=messages.holding(*says)):
         settings(folder, *(word.replace("EVAL", evaluated) for word in words))
 
 
@@ -283,7 +289,7 @@ def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, mon
     rename = pathlib.Path.rename
 
     def stuck(self, target):
-        if str(target).endswith(DELETING):
+        if str(target).endswith(DELETING_SUFFIX):
             raise OSError(errno.EBUSY, "Device or resource busy")
         return rename(self, target)
 
@@ -314,13 +320,13 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(preemption.Stopping, "lets", lambda self, number: asked.append(number) or number <= 4)
+    monkeypatch.setattr(Preemption, "lets", lambda self, number: asked.append(number) or number <= 4)
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2", "run.save_every=2")
     train(settings(folder, *words))
     found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert found == [2]
     assert asked == [1, 2, 3, 3, 4, 5, 5]
-    assert run_paths.newest(folder / "run").name == "4"
+    assert run_paths.find_latest(folder / "run").name == "4"
     # and none is missing when the run has gone on
     monkeypatch.undo()
     train(settings(folder, *words))
@@ -333,18 +339,18 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
     """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
     words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "checkpoint.keep_best=1"]
     words += ["checkpoint.keep_latest=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
-    monkeypatch.setattr(preemption.Stopping, "lets", lambda self, number: number <= 3)
+    monkeypatch.setattr(Preemption, "lets", lambda self, number: number <= 3)
     train(settings(folder, *words))
     meta = reader.read_meta(folder / "run/checkpoints/3")
-    assert (meta.loss, meta.owes_evaluation) == (None, True)
+    assert (meta.eval_loss, meta.has_pending_evaluation) == (None, True)
     monkeypatch.undo()
     train(settings(folder, *words))
     results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
     assert [line["step"] for line in results] == [3, 6]
     metas = [reader.read_meta(path) for path in sorted((folder / "run/checkpoints").iterdir())]
-    found = [(meta.step, meta.loss, meta.owes_evaluation) for meta in metas]
+    found = [(meta.step, meta.eval_loss, meta.has_pending_evaluation) for meta in metas]
     assert found == [(3, results[0]["loss"], False), (6, results[1]["loss"], False)]
-    assert metas[0].loss < metas[1].loss
+    assert metas[0].eval_loss < metas[1].eval_loss
 
 
 def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypatch):
@@ -354,7 +360,7 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
 
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
-    compile_, seen, now = trainer._compile, [], run_status.Pace()
+    compile_, seen, now = trainer._compile_steps, [], RunStatus()
 
     def watched(program, material, console):
         compiled = compile_(program, material, console)
@@ -363,15 +369,15 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
 
     monkeypatch.setattr(trainer, "_compile", watched)
     chosen = settings(folder, "run.steps=3")
-    program, material = build.training(chosen, devices=jax.devices()[:1])
-    trainer.train(program, material, rich.console.Console(quiet=True), stop=preemption.Stopping(chosen.run, now))
+    program, material = build.build_training(chosen, devices=jax.devices()[:1])
+    trainer.train(program, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now))
     assert seen == [{1}, {1, 2}, {2, 3}]
     assert not now._running
 
 
 def test_steps_to_profile_that_the_run_does_not_have_are_refused(folder):
     says = messages.holding("logging.profile_steps = [5, 7]", "6 steps")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         train(settings(folder, "logging.profile_steps=[5, 7]"))
 
 
@@ -389,25 +395,25 @@ def test_processes_with_different_data_or_configs_do_not_train_together(folder, 
     """Two files of equal lengths on two nodes would be half rows of one and half rows of the other, with normal losses."""
     one = {"source": f"{folder}/data.jsonl", "format": "tokens"}
     named = [f"data.train={json.dumps([{**one, 'name': 'books'}])}", f"data.eval={json.dumps([{**one, 'name': 'held out'}])}"]
-    program, material = build.training(settings(folder, *named), devices=jax.devices()[:1])
+    program, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own]))
-    trainer._agree(program, material)
+    trainer._check_agreement(program, material)
     changed = {
         "nothing": (program, material),
-        "train": (program, dataclasses.replace(material, train=dataclasses.replace(material.train, digests=("z",)))),
+        "train": (program, dataclasses.replace(material, train_set=dataclasses.replace(material.train_set, digests=("z",)))),
         "eval": (
             program,
-            dataclasses.replace(material, evals=(dataclasses.replace(material.evals[0], digests=("z",)),)),
+            dataclasses.replace(material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)),
         ),
         "step": (program, dataclasses.replace(material, start=dataclasses.replace(material.start, step=4))),
         "config": (dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")), material),
     }[other]
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
     says = messages.holding(*says) or None
-    with pytest.raises(errors.UserError, match=says) if says else contextlib.nullcontext():
-        trainer._agree(*changed)
+    with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
+        trainer._check_agreement(*changed)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
@@ -416,5 +422,5 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
     fields = {"config": {}, "model": {}, "data": "0123", "step": 3, "rows": 24, "num_tokens_total": 9}
     (path / "metadata").write_text(json.dumps(fields))
     says = messages.holding(f"{tmp_path}/3", "model.source=FOLDER")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         reader.read_meta(tmp_path / "3")

@@ -4,8 +4,9 @@ import pathlib
 
 import pytest
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster
+from jaxsp.runtime.cluster import Process
 from tests.messages import assert_names
 
 TORCHRUN = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500", "WORLD_SIZE": "8", "RANK": "5"}
@@ -30,12 +31,12 @@ SRUN = SBATCH | {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
 
-ALONE = cluster.Process()
+ALONE = Process()
 
 
 def job(coordinator, local_index=None, num_local=None):
     """Process 5 of 8."""
-    return cluster.Process(index=5, num_processes=8, coordinator=coordinator, local_index=local_index, num_local=num_local)
+    return Process(index=5, num_processes=8, coordinator=coordinator, local_index=local_index, num_local_processes=num_local)
 
 
 FOUND = [
@@ -64,12 +65,12 @@ FOUND = [
 
 @pytest.mark.parametrize(("environ", "process"), FOUND)
 def test_a_process_is_found_by_the_variables_of_what_started_it(environ, process):
-    assert cluster.find(environ) == process
+    assert cluster.detect_process(environ) == process
 
 
 def test_what_is_said_comes_before_any_variable():
-    found = cluster.find(TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, index=0)
-    assert found == cluster.Process(index=0, num_processes=2, coordinator="[::1]:80")
+    found = cluster.detect_process(TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, process_index=0)
+    assert found == Process(index=0, num_processes=2, coordinator="[::1]:80")
 
 
 ADDRESS = "MASTER_ADDR:MASTER_PORT"
@@ -137,8 +138,8 @@ WRONG = [
 
 @pytest.mark.parametrize(("environ", "said", "start", "parts"), WRONG)
 def test_what_is_half_said_or_cannot_be_is_refused(environ, said, start, parts):
-    with pytest.raises(errors.UserError) as caught:
-        cluster.find(environ, **said)
+    with pytest.raises(UserError) as caught:
+        cluster.detect_process(environ, **said)
     assert_names(caught.value, *parts, start=start)
 
 
@@ -154,13 +155,13 @@ def test_what_is_half_said_or_cannot_be_is_refused(environ, said, start, parts):
     ],
 )
 def test_processes_that_share_a_node_have_a_gpu_each(local_index, num_local, num_gpus, own):
-    assert cluster.local_gpus(job("a:1", local_index, num_local), num_gpus) == own
+    assert cluster.choose_local_gpus(job("a:1", local_index, num_local), num_gpus) == own
 
 
 @pytest.mark.parametrize(("local_index", "num_local"), [(1, 8), (7, None), (1, 2)])
 def test_processes_that_are_not_as_many_as_gpus_are_refused(local_index, num_local):
-    with pytest.raises(errors.UserError, match=r"\b4 GPUs.*\b4 processes.*--gpus-per-task"):
-        cluster.local_gpus(job("a:1", local_index, num_local), 4)
+    with pytest.raises(UserError, match=r"\b4 GPUs.*\b4 processes.*--gpus-per-task"):
+        cluster.choose_local_gpus(job("a:1", local_index, num_local), 4)
 
 
 @pytest.mark.parametrize(
@@ -178,30 +179,32 @@ def test_processes_that_are_not_as_many_as_gpus_are_refused(local_index, num_loc
 def test_gpus_are_counted_that_jax_would_use(monkeypatch, environ, num_gpus):
     there = [pathlib.Path(f"/dev/nvidia{number}") for number in range(4)]
     monkeypatch.setattr(pathlib.Path, "glob", lambda *_: iter(there))
-    assert cluster.num_gpus(environ) == num_gpus
+    assert cluster.count_gpus(environ) == num_gpus
     there.clear()
     monkeypatch.setattr(pathlib.Path, "exists", lambda _: False)
-    assert cluster.num_gpus(environ) == 0
+    assert cluster.count_gpus(environ) == 0
 
 
 def test_a_task_that_slurm_gives_gpus_of_its_own_uses_all_of_them():
     variables = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n0"}
-    found = cluster.find({**variables, "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "2"})
-    assert cluster.local_gpus(found, 2) is None
+    found = cluster.detect_process(
+        {**variables, "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "2"}
+    )
+    assert cluster.choose_local_gpus(found, 2) is None
 
 
 def test_torchrun_s_own_port_is_left_to_it():
     variables = {"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     for port in ("29500", "61440", "65535"):
-        both = [cluster.find({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator for rank in ("0", "1")]
+        both = [cluster.detect_process({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator for rank in ("0", "1")]
         assert both[0] == both[1] != f"a:{port}"
-    assert cluster.find({**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert cluster.detect_process({**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
 
 
 def test_an_mpirun_that_is_not_open_mpi_s_is_refused():
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"^PMI_SIZE = 4: .*Open MPI.*--coordinator HOST:PORT",
     ):
-        cluster.find({"PMI_SIZE": "4", "PMI_RANK": "0"})
-    assert cluster.find({"PMI_SIZE": "1", "PMI_RANK": "0"}).num_processes == 1
+        cluster.detect_process({"PMI_SIZE": "4", "PMI_RANK": "0"})
+    assert cluster.detect_process({"PMI_SIZE": "1", "PMI_RANK": "0"}).num_processes == 1

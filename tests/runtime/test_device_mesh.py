@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import MeshConfig
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
 from tests import batches
 from tests.messages import assert_names, numbers
@@ -30,7 +30,7 @@ from tests.messages import assert_names, numbers
     ],
 )
 def test_data_takes_the_devices_that_are_left(asked, num_devices, sizes):
-    assert tuple(device_mesh.shape(schema.Mesh(**asked), num_devices).values()) == sizes
+    assert tuple(device_mesh.resolve_axis_sizes(MeshConfig(**asked), num_devices).values()) == sizes
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_data_takes_the_devices_that_are_left(asked, num_devices, sizes):
     ],
 )
 def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devices, start, counts):
-    with pytest.raises(errors.UserError) as caught:
-        device_mesh.shape(schema.Mesh(**asked), num_devices)
+    with pytest.raises(UserError) as caught:
+        device_mesh.resolve_axis_sizes(MeshConfig(**asked), num_devices)
     (said,) = caught.value.problems
     assert said.startswith(start)
     assert set(numbers(said.removeprefix(start))[:2]) == counts, "devices needed and seen"
@@ -60,8 +60,8 @@ def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devic
         said,
     ).groups()
     for seq in re.findall(r"\d+", degrees):
-        device_mesh.shape(schema.Mesh(replica=int(replica), seq=int(seq)), num_devices)
-    device_mesh.shape(schema.Mesh(**asked), int(virtual))
+        device_mesh.resolve_axis_sizes(MeshConfig(replica=int(replica), seq=int(seq)), num_devices)
+    device_mesh.resolve_axis_sizes(MeshConfig(**asked), int(virtual))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_virtual_devices_are_those_of_all_processes_together(monkeypatch, platfo
 def test_virtual_devices_that_processes_cannot_share_are_refused(total, num_processes, near):
     if jax.default_backend() != "cpu":
         pytest.skip("needs to run on the CPU")
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         device_mesh.choose_platform(virtual_cpu_devices=total, num_processes=num_processes)
     assert_names(
         caught.value,
@@ -94,7 +94,7 @@ def test_virtual_devices_that_processes_cannot_share_are_refused(total, num_proc
 def test_devices_that_share_rows_are_neighbours():
     if jax.device_count() != 8:
         pytest.skip("needs 8 devices")
-    made = device_mesh.make({"replica": 2, "data": 2, "seq": 2})
+    made = device_mesh.make_mesh({"replica": 2, "data": 2, "seq": 2})
     assert made.axis_names == ("replica", "data", "seq")
     assert set(made.axis_types) == {jax.sharding.AxisType.Auto}
     ids = np.vectorize(lambda device: device.id)(made.devices)
@@ -186,7 +186,7 @@ def node(monkeypatch):
 )
 def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(node, num_local, pool_bytes, limit):
     found = {}
-    device_mesh._raise_limits(found, num_local=num_local, pool_bytes=pool_bytes)
+    device_mesh._raise_memory_limits(found, num_local_processes=num_local, max_pool_bytes=pool_bytes)
     assert found == {
         "XLA_CLIENT_MEM_FRACTION": "0.92",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": limit,
@@ -197,25 +197,25 @@ def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(node, nu
 def test_memory_limits_that_the_user_has_set_stay(node):
     given = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "7"}
     found = dict(given)
-    device_mesh._raise_limits(found, num_local=8, pool_bytes=100 * GIB)
+    device_mesh._raise_memory_limits(found, num_local_processes=8, max_pool_bytes=100 * GIB)
     assert found == given | {"XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE": "false"}
 
 
 def test_processes_and_the_operating_system_take_host_memory_first():
-    assert device_mesh.host_bytes(100 * GIB, num_processes=4) == (100 - 8 - 4 * 6) * GIB
-    assert device_mesh.host_bytes(10 * GIB, num_processes=4) == 0
+    assert device_mesh.usable_host_bytes(100 * GIB, num_processes=4) == (100 - 8 - 4 * 6) * GIB
+    assert device_mesh.usable_host_bytes(10 * GIB, num_processes=4) == 0
 
 
 def test_the_limit_of_the_pool_does_not_change_the_room_of_the_host(node, monkeypatch):
     """jaxsp sets the limit, to what is offloaded; copies for checkpoints are not in the pool."""
-    share = device_mesh.host_room(num_processes=8, num_devices=1)
+    share = device_mesh.host_bytes_per_device(num_processes=8, num_devices=1)
     assert share == 243 * GIB
-    assert device_mesh.pool_limit({}) == math.inf
+    assert device_mesh.pinned_pool_limit({}) == math.inf
     limits = {}
-    device_mesh._raise_limits(limits, num_local=8, pool_bytes=10 * GIB)
+    device_mesh._raise_memory_limits(limits, num_local_processes=8, max_pool_bytes=10 * GIB)
     monkeypatch.setattr(device_mesh.os, "environ", limits)
-    assert device_mesh.pool_limit(limits) == 10 * GIB
-    assert device_mesh.host_room(num_processes=8, num_devices=1) == share
+    assert device_mesh.pinned_pool_limit(limits) == 10 * GIB
+    assert device_mesh.host_bytes_per_device(num_processes=8, num_devices=1) == share
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_the_limit_of_the_pool_does_not_change_the_room_of_the_host(node, monkey
     [(100 * GIB, math.inf, 128 * GIB), (128 * GIB, math.inf, 128 * GIB), (100 * GIB, 112 * GIB, 112 * GIB), (1, 2**30, 2**21)],
 )
 def test_the_pool_of_pinned_memory_is_a_power_of_two_up_to_its_limit(needed, limit, expected):
-    assert device_mesh.pool_size(needed, limit) == expected
+    assert device_mesh.pinned_pool_size(needed, limit) == expected
 
 
 def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
@@ -232,5 +232,5 @@ def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
 
 @pytest.mark.parametrize(("degree", "use"), [(1, "63 or 66"), (3, "60 or 66"), (None, "60 or 66")])
 def test_rows_get_values_that_their_layout_can_have_and_all_if_it_is_not_known(degree, use):
-    (problem,) = device_mesh.divisions(batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree)
+    (problem,) = device_mesh.find_division_problems(batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree)
     assert_names(problem, f"Use {use}", start="data.row_tokens = 64: ")

@@ -8,8 +8,10 @@ import time
 
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.runtime import preemption, run_status
+from jaxsp.config.schema import RunConfig
+from jaxsp.runtime import preemption
+from jaxsp.runtime.preemption import Preemption
+from jaxsp.runtime.run_status import RunStatus
 from tests import messages
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
@@ -61,18 +63,18 @@ def run(folder, *, number=signal.SIGTERM, grace_s=25, stop_after=None, begun=3, 
 
 
 def test_a_step_that_was_let_go_and_not_sent_yet_counts_as_one_to_wait_for(tmp_path):
-    now = run_status.Pace()
-    stop = preemption.Stopping(schema.Run(directory=str(tmp_path), steps=9), now)
+    now = RunStatus()
+    stop = Preemption(RunConfig(directory=str(tmp_path), steps=9), now)
     for step in (1, 2):
-        assert stop.lets(step)
-        now.sent(step, 64)
-        now.ended(step, 7.0)
-    assert stop.lets(3)
-    stop._begin("SIGTERM")
-    assert (stop._place.sent, stop._place.rest_s) == (3, 7.0)
-    now.sent(3, 64)
-    stop._begin("SIGTERM")
-    assert stop._place.rest_s == pytest.approx(7.0, abs=0.5)
+        assert stop.should_dispatch(step)
+        now.dispatched(step, 64)
+        now.finished(step, 7.0)
+    assert stop.should_dispatch(3)
+    stop._hold_dispatch("SIGTERM")
+    assert (stop._progress.num_dispatched, stop._progress.remaining_s) == (3, 7.0)
+    now.dispatched(3, 64)
+    stop._hold_dispatch("SIGTERM")
+    assert stop._progress.remaining_s == pytest.approx(7.0, abs=0.5)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
@@ -146,7 +148,7 @@ with stopping.Stopping(config.Run(directory="x"), pace.Pace()) as stop:
     ],
 )
 def test_a_stop_names_its_step_and_how_to_leave_at_once(reason, rest_s, parts):
-    said = preemption.stop_message(reason, last=74, rest_s=rest_s)
+    said = preemption.stop_message(reason, stop_step=74, remaining_s=rest_s)
     assert re.match(".*" + messages.holding(*parts), said)
     assert "SIGINT" not in said, "who pressed Ctrl-C knows it"
     assert bool(re.search(r"\d s\b", said)) == (rest_s > 1)

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_dir
 from tests import messages
 
@@ -44,38 +44,38 @@ def another_holds(folder, **environment):
 def holder(folder, **fields):
     """Writes who holds a folder, as a process that died without a word has left it."""
     told = {"host": platform.node(), "pid": 123, "began": "2026-03-01T13:05:00+01:00", "job": None, "config": None}
-    (folder / run_dir.HOLDER).write_text(json.dumps(told | fields))
+    (folder / run_dir.HOLDER_FILE).write_text(json.dumps(told | fields))
 
 
 def test_the_holder_is_named_while_it_lives_and_recognised_as_dead(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
     with another_holds(tmp_path, SLURM_JOB_ID="77", HF_TOKEN="canary") as process:
-        told = json.loads((tmp_path / run_dir.HOLDER).read_text())
+        told = json.loads((tmp_path / run_dir.HOLDER_FILE).read_text())
         assert set(told) == {"host", "pid", "began", "job", "config"}
         assert "canary" not in str(told)
         named = (process.pid, platform.node(), told["began"][:10], 77, "configs/a.yaml")
         asked = f"run.directory = {tmp_path}"
-        with pytest.raises(errors.UserError, match=messages.holding(asked, *named)):
-            run_dir.hold(tmp_path).__enter__()
-        assert json.loads((tmp_path / run_dir.HOLDER).read_text()) == told, "nothing was touched"
+        with pytest.raises(UserError, match=messages.holding(asked, *named)):
+            run_dir.lock(tmp_path).__enter__()
+        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == told, "nothing was touched"
         process.send_signal(signal.SIGKILL)
         process.wait()
-    with run_dir.hold(tmp_path):
-        assert json.loads((tmp_path / run_dir.HOLDER).read_text())["pid"] == os.getpid()
+    with run_dir.lock(tmp_path):
+        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text())["pid"] == os.getpid()
         assert re.search(messages.holding(process.pid, platform.node()), capsys.readouterr().out)
-    assert not (tmp_path / run_dir.HOLDER).exists()
-    with run_dir.hold(tmp_path):
+    assert not (tmp_path / run_dir.HOLDER_FILE).exists()
+    with run_dir.lock(tmp_path):
         assert capsys.readouterr().out == "", "the run before ended by itself"
 
 
 def test_a_holder_of_whom_nothing_is_known_is_one_all_the_same(tmp_path):
-    with (tmp_path / run_dir.LOCK).open("w") as lock:
+    with (tmp_path / run_dir.LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for text in ("", '{"host": "a', "[]"):
-            (tmp_path / run_dir.HOLDER).write_text(text)
+            (tmp_path / run_dir.HOLDER_FILE).write_text(text)
             asked = messages.holding(f"run.directory = {tmp_path}", "process")
-            with pytest.raises(errors.UserError, match=asked) as found:
-                run_dir.hold(tmp_path).__enter__()
+            with pytest.raises(UserError, match=asked) as found:
+                run_dir.lock(tmp_path).__enter__()
             assert "None" not in str(found.value)
 
 
@@ -84,19 +84,19 @@ def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, mon
     monkeypatch.setattr(run_dir, "SILENCE_S", 0.5)
     holder(tmp_path, host="node-7")
     named = (123, "node-7", "2026-03-01 13:05:00")
-    (tmp_path / run_dir.HEARTBEAT).write_text('{"step": 4}')
+    (tmp_path / run_dir.HEARTBEAT_FILE).write_text('{"step": 4}')
 
     def beat():
         time.sleep(0.1)
-        (tmp_path / run_dir.HEARTBEAT).write_text('{"step": 5}')
+        (tmp_path / run_dir.HEARTBEAT_FILE).write_text('{"step": 5}')
 
     beating = threading.Thread(target=beat)
     beating.start()
-    with pytest.raises(errors.UserError, match=messages.holding(*named)):
-        run_dir.hold(tmp_path).__enter__()
+    with pytest.raises(UserError, match=messages.holding(*named)):
+        run_dir.lock(tmp_path).__enter__()
     beating.join()
     assert re.search(messages.holding("0.5 s", *named), capsys.readouterr().out)
-    with run_dir.hold(tmp_path):
+    with run_dir.lock(tmp_path):
         *_, last = capsys.readouterr().out.splitlines()
         assert re.search(messages.holding(*named), last)
         assert "0.5 s" not in last
@@ -108,29 +108,29 @@ def test_a_file_system_without_locks_is_refused_with_a_way_out(tmp_path, monkeyp
 
     monkeypatch.setattr(fcntl, "flock", none)
     says = messages.holding(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
-    with pytest.raises(errors.UserError, match=says):
-        run_dir.hold(tmp_path / "run").__enter__()
+    with pytest.raises(UserError, match=says):
+        run_dir.lock(tmp_path / "run").__enter__()
 
 
 def test_what_was_made_for_the_lock_goes_where_no_run_began(tmp_path):
-    with run_dir.hold(tmp_path / "a/b"), run_dir.hold(tmp_path / "a/b"):
-        assert (tmp_path / "a/b" / run_dir.HOLDER).exists()
+    with run_dir.lock(tmp_path / "a/b"), run_dir.lock(tmp_path / "a/b"):
+        assert (tmp_path / "a/b" / run_dir.HOLDER_FILE).exists()
     assert not any(tmp_path.iterdir())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
-    with pytest.raises(ZeroDivisionError), run_dir.hold(tmp_path / "mine"):
+    with pytest.raises(ZeroDivisionError), run_dir.lock(tmp_path / "mine"):
         raise ZeroDivisionError
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
-    with run_dir.hold(tmp_path / "mine"):
+    with run_dir.lock(tmp_path / "mine"):
         (tmp_path / "mine/config.yaml").touch()
-    assert (tmp_path / "mine" / run_dir.LOCK).exists(), "of a run, which others may be waiting for"
+    assert (tmp_path / "mine" / run_dir.LOCK_FILE).exists(), "of a run, which others may be waiting for"
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").touch()
     says = messages.holding(f"run.directory = {tmp_path}/file/run", "Not a directory")
-    with pytest.raises(errors.UserError, match=says):
-        run_dir.hold(tmp_path / "file/run").__enter__()
+    with pytest.raises(UserError, match=says):
+        run_dir.lock(tmp_path / "file/run").__enter__()
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -139,13 +139,13 @@ def test_what_cannot_be_a_folder_is_refused_by_every_process(tmp_path, monkeypat
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setattr("jax.process_index", lambda: index)
-    with pytest.raises(errors.UserError) as caught:
-        run_dir.hold(tmp_path / name).__enter__()
+    with pytest.raises(UserError) as caught:
+        run_dir.lock(tmp_path / name).__enter__()
     (line,) = caught.value.problems
     assert line.startswith(f"run.directory = {tmp_path / name}: ")
 
 
 def test_a_process_of_several_that_is_not_the_first_holds_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
-    with run_dir.hold(tmp_path / "run"):
+    with run_dir.lock(tmp_path / "run"):
         assert not pathlib.Path(tmp_path / "run").exists()

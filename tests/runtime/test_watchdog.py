@@ -12,8 +12,10 @@ import time
 
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config.schema import RunConfig
 from jaxsp.runtime import distributed, run_status, watchdog
+from jaxsp.runtime.run_status import Activity, RunStatus
+from jaxsp.runtime.watchdog import Watchdog
 from tests import messages
 
 HANGS = """
@@ -29,7 +31,7 @@ with watchdog.Watchdog(config.Run(directory=sys.argv[1], step_timeout=0.01), now
 
 
 def doing(**fields):
-    return run_status.Doing(what="step 1", **fields)
+    return Activity(description="step 1", **fields)
 
 
 @pytest.mark.parametrize(
@@ -44,15 +46,15 @@ def doing(**fields):
     ],
 )
 def test_ten_times_the_usual_and_ten_minutes_are_too_long_unless_the_config_says_otherwise(tmp_path, minutes, now, seconds):
-    dog = watchdog.Watchdog(schema.Run(directory=str(tmp_path), step_timeout=minutes), run_status.Pace(), beats=False)
-    assert dog.limit_s(now) == seconds
+    dog = Watchdog(RunConfig(directory=str(tmp_path), step_timeout=minutes), RunStatus(), has_heartbeat=False)
+    assert dog.timeout_s(now) == seconds
 
 
 @pytest.mark.e2e
 def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
     began = time.monotonic()
     hanging = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60, check=False)
-    assert hanging.returncode == distributed.AGAIN
+    assert hanging.returncode == distributed.EXIT_HUNG
     assert re.search(messages.holding("step 8", "run.step_timeout"), hanging.stderr)
     assert "in sits_here" in hanging.stderr
     assert time.monotonic() - began < 30
@@ -69,7 +71,7 @@ def test_a_disk_that_does_not_answer_does_not_hold_the_watchdog(tmp_path, stuck)
     before += "from jaxsp.training import watchdog\nwatchdog.WORDS_S = 0.5\n"
     began = time.monotonic()
     hanging = subprocess.run([sys.executable, "-c", before + HANGS, tmp_path], timeout=60, check=False)
-    assert hanging.returncode == distributed.AGAIN
+    assert hanging.returncode == distributed.EXIT_HUNG
     assert time.monotonic() - began < 30
 
 
@@ -80,52 +82,52 @@ def test_a_process_that_was_stopped_and_goes_on_has_not_hung(tmp_path):
     with subprocess.Popen([sys.executable, "-c", lives, tmp_path], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
-        time.sleep(watchdog.BEAT_S + 2)
+        time.sleep(watchdog.HEARTBEAT_INTERVAL_S + 2)
         process.send_signal(signal.SIGCONT)
         assert process.wait(60) == 0
 
 
 def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
-    now = run_status.Pace()
-    dog = watchdog.Watchdog(schema.Run(directory=str(tmp_path), steps=9), now, beats=False)
-    now.does("the checkpoint of step 2", writes=True)
-    began = now.now
+    now = RunStatus()
+    dog = Watchdog(RunConfig(directory=str(tmp_path), steps=9), now, has_heartbeat=False)
+    now.begin("the checkpoint of step 2", is_writing=True)
+    began = now.activity
     for quarters in range(9):
         monkeypatch.setattr(run_status, "written", lambda quarters=quarters: quarters * 2**18)
-        dog._look()
-    assert now.now == began
+        dog._check_activity()
+    assert now.activity == began
     monkeypatch.setattr(run_status, "written", lambda: 2**22)
-    dog._look()
-    assert now.now.since > began.since
+    dog._check_activity()
+    assert now.activity.last_progress > began.last_progress
 
 
 @pytest.mark.e2e
 def test_signs_of_life_keep_a_run_alive(tmp_path):
-    now, settings = run_status.Pace(), schema.Run(directory=str(tmp_path), step_timeout=0.02)
-    with watchdog.Watchdog(settings, now, beats=True):
-        now.waits(0)
+    now, settings = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    with Watchdog(settings, now, has_heartbeat=True):
+        now.waiting_for_step(0)
         for _ in range(10):
             time.sleep(0.3)
-            now.alive()
+            now.heartbeat()
     assert json.loads((tmp_path / "heartbeat.json").read_text())["doing"] == "ended"
 
 
 def test_compiling_is_not_watched_whatever_the_config_says():
-    now = run_status.Pace()
-    now.does("the checkpoint of step 2", expected_s=3.0, writes=True)
-    began = now.now
-    with now.compiles("digests"):
-        assert (now.now.what, now.now.watched) == ("compiling digests", False)
+    now = RunStatus()
+    now.begin("the checkpoint of step 2", expected_s=3.0, is_writing=True)
+    began = now.activity
+    with now.compiling("digests"):
+        assert (now.activity.description, now.activity.is_watched) == ("compiling digests", False)
         time.sleep(0.01)
-    assert now.now == dataclasses.replace(began, since=now.now.since)
-    assert now.now.since > began.since + 0.005
+    assert now.activity == dataclasses.replace(began, last_progress=now.activity.last_progress)
+    assert now.activity.last_progress > began.last_progress + 0.005
 
 
 @pytest.mark.e2e
 def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
-    now, settings = run_status.Pace(), schema.Run(directory=str(tmp_path), step_timeout=0.02)
-    with watchdog.Watchdog(settings, now, beats=False):
-        now.does("the checkpoint of step 1", writes=True)
+    now, settings = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    with Watchdog(settings, now, has_heartbeat=False):
+        now.begin("the checkpoint of step 1", is_writing=True)
         with (tmp_path / "state").open("wb") as file:
             for _ in range(10):
                 file.write(bytes(2**22))
@@ -135,8 +137,8 @@ def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
 
 def test_a_disk_that_is_full_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(watchdog, "BEAT_S", 0.05)
-    settings = schema.Run(directory=str(tmp_path / "not there"))
-    with watchdog.Watchdog(settings, run_status.Pace(), beats=True):
+    settings = RunConfig(directory=str(tmp_path / "not there"))
+    with Watchdog(settings, RunStatus(), has_heartbeat=True):
         time.sleep(0.5)
     said = capfd.readouterr().err
     says = messages.holding("heartbeat.json", "No such file or directory")
@@ -144,23 +146,23 @@ def test_a_disk_that_is_full_is_said_once_and_the_run_goes_on(tmp_path, monkeypa
 
 
 def test_the_usual_time_of_a_step_is_that_of_steps_with_rows_as_long():
-    now = run_status.Pace()
+    now = RunStatus()
     for step, (row_tokens, seconds) in enumerate([(64, 1.0), (512, 9.0), (64, 2.0), (64, 3.0), (512, 30.0), (512, 10.0)], 1):
-        now.sent(step, row_tokens)
-        now.ended(step, seconds)
+        now.dispatched(step, row_tokens)
+        now.finished(step, seconds)
     assert now.step_s == 10.0
-    assert now.now.what == "step 7"
-    assert now.now.expected_s == 10.0, "of a step that was not sent yet, nobody knows the rows"
-    now.sent(7, 64)
-    assert now.now.expected_s == 2.0
-    now.sent(8, 512)
-    assert 11.0 < now.rest_s() <= 12.0
+    assert now.activity.description == "step 7"
+    assert now.activity.expected_s == 10.0, "of a step that was not sent yet, nobody knows the rows"
+    now.dispatched(7, 64)
+    assert now.activity.expected_s == 2.0
+    now.dispatched(8, 512)
+    assert 11.0 < now.remaining_s() <= 12.0
 
 
 def test_a_watchdog_does_not_end_a_process_that_has_left_it(tmp_path):
-    now = run_status.Pace()
-    with watchdog.Watchdog(schema.Run(directory=str(tmp_path), step_timeout=0.005), now, beats=False):
+    now = RunStatus()
+    with Watchdog(RunConfig(directory=str(tmp_path), step_timeout=0.005), now, has_heartbeat=False):
         pass
-    now.waits(1)
+    now.waiting_for_step(1)
     time.sleep(0.6)
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxsp import attention
-from jaxsp.attention import strategies
-from jaxsp.config import schema
-from jaxsp.core import batch
-from jaxsp.model import decoder, layers, remat
+from jaxsp.attention.strategies import Strategy
+from jaxsp.config.schema import Config, MeshConfig
+from jaxsp.core.batch import NO_LABEL, Batch
+from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
+from jaxsp.model.layers import Parameter
+from jaxsp.model.remat import RematPolicy
 from jaxsp.training import sharding, train_step
+from jaxsp.training.train_step import Program, TrainState
 from tests import batches, tolerances
 from tests import whole as wholes
 
@@ -32,12 +35,12 @@ def program(
     row_tokens: int = 64,
     sizes: tuple[int, int, int] = (1, 1, 4),
     **settings: Any,
-) -> train_step.Program:
+) -> Program:
     """A program with these memory options, which is not compiled."""
     asked = batches.settings(memory=memory, **settings)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
-    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": schema.Mesh(**mesh)}
-    return train_step.Program(
+    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": MeshConfig(**mesh)}
+    return Program(
         config=asked.model_copy(update=update),
         model=model,
         mesh=batches.mesh(*sizes),
@@ -50,7 +53,7 @@ def whole_weights(model: ModelConfig) -> dict[str, Any]:
     """Weights by numpy; biases and norms are not what they start as, so that each has a say in the loss."""
     rng = np.random.default_rng(2)
     draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
-    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.table(model))
+    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(model))
 
 
 @functools.cache
@@ -66,18 +69,18 @@ def plain(model: ModelConfig = MODEL):
             attend=attend,
             gather=wholes.Whole(),
             dtype=jnp.dtype("float32"),
-            how=remat.Remat(),
-            tile=4096,
+            policy=RematPolicy(),
+            tile_tokens=4096,
         )
-        logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.head(weights))
-        has_label = rows.labels_BL != batch.NO_LABEL
+        logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
+        has_label = rows.labels_BL != NO_LABEL
         labels = jnp.where(has_label, rows.labels_BL, 0)
         log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
         num_correct = (has_label & (logits.argmax(-1) == labels)).sum()
         return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum().astype(jnp.float32), num_correct
 
     both = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    return lambda weights, arrays: both(weights, batch.Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
+    return lambda weights, arrays: both(weights, Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
 
 
 def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
@@ -87,7 +90,7 @@ def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
     return -0.9 * label_T - 0.1 * log_probs_TV.mean(-1) + 0.01 * jax.nn.logsumexp(logits_TV, -1) ** 2
 
 
-def cut(row: layers.Parameter, stored: jax.Array) -> np.ndarray:
+def cut(row: Parameter, stored: jax.Array) -> np.ndarray:
     """A weight without the zeros it is stored with."""
     return np.asarray(stored)[(..., *(slice(size) for size in row.shape))]
 
@@ -96,18 +99,22 @@ def cut(row: layers.Parameter, stored: jax.Array) -> np.ndarray:
 class Run:
     """A program on a mesh, with what was compiled of it for rows of one shape."""
 
-    program: train_step.Program
+    program: Program
     rows_at_once: int
     gradients: Any
     step: Any
 
-    def rows(self, arrays: batches.Arrays) -> batch.Batch:
-        return batches.on_mesh(arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout)
+    def rows(self, arrays: batches.Arrays) -> Batch:
+        return batches.on_mesh(
+            arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout_degree
+        )
 
-    def state(self, whole: dict[str, Any]) -> train_step.State:
+    def state(self, whole: dict[str, Any]) -> TrainState:
         """These weights and an empty optimizer."""
-        stored = sharding.put(self.program.table, whole, self.program.mesh, offloaded=self.program.offloads)
-        return train_step.with_weights(self.program, stored)
+        stored = sharding.put_weights(
+            self.program.table, whole, self.program.mesh, is_offloaded=self.program.has_offloaded_state
+        )
+        return train_step.init_state(self.program, stored)
 
     def whole(self, tree: Any) -> dict[str, np.ndarray]:
         """Weights or gradients by name, without the zeros they are stored with."""
@@ -128,7 +135,7 @@ def check_gradients(run: Run, weights: dict[str, Any], arrays: batches.Arrays, r
     assert [int(x) for x in counts] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),
-        (labels != batch.NO_LABEL).sum(),
+        (labels != NO_LABEL).sum(),
         num_correct,
     ]
 
@@ -140,25 +147,25 @@ def compiling(
     sizes: tuple[int, int, int],
     *,
     rows_at_once: int = 1,
-    settings: schema.Config = SGD,
+    settings: Config = SGD,
     model: ModelConfig = MODEL,
     want: tuple[str, ...] = ("gradients", "step"),
     arrays: batches.Arrays = ROWS,
-    kind: strategies.Kind | None = None,
+    kind: Strategy | None = None,
 ) -> concurrent.futures.Future[Run]:
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], kind=kind, kernel="blockwise", window=None)
+        attend = attention.make_attend(seq=sizes[-1], strategy=kind, kernel="blockwise", window=None)
         mesh = batches.mesh(*sizes)
-        program = train_step.Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
+        program = Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_at_once, None, None)
         rows, state = bare.rows(arrays), bare.state(whole_weights(model))
-        gradients = jax.jit(functools.partial(train_step.gradients, program))
+        gradients = jax.jit(functools.partial(train_step.compute_gradients, program))
         return dataclasses.replace(
             bare,
             gradients=gradients.lower(state.master, rows).compile() if "gradients" in want else None,
-            step=train_step.make(program).lower(state, rows).compile() if "step" in want else None,
+            step=train_step.build_step(program).lower(state, rows).compile() if "step" in want else None,
         )
 
     return _POOL.submit(make)

@@ -6,11 +6,13 @@ import re
 import jax
 import pytest
 
-from jaxsp.core import axes, errors
+from jaxsp.core import axes
+from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options
+from jaxsp.training.compile_options import CompileOptions
 from tests import messages
 from tests.planner import programs
 
@@ -22,20 +24,20 @@ TRIED = ["0.10.1", "0.11.1", "0.11.2", "0.12.0", "0.12.0.1", "0.12.0.1.dev4"]
 
 def mesh(data, seq, devices=None):
     sizes = {axes.REPLICA: 1, axes.DATA: data, axes.SEQ: seq}
-    return device_mesh.make(sizes, devices or jax.devices()[: data * seq])
+    return device_mesh.make_mesh(sizes, devices or jax.devices()[: data * seq])
 
 
 @pytest.fixture(scope="module")
 def gpus():
     """A mesh of H100s that are not there."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    absent = compiled.devices("h100-80gb", 8)
+    absent = compiled.make_devices("h100-80gb", 8)
     return lambda data, seq: mesh(data, seq, absent[: data * seq])
 
 
 def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
     environ = {"XLA_FLAGS": flags}
-    return compile_options.options(
+    return compile_options.choose_options(
         programs.settings(*words), mesh=gpus(data, seq), is_tiled=is_tiled, environ=environ, version=version
     )
 
@@ -59,29 +61,31 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
     data, seq = sizes
     found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
     assert found.options == expected
-    assert ("prefetch" in found.words) == (PREFETCH.items() <= expected.items())
+    assert ("prefetch" in found.description) == (PREFETCH.items() <= expected.items())
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
     settings = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
-    model = families.model_config(settings.model.config, field="model.config")
-    program, _ = compiled.program(settings, model=model, devices=list(gpus(2, 4).devices.flat))
-    assert program.tokens == 2048
-    assert OVERLAP.items() <= program.told.options.items()
+    model = families.parse_model_config(settings.model.config, field="model.config")
+    program, _ = compiled.build_program(settings, model=model, devices=list(gpus(2, 4).devices.flat))
+    assert program.tokens_per_device == 2048
+    assert OVERLAP.items() <= program.compile_options.options.items()
     whole = dataclasses.replace(program, config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"))
-    assert whole.told.options == BASE
+    assert whole.compile_options.options == BASE
 
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
     found = told(gpus, OFFLOAD, version=version, is_tiled=True)
     assert found.options == {}
-    assert re.search(messages.holding(version), found.words)
+    assert re.search(messages.holding(version), found.description)
 
 
 def test_cpus_get_no_options():
-    found = compile_options.options(programs.settings(OFFLOAD), mesh=mesh(2, 4), is_tiled=True, environ={}, version="0.12.0.1")
-    assert found == compile_options.Told(options={}, words="")
+    found = compile_options.choose_options(
+        programs.settings(OFFLOAD), mesh=mesh(2, 4), is_tiled=True, environ={}, version="0.12.0.1"
+    )
+    assert found == CompileOptions(options={}, description="")
 
 
 @pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
@@ -94,7 +98,7 @@ def test_options_in_xla_flags_win_over_ours(gpus, name, tmp_path):
     for given in (flags, str(file)):
         found = told(gpus, OFFLOAD, flags=given, is_tiled=True)
         assert found.options == rest
-        assert found.words.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
+        assert found.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
     assert told(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
     assert told(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
 
@@ -107,9 +111,11 @@ def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
     found = told(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
     assert found.options == BASE | OVERLAP | PREFETCH | own
     said = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
-    assert found.words.endswith(f"{said}; XLA_FLAGS: xla_gpu_autotune_level")
-    on_cpu = compile_options.options(programs.settings(word), mesh=mesh(1, 1), is_tiled=True, environ={}, version="0.12.0.1")
-    assert (on_cpu.options, on_cpu.words) == (own, said)
+    assert found.description.endswith(f"{said}; XLA_FLAGS: xla_gpu_autotune_level")
+    on_cpu = compile_options.choose_options(
+        programs.settings(word), mesh=mesh(1, 1), is_tiled=True, environ={}, version="0.12.0.1"
+    )
+    assert (on_cpu.options, on_cpu.description) == (own, said)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +127,7 @@ def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
 )
 def test_what_can_be_no_option_is_refused_before_anything_is_compiled(asked, says):
     says = messages.holding(f"run.xla_options = {asked}", *says)
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         programs.settings(f"run.xla_options={asked}")
 
 
@@ -137,8 +143,8 @@ def test_an_option_that_xla_does_not_take_is_named(asked, says):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     field, *rule = says
     says = messages.holding(f"run.xla_options.{field}", *rule)
-    with pytest.raises(errors.UserError, match=says):
-        compile_options.compiled(lowered, compile_options.Told(options=asked, words=""))
+    with pytest.raises(UserError, match=says):
+        compile_options.compile_lowered(lowered, CompileOptions(options=asked, description=""))
 
 
 FIXED = {"xla_gpu_deterministic_ops": True}
@@ -152,21 +158,23 @@ def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
     flags = "--xla_gpu_deterministic_ops=false"
     found = told(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
     assert found.options == expected
-    assert found.deterministic
-    assert "deterministic" in found.words
+    assert found.is_deterministic
+    assert "deterministic" in found.description
 
 
 def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
-    found = compile_options.options(programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={})
-    assert (found.options, found.deterministic) == ({}, False)
-    assert "run.deterministic" in found.words
+    found = compile_options.choose_options(
+        programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={}
+    )
+    assert (found.options, found.is_deterministic) == ({}, False)
+    assert "run.deterministic" in found.description
 
 
 def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     words = ("run.deterministic=true", "run.xla_options={xla_gpu_deterministic_ops: false}")
     field = "run.xla_options.xla_gpu_deterministic_ops = false"
     says = messages.holding(field, "run.deterministic = true")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         told(gpus, *words)
     told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
@@ -177,7 +185,7 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
     small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
     words = (f"data.max_documents_per_row={slots}", "run.deterministic=true")
-    text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).written.text
+    text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).dump.hlo_text
     backward = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
     assert backward
     assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
@@ -187,5 +195,5 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
 
 def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
     flags = " ".join(["--xla_dump_to=there", *device_mesh.collective_timeout_flags()])
-    found = compile_options.options(programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags})
-    assert found.words == "XLA_FLAGS: xla_dump_to"
+    found = compile_options.choose_options(programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags})
+    assert found.description == "XLA_FLAGS: xla_dump_to"

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config.schema import RunConfig
 from jaxsp.training.early_stopping import EarlyStopping
 from tests import messages
 
@@ -13,17 +13,17 @@ LOSS_SET = {"name": "a", "digest": "tokens of a"}
 
 
 def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
-    settings = schema.Run(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
-    return EarlyStopping(settings, loss_set, before=before)
+    settings = RunConfig(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    return EarlyStopping(settings, loss_set, resumed_state=before)
 
 
 def stops_at(losses, **how):
     """Index of the evaluation that ends the run; None: none."""
     early_stopping = make(**how)
     for step, loss in enumerate(losses):
-        early_stopping.expect()
+        early_stopping.expect_evaluation()
         early_stopping.record(step, {"a": None if loss is None else float(loss), "b": -float(step)})
-        if early_stopping.is_over():
+        if early_stopping.should_stop():
             return step
     return None
 
@@ -51,26 +51,26 @@ def test_the_run_ends_after_as_many_evaluations_without_improvement(losses, how,
 def test_a_resumed_run_goes_on_counting():
     first = make(patience=3)
     for step, loss in enumerate([2.0, 1.0, 1.5]):
-        first.expect()
+        first.expect_evaluation()
         first.record(step, {"a": loss})
     stored = json.loads(json.dumps(first.state))
     resumed = make(patience=3, before=stored)
     assert resumed.state == first.state
     for step, loss in [(3, 1.2), (4, 1.1)]:
-        assert not resumed.is_over()
-        resumed.expect()
+        assert not resumed.should_stop()
+        resumed.expect_evaluation()
         resumed.record(step, {"a": loss})
-    assert resumed.is_over()
+    assert resumed.should_stop()
     says = messages.holding("run.early_stopping_patience = 3", "1.0000", "step 1")
     assert re.search(says, resumed.reason)
     stored = resumed.state
-    assert make(patience=3, before=stored).is_over(), "the same command does not train on"
-    assert not make(patience=4, before=stored).is_over()
+    assert make(patience=3, before=stored).should_stop(), "the same command does not train on"
+    assert not make(patience=4, before=stored).should_stop()
 
 
 def test_losses_of_another_eval_set_are_not_compared():
     first = make()
-    first.expect()
+    first.expect_evaluation()
     first.record(1, {"a": 1.0})
     assert make(before=first.state).state["best_loss"] == 1.0
     other = {"name": "a", "digest": "other tokens"}
@@ -83,12 +83,12 @@ def test_losses_of_another_eval_set_are_not_compared():
 def test_an_evaluation_that_no_schedule_asked_for_does_not_count():
     first = make(patience=2)
     for step, loss in enumerate([1.0, 2.0]):
-        first.expect()
+        first.expect_evaluation()
         first.record(step, {"a": loss})
     for step in range(2, 9):  # of checkpoints that stops wrote
         first.record(step, {"a": 2.0})
-    assert not first.is_over()
-    first.expect()
+    assert not first.should_stop()
+    first.expect_evaluation()
     resumed = make(patience=2, before=first.state)  # a stop did not wait for one that was due
     resumed.record(9, {"a": 2.0})
-    assert resumed.is_over()
+    assert resumed.should_stop()

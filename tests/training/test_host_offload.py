@@ -13,15 +13,16 @@ from jaxsp.config import schema
 from jaxsp.planner.compile import compiled
 from jaxsp.run import build, trainer
 from jaxsp.training import host_offload, memory_fit, memory_options, train_step
+from jaxsp.training.memory_fit import MemoryUse
 from tests import batches
 
 
 def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device():
     """300 GiB, for an H100 that is absent."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    (gpu,) = compiled.devices("h100-80gb", 1)
+    (gpu,) = compiled.make_devices("h100-80gb", 1)
     num_bytes = 300 * 2**30 + 1
-    run = host_offload.empty(gpu, num_bytes).lower().compile()
+    run = host_offload.build_allocator(gpu, num_bytes).lower().compile()
     taken = run.memory_analysis()
     assert num_bytes <= taken.host_output_size_in_bytes <= num_bytes + 2**20
     on_device = ("argument", "output", "temp")
@@ -31,7 +32,7 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < memory_options.HOST_STATE_FROM, reason="on CPUs, arrays in host memory need jax 0.11.1"
+    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE, reason="on CPUs, arrays in host memory need jax 0.11.1"
 )
 def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypatch):
     """Arrays of one device are freed before those of the next are made."""
@@ -45,9 +46,9 @@ def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypa
 
     monkeypatch.setattr(jax, "block_until_ready", watch)
     devices = jax.devices()[:2]
-    host_offload.reserve(devices, 3 * 2**20 + 1)
+    host_offload.reserve_pool(devices, 3 * 2**20 + 1)
     assert [array.sharding.device_set for array in made] == [{device} for device in devices]
-    assert {array.sharding.memory_kind for array in made} == {host_offload.KIND}
+    assert {array.sharding.memory_kind for array in made} == {host_offload.MEMORY_KIND}
     assert {(array.shape, array.dtype) for array in made} == {((4, 2**20), jnp.dtype("uint8"))}
     assert all(array.is_deleted() for array in made)
 
@@ -80,13 +81,13 @@ def order(tmp_path, monkeypatch):
             events.append("load")
             raise Loaded
 
-        program, material = build.training(schema.parse(fields), devices=jax.devices()[:2])
+        program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:2])
         monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
         monkeypatch.setattr(train_step, "compile", lambda program: events.append("compile") or EMPTY)
-        monkeypatch.setattr(memory_fit, "measured", lambda run, uncounted: memory_fit.Needs(0, next(needs)))
+        monkeypatch.setattr(memory_fit, "measured", lambda run, uncounted: MemoryUse(0, next(needs)))
         monkeypatch.setattr(host_offload, "reserve", lambda devices, num_bytes: events.append((tuple(devices), num_bytes)))
         with pytest.raises(Loaded):
-            trainer.train(program, dataclasses.replace(material, weights=load), rich.console.Console(quiet=True))
+            trainer.train(program, dataclasses.replace(material, make_weights=load), rich.console.Console(quiet=True))
         return events
 
     return train

@@ -7,14 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.core import batch, errors
-from jaxsp.model import layers
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
+from jaxsp.model.layers import Parameter
 from jaxsp.training import loss
+from jaxsp.training.loss import LossSums
 from tests import batches, messages, tolerances, whole
 from tests.training import runs
 
 V, D, B, L = 37, 12, 2, 50
-ROW = layers.Parameter(shape=(V, D), hf_name="lm_head.weight")
+ROW = Parameter(shape=(V, D), hf_name="lm_head.weight")
 
 
 def inputs(tokens=L):
@@ -22,21 +24,21 @@ def inputs(tokens=L):
     rng = np.random.default_rng(0)
     hidden, head = rng.standard_normal((B, tokens, D), np.float32), rng.standard_normal((V, D), np.float32)
     labels = rng.integers(0, V, (B, tokens)).astype(np.int32)
-    labels[rng.random(labels.shape) < 0.4] = batch.NO_LABEL
-    labels[:, 20:40] = batch.NO_LABEL
+    labels[rng.random(labels.shape) < 0.4] = NO_LABEL
+    labels[:, 20:40] = NO_LABEL
     return jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(labels)
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
     def total(hidden, head):
-        return loss.token_losses(
-            hidden, labels, gather=whole.Whole(dtype), row=ROW, shard=head, tile=tile, token_loss=token_loss
+        return loss.sum_token_losses(
+            hidden, labels, gather=whole.Whole(dtype), head=ROW, shard=head, tile=tile, token_loss=token_loss
         )
 
     value, pull = jax.vjp(total, hidden, head)
     zero = np.zeros((), jax.dtypes.float0)
-    return value, pull(loss.Sums(loss=jnp.float32(1), num_correct=zero))
+    return value, pull(LossSums(loss=jnp.float32(1), num_correct=zero))
 
 
 @jax.jit
@@ -57,21 +59,21 @@ def test_any_tile_gives_the_same_loss_and_gradients(tile):
     assert batches.difference(found.loss, right) < tolerances.TILES
     for mine, theirs in zip(gradients, right_gradients, strict=True):
         assert batches.difference(mine, theirs) < tolerances.TILES
-    assert (np.asarray(gradients[0])[np.asarray(labels) == batch.NO_LABEL] == 0).all()
+    assert (np.asarray(gradients[0])[np.asarray(labels) == NO_LABEL] == 0).all()
 
 
 def test_correct_labels_are_counted():
     """Logits are 1 at the token's own number and 0 elsewhere: 5 labels name that token, one is masked, one another."""
     tokens = np.arange(7)
     hidden, head = jnp.float32(np.eye(V, D)[tokens][None]), jnp.float32(np.eye(V, D))
-    labels = np.int32([[0, 1, 2, 3, 4, batch.NO_LABEL, 0]])
+    labels = np.int32([[0, 1, 2, 3, 4, NO_LABEL, 0]])
     for tile in (2, 7):
         assert int(tiled(hidden, head, jnp.asarray(labels), tile)[0].num_correct) == 5
 
 
 def test_nothing_is_learned_from_what_has_no_label():
     hidden, head, labels = inputs()
-    found, gradients = tiled(jnp.full_like(hidden, 1e38), head, jnp.full_like(labels, batch.NO_LABEL), 7)
+    found, gradients = tiled(jnp.full_like(hidden, 1e38), head, jnp.full_like(labels, NO_LABEL), 7)
     assert (float(found.loss), int(found.num_correct)) == (0, 0)
     assert all((np.asarray(gradient) == 0).all() for gradient in gradients)
 
@@ -91,7 +93,7 @@ def test_the_heads_gradient_is_summed_over_tiles_in_float32():
 @pytest.mark.parametrize("tile", [7, 100])
 def test_a_custom_loss_has_its_own_value_and_gradients(tile):
     hidden, head, labels = inputs()
-    has_label = labels != batch.NO_LABEL
+    has_label = labels != NO_LABEL
 
     def total(hidden, head):
         logits = jnp.einsum("BLD,VD->BLV", hidden, head).reshape(-1, V)
@@ -108,7 +110,7 @@ def test_a_custom_loss_has_its_own_value_and_gradients(tile):
 
 def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinite():
     hidden, head, labels = inputs()
-    unlabelled = jnp.full_like(labels, batch.NO_LABEL)
+    unlabelled = jnp.full_like(labels, NO_LABEL)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     found, gradients = tiled(hidden, head, unlabelled, 7, "float32", infinite)
     assert float(found.loss) == 0
@@ -125,7 +127,7 @@ def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinit
     ids=["a sum", "logits", "bfloat16"],
 )
 def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
-    with pytest.raises(errors.UserError, match=messages.holding("Program.loss", "float32[7]")):
+    with pytest.raises(UserError, match=messages.holding("Program.loss", "float32[7]")):
         tiled(*inputs(), 7, "float32", token_loss)
 
 

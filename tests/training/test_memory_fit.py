@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp import train
-from jaxsp.attention import strategies
+from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from jaxsp.planner.compile import budget, compiled
 from jaxsp.runtime import cluster, device_mesh
+from jaxsp.runtime.cluster import Process
 from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
+from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
 from tests import batches
 from tests.planner import programs
 from tests.training import runs
@@ -43,7 +45,7 @@ def decided(program):
 
 
 def candidates(program, *, is_known=True):
-    return [decided(candidate) for candidate in memory_fit.candidates(program, is_known=is_known)]
+    return [decided(candidate) for candidate in memory_fit.list_candidates(program, is_memory_known=is_known)]
 
 
 # Candidates
@@ -92,7 +94,7 @@ def test_options_that_free_memory_leave_out_candidates(memory, remats):
 @pytest.mark.parametrize("is_known", [True, False])
 def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
     program = large(**fixed)
-    found = list(memory_fit.candidates(program, is_known=is_known))
+    found = list(memory_fit.list_candidates(program, is_memory_known=is_known))
     assert found
     for candidate in found:
         memory = candidate.config.memory.model_dump()
@@ -128,11 +130,11 @@ class Trial:
         return program
 
     def measure(self, run):
-        return memory_fit.Needs(int(self.factor * memory_fit.predict(run)), self.host)
+        return MemoryUse(int(self.factor * memory_fit.predict_bytes(run)), self.host)
 
     def fit(self, program, device, *, host=math.inf):
-        room = memory_fit.Room(device, host)
-        return memory_fit.fit(program, room=room, uncounted=0, compile_step=self.compile, measure=self.measure)
+        room = MemoryLimit(device, host)
+        return memory_fit.fit(program, limit=room, workspace_bytes=0, compile_step=self.compile, measure=self.measure)
 
 
 def gib_in(words):
@@ -141,14 +143,14 @@ def gib_in(words):
 
 
 def formulas(program):
-    return [memory_fit.predict(candidate) for candidate in memory_fit.candidates(program, is_known=True)]
+    return [memory_fit.predict_bytes(candidate) for candidate in memory_fit.list_candidates(program, is_memory_known=True)]
 
 
 def test_the_first_candidate_is_taken_if_it_fits():
     trial = Trial()
     found = trial.fit(large(), max(formulas(large())))
     assert [decided(found.program)] == [decided(program) for program in trial.compiled] == candidates(large())[:1]
-    assert (found.shortage, found.why_full) == ("", "")
+    assert (found.shortage, found.full_remat_reason) == ("", "")
 
 
 def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
@@ -156,11 +158,11 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
     takes = formulas(program)
     least = min(takes)
     room = (least + takes[0]) / 2
-    first = next(number for number, bytes_of in enumerate(takes) if bytes_of <= memory_fit.SKIPPED_ABOVE * room)
+    first = next(number for number, bytes_of in enumerate(takes) if bytes_of <= memory_fit.MAX_PREDICTED_RATIO * room)
     found = trial.fit(program, room)
     assert first > 0
     assert decided(trial.compiled[0]) == candidates(program)[first]
-    assert memory_fit.predict(found.program) <= room
+    assert memory_fit.predict_bytes(found.program) <= room
     assert not found.shortage
 
 
@@ -168,7 +170,7 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
     trial = Trial()
     found = trial.fit(large(), 20 * GIB)
     assert [decided(program) for program in trial.compiled] == candidates(large())[-1:] == [decided(found.program)]
-    sizes = [memory_fit.size(found.needs.total), memory_fit.size(20 * GIB)]
+    sizes = [memory_fit.format_bytes(found.memory_use.device_total), memory_fit.format_bytes(20 * GIB)]
     assert gib_in(found.shortage) == sizes
 
 
@@ -179,14 +181,14 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
     room = takes[0]
     expected = [0]
     for number, bytes_of in enumerate(takes[1:], 1):
-        if 1.5 * bytes_of <= memory_fit.SKIPPED_ABOVE * room:
+        if 1.5 * bytes_of <= memory_fit.MAX_PREDICTED_RATIO * room:
             expected.append(number)
             if 1.5 * bytes_of <= room:
                 break
     found = trial.fit(program, room)
     assert [decided(one) for one in trial.compiled] == [candidates(program)[number] for number in expected]
     assert len(expected) < next(number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room)
-    assert 1.5 * memory_fit.predict(found.program) <= room
+    assert 1.5 * memory_fit.predict_bytes(found.program) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
@@ -196,7 +198,7 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     right = Trial(factor=1.5).fit(program, takes[0])
     found = Trial(factor=1.5).fit(program, takes[0], host=-GIB)
     assert decided(found.program) == decided(right.program)
-    assert found.needs.total <= found.room.device
+    assert found.memory_use.device_total <= found.memory_limit.device
     assert gib_in(found.shortage) == ["1.0 GiB"]
     assert "host" in found.shortage
     offloads = Trial(host=3 * GIB)
@@ -208,13 +210,13 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
 # Room
 
 
-H100 = device_mesh.GPU_SHARE * 79.1 * GIB
+H100 = device_mesh.GPU_MEMORY_FRACTION * 79.1 * GIB
 
 
 def of_kind(sizes, **kind):
     """A program on a mesh whose attention has this kind."""
     seq = sizes[-1]
-    attend = dataclasses.replace(runs.program({}).attend, kind=strategies.Kind(seq=seq, **({"inner": seq} | kind)))
+    attend = dataclasses.replace(runs.program({}).attend, strategy=Strategy(seq=seq, **({"inner": seq} | kind)))
     return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
 
 
@@ -231,7 +233,9 @@ def of_kind(sizes, **kind):
     ],
 )
 def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
-    found = memory_fit.communicators(dict(zip(axes.ALL, sizes, strict=True)), strategies.Kind(seq=sizes[-1], inner=inner))
+    found = memory_fit.list_communicators(
+        dict(zip(axes.ALL, sizes, strict=True)), Strategy(seq=sizes[-1], ulysses_degree=inner)
+    )
     assert found == set(map(frozenset, groups))
 
 
@@ -257,7 +261,7 @@ def test_peers_on_other_nodes_take_memory_too(monkeypatch):
 
 def test_a_part_of_the_device_is_left_for_fragmentation():
     """1 GiB for CUDA is outside of JAX's part, where 6.3 are."""
-    room = memory_fit.room_of(of_kind((1, 1, 1)), memory_fit.Room(H100, 200 * GIB))
+    room = memory_fit.subtract_reserves(of_kind((1, 1, 1)), MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(H100 - 0.022 * H100)
 
 
@@ -266,20 +270,20 @@ def test_nccl_takes_of_jaxs_part_what_does_not_fit_beside_it():
     outside = 79.1 * GIB - H100
     missing = GIB + memory_fit.nccl_bytes(program) - outside
     assert missing > GIB
-    room = memory_fit.room_of(program, memory_fit.Room(H100, 200 * GIB))
+    room = memory_fit.subtract_reserves(program, MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(0.978 * H100 - missing)
 
 
 def test_nothing_is_taken_of_memory_that_is_unknown():
-    unknown = memory_fit.Room(math.inf, math.inf)
-    assert memory_fit.room_of(of_kind((2, 2, 2)), unknown) == unknown
+    unknown = MemoryLimit(math.inf, math.inf)
+    assert memory_fit.subtract_reserves(of_kind((2, 2, 2)), unknown) == unknown
 
 
 def on_kind(program):
     """Bytes of a device's weights and optimizer state, by the memory kind of their shardings; counts of steps left out."""
-    state = train_step.shapes(program)[0]
-    found = {"device": 0, host_offload.KIND: 0}
-    for leaf in jax.tree.leaves((state.master, state.opt)):
+    state = train_step.abstract_inputs(program)[0]
+    found = {"device": 0, host_offload.MEMORY_KIND: 0}
+    for leaf in jax.tree.leaves((state.master, state.opt_state)):
         if leaf.dtype == jnp.float32:
             kind = leaf.sharding.memory_kind or "device"
             found[kind] += math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -293,11 +297,11 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(small_shards, mon
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
     found = on_kind(program)
     assert memory_fit.checkpoint_bytes(program) == found["device"]
-    offloaded = memory_fit.offloaded_by(program)
-    assert offloaded.weights + offloaded.moments == found[host_offload.KIND]
+    offloaded = memory_fit.program_offloaded_bytes(program)
+    assert offloaded.weights + offloaded.moments == found[host_offload.MEMORY_KIND]
     assert found["device"] > 0
-    assert (found[host_offload.KIND] > 0) == (offload == "state")
-    room = memory_fit.room_of(program, memory_fit.Room(H100, 200 * GIB, 100 * GIB))
+    assert (found[host_offload.MEMORY_KIND] > 0) == (offload == "state")
+    room = memory_fit.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
     assert room.host == 200 * GIB - found["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
 
@@ -314,20 +318,20 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
     """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
     monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
-    found = memory_fit._limits((Device(80 * GIB), Device(70 * GIB)))
-    assert found == memory_fit.Room(70 * GIB, 43 * GIB, 5 * GIB)
+    found = memory_fit._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
+    assert found == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
     assert found.pinned == 5 * GIB
-    assert memory_fit._limits((Device(None),)) == memory_fit.Room(math.inf, math.inf)
+    assert memory_fit._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
 
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
     """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
     monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
     monkeypatch.setattr(cluster, "num_gpus", lambda environ: 2)
-    process = cluster.Process(index=0, num_processes=4, coordinator="a:1")
+    process = Process(index=0, num_processes=4, coordinator="a:1")
     monkeypatch.setattr(memory_fit.processes, "here", lambda: process)
-    assert memory_fit._limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
-    assert memory_fit._limits((Device(70 * GIB),)).host == 40 * GIB, "two processes with a GPU each"
+    assert memory_fit._find_local_limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
+    assert memory_fit._find_local_limits((Device(70 * GIB),)).host == 40 * GIB, "two processes with a GPU each"
 
 
 # What is in host memory
@@ -337,7 +341,7 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
     monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
     found = {
-        value: memory_fit.offloaded_by(runs.program({"offload_activations": value}))
+        value: memory_fit.program_offloaded_bytes(runs.program({"offload_activations": value}))
         for value in ("none", "residual", "residual_and_attention")
     }
     assert found["none"].total == 0
@@ -345,9 +349,9 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     assert found["residual_and_attention"].total - found["residual"].total == 2 * 16 * (64 * 4 + 8 * 4)
     program = runs.program({"offload_optimizer": "state_and_gradients"}, name="adamw")
     layers = [row for row in jax.tree.leaves(program.table) if row.num_layers and row.size >= 100]
-    placed = [(row, sharding.place(row, 4)) for row in layers]
-    shards = [row.num_layers * math.prod(place.stored) // (1 if place.dim is None else 4) for row, place in placed]
-    found = memory_fit.offloaded_by(program)
+    placed = [(row, sharding.choose_placement(row, 4)) for row in layers]
+    shards = [row.num_layers * math.prod(place.stored_shape) // (1 if place.dim is None else 4) for row, place in placed]
+    found = memory_fit.program_offloaded_bytes(program)
     assert found.moments == 2 * found.weights > 0
     assert program.num_microbatches > 1
     assert found.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
@@ -360,16 +364,16 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
     program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
-    found = memory_fit.offloaded_by(program)
-    assert train._pool_bytes(program.config, cluster.Process()) == memory_fit.pool_bytes(found)
+    found = memory_fit.program_offloaded_bytes(program)
+    assert train._pinned_pool_bytes(program.config, Process()) == memory_fit.pool_bytes(found)
     assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
-    assert train._pool_bytes(runs.program({}).config, cluster.Process()) is None
+    assert train._pinned_pool_bytes(runs.program({}).config, Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 2)
-    process = cluster.Process(num_processes=4, num_local=2)
-    assert train._pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
+    process = Process(num_processes=4, num_local_processes=2)
+    assert train._pinned_pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
     monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 0)
-    assert train._pool_bytes(program.config, process) is None
+    assert train._pinned_pool_bytes(program.config, process) is None
 
 
 # The formula
@@ -377,8 +381,8 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
 
 def check_formula(made):
     """It is as close as the search needs: it skips no candidate that fits, and few that do not fit are compiled."""
-    formula = memory_fit.predict(made.program, uncounted=made.choice.uncounted_bytes)
-    assert 0.9 < formula / budget.needs_of(made).total < memory_fit.SKIPPED_ABOVE
+    formula = memory_fit.predict_bytes(made.program, workspace_bytes=made.choice.uncounted_bytes)
+    assert 0.9 < formula / budget.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
 
 
 @pytest.mark.e2e
@@ -405,6 +409,6 @@ ALL_AT_ONCE = 10**9
 def test_the_formula_is_close_for_all_options(row_tokens, memory):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     asked = programs.settings("mesh.seq=4", f"data.row_tokens={row_tokens}", *(f"memory.{k}={v}" for k, v in memory.items()))
-    if found := memory_options.problems(asked, platform="gpu"):
+    if found := memory_options.find_problems(asked, platform="gpu"):
         pytest.skip(found[0])
-    check_formula(programs.step(asked, compiled.devices("h100-80gb", 4)))
+    check_formula(programs.step(asked, compiled.make_devices("h100-80gb", 4)))

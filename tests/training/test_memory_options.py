@@ -10,12 +10,15 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.checkpoint import reader
-from jaxsp.checkpoint.writer import Store
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.config.schema import AttentionConfig, CheckpointConfig, MemoryConfig
+from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths
 from jaxsp.training import host_offload, loss, memory_fit, memory_options, sharding, train_step
+from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
+from jaxsp.training.train_step import Program
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -23,7 +26,7 @@ TILES = {"mlp_tile_tokens": 5, "loss_tile_tokens": 7}
 """Neither divides a device's 16 tokens, or 8."""
 
 NEEDS_HOST = pytest.mark.skipif(
-    jax.__version_info__ < memory_options.HOST_STATE_FROM,
+    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
     reason="arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12",
 )
 
@@ -62,7 +65,7 @@ def model_of(name):
 
 
 def works_here(memory):
-    return not memory_options.problems(batches.settings(memory=memory), platform="cpu")
+    return not memory_options.find_problems(batches.settings(memory=memory), platform="cpu")
 
 
 each_case = pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     found = run.whole(state.master)
     assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.MESH
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.master) if leaf.size > 100 * runs.MODEL.num_layers}
-    assert kinds == {host_offload.KIND if run.program.offloads else "device"}
+    assert kinds == {host_offload.MEMORY_KIND if run.program.offloads else "device"}
 
 
 ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5)
@@ -133,17 +136,19 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
     for _ in range(2):
         state, _ = offloaded.step(state, rows)
-    averages = [leaf for leaf in jax.tree.leaves(state.opt) if leaf.size > 100 * runs.MODEL.num_layers]
-    assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.KIND}
-    meta = reader.Meta(config={}, model={}, data={}, step=2, rows={}, num_tokens_total=0)
-    with Store(tmp_path, table=offloaded.program.table, keep=schema.Checkpoint()) as store:
+    averages = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers]
+    assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.MEMORY_KIND}
+    meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0)
+    with CheckpointWriter(tmp_path, table=offloaded.program.table, retention=CheckpointConfig()) as store:
         store.save(state, meta)
         assert (tmp_path / "2" / run_paths.MASTER).is_dir(), "written before the next step takes its memory"
         offloaded.step(state, rows)
     plain = plain.result()
     went_on = []
     for run in (plain, offloaded):
-        restored = reader.restore(tmp_path / "2", train_step.shapes(run.program)[0], table=run.program.table, num_steps=2)
+        restored = reader.restore(
+            tmp_path / "2", train_step.abstract_inputs(run.program)[0], table=run.program.table, num_steps=2
+        )
         went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
     straight, rows = plain.state(weights), plain.rows(runs.ROWS)
     for _ in range(3):
@@ -159,7 +164,7 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
 
 def residuals(memory, *, seq=4):
     """Types of what a device keeps of all layers for the backward pass; and the primitives of a layer's backward pass."""
-    program = train_step.Program(
+    program = Program(
         config=batches.settings(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
         mesh=batches.mesh(1, 8 // seq, seq),
@@ -168,7 +173,7 @@ def residuals(memory, *, seq=4):
     )
     run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    jaxpr = jax.make_jaxpr(functools.partial(train_step.gradients, program))(state.master, run.rows(runs.ROWS))
+    jaxpr = jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(state.master, run.rows(runs.ROWS))
     number = runs.MODEL.num_layers
     scans = [e for e in batches.equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == number]
     forward, backward = scans
@@ -184,8 +189,8 @@ def kept(memory):
 
 def whole_shapes():
     """Of weights that are gathered, either way round."""
-    rows = jax.tree.leaves(decoder.table(runs.MODEL)["layers"])
-    shapes = [row.shape for row in rows if sharding.place(row, 8).dim is not None]
+    rows = jax.tree.leaves(decoder.param_table(runs.MODEL)["layers"])
+    shapes = [row.shape for row in rows if sharding.choose_placement(row, 8).dim is not None]
     return {*shapes, *(shape[::-1] for shape in shapes)}
 
 
@@ -237,7 +242,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 
 def problems(version, platform, **memory):
-    return memory_options.problems(batches.settings(memory=memory), platform=platform, version=version)
+    return memory_options.find_problems(batches.settings(memory=memory), platform=platform, version=version)
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
@@ -266,7 +271,7 @@ def test_old_releases_name_the_release_that_offloads():
 def test_full_and_offloaded_attention_contradict_each_other():
     asked = ("memory.offload_activations = residual_and_attention", "memory.remat = full")
     suggestions = ("memory.offload_activations=residual", "memory.remat=attention")
-    with pytest.raises(errors.UserError, match=messages.holding(*asked, *suggestions)):
+    with pytest.raises(UserError, match=messages.holding(*asked, *suggestions)):
         batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
 
 
@@ -285,7 +290,7 @@ def test_tiles_keep_nothing_of_the_mlp():
 class Node:
     """Memory that a test's devices have, and that its steps need."""
 
-    limits: memory_fit.Room
+    limits: MemoryLimit
     room: float
     """Memory of the device, after margins."""
     uncounted: int = 0
@@ -308,7 +313,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
 
     monkeypatch.setattr(memory_fit, "limits", lambda program: node.limits)
     monkeypatch.setattr(
-        memory_fit, "room_of", lambda program, limits: memory_fit.Room(node.room * memory_fit.GIB, limits.host, limits.pool)
+        memory_fit, "room_of", lambda program, limits: MemoryLimit(node.room * memory_fit.GIB, limits.host, limits.pool)
     )
     monkeypatch.setattr(
         memory_fit, "predict", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
@@ -316,15 +321,15 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     monkeypatch.setattr(train_step, "compile", compile)
 
     def measured(run, uncounted):
-        return memory_fit.Needs(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
+        return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
 
     monkeypatch.setattr(memory_fit, "measured", measured)
-    return memory_options.ready(runs.program(memory, row_tokens=row_tokens), uncounted=node.uncounted)
+    return memory_options.compile_fitting_step(runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted)
 
 
 def gpus(device_gib, **changes):
     """A node whose devices have this much, without margins."""
-    limits = memory_fit.Room(changes.pop("limit", device_gib) * memory_fit.GIB, 100 * memory_fit.GIB)
+    limits = MemoryLimit(changes.pop("limit", device_gib) * memory_fit.GIB, 100 * memory_fit.GIB)
     return Node(limits=limits, room=device_gib, **changes)
 
 
@@ -332,7 +337,7 @@ def gpus(device_gib, **changes):
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     found = ready(monkeypatch, gpus(size), memory={})
     assert found.program.config.memory.remat == remat
-    assert (found.why_full == "") == (remat != "full")
+    assert (found.full_remat_reason == "") == (remat != "full")
 
 
 @pytest.mark.parametrize(
@@ -347,13 +352,13 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
     found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
     assert found.program.config.memory.remat == "full"
-    assert re.findall(r"[\d.]+ GiB", found.why_full) == why
-    assert re.search(messages.holding("full", found.why_full), memory_options.takes(found))
+    assert re.findall(r"[\d.]+ GiB", found.full_remat_reason) == why
+    assert re.search(messages.holding("full", found.full_remat_reason), memory_options.describe_compiled(found))
 
 
 def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     offloads = works_here({"offload_optimizer": "state"})
-    with pytest.raises(errors.UserError) as found:
+    with pytest.raises(UserError) as found:
         ready(monkeypatch, gpus(0.5), memory={})
     assert re.findall(r"[\d.]+ GiB", str(found.value)) == ["1.0 GiB", "0.5 GiB"]
     assert re.findall(r"[\w.]+=\w+", str(found.value)) == [
@@ -363,21 +368,21 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
         "data.max_documents_per_row=8",
         "mesh.seq=8",
     ]
-    with pytest.raises(errors.UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
+    with pytest.raises(UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
-    limits = memory_fit.Room(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
+    limits = MemoryLimit(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
     says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "residual"})
 
 
 @pytest.mark.parametrize("node", [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"])
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     found = ready(monkeypatch, node, memory={"remat": "full"})
-    assert found.needs.device == memory_fit.GIB
+    assert found.memory_use.device == memory_fit.GIB
     without_shortage = dataclasses.replace(found, shortage="")
-    assert memory_options.takes(found) != memory_options.takes(without_shortage)
+    assert memory_options.describe_compiled(found) != memory_options.describe_compiled(without_shortage)
     fits = ready(monkeypatch, gpus(1.6, uncounted=memory_fit.GIB // 2), memory={"remat": "full"})
     assert fits.shortage == ""
 
@@ -422,15 +427,15 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
     """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
     asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
-    sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.table(model))]
+    sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))]
     gib = sum(sizes) / 4 / 2**30
     sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(asked))
     assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
 
 
 def test_config_of_levers_is_read():
-    assert schema.Memory().remat == "auto"
-    with pytest.raises(errors.UserError, match=r"memory\.remat"):
+    assert MemoryConfig().remat == "auto"
+    with pytest.raises(UserError, match=r"memory\.remat"):
         batches.settings(memory={"remat": "some"})
 
 
@@ -438,7 +443,7 @@ def test_config_of_levers_is_read():
 def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, there, fails):
     asked = runs.program({"offload_activations": "residual"})
     monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
-    needs = memory_fit.Needs(0, there)
+    needs = MemoryUse(0, there)
     if not fails:
         memory_options.check_offloads(asked, needs)
         return
@@ -447,7 +452,7 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
 
 
 def short_of(device_is_short, **memory):
-    return memory_options.ways_out(runs.program(memory, row_tokens=65_536), device_is_short=device_is_short)
+    return memory_options.suggest_changes(runs.program(memory, row_tokens=65_536), is_device_short=device_is_short)
 
 
 def changes(ways):
@@ -481,15 +486,15 @@ def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
-    assert "mesh.seq=8" in changes(memory_options.ways_out(odd, device_is_short=True)), "by a ring"
-    by_heads = odd.config.model_copy(update={"attention": schema.Attention(kind="ulysses")})
-    ways = memory_options.ways_out(dataclasses.replace(odd, config=by_heads), device_is_short=True)
+    assert "mesh.seq=8" in changes(memory_options.suggest_changes(odd, is_device_short=True)), "by a ring"
+    by_heads = odd.config.model_copy(update={"attention": AttentionConfig(strategy="ulysses")})
+    ways = memory_options.suggest_changes(dataclasses.replace(odd, config=by_heads), is_device_short=True)
     assert not any(way.startswith("mesh.seq") for way in ways)
 
 
 def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
-    assert not any(way.startswith("mesh.seq") for way in memory_options.ways_out(odd, device_is_short=True))
+    assert not any(way.startswith("mesh.seq") for way in memory_options.suggest_changes(odd, is_device_short=True))
 
 
 def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
@@ -497,16 +502,16 @@ def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     ways = {}
     for kind in ("ulysses", "ring"):
         found = runs.program({}, row_tokens=1000)
-        asked = found.config.model_copy(update={"attention": schema.Attention(kind=kind)})
+        asked = found.config.model_copy(update={"attention": AttentionConfig(strategy=kind)})
         found = dataclasses.replace(found, config=asked)
-        ways[kind] = changes(memory_options.ways_out(found, device_is_short=True))
+        ways[kind] = changes(memory_options.suggest_changes(found, is_device_short=True))
     assert "mesh.seq=8" in ways["ulysses"]
     assert "mesh.seq=8" not in ways["ring"]
 
 
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():
     asked = batches.settings(memory={"offload_activations": "residual_and_attention"})
-    asked = asked.model_copy(update={"attention": schema.Attention(kernel="reference")})
-    (found,) = memory_options.problems(asked, platform="gpu", version="0.12.0.1")
+    asked = asked.model_copy(update={"attention": AttentionConfig(kernel="reference")})
+    (found,) = memory_options.find_problems(asked, platform="gpu", version="0.12.0.1")
     says = ("memory.offload_activations = residual_and_attention", "attention.kernel = reference")
     assert re.match(messages.holding(*says), found)

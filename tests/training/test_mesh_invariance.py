@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.core import batch
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import sharding
 from tests import batches, tolerances
@@ -95,15 +95,15 @@ def test_the_zeros_that_fill_up_a_shard_stay_zero(run_on, sizes, weights):
 
 
 def test_the_model_has_weights_of_every_placement():
-    table = decoder.table(runs.MODEL)
-    places = [sharding.place(row, 8) for row in jax.tree.leaves(table)]
-    kinds = {(place.dim, place.stored != row.shape) for place, row in zip(places, jax.tree.leaves(table), strict=True)}
+    table = decoder.param_table(runs.MODEL)
+    places = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(table)]
+    kinds = {(place.dim, place.stored_shape != row.shape) for place, row in zip(places, jax.tree.leaves(table), strict=True)}
     assert kinds == {(None, False), (0, False), (1, False), (0, True), (1, True)}
 
 
 def without_labels(where):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
-    arrays["labels_BL"][where] = batch.NO_LABEL
+    arrays["labels_BL"][where] = NO_LABEL
     return arrays
 
 
@@ -120,7 +120,7 @@ def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_pr
 def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
     for name, array in arrays.items():
-        array[5] = batch.NO_LABEL if name == "labels_BL" else 0
+        array[5] = NO_LABEL if name == "labels_BL" else 0
     runs.check_gradients(run_on((1, 2, 4), "gradients"), weights, arrays, record_property)
 
 

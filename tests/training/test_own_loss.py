@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.core import batch
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import train_step
+from jaxsp.training.train_step import Program
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -27,8 +28,8 @@ MESHES = {(1, 1, 4): 2, (1, 2, 2): 1, (2, 2, 2): 2}
 
 def embeddings(shards, rows, *, config, gather, dtype, **_):
     """Hidden states of a model without layers, which compiles in a second."""
-    row = decoder.table(config)["embedding"]
-    return decoder.lookup(gather, row, shards["embedding"], rows.tokens_BL, dtype)
+    row = decoder.param_table(config)["embedding"]
+    return decoder.embed_tokens(gather, row, shards["embedding"], rows.tokens_BL, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def cross_entropy(logits_TV, labels_T):
 
 def program(sizes, *, settings=runs.SGD, **changes):
     """With loss tiles of 7 tokens."""
-    return train_step.Program(
+    return Program(
         config=settings,
         model=MODEL,
         mesh=batches.mesh(*sizes),
@@ -56,7 +57,7 @@ def program(sizes, *, settings=runs.SGD, **changes):
 def on_one_device(arrays, weights, token_loss):
     """Loss and gradients in one piece by autodiff."""
     tokens, labels = (jnp.asarray(arrays[name]).reshape(-1) for name in ("tokens_BL", "labels_BL"))
-    has_label = labels != batch.NO_LABEL
+    has_label = labels != NO_LABEL
     factors = jnp.asarray(arrays.get("weights_BL", np.ones_like(WEIGHTS, np.float32))).reshape(-1)
 
     def mean(weights):
@@ -83,14 +84,14 @@ CASES = [
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.whole_weights(MODEL)
     made = program(sizes, loss=token_loss)
-    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(train_step.gradients, made)), None)
+    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(train_step.compute_gradients, made)), None)
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
     assert batches.difference(found.loss, loss) < tolerances.MESH
     gradients = run.whole(found.gradients)
     for name in ("embedding", "head"):
         assert batches.difference(gradients[name], right[name]) < tolerances.MESH, name
-    has_label = ROWS["labels_BL"] != batch.NO_LABEL
+    has_label = ROWS["labels_BL"] != NO_LABEL
     assert int(found.num_loss_tokens) == has_label.sum(), "tokens are counted, whatever their weight"
     if "weights_BL" in arrays:
         assert float(found.loss_weight) == pytest.approx(WEIGHTS[has_label].sum())
@@ -103,12 +104,12 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     decays = batches.settings(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     made = program((1, 1, 2), settings=decays, loss=infinite, has_weights=True)
-    run = runs.Run(made, 8, None, train_step.make(made))
+    run = runs.Run(made, 8, None, train_step.build_step(made))
     state = run.state(runs.whole_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
     state, metrics = run.step(state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)}))
     assert batches.same_bits(state.master, before)
     assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.finite)) == (0, 0, True)
-    plain, weighted = (train_step.shapes(one)[1] for one in (program((1, 1, 2)), made))
+    plain, weighted = (train_step.abstract_inputs(one)[1] for one in (program((1, 1, 2)), made))
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

@@ -9,6 +9,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.model import decoder
 from jaxsp.training import sharding, train_step
+from jaxsp.training.train_step import Program
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -54,7 +55,7 @@ def compiling(small_shards):
 def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_property):
     """At the family's random start. Weights are such that bfloat16 holds them, as published ones are: else their rounding,
     0.17 % of each matrix, changes the function itself, and is most of the difference."""
-    start = sharding.random_weights(decoder.table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1))
+    start = sharding.random_weights(decoder.param_table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1))
     weights = jax.tree.map(lambda weight: weight.astype("bfloat16").astype("float32"), start)
 
     def gradients(dtype):
@@ -73,7 +74,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 @functools.cache
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
-    program = train_step.Program(
+    program = Program(
         config=batches.settings(compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}),
         model=runs.MODEL,
         mesh=batches.mesh(1, 2, 4),
@@ -82,7 +83,7 @@ def traced(grad_reduce_dtype):
     )
     run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    return jax.make_jaxpr(functools.partial(train_step.gradients, program))(state.master, run.rows(runs.ROWS))
+    return jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(state.master, run.rows(runs.ROWS))
 
 
 def dtypes_of(primitive, grad_reduce_dtype):
@@ -121,7 +122,7 @@ def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
     assert not [variable for variable in backward.outvars if variable.aval.shape[:1] == (model.num_layers,)]
     # gradients are added into references
     gradients = [variable.aval.inner_aval for variable in backward.invars if hasattr(variable.aval, "inner_aval")]
-    assert len(gradients) == len(jax.tree.leaves(decoder.table(model)["layers"]))
+    assert len(gradients) == len(jax.tree.leaves(decoder.param_table(model)["layers"]))
     assert {(aval.shape[0], str(aval.dtype)) for aval in gradients} == {(model.num_layers, "float32")}
 
 

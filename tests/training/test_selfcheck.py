@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp.attention.kernels import blockwise, cudnn_calls, reference, segments
-from jaxsp.core import errors
+from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.core.errors import UserError
 from jaxsp.model import remat
+from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.training import selfcheck
 from tests import messages
@@ -21,13 +23,13 @@ from tests.planner import programs
 
 def differences(kernel, **changes):
     asked = {"sharing": 2, "num_kv_heads": 2, "head_dim": 16, "max_pieces": 64, "window": None, "dtype": jnp.dtype("bfloat16")}
-    return selfcheck.attention_differences(kernel, **asked | changes, device=jax.devices()[0])
+    return selfcheck.measure_attention_error(kernel, **asked | changes, device=jax.devices()[0])
 
 
 def whole_row(q, k, v, starts, lengths, **_):
     """Pieces see those before them."""
     L = q.shape[1]
-    one = jnp.where(segments.in_a_piece(starts, lengths, L).any(-1, keepdims=True), L, 0)
+    one = jnp.where(segments.segment_mask(starts, lengths, L).any(-1, keepdims=True), L, 0)
     return reference.attention(q, k, v, jnp.zeros_like(one), one)
 
 
@@ -35,7 +37,7 @@ def one_token_further(q, k, v, starts, lengths, **_):
     """The first token of a piece sees the last one before it, as if lengths were one off."""
     right = reference.attention(q, k, v, starts, lengths)
     before = jnp.roll(v, 1, axis=1)
-    piece = segments.piece_of_token(starts, lengths, q.shape[1])
+    piece = segments.segment_ids(starts, lengths, q.shape[1])
     first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
     return jnp.where(first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right)
 
@@ -78,10 +80,10 @@ DEFAULT = (whole_row, no_dk, one_nan)
 )
 def test_a_wrong_kernel_is_refused(kernel):
     found = differences(kernel)
-    assert WRONG[kernel] <= {name for name, value in found.items() if not value <= selfcheck.TOLERANCE}, found
-    says = ("attention.kernel = cudnn", selfcheck.TOLERANCE, "attention.kernel=blockwise")
-    with pytest.raises(errors.UserError, match="^" + messages.holding(*says)):
-        selfcheck.refuse_attention(found, jax.devices()[0])
+    assert WRONG[kernel] <= {name for name, value in found.items() if not value <= selfcheck.ATTENTION_TOLERANCE}, found
+    says = ("attention.kernel = cudnn", selfcheck.ATTENTION_TOLERANCE, "attention.kernel=blockwise")
+    with pytest.raises(UserError, match="^" + messages.holding(*says)):
+        selfcheck.raise_on_attention_error(found, jax.devices()[0])
 
 
 @pytest.mark.parametrize(
@@ -96,21 +98,21 @@ def test_a_wrong_kernel_is_refused(kernel):
 def test_a_right_kernel_passes_with_room(max_pieces, window):
     kernel = functools.partial(blockwise.attention, window=window and 100)
     found = differences(kernel, max_pieces=max_pieces, window=window, sharing=1)
-    selfcheck.refuse_attention(found, jax.devices()[0])
-    assert max(found.values()) < selfcheck.TOLERANCE / 2
+    selfcheck.raise_on_attention_error(found, jax.devices()[0])
+    assert max(found.values()) < selfcheck.ATTENTION_TOLERANCE / 2
 
 
 def test_a_kernel_without_the_window_is_refused():
     found = differences(blockwise.attention, window=4096)
-    assert min(found.values()) > selfcheck.TOLERANCE
+    assert min(found.values()) > selfcheck.ATTENTION_TOLERANCE
 
 
 @pytest.mark.e2e
 def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(monkeypatch):
     cudnn_contract.on_cpu()
     passed = differences("cudnn")
-    assert max(passed.values()) < selfcheck.TOLERANCE / 2
-    right = cudnn_calls._places
+    assert max(passed.values()) < selfcheck.ATTENTION_TOLERANCE / 2
+    right = cudnn_calls._slot_offsets
 
     def as_in_0_11_0(taken, x):
         """jax PR 39521: K and V counted in what a token takes of q."""
@@ -118,8 +120,8 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
 
     monkeypatch.setattr(cudnn_calls, "_places", as_in_0_11_0)
     says = messages.holding("attention.kernel = cudnn", jax.__version__)
-    with pytest.raises(errors.UserError, match=says):
-        selfcheck.refuse_attention(differences("cudnn"), jax.devices()[0])
+    with pytest.raises(UserError, match=says):
+        selfcheck.raise_on_attention_error(differences("cudnn"), jax.devices()[0])
 
 
 def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
@@ -148,28 +150,28 @@ def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
     [
         (None, 0),
         ({"bytes_limit": 3 * 2**30, "bytes_in_use": 2**30}, 2**30),
-        ({"bytes_limit": 80 * 2**30, "bytes_in_use": 2**30}, selfcheck.FILL_BYTES),
+        ({"bytes_limit": 80 * 2**30, "bytes_in_use": 2**30}, selfcheck.MAX_FILL_BYTES),
         ({"bytes_limit": 2**30, "bytes_in_use": 2**31}, 0),
     ],
 )
 def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
-    assert selfcheck.bytes_to_fill(stats) == expected
+    assert selfcheck.choose_fill_bytes(stats) == expected
 
 
 @pytest.mark.slow  # attention/test_cudnn.py has its parts
 @pytest.mark.parametrize("outer", ["ring", "gather"])
 def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
     cudnn_contract.on_cpu()
-    assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.TOLERANCE / 2
+    assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.ATTENTION_TOLERANCE / 2
     monkeypatch.setattr(
-        segments.Rectangle, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
+        OffDiagonalBlock, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
     )
-    assert not max(differences("cudnn", halves=outer).values()) < selfcheck.TOLERANCE
+    assert not max(differences("cudnn", halves=outer).values()) < selfcheck.ATTENTION_TOLERANCE
 
 
 def offloaded(what, **changes):
-    how = remat.Remat(offload_activations=what)
-    return selfcheck.offload_difference(how, device=jax.devices()[0], tokens=64, width=32, **changes)
+    how = RematPolicy(offload_activations=what)
+    return selfcheck.measure_offload_error(how, device=jax.devices()[0], tokens=64, width=32, **changes)
 
 
 @pytest.mark.parametrize("what", ["residual", "residual_and_attention"])
@@ -180,7 +182,7 @@ def test_offload_passes_where_it_is_right(what):
 def test_layers_that_read_another_layers_input_back_are_refused():
     def layer(function, how):
         """With offload, weights are multiplied with wrong inputs in the backward pass."""
-        right = remat.layer(function, how)
+        right = remat.checkpoint_layer(function, how)
 
         @jax.custom_vjp
         def wrong(x, weight):
@@ -194,15 +196,15 @@ def test_layers_that_read_another_layers_input_back_are_refused():
         return right if how.offload_activations == "none" else wrong
 
     says = messages.holding("memory.offload_activations", "memory.offload_activations=none")
-    with pytest.raises(errors.UserError, match=f"^{says}"):
-        selfcheck.refuse_offload(offloaded("residual", layer=layer), jax.devices()[0])
+    with pytest.raises(UserError, match=f"^{says}"):
+        selfcheck.raise_on_offload_error(offloaded("residual", layer=layer), jax.devices()[0])
 
 
 @pytest.fixture
 def gpu():
     """An H100 that is absent."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    return compiled.devices("h100-80gb", 1)[0]
+    return compiled.make_devices("h100-80gb", 1)[0]
 
 
 PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
@@ -217,7 +219,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
     )
     monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
     program, choice = test_levers.program(gpu, {"remat": "attention", "offload_activations": "residual"})
-    said = selfcheck.before_training(program, choice)
+    said = selfcheck.check_device(program, choice)
     of = {
         "sharing": 4,
         "num_kv_heads": 2,
@@ -228,7 +230,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
         "dtype": program.dtype,
         "device": gpu,
     }
-    assert tried == [("cudnn", of), (program.how, gpu, PREFETCH)]
+    assert tried == [("cudnn", of), (program.remat_policy, gpu, PREFETCH)]
     found = [("9.28.0" in line, "offload" in line) for line in said]
     assert found == [(True, False), (False, True)]
 
@@ -245,13 +247,13 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
     monkeypatch.setattr(selfcheck, "offload_difference", difference)
     monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
     memory = {"remat": "attention", "offload_activations": "residual"}
-    selfcheck.before_training(*test_levers.program(gpu, memory, xla_options=xla_options))
+    selfcheck.check_device(*test_levers.program(gpu, memory, xla_options=xla_options))
     return tried
 
 
 @pytest.mark.parametrize("wrong", [0.3, float("nan"), float("inf")])
 def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_turns_it_off(monkeypatch, gpu, wrong):
-    with pytest.raises(errors.UserError, match=r"^memory.offload_activations: ") as found:
+    with pytest.raises(UserError, match=r"^memory.offload_activations: ") as found:
         check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
     (said,) = found.value.problems
     (word,) = shlex.split(re.search(r"run\.xla_options='[^']+'", said)[0])
@@ -263,18 +265,18 @@ def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_tu
 @pytest.mark.parametrize("without", [0.3, float("nan")])
 def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offload(monkeypatch, gpu, without):
     says = messages.holding("memory.offload_activations=none")
-    with pytest.raises(errors.UserError, match=says) as found:
+    with pytest.raises(UserError, match=says) as found:
         check_offload(monkeypatch, gpu, {True: 0.2, False: without})
     assert "xla_options" not in str(found.value)
-    with pytest.raises(errors.UserError, match=says):
+    with pytest.raises(UserError, match=says):
         check_offload(monkeypatch, gpu, {True: 0.0, False: without}, NO_PREFETCH)
 
 
 def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypatch, gpu):
     assert check_offload(monkeypatch, gpu, {True: 0.0, False: 0.0}) == [PREFETCH]
-    with pytest.raises(errors.UserError):
+    with pytest.raises(UserError):
         check_offload(monkeypatch, gpu, {True: 0.3, False: 0.3}, PREFETCH | {"xla_gpu_autotune_level": 0})
 
 
 def test_on_cpus_nothing_is_tried():
-    assert selfcheck.before_training(*test_levers.program(jax.devices()[0], {"remat": "full"})) == []
+    assert selfcheck.check_device(*test_levers.program(jax.devices()[0], {"remat": "full"})) == []

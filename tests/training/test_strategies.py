@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.attention import strategies
-from jaxsp.core import batch
+from jaxsp.attention.strategies import Strategy
+from jaxsp.core.batch import NO_LABEL
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -13,7 +13,7 @@ ROWS = batches.ragged(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
 def of(inner, degree, outer="ring", kv_heads=1):
-    return strategies.Kind(seq=inner * degree, inner=inner, outer=outer, kv_heads=kv_heads)
+    return Strategy(seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, kv_heads_per_gather=kv_heads)
 
 
 CASES = {
@@ -70,7 +70,7 @@ def test_every_kind_gives_the_step_of_one_device(name, record_property):
     run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
     state, found = run.step(run.state(weights), run.rows(ROWS))
     (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)
-    lengths, num_labels = ROWS["lengths_BM"], (ROWS["labels_BL"] != batch.NO_LABEL).sum()
+    lengths, num_labels = ROWS["lengths_BM"], (ROWS["labels_BL"] != NO_LABEL).sum()
     assert [int(x) for x in (found.num_rows, found.num_tokens, found.num_loss_tokens)] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),

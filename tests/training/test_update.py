@@ -7,9 +7,10 @@ import optax
 import pytest
 
 from jaxsp import attention
-from jaxsp.core import batch
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, train_step
+from jaxsp.training.train_step import Program, TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -70,8 +71,8 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
 
 
 def test_only_matrices_decay():
-    for row in jax.tree.leaves(decoder.table(runs.MODEL)):
-        move = optimizer.transform(ADAMW.optimizer, row)
+    for row in jax.tree.leaves(decoder.param_table(runs.MODEL)):
+        move = optimizer.build_transform(ADAMW.optimizer, row)
         weight = jnp.ones(row.shape)
         with jax.numpy_dtype_promotion("standard"):
             moves, _ = move.update(jnp.zeros(row.shape), move.init(weight), weight)
@@ -89,10 +90,10 @@ def test_only_matrices_decay():
 )
 def test_learning_rates(schedule, after_warmup):
     settings = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
-    rate = jax.jit(optimizer.learning_rates(settings, num_steps=8))
+    rate = jax.jit(optimizer.build_schedule(settings, num_steps=8))
     assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx([2, 4, 6, 8, *after_warmup], abs=1e-5)
     settings = batches.settings(learning_rate=8, schedule=schedule).optimizer
-    rate = jax.jit(optimizer.learning_rates(settings, num_steps=4))
+    rate = jax.jit(optimizer.build_schedule(settings, num_steps=4))
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
 
 
@@ -102,7 +103,7 @@ def test_learning_rates(schedule, after_warmup):
 )
 def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
     as_fraction, as_steps = (
-        optimizer.learning_rates(batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps)
+        optimizer.build_schedule(batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps)
         for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
     )
     steps = [jnp.int32(i) for i in (0, 1, num_warmup_steps, num_warmup_steps + 1)]
@@ -129,7 +130,7 @@ def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     head = np.array(state.master["head"])
     head[5] = value
     head = jax.device_put(head, state.master["head"].sharding)
-    state = train_step.State(master=state.master | {"head": head}, opt=state.opt, step=state.step)
+    state = TrainState(master=state.master | {"head": head}, opt_state=state.opt, step=state.step)
     before = jax.tree.map(np.asarray, state)
     after, metrics = adamw.step(state, adamw.rows(runs.ROWS))
     assert not metrics.finite
@@ -142,7 +143,7 @@ def test_a_step_without_labels_changes_nothing(adamw, weights):
     """Neither decay nor the averages of earlier gradients move the weights."""
     state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
     before = jax.tree.map(np.asarray, state)
-    unlabelled = runs.ROWS | {"labels_BL": np.full_like(runs.ROWS["labels_BL"], batch.NO_LABEL)}
+    unlabelled = runs.ROWS | {"labels_BL": np.full_like(runs.ROWS["labels_BL"], NO_LABEL)}
     after, metrics = adamw.step(state, adamw.rows(unlabelled))
     assert batches.same_bits((after.master, after.opt), (before.master, before.opt))
     assert metrics.finite
@@ -165,7 +166,7 @@ def test_the_state_is_updated_in_place(adamw):
 
 @pytest.mark.e2e
 def test_a_step_whose_attention_does_not_communicate_is_refused(weights):
-    program = train_step.Program(
+    program = Program(
         config=runs.SGD,
         model=runs.MODEL,
         mesh=batches.mesh(1, 1, 4),

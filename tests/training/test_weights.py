@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from jaxsp.core import axes
-from jaxsp.model import decoder, layers
+from jaxsp.model import decoder
+from jaxsp.model.layers import Parameter
 from jaxsp.training import sharding
+from jaxsp.training.sharding import Gather, Placement, Shard
 from tests import batches
 from tests.training import runs
 
@@ -31,18 +33,18 @@ def sharded(small_shards):
     ],
 )
 def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, dim, stored):
-    row = layers.Parameter(shape=shape, hf_name="a")
-    assert sharding.place(row, 8) == sharding.Placement(dim=dim, stored=stored)
-    assert sharding.place(row, 1) == sharding.Placement(dim=None, stored=shape)
+    row = Parameter(shape=shape, hf_name="a")
+    assert sharding.choose_placement(row, 8) == Placement(dim=dim, stored_shape=stored)
+    assert sharding.choose_placement(row, 1) == Placement(dim=None, stored_shape=shape)
 
 
 def test_each_device_holds_its_part_and_replicas_hold_the_same():
-    mesh, table = batches.mesh(2, 2, 2), decoder.table(runs.MODEL)
+    mesh, table = batches.mesh(2, 2, 2), decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
-    stored = sharding.put(table, whole, mesh)
+    stored = sharding.put_weights(table, whole, mesh)
     for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
         assert batches.same_bits(runs.cut(row, array), right), row.hf_name
-        place = sharding.place(row, 4)
+        place = sharding.choose_placement(row, 4)
         parts = 1 if place.dim is None else 4
         assert {shard.data.size for shard in array.addressable_shards} == {array.size // parts}
         assert len(array.sharding.device_set) == 8
@@ -52,7 +54,7 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
 def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
-    mesh, table = batches.mesh(*sizes), decoder.table(runs.MODEL)
+    mesh, table = batches.mesh(*sizes), decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
     of_row = dict(zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True))
     reads = jax.tree.map(lambda row: np.zeros(row.stacked_shape, int), table)
@@ -63,8 +65,8 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
         counts[row.hf_name][place] += 1
         return np.asarray(of_row[row.hf_name][place], np.float32)
 
-    loaded = sharding.load(table, mesh, read)
-    right = sharding.put(table, whole, mesh)
+    loaded = sharding.load_weights(table, mesh, read)
+    right = sharding.put_weights(table, whole, mesh)
     for row, found, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), row.hf_name
         for one, other in zip(found.addressable_shards, put.addressable_shards, strict=True):
@@ -74,7 +76,7 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
 
 
 def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
-    table = decoder.table(runs.MODEL)
+    table = decoder.param_table(runs.MODEL)
     first, other = (
         jax.tree.map(runs.cut, table, sharding.random_weights(table, seed=5, mesh=batches.mesh(*sizes)))
         for sizes in ((1, 1, 1), (1, 2, 4))
@@ -92,23 +94,23 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
 
 
 def test_another_seed_gives_other_weights():
-    table = {"a": layers.Parameter(shape=(30, 40), hf_name="a", std=1.0)}
+    table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
     one, two = (sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"] for seed in (1, 2))
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
 
 
 def test_join_raises_when_it_is_differentiated_and_gather_has_a_gradient():
     """Slots are differentiated, not values: otherwise the gradient of a joined weight would be zero."""
-    row = layers.Parameter(shape=(2, 3), hf_name="a")
-    gather = sharding.Gather(num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32"))
+    row = Parameter(shape=(2, 3), hf_name="a")
+    gather = Gather(num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32"))
     value = jnp.arange(6.0).reshape(2, 3)
 
     def loss(slot, join):
-        return (join(row, sharding.Shard(value=value, slot=slot)) ** 2).sum()
+        return (join(row, Shard(value=value, grad_slot=slot)) ** 2).sum()
 
     slot = jnp.zeros((2, 3))
-    assert float(jax.jit(loss, static_argnums=1)(slot, gather.join)) == 55
+    assert float(jax.jit(loss, static_argnums=1)(slot, gather.all_gather)) == 55
     assert (jax.grad(loss)(slot, gather) == 2 * value).all()
     for differentiate in (jax.grad(loss), jax.grad(jax.checkpoint(loss, static_argnums=1))):
         with pytest.raises(TypeError, match=r"gather\(row, shard\)"):
-            differentiate(slot, gather.join)
+            differentiate(slot, gather.all_gather)

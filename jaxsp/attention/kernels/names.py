@@ -3,5 +3,5 @@
 OUT = "attention_out"
 LSE = "attention_lse"
 
-NAMES = (OUT, LSE)
+CHECKPOINT_NAMES = (OUT, LSE)
 """Where all of them are kept, attention is not computed again in the backward pass."""

@@ -23,27 +23,27 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxsp.attention.kernels import segments
 
-ROOMS = (4, 2)
+CAPACITY_FACTORS = (4, 2)
 """Capacity of a call's slots, as a multiple of the rows' tokens. 2 needs half the memory and twice
 as many calls."""
 
-ROOM = ROOMS[0]
+CAPACITY_FACTOR = CAPACITY_FACTORS[0]
 
-ALIGN = 128
+SLOT_MULTIPLE = 128
 """The tokens of a slot must be a multiple of this, as those of a row."""
 
-NO_STATISTIC = 1e30
+MASKED_LSE = 1e30
 """Log-sum-exp at positions of a slot after the end of its segment: exp(score - this) is 0, and no
 infinity occurs."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class PackedCall:
     """One packed call: the lengths of its segments, and the shape of its slots."""
 
-    above: int
+    longer_than: int
     """Lower bound of the segments' tokens, exclusive."""
-    tokens: int
+    slot_tokens: int
     """Tokens of a slot, and of the longest segment that it can hold."""
     num_slots: int
     num_tokens: int
@@ -52,10 +52,10 @@ class Call:
     @property
     def num_rows(self) -> int:
         """Number of rows of `tokens` tokens that the memory of all rows is reinterpreted as."""
-        return self.num_tokens // self.tokens
+        return self.num_tokens // self.slot_tokens
 
 
-class Slots(NamedTuple):
+class CallSlots(NamedTuple):
     """The segments of one call, in the order of their tokens; unused slots are (0, 0), at the end."""
 
     starts_S: Int32[Array, "S"]
@@ -65,7 +65,7 @@ class Slots(NamedTuple):
     """Slot of each token of all rows; -1 for tokens of no slot."""
 
     @property
-    def place_N(self) -> Int32[Array, "N"]:
+    def position_N(self) -> Int32[Array, "N"]:
         """Position of each token in its slot; 0 for tokens of no slot."""
         tokens_N = jnp.arange(len(self.slot_N), dtype=jnp.int32)
         return jnp.where(self.slot_N < 0, 0, tokens_N - self.starts_S[self.slot_N])
@@ -80,7 +80,7 @@ class CallTable(NamedTuple):
     """Slot of each segment of all rows; -1 for segments of other calls."""
 
 
-class Tables(NamedTuple):
+class SegmentTables(NamedTuple):
     """Segment tables of all packed calls. They are the same for every layer, so they are computed
     once per microbatch."""
 
@@ -88,55 +88,63 @@ class Tables(NamedTuple):
     """Segment of each token, counted over all rows; -1 for padding. 4 bytes per token."""
     calls: tuple[CallTable, ...]
 
-    def slots(self, number: int) -> Slots:
+    def get_slots(self, number: int) -> CallSlots:
         """The slots of one of the calls."""
         table = self.calls[number]
         slot_N = jnp.where(self.segment_N < 0, -1, table.slot_BM[self.segment_N])
-        return Slots(table.starts_S, table.lengths_S, slot_N)
+        return CallSlots(table.starts_S, table.lengths_S, slot_N)
 
 
-def calls(*, num_rows: int, row_tokens: int, max_pieces: int, room: int = ROOM) -> tuple[Call, ...]:
+def plan_calls(
+    *, num_rows: int, row_tokens: int, max_segments: int, capacity_factor: int = CAPACITY_FACTOR
+) -> tuple[PackedCall, ...]:
     """Calls that together hold all segments of rows with up to `max_pieces` segments each, longest
     segments first."""
     # A row has fewer than room * row_tokens / T segments of more than T / room tokens
-    sizes, tokens, per_tokens = [row_tokens], row_tokens, max_pieces
-    while per_tokens > room and tokens % (room * ALIGN) == 0:
-        tokens, per_tokens = tokens // room, -(-per_tokens // room)
+    sizes, tokens, per_tokens = [row_tokens], row_tokens, max_segments
+    while per_tokens > capacity_factor and tokens % (capacity_factor * SLOT_MULTIPLE) == 0:
+        tokens, per_tokens = tokens // capacity_factor, -(-per_tokens // capacity_factor)
         sizes.append(tokens)
     total = num_rows * row_tokens
-    found = [Call(above=b, tokens=a, num_slots=total // a * room, num_tokens=total) for a, b in itertools.pairwise(sizes)]
+    found = [
+        PackedCall(longer_than=b, slot_tokens=a, num_slots=total // a * capacity_factor, num_tokens=total)
+        for a, b in itertools.pairwise(sizes)
+    ]
     # cuDNN's packed rows have two slots or more
-    return (*found, Call(above=0, tokens=tokens, num_slots=total // tokens * max(per_tokens, 2), num_tokens=total))
+    return (
+        *found,
+        PackedCall(longer_than=0, slot_tokens=tokens, num_slots=total // tokens * max(per_tokens, 2), num_tokens=total),
+    )
 
 
-def tables(
-    made: tuple[Call, ...], starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
-) -> Tables:
+def make_tables(
+    calls: tuple[PackedCall, ...], starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+) -> SegmentTables:
     """Assigns the segments of rows to the slots of calls."""
     B, M = starts_BM.shape
-    segment_BL = segments.piece_of_token(starts_BM, lengths_BM, row_tokens)
+    segment_BL = segments.segment_ids(starts_BM, lengths_BM, row_tokens)
     first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + first_of_row_B1 * M)
     starts, lengths = (starts_BM + first_of_row_B1 * row_tokens).reshape(-1), lengths_BM.reshape(-1)
-    return Tables(segment_BL.reshape(-1), tuple(_table(call, starts, lengths) for call in made))
+    return SegmentTables(segment_BL.reshape(-1), tuple(_make_table(call, starts, lengths) for call in calls))
 
 
-def _table(call: Call, starts: Array, lengths: Array) -> CallTable:
-    chosen = (lengths > call.above) & (lengths <= call.tokens)
+def _make_table(call: PackedCall, starts: Array, lengths: Array) -> CallTable:
+    chosen = (lengths > call.longer_than) & (lengths <= call.slot_tokens)
     slot = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, call.num_slots)
     empty_S = jnp.zeros(call.num_slots, jnp.int32)
     starts_S, lengths_S = (empty_S.at[slot].set(x, mode="drop") for x in (starts, lengths))
     return CallTable(starts_S, lengths_S, jnp.where(chosen, slot, -1))
 
 
-def compressed(statistic_ShT: Float32[Array, "S h T"], taken: Slots) -> Float32[Array, "N h"]:
+def compress_lse(lse_ShT: Float32[Array, "S h T"], slots: CallSlots) -> Float32[Array, "N h"]:
     """The statistic of each token, from that of each slot's tokens; undefined for tokens of no slot."""
-    return statistic_ShT[taken.slot_N, :, taken.place_N]
+    return lse_ShT[slots.slot_N, :, slots.position_N]
 
 
-def expanded(lse_Nh: Float32[Array, "N h"], taken: Slots, *, tokens: int) -> Float32[Array, "S h T"]:
+def expand_lse(lse_Nh: Float32[Array, "N h"], slots: CallSlots, *, slot_tokens: int) -> Float32[Array, "S h T"]:
     """Inverse of `compressed`, with NO_STATISTIC at positions without a token."""
-    place_1T = jnp.arange(tokens, dtype=jnp.int32)[None]
-    token_ST = jnp.minimum(taken.starts_S[:, None] + place_1T, len(lse_Nh) - 1)
-    inside_ST1 = (place_1T < taken.lengths_S[:, None])[..., None]
-    return jnp.where(inside_ST1, lse_Nh[token_ST], NO_STATISTIC).swapaxes(1, 2)
+    place_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
+    token_ST = jnp.minimum(slots.starts_S[:, None] + place_1T, len(lse_Nh) - 1)
+    inside_ST1 = (place_1T < slots.lengths_S[:, None])[..., None]
+    return jnp.where(inside_ST1, lse_Nh[token_ST], MASKED_LSE).swapaxes(1, 2)

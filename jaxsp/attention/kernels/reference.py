@@ -24,7 +24,7 @@ def attention(
     """
     B, L, h, K = q_BLhK.shape
     g = k_BLgK.shape[2]
-    piece_BL = segments.piece_of_token(starts_BM, lengths_BM, L)
+    piece_BL = segments.segment_ids(starts_BM, lengths_BM, L)
     before_LL = jnp.arange(L)[:, None] - jnp.arange(L)[None, :]
     near_LL = (before_LL >= 0) & (before_LL < (L if window is None else window))
     mask_BLL = (piece_BL[:, :, None] == piece_BL[:, None, :]) & near_LL[None]

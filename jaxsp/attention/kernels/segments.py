@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 
-def piece_of_token(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], num_tokens: int) -> Int32[Array, "B L"]:
+def segment_ids(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], num_tokens: int) -> Int32[Array, "B L"]:
     """Number of each token's piece within its row, -1 for padding.
 
     Example: starts [0, 3, 0], lengths [3, 4, 0] and 8 tokens give [0, 0, 0, 1, 1, 1, 1, -1].
@@ -20,20 +20,20 @@ def piece_of_token(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M
     return jnp.where((piece_BL >= 0) & (positions_1L1[..., 0] < end_BL), piece_BL, -1)
 
 
-def in_a_piece(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], num_tokens: int) -> Bool[Array, "B L"]:
+def segment_mask(starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], num_tokens: int) -> Bool[Array, "B L"]:
     """Whether each token belongs to a piece, that is, is no padding."""
-    return piece_of_token(starts_BM, lengths_BM, num_tokens) >= 0
+    return segment_ids(starts_BM, lengths_BM, num_tokens) >= 0
 
 
-def of_chunk(
-    starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, first: Array, num_tokens: int
+def clip_to_chunk(
+    starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, first_token: Array, num_tokens: int
 ) -> tuple[Int32[Array, "B M"], Int32[Array, "B M"]]:
     """Starts and lengths of what lies in the chunk of each row that begins with token `first`, counted from there.
 
     Example: of starts [0, 3, 9], lengths [3, 5, 2] the chunk from 4 of 6 tokens has starts [0, 5, 0] and lengths [4, 1, 0].
     """
-    ends_BM = jnp.clip(starts_BM + lengths_BM - first, 0, num_tokens)
-    starts_BM = jnp.clip(starts_BM - first, 0, num_tokens)
+    ends_BM = jnp.clip(starts_BM + lengths_BM - first_token, 0, num_tokens)
+    starts_BM = jnp.clip(starts_BM - first_token, 0, num_tokens)
     lengths_BM = ends_BM - starts_BM
     # unused slots come last: behind the pieces that have tokens here stand those before the chunk
     slots_BM = jnp.argsort(lengths_BM == 0, axis=1, stable=True)
@@ -41,50 +41,50 @@ def of_chunk(
     return jnp.where(lengths_BM > 0, starts_BM, 0), lengths_BM
 
 
-class Rectangle(NamedTuple):
+class OffDiagonalBlock(NamedTuple):
     """The queries and keys of each row's one piece that lies in a chunk of queries and in tokens before it.
 
     Every one of these queries sees every one of these keys: between two chunks there is no other mask. Both are 0 where no
     piece reaches from one to the other.
     """
 
-    queries_B: Int32[Array, "B"]
+    num_queries_B: Int32[Array, "B"]
     """So many of the chunk's first tokens."""
-    first_B: Int32[Array, "B"]
+    first_key_B: Int32[Array, "B"]
     """The first of the keys,"""
-    keys_B: Int32[Array, "B"]
+    num_keys_B: Int32[Array, "B"]
     """and how many from there."""
 
-    def some(self) -> Bool[Array, ""]:
+    def is_any(self) -> Bool[Array, ""]:
         """Whether any row has something to do."""
-        return (self.keys_B > 0).any()
+        return (self.num_keys_B > 0).any()
 
-    def queries(self, num_tokens: int) -> Bool[Array, "B C"]:
+    def query_mask(self, num_tokens: int) -> Bool[Array, "B C"]:
         """Which of a chunk's tokens are its queries."""
-        return (jnp.arange(num_tokens)[None] < self.queries_B[:, None]) & (self.keys_B > 0)[:, None]
+        return (jnp.arange(num_tokens)[None] < self.num_queries_B[:, None]) & (self.num_keys_B > 0)[:, None]
 
-    def keys(self, num_tokens: int) -> Bool[Array, "B D"]:
+    def key_mask(self, num_tokens: int) -> Bool[Array, "B D"]:
         """Which of so many tokens are its keys."""
         place_1D = jnp.arange(num_tokens)[None]
-        return (place_1D >= self.first_B[:, None]) & (place_1D < (self.first_B + self.keys_B)[:, None])
+        return (place_1D >= self.first_key_B[:, None]) & (place_1D < (self.first_key_B + self.num_keys_B)[:, None])
 
 
-def rectangle(
+def find_off_diagonal_block(
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
-    queries: Array,
+    first_query: Array,
     num_queries: int,
-    keys: Array,
+    first_key: Array,
     num_keys: Array | int,
-) -> Rectangle:
+) -> OffDiagonalBlock:
     """What the `num_queries` tokens from `queries` on see of the `num_keys` tokens from `keys` on, which end before them.
 
     Example: a piece of tokens 3 to 12: of the chunk from 8 to 16 the first 4 queries see, of keys 0 to 8, the 5 from the third.
     """
     ends_BM = starts_BM + lengths_BM
-    spans_BM = (starts_BM < keys + num_keys) & (ends_BM > queries)  # of pieces side by side, one at most
+    spans_BM = (starts_BM < first_key + num_keys) & (ends_BM > first_query)  # of pieces side by side, one at most
     # sums over that one, or over nothing
-    queries_B = jnp.where(spans_BM, jnp.minimum(ends_BM - queries, num_queries), 0).sum(1)
-    first_B = jnp.where(spans_BM, jnp.maximum(starts_BM - keys, 0), 0).sum(1)
-    return Rectangle(queries_B, first_B, jnp.where(spans_BM.any(1), num_keys - first_B, 0))
+    queries_B = jnp.where(spans_BM, jnp.minimum(ends_BM - first_query, num_queries), 0).sum(1)
+    first_B = jnp.where(spans_BM, jnp.maximum(starts_BM - first_key, 0), 0).sum(1)
+    return OffDiagonalBlock(queries_B, first_B, jnp.where(spans_BM.any(1), num_keys - first_B, 0))

@@ -39,18 +39,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxsp.data.chat import template_text
+from jaxsp.data.chat.template_text import RecordError
 
-Parts = list[tuple[int, int]]
+TextSpans = list[tuple[int, int]]
 """Of a text, first character and end."""
 
-Render = Callable[..., tuple[str, Parts]]
+RenderFunction = Callable[..., tuple[str, TextSpans]]
 """(messages, prompt=False) -> the template's text of them, with the generation prompt if asked for, and its marks."""
 
 Messages = list[dict[str, Any]]
 
 
 @functools.lru_cache
-def has_marks(template: str) -> bool:
+def has_generation_marks(template: str) -> bool:
     """Whether a template has {% generation %} marks. Raises: Refused for marks that transformers tells wrong places of."""
     import jinja2
     from jinja2 import ext, nodes, parser
@@ -77,66 +78,66 @@ def has_marks(template: str) -> bool:
         name = "recursive for" if is_loop else holding.get(type(node).__name__)
         if name is not None and any(map(is_mark, node.find_all(nodes.CallBlock))):
             name = "generation" if is_mark(node) else name
-            raise template_text.Refused(
+            raise RecordError(
                 f"the template's {{% generation %}} marks stand inside a {{% {name} %}}, where transformers does not see what "
                 "they mark: put them around it"
             )
     return any(map(is_mark, tree.find_all(nodes.CallBlock)))
 
 
-def marked(
+def read_marked_spans(
     messages: Messages,
     turns: list[int],
     whole: str,
-    marks: Parts,
-    render: Render,
+    marks: TextSpans,
+    render: RenderFunction,
     *,
     with_loss: list[int],
-) -> Parts:
+) -> TextSpans:
     """The parts that a template's marks name, of the turns with loss.
 
     Raises: Refused where they hold another's words, or half of a turn's.
     """
-    probe, words = _probe(messages, whole)
+    probe, words = _make_probe(messages, whole)
     text, probe_marks = render(probe)
     held: dict[int, set[bool]] = {turn: set() for turn in turns}
     for number, word in words:
-        for start in _places(text, word):
+        for start in _find_all(text, word):
             end = start + len(word)
             touched = any(start < last and first < end for first, last in probe_marks)
             if touched and number not in held:
-                raise template_text.Refused(
+                raise RecordError(
                     f"the template's {{% generation %}} marks hold what message {number + 1} ({messages[number]['role']}) says"
                 )
             if touched and not any(first <= start and end <= last for first, last in probe_marks):
-                raise template_text.Refused(_half(number))
-        if number in held and (places := _places(text, word)):
+                raise RecordError(_partial_mark_problem(number))
+        if number in held and (places := _find_all(text, word)):
             # what a tool answers may name the call again
             held[number].add(any(first <= start < last for start in places for first, last in probe_marks))
     parts = [(start, end) for start, end in marks if start < end]
     if not parts or False in held[turns[-1]]:
-        raise template_text.Refused("the template's {% generation %} marks leave out what the assistant says")
+        raise RecordError("the template's {% generation %} marks leave out what the assistant says")
     said, at = "\0".join(whole[start:end] for start, end in parts), 0
     for turn in turns:
         if len(held[turn]) == 2:
-            raise template_text.Refused(_half(turn))
+            raise RecordError(_partial_mark_problem(turn))
         if held[turn] == {True}:
-            if (words_end := template_text.end_in(said, messages[turn], at)) is None:
-                raise template_text.Refused(_half(turn))
+            if (words_end := template_text.find_end(said, messages[turn], at)) is None:
+                raise RecordError(_partial_mark_problem(turn))
             at = words_end
     if len(with_loss) == len(turns):
         return parts
-    word_places = [(place, number) for number, word in words for place in _places(text, word)]
-    return _of_turns(with_loss, turns, marks, probe_marks, sorted(word_places))
+    word_places = [(place, number) for number, word in words for place in _find_all(text, word)]
+    return _select_loss_spans(with_loss, turns, marks, probe_marks, sorted(word_places))
 
 
-def _of_turns(
+def _select_loss_spans(
     with_loss: list[int],
     turns: list[int],
-    marks: Parts,
-    probe_marks: Parts,
+    marks: TextSpans,
+    probe_marks: TextSpans,
     places: list[tuple[int, int]],
-) -> Parts:
+) -> TextSpans:
     """The marked parts of the turns with loss.
 
     Args: places: where the words of a message stand in the probe's text, and the message's number.
@@ -144,7 +145,7 @@ def _of_turns(
     """
     problem = "the template's {% generation %} marks do not tell apart turns with loss and turns with weight 0 or train false"
     if len(marks) != len(probe_marks):
-        raise template_text.Refused(problem)
+        raise RecordError(problem)
     starts = [place for place, _ in places]
     kept = []
     for (start, end), (first, last) in zip(marks, probe_marks, strict=True):
@@ -154,30 +155,30 @@ def _of_turns(
             low, high = max(low - 1, 0), high + 1
         numbers = [number for _, number in places[low:high]]
         if not numbers:
-            raise template_text.Refused(problem)
+            raise RecordError(problem)
         spoken = [turn for turn in turns if min(numbers) <= turn <= max(numbers)]
         have_loss = {turn in with_loss for turn in spoken}
         if len(have_loss) > 1:
-            raise template_text.Refused(problem)
+            raise RecordError(problem)
         if start < end and have_loss != {False}:
             kept.append((start, end))
     return kept
 
 
-def _half(turn: int) -> str:
+def _partial_mark_problem(turn: int) -> str:
     return (
         f"the template's {{% generation %}} marks hold but a part of what message {turn + 1} ({template_text.ASSISTANT}) says"
     )
 
 
-def _probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, str]]]:
+def _make_probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, str]]]:
     """The conversation with words of ours for what is said and called, and these with their messages' numbers."""
     unused = _unused_words(whole)
     made: Messages = []
     words: list[tuple[int, str]] = []
     for number, message in enumerate(messages):
         one = dict(message)
-        content = template_text.said(message)
+        content = template_text.visible_content(message)
         if content.strip():
             word = next(unused)
             words.append((number, word))
@@ -185,7 +186,7 @@ def _probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, st
             begin = len(message["content"]) - len(content.lstrip())
             one["content"] = message["content"][:begin] + word + content[len(content.rstrip()) :]
         calls: Messages = []
-        for call in template_text.calls(message):
+        for call in template_text.list_tool_calls(message):
             word = next(unused)
             words.append((number, word))
             function = call.get("function")
@@ -196,40 +197,40 @@ def _probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, st
     return made, words
 
 
-def _places(text: str, word: str) -> list[int]:
+def _find_all(text: str, word: str) -> list[int]:
     found = [text.find(word)]
     while found[-1] >= 0:
         found.append(text.find(word, found[-1] + 1))
     return found[:-1]
 
 
-def unmarked(messages: Messages, turns: list[int], whole: str, render: Render) -> Parts:
+def infer_spans(messages: Messages, turns: list[int], whole: str, render: RenderFunction) -> TextSpans:
     """The parts, of a template without marks. Raises: Refused where they cannot be told for certain."""
 
     def text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
         return render(messages, prompt=prompt)[0]
 
-    ways = [_by_prefixes, _by_insertion, _by_exchanges]
-    if len(turns) > _MANY_TURNS:
+    ways = [_find_by_prefixes, _find_by_insertion, _find_by_exchanges]
+    if len(turns) > _MAX_PREFIX_TURNS:
         # prefixes take quadratic time; gemma4 merges assistant turns, so that insertion fails late
         ways.reverse()
     found = next((parts for way in ways if (parts := way(messages, turns, whole, text)) is not None), None)
     if found is None:
-        raise template_text.Refused(
+        raise RecordError(
             "the chat template has no {% generation %} marks, and writes turns differently when others follow, so that what "
-            f"the assistant says cannot be told apart: {template_text.WAY_OUT}"
+            f"the assistant says cannot be told apart: {template_text.MARKS_SUGGESTION}"
         )
     for turn, part in zip(turns, found, strict=True):
-        check(messages, [turn], whole, part.span, render, way_out=template_text.WAY_OUT, opening=part.opening)
+        check_span(messages, [turn], whole, part.span, render, suggestion=template_text.MARKS_SUGGESTION, opening=part.opening)
     return [part.span for part in found]
 
 
-_MANY_TURNS = 4
+_MAX_PREFIX_TURNS = 4
 """Assistant turns up to which rendering all prefixes is about as fast as rendering the conversation with turns inserted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Part:
+class _TurnSpan:
     """An assistant turn in the text of a conversation."""
 
     span: tuple[int, int]
@@ -238,22 +239,22 @@ class _Part:
     """The generation prompt, and the text of an inserted turn up to its words; None if not known."""
 
 
-def _by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_Part] | None:
+def _find_by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_TurnSpan] | None:
     """What follows the generation prompt, up to the turn's end; None if a prefix is no beginning of the whole text."""
     parts = []
     for turn in turns:
         try:
             before = render(messages[:turn], prompt=True)
             after = render(messages[: turn + 1]) if turn + 1 < len(messages) else whole
-        except template_text.Refused:  # of an empty conversation, or of one that stops in the middle
+        except RecordError:  # of an empty conversation, or of one that stops in the middle
             return None
         if not whole.startswith(before) or not whole.startswith(after) or len(after) <= len(before):
             return None
-        parts.append(_Part(span=(len(before), len(after))))
+        parts.append(_TurnSpan(span=(len(before), len(after))))
     return parts
 
 
-def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_Part] | None:
+def _find_by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_TurnSpan] | None:
     """Where turns begin and end, by turns put between them; None if they change more than they add."""
     borders = sorted({border for turn in turns for border in (turn, turn + 1) if border < len(messages)})
     unused = _unused_words(whole)
@@ -264,7 +265,7 @@ def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Call
         mixed.append(message)
     try:
         with_prompt, text = render(messages, prompt=True), render(mixed)
-    except template_text.Refused:  # of roles that have to alternate
+    except RecordError:  # of roles that have to alternate
         return None
     prompt = with_prompt.removeprefix(whole)
     if not prompt or prompt == with_prompt:
@@ -294,17 +295,17 @@ def _by_insertion(messages: Messages, turns: list[int], whole: str, render: Call
         seen = second_end + len(ending)
     if text[seen:] != whole[at:]:
         return None
-    return _between_borders(turns, starts, whole, prompt=prompt, headers=headers)
+    return _spans_between(turns, starts, whole, prompt=prompt, headers=headers)
 
 
-def _between_borders(
+def _spans_between(
     turns: list[int],
     starts: dict[int, int],
     whole: str,
     *,
     prompt: str,
     headers: dict[int, str],
-) -> list[_Part] | None:
+) -> list[_TurnSpan] | None:
     """Returns the parts of turns with known borders; None if one begins with an unknown header.
 
     Args:
@@ -320,22 +321,22 @@ def _between_borders(
         if not known:
             return None
         span = (start + len(known[0]), starts.get(turn + 1, len(whole)))
-        parts.append(_Part(span=span, opening=(prompt, headers[turn])))
+        parts.append(_TurnSpan(span=span, opening=(prompt, headers[turn])))
     return parts
 
 
-def _by_exchanges(
+def _find_by_exchanges(
     messages: Messages,
     turns: list[int],
     whole: str,
     render: Callable[..., str],
-) -> list[_Part] | None:
+) -> list[_TurnSpan] | None:
     """Finds turns by exchanges of a user and an assistant turn inserted at their borders.
 
     Returns None if the template writes more, or less, than the conversation and the inserted turns.
     """
     unused = _unused_words(whole)
-    frame = _frame(unused, render)
+    frame = _infer_turn_format(unused, render)
     if frame is None:
         return None
     borders = {border for turn in turns for border in (turn, turn + 1) if border < len(messages)}
@@ -351,13 +352,13 @@ def _by_exchanges(
         mixed += [*exchanges.get(number, ()), message]
     try:
         text = render(mixed)
-    except template_text.Refused:
+    except RecordError:
         return None
     starts = {}
     seen = 0
     at = 0
     for border, exchange in exchanges.items():
-        inserted = "".join(frame.write(**turn) for turn in exchange)
+        inserted = "".join(frame.render_turn(**turn) for turn in exchange)
         found = text.find(inserted, seen)
         if found < 0 or not whole.startswith(text[seen:found], at):
             return None
@@ -366,28 +367,28 @@ def _by_exchanges(
         seen = found + len(inserted)
     if text[seen:] != whole[at:]:
         return None
-    headers = dict.fromkeys(turns, frame.around[template_text.ASSISTANT][0])
-    return _between_borders(turns, starts, whole, prompt=frame.prompt, headers=headers)
+    headers = dict.fromkeys(turns, frame.affixes[template_text.ASSISTANT][0])
+    return _spans_between(turns, starts, whole, prompt=frame.prompt, headers=headers)
 
 
 _USER = "user"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Frame:
+class _TurnFormat:
     """Text that a template writes for plain turns, beside their words."""
 
-    around: dict[str, tuple[str, str]]
+    affixes: dict[str, tuple[str, str]]
     """Text before and after the words of a turn, by its role."""
     prompt: str
     """Generation prompt after a user turn."""
 
-    def write(self, *, role: str, content: str) -> str:
-        before, after = self.around[role]
+    def render_turn(self, *, role: str, content: str) -> str:
+        before, after = self.affixes[role]
         return before + content + after
 
 
-def _frame(unused: Iterator[str], render: Callable[..., str]) -> _Frame | None:
+def _infer_turn_format(unused: Iterator[str], render: Callable[..., str]) -> _TurnFormat | None:
     """Returns the frame of a template, by the beginnings of a conversation of four words.
 
     Returns None if a turn is written differently when others follow.
@@ -397,7 +398,7 @@ def _frame(unused: Iterator[str], render: Callable[..., str]) -> _Frame | None:
     try:
         texts = [render(talk[:number]) for number in range(1, len(talk) + 1)]
         prompted = render(talk[:3], prompt=True)
-    except template_text.Refused:
+    except RecordError:
         return None
     around: dict[str, tuple[str, str]] = {}
     # the first user turn is left out: what begins the whole text stands before it
@@ -409,7 +410,7 @@ def _frame(unused: Iterator[str], render: Callable[..., str]) -> _Frame | None:
             return None
     if not prompted.startswith(texts[2]):
         return None
-    return _Frame(around=around, prompt=prompted.removeprefix(texts[2]))
+    return _TurnFormat(affixes=around, prompt=prompted.removeprefix(texts[2]))
 
 
 def _unused_words(text: str) -> Iterator[str]:
@@ -420,18 +421,18 @@ def _unused_words(text: str) -> Iterator[str]:
     return (f"{tag}{number}z" for number in itertools.count())
 
 
-_BEFORE = 1000
+_CONTEXT_CHARS = 1000
 """Characters before a part in which thinking may begin that the part goes on with."""
 
 
-def check(
+def check_span(
     messages: Messages,
-    learned: Sequence[int],
+    message_numbers: Sequence[int],
     whole: str,
-    part: tuple[int, int],
-    render: Render,
+    span: tuple[int, int],
+    render: RenderFunction,
     *,
-    way_out: str,
+    suggestion: str,
     opening: tuple[str, str] | None = None,
 ) -> None:
     """Raises: Refused where a part of a text is not what the learned messages say, and nothing before it, and an end mark.
@@ -441,18 +442,18 @@ def check(
         opening: the generation prompt, and what the template writes before the words of a turn that has some. They are
             needed for a message without words, and found by rendering if missing.
     """
-    first, last = learned[0], learned[-1]
-    said, at = whole[slice(*part)], 0
+    first, last = message_numbers[0], message_numbers[-1]
+    said, at = whole[slice(*span)], 0
     # copies of the whole text for each turn would take quadratic time
-    text, before, message = said, whole[max(part[0] - _BEFORE, 0) : part[0]], messages[first]
-    for number in learned:
-        end = template_text.end_in(said, messages[number], at)
+    text, before, message = said, whole[max(span[0] - _CONTEXT_CHARS, 0) : span[0]], messages[first]
+    for number in message_numbers:
+        end = template_text.find_end(said, messages[number], at)
         if end is None:
-            raise template_text.Refused(
+            raise RecordError(
                 f"what message {number + 1} ({messages[number]['role']}) says is not where the chat template ends the prompt"
             )
         at = end
-    if not template_text.said(message).strip():
+    if not template_text.visible_content(message).strip():
         # what a template writes before a call cannot be known; before a word it can, and its header is the same
         word = next(_unused_words(whole))
         message = {"role": message["role"], "content": word}
@@ -460,21 +461,21 @@ def check(
             prompt, text = render(messages[:first], prompt=True)[0], render([*messages[:first], message])[0]
         else:
             prompt, text = opening[0], opening[1] + word
-        start = shared(prompt, text)
+        start = common_prefix_length(prompt, text)
         before, text = text[:start], text[start:]
-    if not template_text.begin(message, text, before=before):
-        raise template_text.Refused(
+    if not template_text.starts_with_message(message, text, before=before):
+        raise RecordError(
             f"the chat template's generation prompt ends before the words of message {first + 1} ({message['role']}), so that "
-            f"its header would be learned: {way_out}"
+            f"its header would be learned: {suggestion}"
         )
     if not said[at:].strip():
-        raise template_text.Refused(
+        raise RecordError(
             f"the chat template puts no end mark behind message {last + 1} ({messages[last]['role']}), so that the model would "
-            f"not learn to stop: {way_out}"
+            f"not learn to stop: {suggestion}"
         )
 
 
-def shared(one: str, other: str) -> int:
+def common_prefix_length(one: str, other: str) -> int:
     """Length of the beginning that two texts share."""
     if other.startswith(one):
         return len(one)

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
 
 if TYPE_CHECKING:
     import datasets
 
-NAME = "held_out"
+EVAL_SET_NAME = "held_out"
 """Name of the data set that they form."""
 
 
-def choose(tokenized: "Sequence[datasets.Dataset]", *, names: Sequence[str], fraction: float, seed: int) -> list[np.ndarray]:
+def select_records(
+    tokenized: "Sequence[datasets.Dataset]", *, source_names: Sequence[str], fraction: float, seed: int
+) -> list[np.ndarray]:
     """For each source, which of its records are held out.
 
     Each document has a number that depends only on the seed, the source's name and the record's
@@ -27,28 +29,30 @@ def choose(tokenized: "Sequence[datasets.Dataset]", *, names: Sequence[str], fra
 
     Raises: UserError where every document would be held out.
     """
-    draws = [_draws(len(dataset), seed=seed, name=name) for dataset, name in zip(tokenized, names, strict=True)]
-    lengths = [np.concatenate([np.diff(offsets) for offsets, _ in sources.lists(dataset, "tokens")]) for dataset in tokenized]
+    draws = [_draw_numbers(len(dataset), seed=seed, name=name) for dataset, name in zip(tokenized, source_names, strict=True)]
+    lengths = [
+        np.concatenate([np.diff(offsets) for offsets, _ in sources.read_lists(dataset, "tokens")]) for dataset in tokenized
+    ]
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
     num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
     if num_held_out < len(usable):
         highest = usable[num_held_out - 1]
         return [(draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)]
-    raise errors.UserError(
+    raise UserError(
         f"data.eval_fraction = {fraction:g}: every document of data.train would be held out, of "
-        f"{len(usable):,}. {_suggestion(len(usable))}"
+        f"{len(usable):,}. {_suggest_fraction(len(usable))}"
     )
 
 
-def digest(source: str, chosen: np.ndarray, *, is_held_out: bool) -> str:
+def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> str:
     """Digest of one of the two parts of a source. Args: source: digest of the whole source."""
-    if not chosen.any() and not is_held_out:
+    if not is_chosen.any() and not is_held_out:
         return source  # nothing is held out of it
-    return hashlib.sha256(f"{source} {is_held_out} ".encode() + np.packbits(chosen).tobytes()).hexdigest()
+    return hashlib.sha256(f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()).hexdigest()
 
 
-def _draws(num_records: int, *, seed: int, name: str) -> np.ndarray:
+def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
     """A number in [0, 1) for each record, by a hash of the seed, the name and the record's index.
 
     Philox is a counter-based generator: its n-th number is a hash of key and counter. NumPy
@@ -59,7 +63,7 @@ def _draws(num_records: int, *, seed: int, name: str) -> np.ndarray:
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
-def _suggestion(num_documents: int) -> str:
+def _suggest_fraction(num_documents: int) -> str:
     """A fraction that leaves at least one document to learn from."""
     if num_documents < 2:
         return "Name data sets in data.eval instead."

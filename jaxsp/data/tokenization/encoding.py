@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxsp.core import batch
-from jaxsp.data.chat import chat, template_text
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.data.chat.chat import RenderedRecord
+from jaxsp.data.chat.template_text import RecordError
 
 if TYPE_CHECKING:
     import transformers
 
-Encoded = tuple[np.ndarray, np.ndarray | None] | template_text.Refused
+EncodedRecord = tuple[np.ndarray, np.ndarray | None] | RecordError
 """Ids and labels, int32, not shifted (no labels: every token is learned); or why there are none."""
 
 
-def encode(
-    rendered: Sequence[chat.Rendered | template_text.Refused], tokenizer: "transformers.PreTrainedTokenizerBase"
-) -> list[Encoded]:
+def encode_texts(
+    rendered: Sequence[RenderedRecord | RecordError], tokenizer: "transformers.PreTrainedTokenizerBase"
+) -> list[EncodedRecord]:
     """The tokens of each text and its labels; what was refused stays so.
 
     A plain text gets the tokenizer's own special tokens, then its end token, if it has one and the text does not end with it
@@ -39,21 +40,21 @@ def encode(
     # tokenised together: what needs no labels also needs no places of tokens, and special tokens are of plain texts alone
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for number, one in enumerate(rendered):
-        if isinstance(one, chat.Rendered):
-            kinds.setdefault((one.learned is not None, one.is_plain), []).append(number)
+        if isinstance(one, RenderedRecord):
+            kinds.setdefault((one.loss_spans is not None, one.is_plain), []).append(number)
     for (has_labels, is_plain), chosen in kinds.items():
-        make = _with_labels if has_labels else _ids
+        make = _encode_with_labels if has_labels else _encode_without_labels
         made = make([encoded[number] for number in chosen], tokenizer, is_plain=is_plain)
         for number, result in zip(chosen, made, strict=True):
             encoded[number] = result
     return encoded
 
 
-def _ids(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain: bool) -> Iterator[Encoded]:
+def _encode_without_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool) -> Iterator[EncodedRecord]:
     texts = [one.text for one in rendered]
     end = tokenizer.eos_token_id if is_plain else None
     if _is_fast(tokenizer):
-        _settle(tokenizer)
+        _reset_backend(tokenizer)
         # 1.6 us a token; numbers to Python and to an array take 0.04, a BatchEncoding of it would take as much again
         lists = [one.ids for one in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=is_plain)]
     else:
@@ -67,37 +68,37 @@ def _ids(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain: bool) -
         yield np.fromiter(made, np.int32, len(made)), None
 
 
-def _with_labels(rendered: Sequence[chat.Rendered], tokenizer: Any, *, is_plain: bool) -> Iterator[Encoded]:
+def _encode_with_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool) -> Iterator[EncodedRecord]:
     if not _is_fast(tokenizer):
         name = type(tokenizer).__name__
         problem = f"{name} does not say where its tokens stand: use data.train_on=all, or a tokenizer with a tokenizer.json"
-        yield from [template_text.Refused(problem)] * len(rendered)
+        yield from [RecordError(problem)] * len(rendered)
         return
-    _settle(tokenizer)
-    before, after = _special_tokens(tokenizer) if is_plain else ([], [])
+    _reset_backend(tokenizer)
+    before, after = _surrounding_tokens(tokenizer) if is_plain else ([], [])
     end = tokenizer.eos_token_id if is_plain else None
-    with _offsets_untouched(tokenizer.backend_tokenizer) as backend:
+    with _without_post_processor(tokenizer.backend_tokenizer) as backend:
         encodings = backend.encode_batch([one.text for one in rendered], add_special_tokens=False)
     for one, encoding in zip(rendered, encodings, strict=True):
         ids = [*before, *encoding.ids, *after] if encoding.ids else []
         if ids and end is not None and ids[-1] != end:
             ids.append(end)
         tokens = np.fromiter(ids, np.int32, len(ids))
-        labels = np.full_like(tokens, batch.NO_LABEL)
+        labels = np.full_like(tokens, NO_LABEL)
         try:
-            for start, stop in one.learned or ():
-                first, last = _tokens_of(encoding, start, stop, exact=one.exact, text=one.text)
+            for start, stop in one.loss_spans or ():
+                first, last = _find_tokens(encoding, start, stop, exact=one.has_exact_spans, text=one.text)
                 last = len(ids) if is_plain else last  # with the end token
                 labels[len(before) + first : len(before) + last] = tokens[len(before) + first : len(before) + last]
-            if (labels == batch.NO_LABEL).all():
-                raise template_text.Refused("there is no token in it to learn")
-        except template_text.Refused as problem:
+            if (labels == NO_LABEL).all():
+                raise RecordError("there is no token in it to learn")
+        except RecordError as problem:
             yield problem
         else:
             yield tokens, labels
 
 
-def _tokens_of(encoding: Any, start: int, stop: int, *, exact: bool, text: str) -> tuple[int, int]:
+def _find_tokens(encoding: Any, start: int, stop: int, *, exact: bool, text: str) -> tuple[int, int]:
     """The first of the tokens of a part of a text, and the end of them. Raises: Refused where they are not the part's alone.
 
     Source: transformers' `return_assistant_tokens_mask`. Differs: the last character may be several tokens, which are all
@@ -116,7 +117,7 @@ def _tokens_of(encoding: Any, start: int, stop: int, *, exact: bool, text: str) 
     if exact and (is_joined or begins < start or ends > stop):
         place = start if is_joined or begins < start else stop
         around = f"{text[max(place - 12, 0) : place]!r} and the beginning of {text[place : place + 12]!r}"
-        raise template_text.Refused(
+        raise RecordError(
             f"one token holds the end of {around}, and the assistant says but one of them: change what the turn begins or "
             "ends with (line breaks, mostly), or use data.train_on=all, or a chat template with {% generation %}"
         )
@@ -131,13 +132,13 @@ def _is_fast(tokenizer: Any) -> bool:
     return isinstance(tokenizer, fast) and type(tokenizer)._encode_plus is fast._encode_plus
 
 
-def _settle(tokenizer: Any) -> None:
+def _reset_backend(tokenizer: Any) -> None:
     """Puts a backend into the state in which a call of its tokenizer would use it: nothing truncated, nothing padded."""
     tokenizer("", add_special_tokens=False)
 
 
 @contextlib.contextmanager
-def _offsets_untouched(backend: Any) -> Iterator[Any]:
+def _without_post_processor(backend: Any) -> Iterator[Any]:
     """The backend without what it does after tokenising: adding special tokens, and taking spaces out of tokens' offsets."""
     kept = backend.post_processor
     backend.post_processor = None
@@ -147,7 +148,7 @@ def _offsets_untouched(backend: Any) -> Iterator[Any]:
         backend.post_processor = kept
 
 
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
+def _surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and behind a text."""
     encoding = tokenizer.backend_tokenizer.encode("a")
     own = [number for number, is_special in enumerate(encoding.special_tokens_mask) if not is_special]

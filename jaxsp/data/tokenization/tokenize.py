@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.config import schema
-from jaxsp.core import batch, errors
-from jaxsp.data.chat import chat, template_text
+from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import chat
+from jaxsp.data.chat.chat import RenderedRecord
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import encoding, tokenizers
 
@@ -24,20 +27,20 @@ if TYPE_CHECKING:
     import datasets
     import transformers
 
-_VERSION = 4
+_CACHE_VERSION = 4
 """Part of the cache's name: count up when the same record would become other tokens."""
 
 _BATCH_BYTES = 2**22
 """Records given to the tokenizer at a time: they can be 1 KB or 100 MB, and take about 40 times as much memory meanwhile."""
 
-_WORKER_BYTES = {"text": 2**27, "messages": 2**25, "prompt_completion": 2**25}
+_BYTES_PER_WORKER = {"text": 2**27, "messages": 2**25, "prompt_completion": 2**25}
 """As many records are worth a worker. It takes 3 to 8 s to start; without, the tokenizer's threads use the cores too, but for
 a tenth of the time with text, and more with templates, which Python renders. (40 MB of text on 2 cores: 10 s without, 17 with.)
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokenized:
+class TokenizedSource:
     """A source's documents, as tokens."""
 
     dataset: "datasets.Dataset"
@@ -47,7 +50,7 @@ class Tokenized:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class How:
+class TokenizeOptions:
     """How the records of a source become tokens."""
 
     tokenizer: Any
@@ -62,35 +65,37 @@ class How:
         return self.format != "text" and self.train_on != "all"
 
 
-def how(source: schema.Source, *, data: schema.Data, tokenizer: "transformers.PreTrainedTokenizerBase") -> How:
+def resolve_options(
+    source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
+) -> TokenizeOptions:
     """How a source's records become tokens. Raises: UserError where they need a chat template, and there is none."""
-    template = chat.template(data, tokenizer) if source.format == "messages" or data.chat_template is not None else None
-    return How(tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on)
+    template = chat.load_template(data, tokenizer) if source.format == "messages" or data.chat_template is not None else None
+    return TokenizeOptions(tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on)
 
 
-def encode(records: Sequence[str], how: How) -> list[encoding.Encoded]:
+def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[encoding.EncodedRecord]:
     """Tokens and labels of texts, or of records as JSON; or what is wrong with them."""
-    return encoding.encode([_rendered(record, how) for record in records], how.tokenizer)
+    return encoding.encode_texts([_render_record(record, options) for record in records], options.tokenizer)
 
 
-def _rendered(record: str, how: How) -> chat.Rendered | template_text.Refused:
+def _render_record(record: str, how: TokenizeOptions) -> RenderedRecord | RecordError:
     if how.format == "text":
-        return chat.Rendered(text=record, is_plain=True)
+        return RenderedRecord(text=record, is_plain=True)
     try:
-        return chat.render(json.loads(record), tokenizer=how.tokenizer, template=how.template, train_on=how.train_on)
-    except template_text.Refused as problem:
+        return chat.render_record(json.loads(record), tokenizer=how.tokenizer, template=how.template, train_on=how.train_on)
+    except RecordError as problem:
         return problem
 
 
-def tokenize(
+def tokenize_dataset(
     dataset: "datasets.Dataset",
     *,
-    source: schema.Source,
-    data: schema.Data,
+    source: SourceConfig,
+    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     vocab_size: int,
     field: str,
-) -> Tokenized:
+) -> TokenizedSource:
     """The records of `sources.read` as tokens and, where not every token is learned, labels (not shifted yet).
 
     Raises: UserError for records with problems as data.on_bad_record says, for a token id that the model has no embedding
@@ -101,32 +106,32 @@ def tokenize(
     asked = f"{field} = {source.source}"
     folder = pathlib.Path(dataset.cache_files[0]["filename"]).parent
     if source.format == "tokens":
-        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint))
+        fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, dataset._fingerprint))
         tokenized = dataset.rename_column("input_ids", "tokens")
     else:
         assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
-        made_by = how(source, data=data, tokenizer=tokenizer)
-        fingerprint = datasets.fingerprint.Hasher.hash((_VERSION, dataset._fingerprint, _content(made_by)))
-        with sources.made_once(folder / f"cache-{fingerprint}.arrow"):
-            tokenized = _map(dataset, made_by, workers=data.workers, fingerprint=fingerprint, title=source.source)
-    counted = _counted(tokenized, folder / f"counted-{fingerprint}.json")
-    sources.judge(tokenized, data=data, asked=asked)
+        made_by = resolve_options(source, data=data, tokenizer=tokenizer)
+        fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, dataset._fingerprint, _cache_key(made_by)))
+        with sources.build_once(folder / f"cache-{fingerprint}.arrow"):
+            tokenized = _map_dataset(dataset, made_by, workers=data.num_workers, fingerprint=fingerprint, title=source.source)
+    counted = _cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
+    sources.check_bad_records(tokenized, data=data, error_prefix=asked)
     for column, (lowest, highest) in counted["ids"].items():
         for value, number in (lowest, highest):
             if not 0 <= value < vocab_size:
-                raise errors.UserError(
+                raise UserError(
                     f"{asked}: {tokenized[number]['place']}: {column} hold the id {value}, but the model's vocab_size is "
                     f"{vocab_size}: ids go from 0 to {vocab_size - 1}. Use the model's own tokenizer, or set "
                     "model.config.vocab_size."
                 )
-    return Tokenized(dataset=tokenized, digest=counted["digest"])
+    return TokenizedSource(dataset=tokenized, digest=counted["digest"])
 
 
-def first(
+def encode_first_record(
     dataset: "datasets.Dataset",
     *,
-    source: schema.Source,
-    data: schema.Data,
+    source: SourceConfig,
+    data: DataConfig,
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     field: str,
 ) -> tuple[str, np.ndarray, np.ndarray | None]:
@@ -138,48 +143,52 @@ def first(
     made_by = None
     if source.format != "tokens":
         assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
-        made_by = how(source, data=data, tokenizer=tokenizer)
+        made_by = resolve_options(source, data=data, tokenizer=tokenizer)
     for entry in dataset:
         if entry["problem"] is not None:
             continue
         if made_by is None:
             ids = {name: np.asarray(entry[name], np.int32) for name in ("input_ids", "labels") if name in entry}
-            made: encoding.Encoded = (ids["input_ids"], ids.get("labels"))
+            made: encoding.EncodedRecord = (ids["input_ids"], ids.get("labels"))
         else:
-            (made,) = encode([entry["text" if source.format == "text" else "record"]], made_by)
-        if not isinstance(made, template_text.Refused):
+            (made,) = encode_records([entry["text" if source.format == "text" else "record"]], made_by)
+        if not isinstance(made, RecordError):
             if len(made[0]):
                 return entry["place"], *made
         elif data.on_bad_record == "error":
-            raise errors.UserError(f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip.")
-    raise errors.UserError(f"{asked}: no record makes a token. Give files with at least one that does.")
+            raise UserError(f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip.")
+    raise UserError(f"{asked}: no record makes a token. Give files with at least one that does.")
 
 
-def _content(how: How) -> tuple[Any, ...]:
+def _cache_key(how: TokenizeOptions) -> tuple[Any, ...]:
     """All that decides which tokens a record becomes."""
     versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
     # one of the config, which a run keeps as its tokenizer's own, is the same there
     template = None if how.format == "text" else how.template or how.tokenizer.chat_template
-    return (how.format, how.train_on, template, versions, tokenizers.content(how.tokenizer))
+    return (how.format, how.train_on, template, versions, tokenizers.serialize_files(how.tokenizer))
 
 
-def _map(dataset: "datasets.Dataset", how: How, *, workers: int | None, fingerprint: str, title: str) -> "datasets.Dataset":
+def _map_dataset(
+    dataset: "datasets.Dataset", how: TokenizeOptions, *, workers: int | None, fingerprint: str, title: str
+) -> "datasets.Dataset":
     import datasets
     import multiprocess
 
     cores = len(os.sched_getaffinity(0))
     num_bytes = dataset.data.nbytes
-    num_workers = min(workers or min(cores, -(-num_bytes // _WORKER_BYTES[how.format])), len(dataset))
+    num_workers = min(workers or min(cores, -(-num_bytes // _BYTES_PER_WORKER[how.format])), len(dataset))
     if num_workers > 1:
         # the workers of `datasets`: forking a process in which JAX has threads can hang
         multiprocess.set_start_method("spawn", force=True)
     batch_size = min(max(_BATCH_BYTES * len(dataset) // max(num_bytes, 1), 1), 1000)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
-    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in _columns(how)}
+    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in _token_columns(how)}
     return (
         dataset.with_format("arrow")
         .map(
-            functools.partial(_encoded, how=how, num_threads=max(cores // num_workers, 1) if num_workers > 1 else None),
+            functools.partial(
+                _encode_table, options=how, num_threads=max(cores // num_workers, 1) if num_workers > 1 else None
+            ),
             batched=True,
             batch_size=batch_size,
             writer_batch_size=batch_size,
@@ -193,42 +202,42 @@ def _map(dataset: "datasets.Dataset", how: How, *, workers: int | None, fingerpr
     )
 
 
-def _columns(how: How) -> list[str]:
+def _token_columns(how: TokenizeOptions) -> list[str]:
     return ["tokens", "labels"] if how.has_labels else ["tokens"]
 
 
-def _encoded(records: pa.Table, *, how: How, num_threads: int | None) -> pa.Table:
+def _encode_table(records: pa.Table, *, options: TokenizeOptions, num_threads: int | None) -> pa.Table:
     """The tokens of some records. Args: num_threads: that a worker tokenises with; None: this process is no worker."""
     if num_threads is not None and num_threads > 1:
         # `datasets` forbids its workers threads of their own, for fear of forks; the cores would idle
         os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
     places, problems = records["place"], records["problem"].to_pylist()
-    column = records["text" if how.format == "text" else "record"].to_pylist()
+    column = records["text" if options.format == "text" else "record"].to_pylist()
     usable = [number for number, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     made = [(empty, empty)] * len(problems)
-    for number, one in zip(usable, encode([column[number] for number in usable], how), strict=True):
-        if isinstance(one, template_text.Refused):
+    for number, one in zip(usable, encode_records([column[number] for number in usable], options), strict=True):
+        if isinstance(one, RecordError):
             problems[number] = str(one)
         else:
             tokens, labels = one
             made[number] = (tokens, tokens if labels is None else labels)
     lists = {}
-    for place, name in enumerate(_columns(how)):
+    for place, name in enumerate(_token_columns(options)):
         arrays = [one[place] for one in made]
         offsets = np.cumsum([0, *map(len, arrays)])
         lists[name] = pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
     return pa.table({"place": places, "problem": pa.array(problems, pa.string()), **lists})
 
 
-def _counted(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
+def _cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
     """A digest of all tokens and labels, and the lowest and the highest id of each with its record; kept in a file.
 
     All tokens are read for it, about 1 GB in a second, so that it is done once.
     """
-    with sources.made_once(cached):
+    with sources.build_once(cached):
         if not cached.exists():
-            found = _count(dataset)
+            found = _compute_token_stats(dataset)
             if not os.access(cached.parent, os.W_OK):
                 return found
             # NamedTemporaryFile makes files with mode 0600, and other users may share the cache
@@ -239,17 +248,17 @@ def _counted(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any
         return json.loads(cached.read_text(encoding="utf-8"))
 
 
-def _count(dataset: "datasets.Dataset") -> dict[str, Any]:
+def _compute_token_stats(dataset: "datasets.Dataset") -> dict[str, Any]:
     digests, extremes = [], {}
     for column in (name for name in ("tokens", "labels") if name in dataset.column_names):
         # as two streams, in which chunks leave no trace
         lengths, values = hashlib.sha256(), hashlib.sha256()
         ends: list[tuple[int, int]] = []
         before = 0
-        for offsets, ids in sources.lists(dataset, column):
+        for offsets, ids in sources.read_lists(dataset, column):
             lengths.update(np.diff(offsets).astype("<i8").data)
             values.update(np.ascontiguousarray(ids, "<i4").data)
-            learned = np.flatnonzero(ids != batch.NO_LABEL) if column == "labels" else None
+            learned = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
             known = ids if learned is None else ids[learned]
             for at in (known.argmin(), known.argmax()) if len(known) else ():
                 place = at if learned is None else learned[at]

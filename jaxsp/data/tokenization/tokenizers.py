@@ -5,7 +5,8 @@ import pathlib
 import tempfile
 from typing import TYPE_CHECKING
 
-from jaxsp.core import errors, paths
+from jaxsp.core import paths
+from jaxsp.core.errors import UserError
 
 if TYPE_CHECKING:
     import transformers
@@ -13,11 +14,11 @@ if TYPE_CHECKING:
 # transformers prints on import that PyTorch was not found, which jaxsp does not need
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-BYTES = "bytes"
+BYTE_TOKENIZER = "bytes"
 """The name of the tokenizer of our own making."""
 
 
-def of_bytes() -> "transformers.PreTrainedTokenizerFast":
+def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """A tokenizer that needs no files: token id = byte value, and 256 is the end of a document.
 
     Source: byte-level BPE (GPT-2) without merges. Its alphabet writes bytes as printable characters in another order
@@ -38,30 +39,30 @@ def of_bytes() -> "transformers.PreTrainedTokenizerFast":
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", split_special_tokens=True)
 
 
-def load(name: str, *, asked: str | None = None) -> "transformers.PreTrainedTokenizerBase":
+def load(name: str, *, error_prefix: str | None = None) -> "transformers.PreTrainedTokenizerBase":
     """The tokenizer of a folder or of the hub, or BYTES. Raises: UserError if there is none, or it makes no tokens.
 
     Args: asked: how a message about it begins; model.tokenizer and the name by default.
     """
     import transformers
 
-    if name == BYTES:
-        return of_bytes()
-    asked = asked or f"model.tokenizer = {name}:"
-    way_out = f"As model.tokenizer, give a folder with tokenizer.json, a hub name, or {BYTES}."
+    if name == BYTE_TOKENIZER:
+        return make_byte_tokenizer()
+    error_prefix = error_prefix or f"model.tokenizer = {name}:"
+    way_out = f"As model.tokenizer, give a folder with tokenizer.json, a hub name, or {BYTE_TOKENIZER}."
     if paths.is_path(name) and not pathlib.Path(name).exists():
-        raise errors.UserError(f"{asked} there is no such folder. {way_out}")
+        raise UserError(f"{error_prefix} there is no such folder. {way_out}")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise a bare Exception for some broken files
         reason = next(iter(str(error).splitlines()), type(error).__name__).strip().rstrip(":.")
-        raise errors.UserError(f"{asked} cannot be loaded: {reason}. {way_out}") from None
+        raise UserError(f"{error_prefix} cannot be loaded: {reason}. {way_out}") from None
     if not tokenizer("some text 1", add_special_tokens=False)["input_ids"]:
-        raise errors.UserError(f"{asked} has an empty vocabulary, text becomes nothing. {way_out}")
+        raise UserError(f"{error_prefix} has an empty vocabulary, text becomes nothing. {way_out}")
     return tokenizer
 
 
-def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> bool:
+def is_loaded_unchanged(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os.PathLike[str]) -> bool:
     """Whether AutoTokenizer makes of an exported folder what was put there.
 
     It does not always: of a folder with model_type qwen2 it makes a Qwen2Tokenizer, whatever the folder says.
@@ -74,7 +75,7 @@ def loads_as(tokenizer: "transformers.PreTrainedTokenizerBase", folder: str | os
     return len(loaded) == len(tokenizer) and loaded(probe)["input_ids"] == tokenizer(probe)["input_ids"]
 
 
-def content(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:
+def serialize_files(tokenizer: "transformers.PreTrainedTokenizerBase") -> list[tuple[str, bytes]]:
     """Everything that a tokenizer is made of but its chat templates, as the files that it would save."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

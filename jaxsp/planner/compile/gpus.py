@@ -19,7 +19,7 @@ class Ceilings:
 
     peak_tflops: float
     """Dense bfloat16, from the data sheet; no program comes near."""
-    products_tflops: float
+    matmul_tflops: float
     """Large bfloat16 matrix products by cuBLAS."""
     attention_forward_tflops: float
     """cuDNN's causal attention in bfloat16 to long rows, heads of 128; what the mask takes away is not counted."""
@@ -59,7 +59,7 @@ class Gpu:
     """Of which a block may have all but 1 KiB."""
 
     @property
-    def target(self) -> str:
+    def target_config(self) -> str:
         """The text of XLA's GpuTargetConfigProto, with which it compiles for this GPU where there is none."""
         return f"""
 gpu_device_info {{
@@ -86,7 +86,7 @@ _AZURE = "Azure/AI-benchmarking-guide"
 
 _H100 = Ceilings(
     peak_tflops=flops.PEAK_TFLOPS["H100"],
-    products_tflops=715.0,
+    matmul_tflops=715.0,
     attention_forward_tflops=619.0,
     attention_backward_tflops=528.0,
     memory_gb_s=2970.0,
@@ -124,7 +124,7 @@ _H200 = dataclasses.replace(
 
 _A100 = Ceilings(
     peak_tflops=flops.PEAK_TFLOPS["A100"],
-    products_tflops=254.0,
+    matmul_tflops=254.0,
     attention_forward_tflops=176.0,
     attention_backward_tflops=143.0,
     memory_gb_s=1700.0,
@@ -150,7 +150,7 @@ _A100 = Ceilings(
 
 _B200 = Ceilings(
     peak_tflops=flops.PEAK_TFLOPS["B200"],
-    products_tflops=1510.0,
+    matmul_tflops=1510.0,
     attention_forward_tflops=1420.0,
     attention_backward_tflops=1110.0,
     memory_gb_s=6600.0,
@@ -174,7 +174,7 @@ _B200 = Ceilings(
     },
 )
 
-KINDS = {
+GPUS = {
     "h100-80gb": Gpu(
         name="NVIDIA H100 80GB HBM3",
         memory_bytes=84942979072,
@@ -224,6 +224,6 @@ KINDS = {
 """By the names of --device; all are SXM."""
 
 
-def of_kind(device_kind: str) -> Gpu | None:
+def find_by_device_kind(device_kind: str) -> Gpu | None:
     """The GPU that JAX calls so; None where it is none of KINDS, as A100s of 40 GB and all PCIe and NVL cards are not."""
-    return next((gpu for gpu in KINDS.values() if gpu.name == device_kind), None)
+    return next((gpu for gpu in GPUS.values() if gpu.name == device_kind), None)

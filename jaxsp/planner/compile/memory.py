@@ -15,20 +15,20 @@ from typing import Any
 import jax
 
 from jaxsp.core import axes
-from jaxsp.planner.compile import compiled
+from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding
 
-HOST = 5
+HOST_MEMORY_SPACE = 5
 """XLA's number for host memory that a GPU reaches by itself."""
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
-_VALUE = re.compile(r" value: <\d+ (\S+?)(\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)\[([\d,]*)\]")
-_LIFE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)$")
+_BUFFER = re.compile(r" value: <\d+ (\S+?)(\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)\[([\d,]*)\]")
+_LIVE_RANGE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
+class Buffer:
     """An array that a program makes on its way."""
 
     op_name: str
@@ -36,96 +36,100 @@ class Held:
     dtype: str
     dims: tuple[int, ...]
     on_host: bool
-    begin: int
+    begin_byte: int
     """Its first byte in the program's memory: two arrays may lie in the same place, also at the same time."""
-    end: int
-    first: int
+    end_byte: int
+    first_use: int
     """The first of the program's operations during which it is there,"""
-    last: int
+    last_use: int
     """and the last."""
 
     @property
-    def size(self) -> int:
+    def num_elements(self) -> int:
         """Elements."""
         return math.prod(self.dims)
 
 
-def held(program: compiled.Written) -> list[Held]:
+def read_buffers(program: CompilerDump) -> list[Buffer]:
     """Every array that a program holds beside its arguments."""
     lives = {
-        found[1] + found[2]: (int(found[3]), int(found[4])) for found in map(_LIFE.match, program.lives.splitlines()) if found
+        found[1] + found[2]: (int(found[3]), int(found[4]))
+        for found in map(_LIVE_RANGE.match, program.live_ranges.splitlines())
+        if found
     }
-    names = dict(re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', program.text, re.MULTILINE))
-    found: list[Held] = []
+    names = dict(re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', program.hlo_text, re.MULTILINE))
+    found: list[Buffer] = []
     space = None
-    for line in program.buffers.splitlines():
+    for line in program.buffer_assignment.splitlines():
         if (begins := _ALLOCATION.match(line)) is not None:
             space = int(begins[2] or 0) if "preallocated-temp" in begins[3] else None
-        elif space is not None and (value := _VALUE.match(line)) is not None:
+        elif space is not None and (value := _BUFFER.match(line)) is not None:
             life = lives.get(value[1] + (value[2] or "{}"))
             if life is None:  # inside a fusion, where nothing is held
                 continue
             begin = int(value[4])
             found.append(
-                Held(
+                Buffer(
                     op_name=names.get(value[1], ""),
                     dtype=value[5],
                     dims=tuple(int(dim) for dim in value[6].split(",") if dim),
-                    on_host=space == HOST,
-                    begin=begin,
-                    end=begin + int(value[3]),
-                    first=life[0],
-                    last=life[1],
+                    on_host=space == HOST_MEMORY_SPACE,
+                    begin_byte=begin,
+                    end_byte=begin + int(value[3]),
+                    first_use=life[0],
+                    last_use=life[1],
                 )
             )
     return found
 
 
-def most(arrays: Sequence[Held]) -> int:
+def compute_peak_bytes(arrays: Sequence[Buffer]) -> int:
     """Bytes that some of a program's arrays take together at the time when that is the most."""
-    return _taken(at_the_most(arrays))
+    return _union_bytes(find_peak_buffers(arrays))
 
 
-def at_the_most(arrays: Sequence[Held], beside: Mapping[int, int] = types.MappingProxyType({})) -> list[Held]:
+def find_peak_buffers(arrays: Sequence[Buffer], extra_bytes: Mapping[int, int] = types.MappingProxyType({})) -> list[Buffer]:
     """Arrays that are live at the peak of memory, which includes `beside`.
 
     Args: beside: bytes of other memory, by the number of the operation that uses it.
     """
-    best: list[Held] = []
+    best: list[Buffer] = []
     most_bytes = -1
-    for time in sorted({array.first for array in arrays} | beside.keys()):
-        there = [array for array in arrays if array.first <= time <= array.last]
-        taken = _taken(there) + beside.get(time, 0)
+    for time in sorted({array.first_use for array in arrays} | extra_bytes.keys()):
+        there = [array for array in arrays if array.first_use <= time <= array.last_use]
+        taken = _union_bytes(there) + extra_bytes.get(time, 0)
         if taken > most_bytes:
             best, most_bytes = there, taken
     return best
 
 
-def cudnn_calls(program: compiled.Written) -> list[int]:
+def find_cudnn_backward_calls(program: CompilerDump) -> list[int]:
     """Numbers of the program's operations that are cuDNN's backward passes of attention."""
-    names = re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward', program.text, re.MULTILINE)
-    numbers = {name: int(number) for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.lives, re.MULTILINE)}
+    names = re.findall(
+        r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward', program.hlo_text, re.MULTILINE
+    )
+    numbers = {name: int(number) for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.live_ranges, re.MULTILINE)}
     return [numbers[name] for name in names if name in numbers]
 
 
-def _taken(arrays: Iterable[Held]) -> int:
+def _union_bytes(arrays: Iterable[Buffer]) -> int:
     """Bytes that arrays cover, each byte once."""
     total = covered = 0
-    for begin, end in sorted((array.begin, array.end) for array in arrays):
+    for begin, end in sorted((array.begin_byte, array.end_byte) for array in arrays):
         total += max(0, end - max(begin, covered))
         covered = max(covered, end)
     return total
 
 
-def of_arguments(program: compiled.Written) -> dict[tuple[str, bool], int]:
+def read_argument_bytes(program: CompilerDump) -> dict[tuple[str, bool], int]:
     """Bytes of a program's arguments that are called `state.master`, `state.opt` and so on, and whether on the host."""
-    names = dict(re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|rows)\b', program.text))
+    names = dict(re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|rows)\b', program.hlo_text))
     found: dict[tuple[str, bool], int] = {}
-    for line in program.buffers.splitlines():
+    for line in program.buffer_assignment.splitlines():
         begins = _ALLOCATION.match(line)
         number = begins and re.search(r"parameter (\d+),", begins[3])
         if begins and number and number[1] in names:
-            key = (names[number[1]], int(begins[2] or 0) == HOST)
+            key = (names[number[1]], int(begins[2] or 0) == HOST_MEMORY_SPACE)
             found[key] = found.get(key, 0) + int(begins[1])
     return found
 
@@ -158,13 +162,13 @@ class _Kind:
     repeats: int = 1
 
 
-def causes(step: compiled.Step) -> list[Cause]:
+def causes(step: PlannedStep) -> list[Cause]:
     """What takes a step's memory, and what it should take. Small arrays are in none.
 
     Where two causes have arrays of the same dtype and size, as Llama's residual stream and queries do, they are one, with
     both names.
     """
-    program, arrays, given = step.program, held(step.written), of_arguments(step.written)
+    program, arrays, given = step.program, read_buffers(step.dump), read_argument_bytes(step.dump)
     table = list(jax.tree.leaves(program.table))
     num_shards = device_mesh.num_shards(program.mesh)
     of_shards = sum((row.num_layers or 1) * _stored(row, num_shards) for row in table)
@@ -174,13 +178,13 @@ def causes(step: compiled.Step) -> list[Cause]:
         for name, argument, formula in (("weights", "state.master", 4 * of_shards), ("averages", "state.opt", averages))
     ]
     for kind in _together(_kinds(step)):
-        own = [array for array in arrays if (array.dtype, array.size) in kind.sizes and _layers(array, kind.layers)]
-        device, host = (most([array for array in own if array.on_host == there]) for there in (False, True))
+        own = [array for array in arrays if (array.dtype, array.num_elements) in kind.sizes and _layers(array, kind.layers)]
+        device, host = (compute_peak_bytes([array for array in own if array.on_host == there]) for there in (False, True))
         found.append(Cause(name=kind.name, formula=kind.formula, device=device, host=host, repeats=kind.repeats))
     return found
 
 
-def _kinds(step: compiled.Step) -> list[_Kind]:
+def _kinds(step: PlannedStep) -> list[_Kind]:
     """Of what a step makes on its way. The numbers of arrays are those that XLA of jax 0.10.1 to 0.12.0 holds."""
     program, model, settings = step.program, step.program.model, step.program.config
     seq, num_shards = program.mesh.shape[axes.SEQ], device_mesh.num_shards(program.mesh)
@@ -192,23 +196,25 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         model.intermediate_size,
         model.vocab_size,
     )
-    kind = step.choice.kind
-    held_heads = math.lcm(model.num_kv_heads, kind.inner)
+    kind = step.choice.strategy
+    held_heads = math.lcm(model.num_kv_heads, kind.ulysses_degree)
     repeats = held_heads // model.num_kv_heads
-    own = settings.batch.rows_at_once * settings.data.longest_row // seq  # tokens
+    own = settings.batch.rows_per_microbatch * settings.data.max_row_tokens // seq  # tokens
     dtype, itemsize = {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)], program.dtype.itemsize
     # how many arrays ring and gather have at a time is up to XLA
-    known = kind.degree == 1
+    known = kind.outer_degree == 1
     q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
-    tile = min(own, program.tile)
+    tile = min(own, program.mlp_tile)
     logits = V * min(own, program.loss_tile)
     of_layer = [
-        row for row in jax.tree.leaves(program.table) if row.num_layers and sharding.place(row, num_shards).dim is not None
+        row
+        for row in jax.tree.leaves(program.table)
+        if row.num_layers and sharding.choose_placement(row, num_shards).dim is not None
     ]
     whole = [row.size for row in of_layer]
     shards = [N * _stored(row, num_shards) for row in of_layer]
     kept = [_Kind(name="layer inputs", sizes=((dtype, N * own * D),), formula=itemsize * N * own * D, layers=N)]
-    if program.how.keeps_attention:
+    if program.remat_policy.is_attention_saved:
         results = ((dtype, N * q), ("f32", N * own * H))
         kept.append(_Kind(name="attention's results", sizes=results, formula=itemsize * N * q + 4 * N * own * H, layers=N))
     if settings.memory.offload_optimizer == "state":
@@ -216,7 +222,7 @@ def _kinds(step: compiled.Step) -> list[_Kind]:
         kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
     if program.gather.gradients_on_host:
         # a microbatch's, and if there are several, their sums
-        several = settings.batch.rows_per_step > settings.batch.rows_at_once * device_mesh.num_groups(program.mesh)
+        several = settings.batch.rows_per_step > settings.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
         gradients = 4 * sum(shards) * (2 if several else 1)
     else:
         # the largest once more, while it is divided
@@ -259,11 +265,11 @@ def _together(kinds: list[_Kind]) -> list[_Kind]:
     return found
 
 
-def _layers(array: Held, layers: int | None) -> bool:
+def _layers(array: Buffer, layers: int | None) -> bool:
     return layers is None or (len(array.dims) > 1 and array.dims[0] == layers)
 
 
 def _stored(row: Any, num_shards: int) -> int:
     """Elements of one layer of a weight that a device holds."""
-    placed = sharding.place(row, num_shards)
-    return math.prod(placed.stored) // (1 if placed.dim is None else num_shards)
+    placed = sharding.choose_placement(row, num_shards)
+    return math.prod(placed.stored_shape) // (1 if placed.dim is None else num_shards)

@@ -17,121 +17,130 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from jaxsp import attention
-from jaxsp.core import axes, batch
+from jaxsp.core import axes
+from jaxsp.core.batch import num_microbatches
 from jaxsp.planner.compile import hlo
+from jaxsp.planner.compile.hlo import Instruction
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding, train_step
+from jaxsp.training import sharding
+from jaxsp.training.train_step import Program
 
-KINDS = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 
-_UNCOUNTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+_UNSUPPORTED = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 """Ways to communicate that jaxsp does not use: an error where they appear."""
 
-_BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
+_BITS_BY_DTYPE = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sent:
+class Collective:
     """What one collective of a program sends from each device."""
 
-    kind: str
+    operation: str
     """From KINDS."""
     op_name: str
     """Where in jaxsp it comes from, as JAX calls it; several, where XLA made one of many. Older XLA forgets it there."""
-    group: tuple[int, ...]
+    device_ids: tuple[int, ...]
     """Numbers of the devices that take part together, in the order of the mesh: the first such group."""
-    bytes_of: Mapping[str, float]
+    bytes_by_dtype: Mapping[str, float]
     """Bytes that a device sends each time, by dtype."""
-    times: int
+    num_runs: int
     """How often it runs in the program."""
-    begin: int = 0
+    begin_line: int = 0
     """Number of the line of the program's text where it begins;"""
-    end: int = 0
+    end_line: int = 0
     """and where it has to be done. What stands between runs beside it."""
 
     @property
-    def bytes(self) -> float:
+    def total_bytes(self) -> float:
         """That a device sends, all times together."""
-        return sum(self.bytes_of.values()) * self.times
+        return sum(self.bytes_by_dtype.values()) * self.num_runs
 
 
-def sent(text: str) -> list[Sent]:
+def parse_collectives(text: str) -> list[Collective]:
     """Every collective of a compiled program, in the order of its text; those that send nothing too.
 
     Args:   text: a jax.stages.Compiled's `as_text()`.
     Raises: ValueError for a collective, or a loop around one, that cannot be understood.
     """
-    program = hlo.parsed(text)
-    num_devices = _header(text, "num_partitions") * _header(text, "replica_count")
-    waited, once = hlo.async_pairs(program), dict[int, Sent]()
+    program = hlo.parse_module(text)
+    num_devices = _read_header_field(text, "num_partitions") * _read_header_field(text, "replica_count")
+    waited, once = hlo.find_async_pairs(program), dict[int, Collective]()
     for name, lines in program.computations.items():
-        for number, one in _collectives(lines, num_devices):
-            begin, end = waited.get(name, (one.begin, one.end))
-            once[number] = dataclasses.replace(one, begin=begin, end=end)
-    runs = hlo.runs(program, lambda line: line.number in once)
-    return [dataclasses.replace(once[line.number], times=times) for line, times in runs]
+        for number, one in _iterate_collectives(lines, num_devices):
+            begin, end = waited.get(name, (one.begin_line, one.end_line))
+            once[number] = dataclasses.replace(one, begin_line=begin, end_line=end)
+    runs = hlo.count_runs(program, lambda line: line.line_number in once)
+    return [dataclasses.replace(once[line.line_number], num_runs=times) for line, times in runs]
 
 
-def total(found: Sequence[Sent], *, kind: str | None = None, scope: str | None = None, dtype: str | None = None) -> float:
+def sum_bytes(
+    found: Sequence[Collective], *, operation: str | None = None, scope: str | None = None, dtype: str | None = None
+) -> float:
     """Bytes that a device sends in a program's collectives: all, or those of a kind, in a jax.named_scope, of a dtype."""
     # differentiated operations are jvp(scope)/..., and those that were combined (a/scope/x:b/scope/y)
     inside = re.compile(rf"(?<![\w.]){re.escape(scope)}(?![\w.])" if scope else "")
-    chosen = [one for one in found if kind in (None, one.kind) and inside.search(one.op_name)]
-    return sum((size * one.times for one in chosen for name, size in one.bytes_of.items() if dtype in (None, name)), start=0.0)
+    chosen = [one for one in found if operation in (None, one.operation) and inside.search(one.op_name)]
+    return sum(
+        (size * one.num_runs for one in chosen for name, size in one.bytes_by_dtype.items() if dtype in (None, name)), start=0.0
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Along:
+class AxisTraffic:
     """What a kind of collective sends along some axes of the mesh in a step, from each device."""
 
-    kind: str
+    operation: str
     """From KINDS."""
     axes: tuple[str, ...]
     """More than one where the devices of several take part together; none where a group is one device, which sends nothing."""
-    bytes: float
+    num_bytes: float
     num_devices: int
     """That take part together."""
 
 
-def along(found: Sequence[Sent], sizes: Mapping[str, int]) -> list[Along]:
+def sum_by_axes(found: Sequence[Collective], sizes: Mapping[str, int]) -> list[AxisTraffic]:
     """A program's collectives, those of a kind and the same axes together; those that send nothing left out."""
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     groups = {}
     for one in found:
-        key = (one.kind, axes_of(one.group, sizes))
-        sums[key] = sums.get(key, 0.0) + one.bytes
-        groups[key] = len(one.group)
+        key = (one.operation, find_axes(one.device_ids, sizes))
+        sums[key] = sums.get(key, 0.0) + one.total_bytes
+        groups[key] = len(one.device_ids)
     return [
-        Along(kind=kind, axes=names, bytes=size, num_devices=groups[kind, names])
+        AxisTraffic(operation=kind, axes=names, num_bytes=size, num_devices=groups[kind, names])
         for (kind, names), size in sorted(sums.items())
         if size
     ]
 
 
-def formula(program: train_step.Program) -> dict[str, float]:
+def compute_formula_bytes(program: Program) -> dict[str, float]:
     """Bytes that a device has to send in a step, by kind of collective: what attention's and the weights' formulas say.
 
     A few bytes of counts and norms, which are summed over the mesh too, are in none.
     """
     settings, model, sizes = program.config, program.model, program.mesh.shape
-    slots = device_mesh.num_groups(program.mesh) * settings.batch.rows_at_once
-    num_turns = batch.num_turns(rows_per_step=settings.batch.rows_per_step, rows_per_turn=slots)
-    weights = sharding.cost(
+    slots = device_mesh.num_groups(program.mesh) * settings.batch.rows_per_microbatch
+    num_turns = num_microbatches(rows_per_step=settings.batch.rows_per_step, global_microbatch_rows=slots)
+    weights = sharding.weight_traffic(
         program.table,
         num_shards=device_mesh.num_shards(program.mesh),
         num_replicas=sizes[axes.REPLICA],
         compute_dtype=program.dtype,
         reduce_dtype=settings.memory.grad_reduce_dtype,
-        num_turns=num_turns,
+        num_microbatches=num_turns,
     )
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    of_layer = attention.cost(settings, program.attend.kind, remat=program.how.remat, **heads)
-    found = collections.Counter({"all-gather": weights.gathers, "reduce-scatter": weights.scatters, "all-reduce": weights.sums})
+    of_layer = attention.sent_bytes(settings, program.attend.strategy, remat=program.remat_policy.remat, **heads)
+    found = collections.Counter(
+        {"all-gather": weights.all_gathers, "reduce-scatter": weights.reduce_scatters, "all-reduce": weights.all_reduces}
+    )
     found.update({kind: num_turns * model.num_layers * size for kind, size in of_layer.items()})
     return dict(found)
 
 
-def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def find_axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of a mesh of these sizes that a group of its devices lies along, all of each or evenly spaced devices of one.
 
     Raises: ValueError if it is not along axes.
@@ -145,31 +154,31 @@ def axes_of(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
     return names
 
 
-def arrays_of(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+def parse_shape(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """Dtype and dims of the array, or of each array of the tuple, that an instruction's shape says."""
     found = re.findall(r"\b([a-z]\w*)\[([\d,]*)\]", shape)
     return [(dtype, tuple(int(dim) for dim in dims.split(",") if dim)) for dtype, dims in found]
 
 
-def size_of(shape: str) -> float:
+def compute_shape_bytes(shape: str) -> float:
     """Bytes of the arrays of an instruction's shape."""
-    return sum(_bits(dtype) * math.prod(dims) / 8 for dtype, dims in arrays_of(shape))
+    return sum(_dtype_bits(dtype) * math.prod(dims) / 8 for dtype, dims in parse_shape(shape))
 
 
-def _header(text: str, field: str) -> int:
+def _read_header_field(text: str, field: str) -> int:
     found = re.search(rf"\b{field}=(\d+)", text.partition("\n")[0])
     return int(found[1]) if found else 1
 
 
-def _collectives(lines: list[hlo.Line], num_devices: int) -> Iterator[tuple[int, Sent]]:
+def _iterate_collectives(lines: list[Instruction], num_devices: int) -> Iterator[tuple[int, Collective]]:
     """Number and content of each collective of a computation; a -start counts with its -done, whose shape is the result's."""
     starts = {line.name: line for line in lines if line.opcode.endswith("-start")}
     ended = set()
     for line in lines:
         kind = line.opcode.removesuffix("-done")
-        if line.opcode.removesuffix("-start").removesuffix("-done") in _UNCOUNTED:
+        if line.opcode.removesuffix("-start").removesuffix("-done") in _UNSUPPORTED:
             raise ValueError(f"{line.opcode} is not counted: {line.name}")
-        if kind not in KINDS:
+        if kind not in COLLECTIVES:
             continue
         begun = line
         if kind != line.opcode:
@@ -178,23 +187,28 @@ def _collectives(lines: list[hlo.Line], num_devices: int) -> Iterator[tuple[int,
                 raise ValueError(f"{line.name} ends {operand}, which does not begin in the same computation")
             begun = starts[operand]
             ended.add(operand)
-        yield line.number, dataclasses.replace(_sent(kind, begun, line.shape, num_devices), begin=begun.number, end=line.number)
-    missing = [name for name, line in starts.items() if line.opcode.removesuffix("-start") in KINDS and name not in ended]
+        yield (
+            line.line_number,
+            dataclasses.replace(
+                _parse_collective(kind, begun, line.shape, num_devices), begin_line=begun.line_number, end_line=line.line_number
+            ),
+        )
+    missing = [name for name, line in starts.items() if line.opcode.removesuffix("-start") in COLLECTIVES and name not in ended]
     if missing:
         raise ValueError(f"{missing[0]} does not end in the same computation")
 
 
-def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
+def _parse_collective(kind: str, begun: Instruction, shape: str, num_devices: int) -> Collective:
     """One collective, run once."""
     share: Callable[[int], float]
     if kind == "collective-permute":
         pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", begun.attributes)
         if pairs is None:
             raise ValueError(f"{begun.name} has no source_target_pairs")
-        group = _cycle(pairs[1])
+        group = _find_cycle(pairs[1])
         share = lambda size: size
     else:
-        group = _group(begun, num_devices)
+        group = _parse_device_ids(begun, num_devices)
         n = len(group)
         share = {
             "all-gather": lambda size: size * (n - 1) / n,
@@ -204,15 +218,17 @@ def _sent(kind: str, begun: hlo.Line, shape: str, num_devices: int) -> Sent:
         }[kind]
     op_name = re.search(r'op_name="([^"]*)"', begun.attributes)
     sizes: collections.Counter[str] = collections.Counter()
-    for dtype, dims in arrays_of(shape):
-        sizes[dtype] += _bits(dtype) * math.prod(dims) // 8
+    for dtype, dims in parse_shape(shape):
+        sizes[dtype] += _dtype_bits(dtype) * math.prod(dims) // 8
     if not sizes:
         raise ValueError(f"{begun.name} has no shape that is known: {shape}")
     bytes_of = {dtype: float(share(size)) for dtype, size in sizes.items()}
-    return Sent(kind=kind, op_name=op_name[1] if op_name else "", group=group, bytes_of=bytes_of, times=1)
+    return Collective(
+        operation=kind, op_name=op_name[1] if op_name else "", device_ids=group, bytes_by_dtype=bytes_of, num_runs=1
+    )
 
 
-def _cycle(pairs: str) -> tuple[int, ...]:
+def _find_cycle(pairs: str) -> tuple[int, ...]:
     """The devices round which an array goes that the first of them passes on: of `{0,2},{1,3},{2,0},{3,1}` 0 and 2."""
     after = {int(a): int(b) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs)}
     found = [min(after)]
@@ -221,16 +237,16 @@ def _cycle(pairs: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _bits(dtype: str) -> int:
-    if dtype in _BITS:
-        return _BITS[dtype]
+def _dtype_bits(dtype: str) -> int:
+    if dtype in _BITS_BY_DTYPE:
+        return _BITS_BY_DTYPE[dtype]
     found = re.fullmatch(r"[suf](8|16|32|64)|f8e\w+()", dtype)
     if found is None:
         raise ValueError(f"an array of {dtype} travels, whose size is not known")
     return int(found[1] or 8)
 
 
-def _group(line: hlo.Line, num_devices: int) -> tuple[int, ...]:
+def _parse_device_ids(line: Instruction, num_devices: int) -> tuple[int, ...]:
     """The first group of devices of a collective, in one of the ways that XLA writes groups."""
     begin = line.attributes.find("replica_groups=")
     written = line.attributes[begin + len("replica_groups=") :]
@@ -239,7 +255,7 @@ def _group(line: hlo.Line, num_devices: int) -> tuple[int, ...]:
     if (listed := re.match(r"\{\{([\d,]+)\}", written)) is not None:
         return tuple(map(int, listed[1].split(",")))
     if (iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", written)) is not None:
-        return tuple(_iota(iota[2]).reshape([int(dim) for dim in iota[1].split(",")])[0].tolist())
+        return tuple(_parse_iota(iota[2]).reshape([int(dim) for dim in iota[1].split(",")])[0].tolist())
     if (named := re.match(r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(([^{]*)\))? \{((?:'\w+',?)+)\}", written)) is not None:
         # the devices of a mesh along axes by name; device_ids is their order where it is not 0, 1, 2, ...
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
@@ -247,12 +263,12 @@ def _group(line: hlo.Line, num_devices: int) -> tuple[int, ...]:
         names = list(sizes)
         order = tuple(names.index(axis) for axis in (*(name for name in names if name not in along), *along))
         size = math.prod(sizes[axis] for axis in along)
-        devices = np.arange(math.prod(sizes.values())) if named[2] is None else _iota(named[2])
+        devices = np.arange(math.prod(sizes.values())) if named[2] is None else _parse_iota(named[2])
         return tuple(devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, size)[0].tolist())
     raise ValueError(f"{line.name} has groups in a form that is not known: {written[:80]}")
 
 
-def _iota(written: str) -> np.ndarray:
+def _parse_iota(written: str) -> np.ndarray:
     """The numbers that `[2,4]T(1,0)` stands for: 0 to 7 as an array of this shape, transposed."""
     found = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", written)
     if found is None:

@@ -8,9 +8,11 @@ import pytest
 from tokenizers import normalizers, processors
 from transformers.utils import chat_template_utils
 
-from jaxsp.config import schema
-from jaxsp.core import batch, errors
+from jaxsp.config.schema import DataConfig
+from jaxsp.core.batch import NO_LABEL
+from jaxsp.core.errors import UserError
 from jaxsp.data.chat import assistant_spans, chat, template_text
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
 from tests.messages import assert_names
@@ -33,9 +35,9 @@ def tokenizer():
 
 
 def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
-    rendered = chat.render(record, tokenizer=tokenizer, template=template, train_on=train_on)
-    (made,) = encoding.encode([rendered], tokenizer)
-    if isinstance(made, template_text.Refused):
+    rendered = chat.render_record(record, tokenizer=tokenizer, template=template, train_on=train_on)
+    (made,) = encoding.encode_texts([rendered], tokenizer)
+    if isinstance(made, RecordError):
         raise made
     return made
 
@@ -44,7 +46,7 @@ def learned(tokens, labels):
     """The runs of tokens that are learned."""
     assert tokens.dtype == labels.dtype == np.int32
     assert len(tokens) == len(labels)
-    is_learned = labels != batch.NO_LABEL
+    is_learned = labels != NO_LABEL
     np.testing.assert_array_equal(labels[is_learned], tokens[is_learned])
     borders = np.flatnonzero(np.diff(is_learned, prepend=False, append=False))
     return [tokens[start:end] for start, end in borders.reshape(-1, 2)]
@@ -67,7 +69,7 @@ def test_marks_give_the_mask_that_transformers_gives(tokenizer):
         tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
         theirs = tokenizer.apply_chat_template(messages, chat_template=chats.MARKED, return_assistant_tokens_mask=True)
         assert tokens.tolist() == theirs["input_ids"]
-        assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"]
+        assert (labels != NO_LABEL).astype(int).tolist() == theirs["assistant_masks"]
         np.testing.assert_array_equal(labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1])
 
 
@@ -149,9 +151,9 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
         try:
             return tokenizer.apply_chat_template(list(messages), **options)
         except jinja2.TemplateError as error:
-            raise template_text.Refused(str(error)) from None
+            raise RecordError(str(error)) from None
 
-    ways = [assistant_spans._by_prefixes, assistant_spans._by_insertion, assistant_spans._by_exchanges]
+    ways = [assistant_spans._find_by_prefixes, assistant_spans._find_by_insertion, assistant_spans._find_by_exchanges]
     at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
     for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
         messages = [{k: v for k, v in one.items() if v is not None} for one in conversation]
@@ -182,7 +184,7 @@ def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, plac
         return tokenizer.apply_chat_template(list(messages), **options)
 
     talk = TALK + TALK
-    assert assistant_spans._by_exchanges(talk, [1, 3], render(talk), render) is None
+    assert assistant_spans._find_by_exchanges(talk, [1, 3], render(talk), render) is None
 
 
 def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
@@ -226,12 +228,12 @@ def test_what_a_tokenizer_does_around_tokens_moves_no_label():
 
 def test_a_token_across_the_border_is_refused(tokenizer):
     record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
-    with pytest.raises(template_text.Refused, match=r"token.*assistant\\n'.*'\\nan ans"):
+    with pytest.raises(RecordError, match=r"token.*assistant\\n'.*'\\nan ans"):
         encode(record, tokenizer)
     assert encode(record, tokenizer, train_on="all")[1] is None
     theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
     labels = encode(record, tokenizer, chats.MARKED)[1]
-    assert (labels != batch.NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], "marks are the user's word"
+    assert (labels != NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], "marks are the user's word"
 
 
 TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
@@ -363,15 +365,15 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
     ],
 )
 def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, parts):
-    with pytest.raises(template_text.Refused) as raised:
+    with pytest.raises(RecordError) as raised:
         encode(record, tokenizer, template)
     assert_names(raised.value, *parts)
 
 
 def test_a_part_without_the_turns_words_is_refused():
     whole = "ask another answ<|im_end|>\n"
-    with pytest.raises(template_text.Refused, match=r"message 2 \(assistant\)"):
-        assistant_spans.check(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), way_out="")
+    with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
+        assistant_spans.check_span(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion="")
 
 
 def test_thinking_may_stand_before_the_words_and_nothing_else():
@@ -384,8 +386,8 @@ def test_thinking_may_stand_before_the_words_and_nothing_else():
         ("<think>four</think>assistant\nfour", "", False),
         ("assistant\nfour", "", False),
     ):
-        assert template_text.begin(said, text, before=before) == begins
-    assert template_text.begin(
+        assert template_text.starts_with_message(said, text, before=before) == begins
+    assert template_text.starts_with_message(
         {"role": "assistant", "content": "a <think>b</think> c"}, "a <think>b</think> c<|im_end|>", before=""
     )
 
@@ -471,7 +473,7 @@ def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
     ]
     if "tool_calls" not in template:
         talk = [*TALK, TALK[0], talk[-1]]
-    with pytest.raises(template_text.Refused) as raised:
+    with pytest.raises(RecordError) as raised:
         encode({"messages": talk}, tokenizer, template)
     assert_names(raised.value, *parts)
 
@@ -535,7 +537,7 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
         "{{ 'assistant:E' if add_generation_prompt }}"
     )
     said = [TALK[0], {"role": "assistant", "content": "\u0301x"}]
-    with pytest.raises(template_text.Refused, match=r"token.*:E'.*'\u0301x</s>'"):
+    with pytest.raises(RecordError, match=r"token.*:E'.*'\u0301x</s>'"):
         encode({"messages": said}, tokenizer, template)
     found = learned(*encode({"messages": TALK}, tokenizer, template))
     assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
@@ -575,7 +577,7 @@ def test_a_tokenizer_without_offsets_learns_all_or_nothing():
     from transformers import ByT5Tokenizer
 
     slow = ByT5Tokenizer()
-    with pytest.raises(template_text.Refused, match=r"ByT5Tokenizer.*data\.train_on=all"):
+    with pytest.raises(RecordError, match=r"ByT5Tokenizer.*data\.train_on=all"):
         encode({"messages": TALK}, slow)
     tokens, labels = encode({"messages": TALK}, slow, train_on="all")
     assert (slow.decode(tokens).count("answer"), labels) == (1, None)
@@ -586,26 +588,26 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
 
     def given(name):
         data = {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8, "chat_template": name}
-        return chat.template(schema.Data.model_validate(data), tokenizer)
+        return chat.load_template(DataConfig.model_validate(data), tokenizer)
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
     assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"data\.chat_template = b\.jinja: .*\{\{ or \{%.*null",
     ):
         given("b.jinja")
-    with pytest.raises(errors.UserError, match=r"Jinja.*line 2: unexpected '\}'"):
+    with pytest.raises(UserError, match=r"Jinja.*line 2: unexpected '\}'"):
         given("{{ x }}\n{{ y }")
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"data\.chat_template = null: .*data\.chat_template=template\.jinja",
     ):
         given(None)
     own = chats.tokenizer()
     own.chat_template = chats.CHATML
-    data = schema.Data.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
-    assert chat.template(data, own) is None
+    data = DataConfig.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
+    assert chat.load_template(data, own) is None
 
 
 def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
@@ -613,7 +615,7 @@ def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
     talk = [TALK[0], {"role": "assistant", "content": "", "function_call": call}, *TALK]
     for template in (chats.CHATML, chats.MARKED):
-        with pytest.raises(template_text.Refused, match=r"message 2 .*tool_calls"):
+        with pytest.raises(RecordError, match=r"message 2 .*tool_calls"):
             encode({"messages": talk}, tokenizer, template)
         if template == chats.CHATML:
             template = template.replace("(message.content or '')", "message.content + (message.function_call | string)")
@@ -669,6 +671,6 @@ def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
         ),
         ({"messages": [TALK[1], silent]}, across, "assistant", ["{% generation %}", "weight 0"]),
     ):
-        with pytest.raises(template_text.Refused) as raised:
+        with pytest.raises(RecordError) as raised:
             encode(record, tokenizer, template, train_on)
         assert_names(raised.value, *parts)

@@ -7,8 +7,9 @@ import types
 import datasets
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.data.chat import assistant_spans, chat, template_text
+from jaxsp.config.schema import SourceConfig
+from jaxsp.data.chat import assistant_spans, chat
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -30,8 +31,8 @@ def theirs(records, tokenizer, *, messages):
 
 
 def ours(records, tokenizer, template=None):
-    rendered = [chat.render(one, tokenizer=tokenizer, template=template, train_on="assistant") for one in records]
-    return [(tokens.tolist(), labels.tolist()) for tokens, labels in encoding.encode(rendered, tokenizer)]
+    rendered = [chat.render_record(one, tokenizer=tokenizer, template=template, train_on="assistant") for one in records]
+    return [(tokens.tolist(), labels.tolist()) for tokens, labels in encoding.encode_texts(rendered, tokenizer)]
 
 
 @pytest.fixture
@@ -162,10 +163,10 @@ def test_every_way_to_find_turns_finds_the_same_parts(monkeypatch, path):
             monkeypatch.setattr(assistant_spans, "_MANY_TURNS", many)
             options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
             try:
-                made = chat.render({"messages": messages}, **options)
-            except template_text.Refused:
+                made = chat.render_record({"messages": messages}, **options)
+            except RecordError:
                 continue
-            found.append((made.text, made.learned))
+            found.append((made.text, made.loss_spans))
         assert found[1:] in ([], found[:1])
 
 
@@ -179,6 +180,6 @@ def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, na
     made = []
     for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
         messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-        check = formats.checker(schema.Source(source="x", format="messages"), labels=False)
+        check = formats.make_checker(SourceConfig(source="x", format="messages"), has_labels=False)
         made.append(ours([json.loads(check({"messages": messages})["record"])], tokenizer, template))
     assert made[0] == made[1]

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.config import schema
+from jaxsp.config.schema import SourceConfig
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest import records as files
+from jaxsp.data.ingest.formats import FormatError
 from tests.messages import assert_names
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -23,12 +24,12 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def kept(record, format="messages", **fields):
-    found = formats.checker(schema.Source(source="x", format=format, **fields), labels=False)(record)
+    found = formats.make_checker(SourceConfig(source="x", format=format, **fields), has_labels=False)(record)
     return json.loads(found["record"])
 
 
 def problem(record, format="messages", **fields):
-    with pytest.raises(formats.Bad) as raised:
+    with pytest.raises(FormatError) as raised:
         kept(record, format, **fields)
     return str(raised.value)
 
@@ -70,8 +71,8 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
         {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
     ]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
-    columns = formats.columns(schema.Source(source="x", format="messages"), field="f.source")
-    table = [record for _, record, _ in files.records(str(tmp_path / "a.parquet"), columns)]
+    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
+    table = [record for _, record, _ in files.read_file(str(tmp_path / "a.parquet"), columns)]
     assert [kept(record) for record in table] == [
         {
             "messages": [USER, {"role": "assistant", "tool_calls": [CALLED]}],
@@ -88,8 +89,8 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
     record = {"messages": [USER, said], "tools": [tool], "chat_template_kwargs": {"a": None, "b": 1}}
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
-    columns = formats.columns(schema.Source(source="x", format="messages"), field="f.source")
-    ((_, line, _),) = files.records(str(tmp_path / "a.jsonl"), columns)
+    columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
+    ((_, line, _),) = files.read_file(str(tmp_path / "a.jsonl"), columns)
     assert kept(line) == {
         "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
         "tools": [tool],
@@ -97,7 +98,7 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     }
     json_table = pa.table({name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()})
     parquet.write_table(json_table, tmp_path / "a.parquet")
-    ((_, row, _),) = files.records(str(tmp_path / "a.parquet"), columns)
+    ((_, row, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert kept(row) == kept(line)
 
 
@@ -255,7 +256,7 @@ def test_a_field_that_is_not_used_may_hold_anything():
 
 
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
-    check = formats.checker(schema.Source(source="x", format="tokens"), labels=True)
+    check = formats.make_checker(SourceConfig(source="x", format="tokens"), has_labels=True)
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
         found = check({"input_ids": ids, "labels": "[-100, 2]"})
         assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([1, 2], [-100, 2])
@@ -263,15 +264,15 @@ def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
 
 
 def test_columns_are_called_as_the_user_says():
-    source = schema.Source(source="x", format="prompt_completion", fields={"prompt": "q", "tools": "functions", "role": "who"})
-    found = formats.columns(source, field="data.train.0.source")
+    source = SourceConfig(source="x", format="prompt_completion", fields={"prompt": "q", "tools": "functions", "role": "who"})
+    found = formats.resolve_columns(source, field="data.train.0.source")
     assert (found.required, found.optional) == (("q", "completion"), ("functions", "chat_template_kwargs"))
 
 
 def test_half_a_pair_is_named_by_the_half_that_is_missing(tmp_path):
     parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = formats.columns(schema.Source(source="x", format="prompt_completion"), field="f.source")
-    ((_, record, _),) = files.records(str(tmp_path / "a.parquet"), columns)
+    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"), field="f.source")
+    ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
 

@@ -7,11 +7,11 @@ import datasets
 import huggingface_hub
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import hub as hub_data
 from jaxsp.data.ingest import sources
-from jaxsp.data.packing import row_reader
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from tests.messages import assert_names
 
@@ -30,12 +30,12 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def read(source, format="text", **fields):
-    one = schema.Source(source=source, format=format, **fields)
-    return sources.read(one, data=schema.Data(train=[one], row_tokens=8), field="data.train.0.source")
+    one = SourceConfig(source=source, format=format, **fields)
+    return sources.read(one, data=DataConfig(train=[one], row_tokens=8), field="data.train.0.source")
 
 
 def problem(source, **fields):
-    with pytest.raises(errors.UserError) as raised:
+    with pytest.raises(UserError) as raised:
         read(source, **fields)
     (line,) = raised.value.problems
     return line
@@ -139,11 +139,11 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
     datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet("file.parquet")
     made = []
     for split in ("train[:3]", "train[3:]"):
-        source = schema.Source(source="file.parquet", format="tokens", split=split)
-        data = schema.Data(train=[source], row_tokens=8)
+        source = SourceConfig(source="file.parquet", format="tokens", split=split)
+        data = DataConfig(train=[source], row_tokens=8)
         found = sources.read(source, data=data, field="data.train.0.source")
-        made.append(tokenize.tokenize(found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"))
-    assert row_reader.Documents([one.dataset for one in made]).lengths.tolist() == list(range(1, 10))
+        made.append(tokenize.tokenize_dataset(found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"))
+    assert Documents([one.dataset for one in made]).lengths.tolist() == list(range(1, 10))
     assert made[0].digest != made[1].digest
 
 

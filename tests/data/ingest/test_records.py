@@ -12,11 +12,12 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather, parquet
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar, records
+from jaxsp.data.ingest.columnar import RecordColumns
 from tests.messages import assert_names
 
-TEXT = columnar.Columns(required=("text",), optional=("note",))
+TEXT = RecordColumns(required=("text",), optional=("note",))
 
 RECORDS = [
     {"text": f'{number}\u00e4\u4e2d\U0001f600 "quoted", [{{}}]\r\nnew\tline\\' + "x" * (number % 50), "note": "n" * number}
@@ -78,7 +79,7 @@ CONTENT = {
 
 
 def read(path, columns=TEXT):
-    return list(records.records(str(path), columns))
+    return list(records.read_file(str(path), columns))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def read(path, columns=TEXT):
     [
         (name, codec)
         for name in CONTENT
-        for codec in ((None, "gzip", "zstd") if records.kind(name) in ("json", "csv") else (None,))
+        for codec in ((None, "gzip", "zstd") if records.detect_file_type(name) in ("json", "csv") else (None,))
     ],
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
@@ -133,7 +134,7 @@ def test_half_a_file_is_an_error(tmp_path, name, cut):
     inner = {"a.txt.gz": "a.jsonl", "a.json.zst": "array.json"}.get(name, name.removesuffix(".gz").removesuffix(".zst"))
     content = compressed(CONTENT[inner], codec)
     (tmp_path / name).write_bytes(content[: -int(cut if cut >= 1 else cut * len(content))])
-    with pytest.raises(errors.UserError, match=rf"^{name}: .*broken"):
+    with pytest.raises(UserError, match=rf"^{name}: .*broken"):
         read(name)
 
 
@@ -141,7 +142,7 @@ def test_a_stream_cut_between_two_batches_is_an_error(tmp_path):
     whole = CONTENT["stream.arrow"]
     ends = [whole.index(b"\xff\xff\xff\xff", start + 1) for start in [whole.index(b"\xff\xff\xff\xff", 5)]]
     (tmp_path / "a.arrow").write_bytes(whole[: ends[0]])
-    with pytest.raises(errors.UserError, match=r"^a\.arrow: .*broken.*row 70.*stream"):
+    with pytest.raises(UserError, match=r"^a\.arrow: .*broken.*row 70.*stream"):
         read("a.arrow")
 
 
@@ -176,7 +177,7 @@ def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
 ):
     monkeypatch.setattr(records, "_CHUNK", size)
     (tmp_path / name).write_text(content)
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         read(name)
     (problem,) = caught.value.problems
     assert_names(problem, "broken", *parts, start=f"{name}: ")
@@ -197,7 +198,7 @@ def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
 )
 def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, parts):
     (tmp_path / name).write_text(content)
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         read(name)
     assert_names(caught.value, *parts, start=f"{name}: ")
 
@@ -265,7 +266,7 @@ def test_bytes_that_a_table_calls_text_are_one_bad_row(tmp_path):
 def test_only_the_wanted_columns_are_read_and_else_all_are_named(tmp_path):
     parquet.write_table(pa.table({"body": ["x"], "text": ["y"], "number": [1]}), tmp_path / "a.parquet")
     assert read("a.parquet")[0][1] == {"text": "y"}
-    wanted = columnar.Columns(required=("text", "other"))
+    wanted = RecordColumns(required=("text", "other"))
     assert read("a.parquet", wanted)[0][1] == dict.fromkeys(["body", "text", "number"], "")
 
 
@@ -274,7 +275,7 @@ def test_json_in_tables_is_parsed(tmp_path):
     made = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
     made.data.validate(full=True)
     parquet.write_table(made.data.table, tmp_path / "a.parquet")
-    found = [record["messages"] for _, record, _ in read("a.parquet", columnar.Columns(required=("messages",)))]
+    found = [record["messages"] for _, record, _ in read("a.parquet", RecordColumns(required=("messages",)))]
     assert found == messages
 
 
@@ -303,7 +304,7 @@ def test_maps_in_tables_are_pairs(tmp_path, write, kind, value):
 
 def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_CHUNK", 10)
-    tried, decoder = [], records._decoder()[0]
+    tried, decoder = [], records._make_decoder()[0]
 
     def decode(text, at):
         tried.append(len(text))
@@ -318,7 +319,7 @@ def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, 
 def test_records_come_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_CHUNK", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
-    assert [record for _, record, _ in itertools.islice(records.records("a.json", TEXT), 50)] == RECORDS[:50]
+    assert [record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)] == RECORDS[:50]
 
 
 def test_gzip_of_other_programs_is_read(tmp_path):
@@ -341,7 +342,7 @@ def test_streams_that_follow_each_other_in_a_file_are_all_read(tmp_path):
     assert found == [("1", {"text": "a"}), ("2", {"text": "b"}), ("3", {"text": "c"})]
     for rest, noun in ((stream(pa.table({"x": [1]})), "columns"), (two[:-4], "")):
         (tmp_path / "a.arrow").write_bytes(one + rest)
-        with pytest.raises(errors.UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):
+        with pytest.raises(UserError, match=rf"^a\.arrow: .*broken.*row [23] .*{noun}"):
             read("a.arrow")
 
 
@@ -353,7 +354,7 @@ def test_a_table_with_a_wanted_column_twice_is_refused(tmp_path, name):
     else:
         with pa.ipc.new_file(str(tmp_path / name), table.schema) as writer:
             writer.write_table(table)
-    with pytest.raises(errors.UserError, match=rf"^{name}: .*text.*twice"):
+    with pytest.raises(UserError, match=rf"^{name}: .*text.*twice"):
         read(name)
     parquet.write_table(table.select([0, 2, 3]), tmp_path / "b.parquet")
     assert [record for _, record, _ in read("b.parquet")] == [{"text": "a"}]

@@ -10,10 +10,10 @@ import time
 import datasets
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
-from jaxsp.runtime import cluster
+from jaxsp.runtime.cluster import Process
 from tests.messages import assert_names, numbers
 
 
@@ -24,18 +24,18 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def settings(**fields):
-    return schema.Data(train=[schema.Source(source="x", format="text")], row_tokens=8, **fields)
+    return DataConfig(train=[SourceConfig(source="x", format="text")], row_tokens=8, **fields)
 
 
 def read(source, format="text", data=None, **fields):
     return sources.read(
-        schema.Source(source=source, format=format, **fields), data=data or settings(), field="data.train.0.source"
+        SourceConfig(source=source, format=format, **fields), data=data or settings(), field="data.train.0.source"
     )
 
 
 def problems(source, format="text", data=None, **fields):
     """What is wrong with a source, without whose fault it is."""
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         read(source, format, data, **fields)
     assert all("\n" not in problem and problem.startswith("data.train.0.") for problem in caught.value.problems)
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("cache-*"))
@@ -111,7 +111,7 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
 
 def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
-    write, begun = sources._write, []
+    write, begun = sources._write_cache, []
 
     def slow(*arguments, **named):
         begun.append(arguments)
@@ -132,8 +132,8 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
     here = threading.local()
 
     def make(index):
-        here.process = cluster.Process(index=index, num_processes=2)
-        with sources.made_once(cached):
+        here.process = Process(index=index, num_processes=2)
+        with sources.build_once(cached):
             order.append(index)
 
     monkeypatch.setattr(sources.processes, "here", lambda: here.process)
@@ -148,7 +148,7 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
 
 def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)  # whoever may do everything finds no folder that cannot be written
-    with sources.made_once(tmp_path / "records.arrow"):
+    with sources.build_once(tmp_path / "records.arrow"):
         assert not list(tmp_path.glob("*.lock"))
 
 
@@ -257,7 +257,7 @@ def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
     assert_names(found["problem"][1], "JSON")
     assert_names(found["problem"][3], "text", "number", "string")
     for asked in ("one", "two"):  # also of what is cached
-        assert sources.judge(found, data=settings(on_bad_record="skip"), asked=asked) == 2
+        assert sources.check_bad_records(found, data=settings(on_bad_record="skip"), error_prefix=asked) == 2
 
 
 def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
@@ -271,7 +271,7 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
         assert numbers(summary)[:3] == [8, 9, 5]
         assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert sources.judge(read("a.jsonl", data=lenient), data=lenient, asked="x") == 8
+    assert sources.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x") == 8
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
     assert numbers(summary) == [8, 9, 5, 7, 8]
     assert_names(summary, "data.max_bad_records")
@@ -350,13 +350,13 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
 
     def check(*given):
-        made = {f"data.train.{number}": schema.Source(format="text", **one) for number, one in enumerate(given)}
-        sources.check_distinct(made)
+        made = {f"data.train.{number}": SourceConfig(format="text", **one) for number, one in enumerate(given)}
+        sources.check_no_duplicates(made)
 
     check({"source": "a.jsonl"}, {"source": "b.jsonl"}, {"source": "a.jsonl", "fields": {"text": "body"}})
     check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
     for other in ("./a.jsonl", "*.jsonl"):
-        with pytest.raises(errors.UserError) as caught:
+        with pytest.raises(UserError) as caught:
             check({"source": "a.jsonl"}, {"source": other, "name": "other", "weight": 2.0})
         assert_names(
             caught.value.problems[0],
@@ -368,13 +368,13 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
 
 def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
-    find, listed = sources._find, []
+    find, listed = sources._find_files, []
     monkeypatch.setattr(sources, "_find", lambda *args: listed.append(args) or find(*args))
 
     def count(*given):
         listed.clear()
-        made = {f"data.train.{n}": schema.Source(format="text", **one) for n, one in enumerate(given)}
-        sources.check_distinct(made)
+        made = {f"data.train.{n}": SourceConfig(format="text", **one) for n, one in enumerate(given)}
+        sources.check_no_duplicates(made)
         return len(listed)
 
     other = {"source": "*.jsonl", "fields": {"text": "body"}}
@@ -413,7 +413,7 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is
     if is_wrapped:
         cause, error = error, RuntimeError("while generating")
         error.__cause__ = cause
-    with pytest.raises(errors.UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.made_once(cached):
+    with pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.build_once(cached):
         raise error
-    with pytest.raises(IsADirectoryError), sources.made_once(cached):
+    with pytest.raises(IsADirectoryError), sources.build_once(cached):
         raise IsADirectoryError(errno.EISDIR, "another error")

@@ -6,10 +6,11 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import SourceConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
-from jaxsp.data.packing import dataset, packing, row_reader, summary
+from jaxsp.data.packing import dataset, packing, summary
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
 from tests.data.packing import test_pipeline
 from tests.messages import assert_names, numbers
@@ -33,8 +34,8 @@ def data_of(sources, settings, weights=None, **fields):
         sets.append(tokenized(lengths, first))
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
-    documents = row_reader.Documents(sets, names=names, longest=settings.data.longest_row, **fields)
-    return dataset.of("train", documents, settings, digests=names, weights=weights)
+    documents = Documents(sets, source_names=names, longest_row=settings.data.longest_row, **fields)
+    return dataset.pack_documents("train", documents, settings, digests=names, source_weights=weights)
 
 
 def lengths_of(count, most, seed=0):
@@ -58,7 +59,7 @@ def test_each_document_goes_to_the_shortest_row_that_holds_it():
     settings = test_pipeline.settings_of(**TWO)
     data = data_of([[1, 16, 17, 64, 65, 200]], settings)
     found = {
-        stream.row_tokens: {int(d) for index in range(stream.rows_in(1)) for d in stream.row(index).document}
+        stream.row_tokens: {int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document}
         for stream in data.streams
     }
     assert found == {16: {0, 1}, 64: {2, 3, 4, 5}}
@@ -81,24 +82,24 @@ def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other
     settings = test_pipeline.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
     data = data_of([lengths], settings)
-    schedule = data.schedule(settings, epochs=2)
+    schedule = data.make_schedule(settings, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), schedule, layout=1)
-        before = [first.read(step) for step in range(done)]
-        consumed = dict(zip((16, 64), schedule.consumed(done), strict=True))
+        first = data.make_loader(settings, test_pipeline.mesh_of(1, 2, 4), schedule, layout_degree=1)
+        before = [first.read_step(step) for step in range(done)]
+        consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
         other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
         after = steps_of(data, other, (1, 1, 2), consumed=consumed, epochs=2)
         pieces = sorted(
-            int(n) for counts in [*(step.counts for step in before), *(c for _, c in after)] for n in counts.piece_lengths
+            int(n) for counts in [*(step.counts for step in before), *(c for _, c in after)] for n in counts.segment_lengths
         )
-        whole = sorted(int(n) for _, counts in steps_of(data, settings, epochs=2) for n in counts.piece_lengths)
+        whole = sorted(int(n) for _, counts in steps_of(data, settings, epochs=2) for n in counts.segment_lengths)
         assert pieces == whole
 
 
 def test_a_length_that_no_document_needs_has_no_steps():
     data = data_of([[3, 4, 5]], test_pipeline.settings_of(**TWO))
     assert [stream.row_tokens for stream in data.streams] == [16]
-    assert data.shares == (1.0,)
+    assert data.step_fractions == (1.0,)
 
 
 def shares_of(steps):
@@ -112,13 +113,15 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
     lengths = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
     data = data_of(lengths, settings, weights=[6.0, 3.0, 1.0])
     steps = steps_of(data, settings, num_steps=300)
-    assert data.weights == pytest.approx((0.6, 0.3, 0.1))
+    assert data.source_weights == pytest.approx((0.6, 0.3, 0.1))
     assert shares_of(steps) == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
     assert {counts.epoch for _, counts in steps} == {None}
     lines = [
-        words for word, words in summary.account(data, settings, data.schedule(settings, num_steps=300)) if word == "source"
+        words
+        for word, words in summary.describe_data(data, settings, data.make_schedule(settings, num_steps=300))
+        if word == "source"
     ]
-    total = sum(counts.piece_lengths.sum() for _, counts in steps)
+    total = sum(counts.segment_lengths.sum() for _, counts in steps)
     for line, weight, one in zip(lines, (0.6, 0.3, 0.1), data.documents.sources, strict=True):
         times = float(line.split("repeated ")[1].split()[0])
         assert times == pytest.approx(weight * total / one.num_tokens, rel=0.03)
@@ -126,7 +129,7 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
 
 def test_very_large_weights_are_shares_too():
     settings = test_pipeline.settings_of(row_tokens=16)
-    assert data_of([[3, 4], [5]], settings, weights=[1e308, 1e308]).weights == (0.5, 0.5)
+    assert data_of([[3, 4], [5]], settings, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
 
 
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
@@ -134,19 +137,19 @@ def test_a_row_has_documents_of_one_source_where_they_have_weights():
     data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], settings, weights=[1.0, 1.0])
     (stream,) = data.streams
     for index in range(50):
-        assert len(set(data.documents.source_of(stream.row(index).document).tolist())) == 1
+        assert len(set(data.documents.find_sources(stream.row(index).document).tolist())) == 1
 
 
 def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
     settings = test_pipeline.settings_of()
     data = data_of([[10] * 30, [5] * 30], settings)
     steps = steps_of(data, settings, epochs=1)
-    assert np.sum([counts.tokens_of_sources for _, counts in steps], axis=0).tolist() == [300, 150]
+    assert np.sum([counts.tokens_per_source for _, counts in steps], axis=0).tolist() == [300, 150]
 
 
 def test_a_source_of_which_nothing_is_left_is_no_part_of_a_mixture():
     settings = test_pipeline.settings_of()
-    with pytest.raises(errors.UserError, match=r"data\.train\.1 \(b\): .*document"):
+    with pytest.raises(UserError, match=r"data\.train\.1 \(b\): .*document"):
         data_of([[3, 4], [50, 60]], settings, weights=[1.0, 1.0], long_documents="drop")
 
 
@@ -176,17 +179,17 @@ def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
 def test_a_truncated_document_ends_like_any_other():
     """Its last token has no next one: the label would be a token that is not there."""
     for labels in (False, True):
-        stored = row_reader.Documents([tokenized([40], 1, labels)], longest=32, long_documents="truncate")
+        stored = Documents([tokenized([40], 1, labels)], longest_row=32, long_documents="truncate")
         row = data_of([[40]], test_pipeline.settings_of(), long_documents="truncate").streams[0].row(0)
-        share = stored.share(row, 0, 32)
+        share = stored.read_slice(row, 0, 32)
         assert share.tokens.tolist() == list(range(1, 33))
         assert share.labels.tolist() == [token if token % 3 or not labels else -100 for token in range(2, 33)] + [-100]
         assert stored.num_loss_tokens == np.sum(share.labels != -100)
 
 
 def test_a_long_document_may_be_an_error():
-    with pytest.raises(errors.UserError) as raised:
-        row_reader.Documents([tokenized(LONG)], longest=32, long_documents="error", field="data.train")
+    with pytest.raises(UserError) as raised:
+        Documents([tokenized(LONG)], longest_row=32, long_documents="error", field="data.train")
     (said,) = raised.value.problems
     assert_names(
         said,
@@ -208,7 +211,7 @@ def test_rows_of_similar_work_are_side_by_side():
     for given, counts in steps:
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
-    feed = data.feed(settings, test_pipeline.mesh_of(1, 8, 1), data.schedule(settings, epochs=1), layout=1)
+    feed = data.make_loader(settings, test_pipeline.mesh_of(1, 8, 1), data.make_schedule(settings, epochs=1), layout_degree=1)
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
     assert feed.num_steps == len(steps)
@@ -227,23 +230,23 @@ def _dealt_unsorted(data, first):
 def test_who_gets_what_is_what_they_get():
     settings = test_pipeline.settings_of(rows_per_step=8, rows_at_once=2)
     data = data_of([lengths_of(60, 30)], settings)
-    feed = data.feed(settings, test_pipeline.mesh_of(1, 2, 4), data.schedule(settings, epochs=1), layout=1)
+    feed = data.make_loader(settings, test_pipeline.mesh_of(1, 2, 4), data.make_schedule(settings, epochs=1), layout_degree=1)
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
-        dealt = feed.deal(step)
-        assert [(hand.turn, hand.group, hand.devices) for hand in dealt] == [
+        dealt = feed.assign_rows(step)
+        assert [(hand.microbatch, hand.group, hand.devices) for hand in dealt] == [
             (turn, group, tuple(range(4 * group, 4 * group + 4))) for turn in range(2) for group in range(2)
         ]
         for hand in dealt:
-            there = np.asarray(given.lengths_BM)[hand.turn, 2 * hand.group : 2 * hand.group + 2]
+            there = np.asarray(given.lengths_BM)[hand.microbatch, 2 * hand.group : 2 * hand.group + 2]
             rows_there = [[] if row is None else stream.row(row).length.tolist() for row in hand.rows]
             assert [length[length > 0].tolist() for length in there] == rows_there
-            assert (hand.num_tokens, hand.num_pieces) == (there.sum(), np.sum(there > 0))
-    assert sorted(row for hand in feed.deal(0) for row in hand.rows) == list(range(8))
-    line = summary.hands(feed.deal(0))[1]
+            assert (hand.num_tokens, hand.num_segments) == (there.sum(), np.sum(there > 0))
+    assert sorted(row for hand in feed.assign_rows(0) for row in hand.rows) == list(range(8))
+    line = summary.describe_assignments(feed.assign_rows(0))[1]
     assert numbers(line)[:7] == [1, 1, 4, 5, 6, 7, 0], "microbatch, group, devices and process"
     assert_names(line, "group 1", "devices 4 5 6 7", "process 0")
-    last = summary.hands(feed.deal(feed.num_steps - 1))
+    last = summary.describe_assignments(feed.assign_rows(feed.num_steps - 1))
     assert any(" -" in line for line in last), "empty rows at the end are seen"
 
 
@@ -257,7 +260,7 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
 def test_every_count_is_said_before_the_first_step():
     settings = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], settings)
-    said = summary.account(data, settings, data.schedule(settings, epochs=1))
+    said = summary.describe_data(data, settings, data.make_schedule(settings, epochs=1))
     counts, not_as_they_are, a, b = (line for _, line in said)
     assert numbers(counts) == [4, 5, 88, 84, 2, 16, 2, 64, 55.00]
     assert numbers(not_as_they_are) == [1, 1]
@@ -274,11 +277,11 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
         for lengths in ([3, 32], [3, 33])
         for what in ("split", "truncate")
     ]
-    assert dataset.changes(fingerprints[0], fingerprints[1]) == []
+    assert dataset.describe_changes(fingerprints[0], fingerprints[1]) == []
     for before, now in [(0, 2), (2, 0), (0, 3), (3, 0)]:
-        said = dataset.changes(fingerprints[before], fingerprints[now])
+        said = dataset.describe_changes(fingerprints[before], fingerprints[now])
         assert not any("long_documents" in line for line in said), "the documents changed"
-    assert dataset.changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
+    assert dataset.describe_changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
 
 
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
@@ -286,49 +289,55 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
 def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tokens, rows_per_step):
     settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
     data = data_of([lengths_of(60, 60)], settings)
-    schedule = data.schedule(settings, epochs=3)
-    needed = [[stream.rows_in(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
-    consumed = {step: np.array(schedule.consumed(step)) for step in range(1, len(schedule) + 1)}
+    schedule = data.make_schedule(settings, epochs=3)
+    needed = [[stream.count_rows(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
+    consumed = {step: np.array(schedule.rows_consumed(step)) for step in range(1, len(schedule) + 1)}
     # one step may complete two short epochs
     expected = sorted({min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed})
-    found = [step for step in range(1, len(schedule) + 1) if data.ends_epoch(schedule, step)]
+    found = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
     assert found == expected
     assert found[-1] == len(schedule)
     # and after a resume the same steps
     done = 3
-    begin = dict(zip([stream.row_tokens for stream in data.streams], schedule.consumed(done), strict=True))
-    rest = data.schedule(settings, consumed=begin, epochs=3)
-    found = [done + step for step in range(1, len(rest) + 1) if data.ends_epoch(rest, step)]
+    begin = dict(zip([stream.row_tokens for stream in data.streams], schedule.rows_consumed(done), strict=True))
+    rest = data.make_schedule(settings, consumed=begin, epochs=3)
+    found = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert found == [step for step in expected if step > done]
 
 
 def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
-    planned, plan = [], packing.plan
+    planned, plan = [], packing.plan_rows
     monkeypatch.setattr(packing, "plan", lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how))
     settings = test_pipeline.settings_of(rows_per_step=1)
     data = data_of([[32] * 4], settings)
-    schedule = data.schedule(settings, epochs=2)
-    assert [step for step in range(1, 9) if data.ends_epoch(schedule, step)] == [4, 8]
+    schedule = data.make_schedule(settings, epochs=2)
+    assert [step for step in range(1, 9) if data.is_epoch_end(schedule, step)] == [4, 8]
     assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
 def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
     settings = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
     data = data_of([[16] * 800], settings)
-    (said,) = [words for word, words in summary.account(data, settings, data.schedule(settings, epochs=1)) if word == "note"]
+    (said,) = [
+        words for word, words in summary.describe_data(data, settings, data.make_schedule(settings, epochs=1)) if word == "note"
+    ]
     assert_names(said, "1,024", "12 %", "8")
     (cap,) = map(int, re.findall(r"data\.max_documents_per_row=(\d+)", said))
     (length,) = map(int, re.findall(r"data\.row_tokens=(\d+)", said))
     for fields in ({"row_tokens": 1024, "max_pieces": cap}, {"row_tokens": length, "max_pieces": 8}):
         other = test_pipeline.settings_of(**fields)
         (stream,) = data_of([[16] * 800], other).streams
-        assert 12_800 / (stream.rows_in(1) * stream.row_tokens) >= 0.96, "800 documents are few: the last row may be half empty"
+        assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
+            "800 documents are few: the last row may be half empty"
+        )
 
 
 def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
     settings = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
     data = data_of([[5] * 60], settings)
-    (said,) = [words for word, words in summary.account(data, settings, data.schedule(settings, epochs=1)) if word == "note"]
+    (said,) = [
+        words for word, words in summary.describe_data(data, settings, data.make_schedule(settings, epochs=1)) if word == "note"
+    ]
     assert_names(said, "data.max_documents_per_row=64")
     assert "data.row_tokens=" not in said
 
@@ -337,12 +346,14 @@ def test_skipped_records_are_named(tmp_path):
     lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     settings = test_pipeline.settings_of(on_bad_record="skip")
-    source = schema.Source(source=str(tmp_path / "a.jsonl"), format="tokens")
+    source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=settings.data, field="data.train.0.source")
-    made = tokenize.tokenize(read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source")
-    documents = row_reader.Documents([made.dataset], names=["a"], longest=32)
-    data = dataset.of("train", documents, settings, digests=[made.digest])
-    said = summary.account(data, settings, data.schedule(settings, epochs=1))
+    made = tokenize.tokenize_dataset(
+        read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source"
+    )
+    documents = Documents([made.dataset], source_names=["a"], longest_row=32)
+    data = dataset.pack_documents("train", documents, settings, digests=[made.digest])
+    said = summary.describe_data(data, settings, data.make_schedule(settings, epochs=1))
     assert [5.0] in [numbers(words) for word, words in said if word == ""]
     named = [words for word, words in said if word == "skipped"]
     for words, line in zip(named, (2, 3, 4), strict=True):
@@ -353,8 +364,8 @@ def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
     settings = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
     now = data_of([[3, 4]], settings).fingerprint(settings)
     before = {name: value for name, value in now.items() if name not in ("data.max_documents_per_row", "run.seed")}
-    assert dataset.changes(before, now) == []
-    (line,) = dataset.changes(before, now | {"data.max_documents_per_row": 9})
+    assert dataset.describe_changes(before, now) == []
+    (line,) = dataset.describe_changes(before, now | {"data.max_documents_per_row": 9})
     assert line.startswith("data.max_documents_per_row = 9, and was 64")
 
 
@@ -362,18 +373,18 @@ def test_changes_of_the_data_are_named():
     settings = test_pipeline.settings_of()
     data = data_of([[3, 4], [5]], settings)
     before = data.fingerprint(settings)
-    assert dataset.changes(before, data.fingerprint(settings)) == []
+    assert dataset.describe_changes(before, data.fingerprint(settings)) == []
     other = test_pipeline.settings_of(row_tokens=64, max_pieces=6)
-    (tokens, slots) = dataset.changes(before, data.fingerprint(other))
+    (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
     assert_names(tokens, "32", start="data.row_tokens = 64")
     assert_names(slots, "5", start="data.max_documents_per_row = 6")
     longer = data_of([[3, 4], [6, 1]], settings)
     renamed = {**longer.fingerprint(settings)}
     renamed["sources"] = [{**renamed["sources"][0], "name": "x"}, {**renamed["sources"][1], "digest": "new"}]
-    (tokens,) = dataset.changes(before, renamed)
+    (tokens,) = dataset.describe_changes(before, renamed)
     assert_names(tokens, "2", "1", "7", "5", start="data.train.1 (b)")
-    (count,) = dataset.changes(before, data_of([[3]], settings).fingerprint(settings))
+    (count,) = dataset.describe_changes(before, data_of([[3]], settings).fingerprint(settings))
     assert_names(count, "1", "2", start="data.train ")
     weighted = data_of([[3, 4], [5]], settings, weights=[1.0, 3.0]).fingerprint(settings)
-    (weights,) = dataset.changes(before, weighted)
+    (weights,) = dataset.describe_changes(before, weighted)
     assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")

@@ -6,8 +6,9 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.core import errors
-from jaxsp.data.packing import dataset, held_out, row_reader, summary
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import dataset, held_out, summary
+from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_dataset, test_pipeline
 from tests.messages import assert_names, numbers
 
@@ -16,7 +17,7 @@ LENGTHS = [2 + number % 7 for number in range(1000)]
 
 def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
     tokenized = [test_dataset.tokenized(lengths)]
-    return held_out.choose(tokenized, names=[name], fraction=fraction, seed=seed)[0]
+    return held_out.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
 
 
 def test_the_choice_depends_on_seed_name_and_index_only():
@@ -34,12 +35,12 @@ def test_every_document_is_learned_or_held_out():
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
     tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
-    chosen = held_out.choose([tokenized], names=["a"], fraction=0.2, seed=0)
+    chosen = held_out.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
     parts = [
-        row_reader.Documents([tokenized], names=["a"], held_out=chosen, use_held_out=which, longest=7)
+        Documents([tokenized], source_names=["a"], held_out=chosen, use_held_out=which, longest_row=7)
         for which in (False, True)
     ]
-    places = [{parts[k].origin(document).place for document in range(len(parts[k].lengths))} for k in (0, 1)]
+    places = [{parts[k].find_origin(document).location for document in range(len(parts[k].lengths))} for k in (0, 1)]
     assert not places[0] & places[1]
     assert len(places[0] | places[1]) == np.count_nonzero(lengths)
     assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
@@ -47,26 +48,28 @@ def test_every_document_is_learned_or_held_out():
     assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, held.num_tokens)
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
     assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
-    assert numbers(summary.not_as_they_are([train]))[:2] == [held.num_documents, held.num_tokens]
+    assert numbers(summary.describe_exclusions([train]))[:2] == [held.num_documents, held.num_tokens]
     assert held.num_held_out == 0
 
 
 def test_another_fraction_is_a_change_of_the_data():
     before, now = (
-        dataset.of(
+        dataset.pack_documents(
             "train",
-            row_reader.Documents([test_dataset.tokenized(LENGTHS)], names=["a"], longest=64),
+            Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], longest_row=64),
             (settings := test_pipeline.settings_of(eval_fraction=fraction)),
             digests=["same"],
         ).fingerprint(settings)
         for fraction in (None, 0.1)
     )
-    assert dataset.changes(before, now) == ["data.eval_fraction = 0.1, and was null"]
-    assert dataset.changes(before, before) == []
-    assert held_out.digest("x", choose(), is_held_out=False) != held_out.digest("x", choose(name="b"), is_held_out=False)
+    assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, and was null"]
+    assert dataset.describe_changes(before, before) == []
+    assert held_out.digest_split("x", choose(), is_held_out=False) != held_out.digest_split(
+        "x", choose(name="b"), is_held_out=False
+    )
     nothing = np.zeros(9, bool)
-    assert held_out.digest("x", nothing, is_held_out=False) == "x"
-    assert held_out.digest("x", nothing, is_held_out=True) != "x"
+    assert held_out.digest_split("x", nothing, is_held_out=False) == "x"
+    assert held_out.digest_split("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(("count", "fraction", "expected"), [(5, 0.02, 1), (5, 0.2, 1), (200, 0.05, 10), (30, 0.1, 3)])
@@ -77,7 +80,7 @@ def test_few_documents_are_divided_exactly(count, fraction, expected):
 @pytest.mark.parametrize(("count", "fraction"), [(20, 0.9999), (2, 0.9999), (2, 0.6)])
 def test_a_fraction_that_leaves_one_side_empty_is_answered_with_one_that_works(count, fraction):
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=rf"data\.eval_fraction = {fraction:g}: .*data\.train.* {count}\b",
     ) as caught:
         choose([5] * count, fraction=fraction)
@@ -86,7 +89,7 @@ def test_a_fraction_that_leaves_one_side_empty_is_answered_with_one_that_works(c
 
 
 def test_one_document_cannot_be_divided():
-    with pytest.raises(errors.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         choose([5, 0, 0], fraction=0.5)
     assert_names(caught.value, "data.eval", start="data.eval_fraction = 0.5: ")
     assert "data.eval_fraction=" not in str(caught.value)
@@ -95,6 +98,6 @@ def test_one_document_cannot_be_divided():
 def test_a_stored_dataset_of_several_chunks_is_counted_through():
     parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
     joined = datasets.concatenate_datasets(parts)
-    chosen = held_out.choose([joined], names=["a"], fraction=0.2, seed=0)
-    found = row_reader.Documents([joined], names=["a"], held_out=chosen, use_held_out=True).lengths
+    chosen = held_out.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
+    found = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
     assert found.tolist() == np.array(LENGTHS)[choose()].tolist()

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxsp.core import errors
-from jaxsp.data.packing import mixing, packing
+from jaxsp.core.errors import UserError
+from jaxsp.data.packing import mixing
+from jaxsp.data.packing.mixing import RowStream
+from jaxsp.data.packing.packing import PackedEpochs
 
 SHARES = (0.55, 0.3, 0.15)
 
@@ -12,15 +14,15 @@ SHARES = (0.55, 0.3, 0.15)
 def parts(*num_rows, row_tokens=8):
     """Sources of so many full rows; the rows of source s are documents 100 * s and on."""
     return [
-        packing.Epochs(
-            np.full(count, row_tokens), row_tokens=row_tokens, max_pieces=1, seed=0, documents=100 * source + np.arange(count)
+        PackedEpochs(
+            np.full(count, row_tokens), row_tokens=row_tokens, max_segments=1, seed=0, documents=100 * source + np.arange(count)
         )
         for source, count in enumerate(num_rows)
     ]
 
 
 def stream_of(*num_rows, shares=SHARES):
-    return mixing.Stream(parts(*num_rows), shares, row_tokens=8, sources=range(len(num_rows)))
+    return RowStream(parts(*num_rows), shares, row_tokens=8, sources=range(len(num_rows)))
 
 
 def test_every_beginning_has_each_part_in_proportion():
@@ -44,7 +46,7 @@ def test_each_part_goes_through_its_own_rows_without_a_gap():
         part = int(row.document[0]) // 100
         assert row.document[0] == expected[part].row(taken[part]).document[0]
         taken[part] += 1
-        assert stream.num_rows(index + 1) == taken
+        assert stream.count_rows_by_part(index + 1) == taken
 
 
 MANY = (0.9, *(0.001,) * 100)
@@ -56,27 +58,27 @@ def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
     def stream():
         return stream_of(*(5,) * len(shares), shares=shares)
 
-    straight = [(stream._find(index), stream.row(index).document[0]) for stream in [stream()] for index in range(5000)]
+    straight = [(stream._locate_row(index), stream.row(index).document[0]) for stream in [stream()] for index in range(5000)]
     for part in range(len(shares)):
         places = [place for (found, place), _ in straight if found == part]
         assert places == list(range(len(places))), "each of a part's rows once, in order"
     jumping = stream()
     for index in np.random.default_rng(0).permutation(5000)[:300].tolist():
-        assert (jumping._find(index), jumping.row(index).document[0]) == straight[index]
+        assert (jumping._locate_row(index), jumping.row(index).document[0]) == straight[index]
 
 
 def test_one_part_is_its_own_sequence_with_epochs():
     (only,) = parts(5)
-    stream = mixing.Stream([only], [1.0], row_tokens=8)
+    stream = RowStream([only], [1.0], row_tokens=8)
     assert [stream.row(index).document[0] for index in range(12)] == [only.row(index).document[0] for index in range(12)]
-    assert [stream.epoch_of(index) for index in (0, 4, 5)] == [0, 0, 1]
-    assert (stream.rows_in(3), stream.num_rows(12)) == (15, [12])
-    assert stream_of(5, 5, 5).epoch_of(3) is None
+    assert [stream.find_epoch(index) for index in (0, 4, 5)] == [0, 0, 1]
+    assert (stream.count_rows(3), stream.count_rows_by_part(12)) == (15, [12])
+    assert stream_of(5, 5, 5).find_epoch(3) is None
 
 
 def schedule(**changed):
     fields = {"begin": (0, 0), "rows_per_step": (8, 2), "shares": (0.75, 0.25), "seed": 0, "num_steps": 400}
-    return mixing.schedule(**fields | changed)
+    return mixing.build_schedule(**fields | changed)
 
 
 def laid_out(found):
@@ -107,32 +109,32 @@ def test_a_schedule_goes_on_from_what_was_consumed(many):
     straight = schedule(**many)
     for done in range(len(straight) + 1):
         rest = many if many.get("ends") else {"num_steps": 60 - done}
-        after = schedule(**rest, begin=straight.consumed(done))
+        after = schedule(**rest, begin=straight.rows_consumed(done))
         np.testing.assert_array_equal(laid_out(after), laid_out(straight)[:, done:])
 
 
 def test_at_the_end_of_the_data_every_row_was_there_once():
     found = schedule(num_steps=None, ends=(301, 33))
     assert len(found) == 38 + 17
-    assert found.consumed(len(found)) == (301, 33)
+    assert found.rows_consumed(len(found)) == (301, 33)
     assert found.num_rows == 301 + 33
     for stream, end in ((0, 301), (1, 33)):
-        steps = [rows for rows in map(found.rows, range(len(found))) if rows.stream == stream]
-        assert [index for rows in steps for index in range(rows.first, rows.first + rows.num_rows)] == list(range(end))
+        steps = [rows for rows in map(found.step_rows, range(len(found))) if rows.stream_index == stream]
+        assert [index for rows in steps for index in range(rows.first_row, rows.first_row + rows.num_rows)] == list(range(end))
 
 
 def test_one_length_is_one_integer():
-    found = mixing.schedule(begin=[10], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])
+    found = mixing.build_schedule(begin_rows=[10], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19])
     assert laid_out(found).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
-    assert [found.consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
-    assert len(mixing.schedule(begin=[20], rows_per_step=[4], shares=[1.0], seed=0, ends=[19])) == 0
+    assert [found.rows_consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
+    assert len(mixing.build_schedule(begin_rows=[20], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19])) == 0
 
 
 def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
-    found = mixing.schedule(begin=[5], rows_per_step=[4], shares=[1.0], seed=0, num_steps=10**9)
-    assert found.rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
-    assert (found.consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
-    assert sum(stream_of(7, 5, 3).num_rows(10**12)) == 10**12
+    found = mixing.build_schedule(begin_rows=[5], rows_per_step=[4], fractions=[1.0], seed=0, num_steps=10**9)
+    assert found.step_rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
+    assert (found.rows_consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
+    assert sum(stream_of(7, 5, 3).count_rows_by_part(10**12)) == 10**12
     for fields in ({"begin": [0], "rows_per_step": [4], "shares": [1.0], "num_steps": 10**20}, {"num_steps": 10**9}):
-        with pytest.raises(errors.UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
+        with pytest.raises(UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
             schedule(**fields)

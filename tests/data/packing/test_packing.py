@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.data.packing import packing
+from jaxsp.data.packing.packing import PackedEpochs
 
 
 def mixed_lengths(count, *, mean=1000, seed=0):
@@ -21,7 +22,7 @@ def pieces(row):
 
 def test_every_token_lies_in_one_row():
     lengths = np.array([5, 3, 11, 2, 8, 16, 1, 17, 40])
-    plan = packing.plan(lengths, row_tokens=8, max_pieces=3, seed=1)
+    plan = packing.plan_rows(lengths, row_tokens=8, max_segments=3, seed=1)
     seen = [(document, first + k) for row in range(len(plan)) for document, first, n in pieces(plan.row(row)) for k in range(n)]
     assert sorted(seen) == [(document, k) for document, n in enumerate(lengths) for k in range(n)]
     for row in range(len(plan)):
@@ -31,7 +32,7 @@ def test_every_token_lies_in_one_row():
 
 
 def test_a_long_document_is_cut_into_rows_and_a_remainder():
-    plan = packing.plan(np.array([20, 16]), row_tokens=8, max_pieces=4, seed=0)
+    plan = packing.plan_rows(np.array([20, 16]), row_tokens=8, max_segments=4, seed=0)
     found = sorted(piece for row in range(len(plan)) for piece in pieces(plan.row(row)))
     assert found == [(0, 0, 8), (0, 8, 8), (0, 16, 4), (1, 0, 8), (1, 8, 8)]
 
@@ -44,7 +45,7 @@ def test_a_document_goes_where_the_least_space_is_left():
 
 def test_the_seed_alone_decides():
     lengths = mixed_lengths(500)
-    one, same, other = (packing.plan(lengths, row_tokens=4096, max_pieces=64, seed=(seed, 0)) for seed in (3, 3, 4))
+    one, same, other = (packing.plan_rows(lengths, row_tokens=4096, max_segments=64, seed=(seed, 0)) for seed in (3, 3, 4))
     assert all(
         np.array_equal(getattr(one, name), getattr(same, name)) for name in ("document", "first", "length", "row_starts")
     )
@@ -53,7 +54,7 @@ def test_the_seed_alone_decides():
 
 def test_rows_are_shuffled():
     """Best fit opens rows one after another, and the last ones are the emptiest."""
-    plan = packing.plan(mixed_lengths(3000), row_tokens=8192, max_pieces=64, seed=0)
+    plan = packing.plan_rows(mixed_lengths(3000), row_tokens=8192, max_segments=64, seed=0)
     filled = np.add.reduceat(plan.length, plan.row_starts[:-1])
     emptiest = np.argsort(filled)[:20]
     assert len(plan) * 0.25 < emptiest.mean() < len(plan) * 0.75
@@ -62,7 +63,7 @@ def test_rows_are_shuffled():
 def test_mixed_lengths_fill_the_rows():
     lengths = mixed_lengths(100_000)
     started = time.perf_counter()
-    plan = packing.plan(lengths, row_tokens=32768, max_pieces=64, seed=0)
+    plan = packing.plan_rows(lengths, row_tokens=32768, max_segments=64, seed=0)
     seconds = time.perf_counter() - started
     assert lengths.sum() / (len(plan) * 32768) >= 0.999
     assert seconds < 3, "1M documents in 3 s is the aim; ten times that is a wrong algorithm"
@@ -72,26 +73,26 @@ def test_rows_left_half_empty_do_not_slow_the_plan():
     # nothing fits beside them: 400,000 open rows, which took 13 s when they stood in one list
     lengths = np.random.default_rng(0).integers(16_400, 20_000, 400_000)
     started = time.perf_counter()
-    plan = packing.plan(lengths, row_tokens=32768, max_pieces=64, seed=0)
+    plan = packing.plan_rows(lengths, row_tokens=32768, max_segments=64, seed=0)
     assert time.perf_counter() - started < 5
     assert len(plan) == len(lengths)
 
 
 def epochs(lengths=(5, 3, 11, 2, 8, 16, 1, 17, 40, 6, 6, 6, 7, 2, 3), seed=0):
-    return packing.Epochs(np.array(lengths), row_tokens=8, max_pieces=3, seed=seed)
+    return PackedEpochs(np.array(lengths), row_tokens=8, max_segments=3, seed=seed)
 
 
 def test_epochs_follow_each_other_without_a_gap():
     sequence = epochs()
     expected = []
     for epoch in range(4):
-        plan = packing.plan(
-            np.array((5, 3, 11, 2, 8, 16, 1, 17, 40, 6, 6, 6, 7, 2, 3)), row_tokens=8, max_pieces=3, seed=(0, epoch)
+        plan = packing.plan_rows(
+            np.array((5, 3, 11, 2, 8, 16, 1, 17, 40, 6, 6, 6, 7, 2, 3)), row_tokens=8, max_segments=3, seed=(0, epoch)
         )
         expected += [(epoch, pieces(plan.row(row))) for row in range(len(plan))]
-    assert [(sequence.epoch_of(i), pieces(sequence.row(i))) for i in range(len(expected))] == expected
-    assert sequence.rows_in(0) == 0
-    assert sequence.rows_in(4) == len(expected)
+    assert [(sequence.find_epoch(i), pieces(sequence.row(i))) for i in range(len(expected))] == expected
+    assert sequence.count_rows(0) == 0
+    assert sequence.count_rows(4) == len(expected)
     first, second = ([row for epoch, row in expected if epoch == wanted] for wanted in (0, 1))
     assert first != second, "each epoch has a plan of its own"
 
@@ -114,21 +115,21 @@ def test_threads_may_share_it(monkeypatch):
 
 def test_many_epochs_are_counted_after_four_plans(monkeypatch):
     """Each has every token once, in an order of its own; later ones have the rows of one of the first four."""
-    plan, seeds = packing.plan, []
+    plan, seeds = packing.plan_rows, []
     monkeypatch.setattr(packing, "plan", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k))
     sequence = epochs()
-    assert sequence.rows_in(1) > 0
+    assert sequence.count_rows(1) > 0
     assert seeds == [(0, 0)]
-    assert sequence.rows_in(1000) == 250 * sequence.rows_in(4)
+    assert sequence.count_rows(1000) == 250 * sequence.count_rows(4)
     assert seeds == [(0, epoch) for epoch in range(4)]
     found = []
     for epoch in range(20):
-        numbers = range(sequence.rows_in(epoch), sequence.rows_in(epoch + 1))
-        assert [sequence.epoch_of(number) for number in numbers] == [epoch] * len(numbers)
+        numbers = range(sequence.count_rows(epoch), sequence.count_rows(epoch + 1))
+        assert [sequence.find_epoch(number) for number in numbers] == [epoch] * len(numbers)
         found.append([pieces(sequence.row(number)) for number in numbers])
         assert sorted(map(str, found[-1])) == sorted(map(str, found[epoch % 4]))
     assert len({str(rows) for rows in found}) == 20
-    assert sequence.epoch_of(sequence.rows_in(10**6)) == 10**6
+    assert sequence.find_epoch(sequence.count_rows(10**6)) == 10**6
     assert len(seeds) == 4
 
 
@@ -138,13 +139,13 @@ def test_no_document_is_no_sequence():
 
 
 def fullness(lengths, *, row_tokens, max_pieces):
-    plan = packing.plan(lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=9)
+    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_pieces, seed=9)
     return lengths.sum() / (len(plan) * row_tokens)
 
 
 def advice(lengths, *, row_tokens, max_pieces):
-    plan = packing.plan(lengths, row_tokens=row_tokens, max_pieces=max_pieces, seed=5)
-    return packing.room(plan, row_tokens=row_tokens, max_pieces=max_pieces)
+    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_pieces, seed=5)
+    return packing.suggest_limits(plan, row_tokens=row_tokens, max_segments=max_pieces)
 
 
 def test_pieces_of_more_than_half_a_row_come_first():
@@ -169,10 +170,10 @@ BIMODAL = np.concatenate([np.full(120_000, 100), np.random.default_rng(0).intege
 )
 def test_what_is_advised_fills_the_rows(lengths, row_tokens, max_pieces):
     found = advice(lengths, row_tokens=row_tokens, max_pieces=max_pieces)
-    assert found.fullness == pytest.approx(fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01)
-    assert found.fullness < 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_pieces) >= 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_pieces - 32) < 0.99, "not more than it takes"
+    assert found.filled_fraction == pytest.approx(fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01)
+    assert found.filled_fraction < 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments) >= 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments - 32) < 0.99, "not more than it takes"
     assert fullness(lengths, row_tokens=found.row_tokens, max_pieces=max_pieces) >= 0.99
     longer = found.row_tokens + row_tokens // 16
     assert fullness(lengths, row_tokens=longer, max_pieces=max_pieces) < 0.99, "not shorter than it takes"
@@ -181,18 +182,18 @@ def test_what_is_advised_fills_the_rows(lengths, row_tokens, max_pieces):
 
 def test_advice_is_round():
     found = advice(CHAT, row_tokens=32768, max_pieces=64)
-    assert (found.max_pieces % 16, found.row_tokens % 1024) == (0, 0)
+    assert (found.max_segments % 16, found.row_tokens % 1024) == (0, 0)
 
 
 def test_no_row_may_be_short_enough():
     found = advice(np.full(100_000, 30), row_tokens=131072, max_pieces=8)
     assert (found.row_tokens, found.num_cut) == (None, 0)
-    assert fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_pieces) > 0.95, "23 rows"
+    assert fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_segments) > 0.95, "23 rows"
 
 
 def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
     found = advice(np.full(100, 20), row_tokens=32768, max_pieces=64)
-    assert (found.max_pieces, found.row_tokens) == (112, None)
+    assert (found.max_segments, found.row_tokens) == (112, None)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from jaxsp.config import schema
-from jaxsp.core import batch
 from jaxsp.core import layout as layouts
+from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.data.packing import dataset, packing, row_reader
+from jaxsp.data.packing.packing import PackedEpochs
+from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh
 
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
@@ -19,7 +21,7 @@ MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 
 def mesh_of(replica, data, seq):
     sizes = {"replica": replica, "data": data, "seq": seq}
-    return device_mesh.make(sizes, devices=jax.devices()[: replica * data * seq])
+    return device_mesh.make_mesh(sizes, devices=jax.devices()[: replica * data * seq])
 
 
 def documents_of(lengths, labels=False):
@@ -28,7 +30,7 @@ def documents_of(lengths, labels=False):
     columns = {"tokens": tokens}
     if labels:
         columns["labels"] = [np.where(random.random(len(ids)) < 0.5, ids, -100) for ids in tokens]
-    return row_reader.Documents([datasets.Dataset.from_dict(columns)])
+    return Documents([datasets.Dataset.from_dict(columns)])
 
 
 def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5, **data):
@@ -50,9 +52,9 @@ def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5
 
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=1, **fields):
     settings = settings_of(**fields)
-    data = dataset.of("train", documents, settings, digests=["unused"])
-    schedule = data.schedule(settings, consumed={settings.data.longest_row: first_row}, epochs=epochs)
-    return data.feed(settings, mesh_of(*mesh), schedule, layout=layout)
+    data = dataset.pack_documents("train", documents, settings, digests=["unused"])
+    schedule = data.make_schedule(settings, consumed={settings.data.max_row_tokens: first_row}, epochs=epochs)
+    return data.make_loader(settings, mesh_of(*mesh), schedule, layout_degree=layout)
 
 
 def ragged(count=60, seed=1):
@@ -68,7 +70,7 @@ def undealt(given, *, groups, rows_at_once=1):
         array = np.asarray(getattr(given, name))
         turns, slots, _ = array.shape
         order = {
-            batch.row_of_step(turn, slot, num_groups=groups, rows_at_once=rows_at_once): array[turn, slot]
+            step_row_index(turn, slot, num_groups=groups, rows_per_microbatch=rows_at_once): array[turn, slot]
             for turn in range(turns)
             for slot in range(slots)
         }
@@ -83,7 +85,7 @@ def local(array, device):
 
 def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
     """The contract of issue 2, and the row after it."""
-    documents = row_reader.Documents([datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})])
+    documents = Documents([datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})])
     feed = pipeline_of(documents, mesh=(1, 1, 2), rows_per_step=2, row_tokens=6, epochs=1)
     ((given, _),) = feed.batches()
     assert given.tokens_BL.shape == (2, 1, 6), "one row at a time, two turns"
@@ -104,21 +106,21 @@ def test_devices_get_the_chunks_of_the_layout(degree):
     """Shares of 8 tokens, of 2 degree chunks: the same rows, of which the first and the last lie together."""
     documents = ragged()
     plain, laid_out = (list(pipeline_of(documents, mesh=(1, 2, 4), layout=one).batches()) for one in (1, degree))
-    order = layouts.order(32, degree)
+    order = layouts.token_order(32, degree)
     assert order.tolist() != list(range(32))
     for (one, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
-        for name, spec in batch.SPECS.items():
+        for name, spec in SPECS.items():
             right = np.asarray(getattr(one, name))
-            right = right[..., order] if spec == batch.PER_TOKEN else right
+            right = right[..., order] if spec == PER_TOKEN else right
             assert np.array_equal(np.asarray(getattr(other, name)), right)
-        assert np.array_equal(counts.piece_lengths, other_counts.piece_lengths)
+        assert np.array_equal(counts.segment_lengths, other_counts.segment_lengths)
 
 
 def test_rows_are_dealt_to_the_groups_in_turn():
     feed = pipeline_of(documents_of([8] * 16), mesh=(1, 2, 2), rows_per_step=8, rows_at_once=2, row_tokens=8, epochs=1)
     ((given, _), *_) = feed.batches()
     # equally long: they are dealt in their order
-    first = [int(feed._documents.share(feed._streams[0].row(row), 0, 1).tokens[0]) for row in range(8)]
+    first = [int(feed._documents.read_slice(feed._streams[0].row(row), 0, 1).tokens[0]) for row in range(8)]
     # group 0 gets rows 0, 2, 4, 6 and group 1 the others, two at once
     assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [[first[i] for i in (0, 2, 1, 3)], [first[i] for i in (4, 6, 5, 7)]]
 
@@ -129,7 +131,7 @@ def test_a_document_that_almost_fills_its_row(length):
     ((given, counts),) = feed.batches()
     assert np.sum(np.asarray(given.labels_BL) != -100) == length - 1
     assert np.asarray(given.positions_BL)[0, 0].tolist() == [*range(length)] + [0] * (128 - length)
-    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.piece_lengths.tolist()) == ([length, 0, 0, 0, 0], [length])
+    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.segment_lengths.tolist()) == ([length, 0, 0, 0, 0], [length])
 
 
 def test_a_step_is_the_same_on_every_mesh():
@@ -144,14 +146,14 @@ def test_a_step_is_the_same_on_every_mesh():
             )
         for run in runs[1:]:
             for (one, one_counts), (other, other_counts) in zip(runs[0], run, strict=True):
-                assert all(np.array_equal(one[name], other[name]) for name in batch.SPECS)
+                assert all(np.array_equal(one[name], other[name]) for name in SPECS)
                 assert np.array_equal(one_counts.piece_lengths, other_counts.piece_lengths)
                 assert (one_counts.num_rows, one_counts.epoch) == (other_counts.num_rows, other_counts.epoch)
 
 
 def test_arrays_are_split_as_the_step_expects():
     (given, _), *_ = pipeline_of(ragged(), mesh=(2, 2, 2)).batches()
-    for name, spec in batch.SPECS.items():
+    for name, spec in SPECS.items():
         assert getattr(given, name).sharding.spec == spec
         assert getattr(given, name).dtype == np.int32
 
@@ -165,22 +167,22 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     """Steps straddle epochs; only the run's last one is filled up."""
     documents = ragged()
     feed = pipeline_of(documents, epochs=3)
-    plans = packing.Epochs(documents.lengths, row_tokens=32, max_pieces=5, seed=0)
-    total = plans.rows_in(3)
-    assert all(plans.rows_in(epochs) % 16 for epochs in (1, 2, 3)), "epochs must not end with a step here"
+    plans = PackedEpochs(documents.lengths, row_tokens=32, max_segments=5, seed=0)
+    total = plans.count_rows(3)
+    assert all(plans.count_rows(epochs) % 16 for epochs in (1, 2, 3)), "epochs must not end with a step here"
     steps = [(undealt(given, groups=2), counts) for given, counts in feed.batches()]
     assert len(steps) == feed.num_steps == -(-total // 16)
-    for name in batch.SPECS:
+    for name in SPECS:
         found = np.concatenate([step[name] for step, _ in steps])
         order = [index for first in range(0, total, 16) for index in by_work(plans, range(first, min(first + 16, total)))]
         for index, row in enumerate(map(plans.row, order)):
-            share, slots = documents.share(row, 0, 32), row_reader.slots(row, 5)
+            share, slots = documents.read_slice(row, 0, 32), row_reader.make_slots(row, 5)
             whole = dataclasses.asdict(share) | dataclasses.asdict(slots)
             assert np.array_equal(found[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(found[total:] == (-100 if name == "labels_BL" else 0))
-    assert sum(int(counts.piece_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
+    assert sum(int(counts.segment_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
     assert [counts.num_rows for _, counts in steps] == [16] * (len(steps) - 1) + [total - 16 * (len(steps) - 1)]
-    assert [counts.epoch for _, counts in steps] == [plans.epoch_of(min(16 * k + 15, total - 1)) for k in range(len(steps))]
+    assert [counts.epoch for _, counts in steps] == [plans.find_epoch(min(16 * k + 15, total - 1)) for k in range(len(steps))]
 
 
 def test_a_run_continues_at_any_step():
@@ -190,10 +192,10 @@ def test_a_run_continues_at_any_step():
         continued = [undealt(given, groups=2) for given, _ in pipeline_of(documents, first_row=16 * step).batches()]
         assert len(continued) == len(straight) - step
         for one, other in zip(straight[step:], continued, strict=True):
-            assert all(np.array_equal(one[name], other[name]) for name in batch.SPECS)
+            assert all(np.array_equal(one[name], other[name]) for name in SPECS)
 
 
-class Recorded(row_reader.Documents):
+class Recorded(Documents):
     """Notes every range that is read, by (document, token)."""
 
     def __init__(self, documents):
@@ -201,17 +203,17 @@ class Recorded(row_reader.Documents):
         self.read = []
 
     def share(self, row, begin, end):
-        self.read.append((id(row) if row is packing.EMPTY else (int(row.document[0]), int(row.first[0])), begin, end))
-        return super().share(row, begin, end)
+        self.read.append((id(row) if row is packing.EMPTY_ROW else (int(row.document[0]), int(row.offset[0])), begin, end))
+        return super().read_slice(row, begin, end)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    slots_of, slots_made = row_reader.slots, []
+    slots_of, slots_made = row_reader.make_slots, []
     monkeypatch.setattr(row_reader, "slots", lambda row, max_pieces: slots_made.append(row) or slots_of(row, max_pieces))
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
-    feed.read(0)
+    feed.read_step(0)
     assert len(slots_made) == 16, "devices that share a row have its pieces from one reading"
     assert len(documents.read) == len(set(documents.read)) == 16 * mesh[2]
     assert sum(end - begin for _, begin, end in documents.read) == 16 * 32
@@ -227,16 +229,16 @@ def test_a_process_reads_its_own_shares_only(monkeypatch):
 
     documents = Recorded(ragged())
     feed = pipeline_of(documents)
-    whole = feed.read(0)
+    whole = feed.read_step(0)
     documents.read.clear()
     monkeypatch.setattr(jax.sharding.NamedSharding, "addressable_devices_indices_map", restricted)
-    step = feed.read(0)
+    step = feed.read_step(0)
     assert {(begin, end) for _, begin, end in documents.read} == {(8, 16)}
     assert len(documents.read) == 16
     assert sorted(step.blocks["tokens_BL"]) == [((0, 8), (0, 1), (8, 16)), ((0, 8), (1, 2), (8, 16))]
     for name, blocks in step.blocks.items():
         assert all(np.array_equal(block, whole.blocks[name][span]) for span, block in blocks.items())
-    assert np.array_equal(step.counts.piece_lengths, whole.counts.piece_lengths), "counts are the whole step's"
+    assert np.array_equal(step.counts.segment_lengths, whole.counts.segment_lengths), "counts are the whole step's"
 
 
 class Failing(Recorded):
@@ -275,12 +277,12 @@ def test_weights_go_with_their_labels(mesh, layout):
     table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
         "weights", datasets.LargeList(datasets.Value("float32"))
     )
-    feed = pipeline_of(row_reader.Documents([table]), mesh=mesh, layout=layout, epochs=1)
+    feed = pipeline_of(Documents([table]), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():
         labels, found = np.asarray(given.labels_BL), np.asarray(given.weights_BL)
         assert found.dtype == np.float32
         assert given.weights_BL.sharding == given.labels_BL.sharding
-        assert np.array_equal(found, np.where(labels == batch.NO_LABEL, 0, labels + 0.5))
-        num_labels += int(np.sum(labels != batch.NO_LABEL))
+        assert np.array_equal(found, np.where(labels == NO_LABEL, 0, labels + 0.5))
+        num_labels += int(np.sum(labels != NO_LABEL))
     assert num_labels == sum(len(document) - 1 for document in tokens)

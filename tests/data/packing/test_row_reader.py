@@ -4,8 +4,11 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.core import batch, errors
+from jaxsp.core import batch
+from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing, row_reader
+from jaxsp.data.packing.packing import PackedRow
+from jaxsp.data.packing.row_reader import Documents
 
 
 def dataset(documents, labels=None):
@@ -16,7 +19,7 @@ def dataset(documents, labels=None):
 
 def row_of(*pieces):
     document, first, length = np.array(pieces).reshape(-1, 3).T
-    return packing.Row(document=document, first=first, length=length)
+    return PackedRow(document=document, offset=first, length=length)
 
 
 def written_out(documents, labels, row, row_tokens):
@@ -36,23 +39,23 @@ def test_every_range_of_a_row_is_cut_from_the_whole_row():
     labels = [[-100, 8, -100], [4, 5, -100, 7], list(range(20, 33))]
     row = row_of((0, 0, 3), (2, 4, 5), (1, 0, 4))
     for marks in (None, labels):
-        stored = row_reader.Documents([dataset(documents, marks)])
+        stored = Documents([dataset(documents, marks)])
         whole = written_out(documents, marks, row, 14)
         for begin in range(15):
             for end in range(begin, 15):
-                share = stored.share(row, begin, end)
+                share = stored.read_slice(row, begin, end)
                 assert np.array_equal([share.tokens, share.labels, share.positions], whole[:, begin:end]), (begin, end)
                 assert share.tokens.dtype == share.labels.dtype == share.positions.dtype == np.int32
 
 
 def test_a_document_over_three_rows_keeps_labels_and_positions():
-    stored = row_reader.Documents([dataset([[1], list(range(100, 120))])])
-    plan = packing.plan(stored.lengths, row_tokens=8, max_pieces=4, seed=0)
+    stored = Documents([dataset([[1], list(range(100, 120))])])
+    plan = packing.plan_rows(stored.lengths, row_tokens=8, max_segments=4, seed=0)
     shares = []
     for row in map(plan.row, range(len(plan))):
-        for document, start, length, first in zip(row.document, row.starts, row.length, row.first, strict=True):
+        for document, start, length, first in zip(row.document, row.starts, row.length, row.offset, strict=True):
             if document == 1:
-                shares.append((first, stored.share(row, int(start), int(start + length))))
+                shares.append((first, stored.read_slice(row, int(start), int(start + length))))
     shares.sort(key=lambda found: found[0])
     assert [first for first, _ in shares] == [0, 8, 16]
     assert np.concatenate([share.tokens for _, share in shares]).tolist() == list(range(100, 120))
@@ -63,10 +66,10 @@ def test_a_document_over_three_rows_keeps_labels_and_positions():
 def test_documents_of_several_datasets_follow_each_other_and_empty_ones_are_left_out():
     one = datasets.concatenate_datasets([dataset([[1, 2], []]), dataset([[3, 4, 5], [6]])])
     other = dataset([[], [7, 8, 9]], labels=[[], [-100, -100, 9]])
-    stored = row_reader.Documents([one, other])
+    stored = Documents([one, other])
     assert stored.lengths.tolist() == [2, 3, 1, 3]
     assert [source.num_empty for source in stored.sources] == [1, 1]
-    share = stored.share(row_of((0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 3)), 0, 9)
+    share = stored.read_slice(row_of((0, 0, 2), (1, 0, 3), (2, 0, 1), (3, 0, 3)), 0, 9)
     assert share.tokens.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert share.labels.tolist() == [2, -100, 4, 5, -100, -100, -100, 9, -100]
 
@@ -75,43 +78,43 @@ def test_loss_tokens_are_those_with_a_label():
     documents = [[7, 8, 9], [4], [], [5, 6, 7, 8]]
     labels = [[7, -100, 9], [4], [], [-100, 6, 7, -100]]
     for marks in (None, labels):
-        stored = row_reader.Documents([dataset(documents, marks)])
-        share = stored.share(row_of((0, 0, 3), (1, 0, 1), (2, 0, 4)), 0, 8)
+        stored = Documents([dataset(documents, marks)])
+        share = stored.read_slice(row_of((0, 0, 3), (1, 0, 1), (2, 0, 4)), 0, 8)
         assert stored.num_loss_tokens == np.sum(share.labels != -100) == (5 if marks is None else 3)
 
 
 def test_a_slice_of_a_dataset_is_read_in_its_place():
     stored = dataset([[1, 2], [3, 4, 5], [6, 7]])
     middle = datasets.Dataset(stored.data.slice(1, 2), info=stored.info)
-    assert row_reader.Documents([middle]).share(row_of((0, 0, 3), (1, 0, 2)), 0, 5).tokens.tolist() == [3, 4, 5, 6, 7]
+    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5).tokens.tolist() == [3, 4, 5, 6, 7]
 
 
 def test_slots_are_filled_from_the_front():
-    slots = row_reader.slots(row_of((4, 0, 3), (9, 8, 4)), 4)
+    slots = row_reader.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
     assert (slots.starts.tolist(), slots.lengths.tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
-    assert not np.any([row_reader.slots(packing.EMPTY, 2).starts, row_reader.slots(packing.EMPTY, 2).lengths])
+    assert not np.any([row_reader.make_slots(packing.EMPTY_ROW, 2).starts, row_reader.make_slots(packing.EMPTY_ROW, 2).lengths])
 
 
 def test_tokens_are_not_copied(tmp_path):
     """The arrays are views of the file that is mapped into memory: nothing is loaded to open a dataset of any size."""
     dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
     datasets.disable_progress_bars()
-    (chunk,) = row_reader.Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
+    (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
     assert not chunk.tokens.flags.owndata
     assert not chunk.tokens.flags.writeable
 
 
 def test_nothing_to_learn_is_an_error():
     for documents, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
-        with pytest.raises(errors.UserError, match=r"^data\.train: .*label.*-100"):
-            row_reader.Documents([dataset(documents, labels)])
+        with pytest.raises(UserError, match=r"^data\.train: .*label.*-100"):
+            Documents([dataset(documents, labels)])
 
 
 def test_a_document_without_positions_is_an_error(monkeypatch):
     monkeypatch.setattr(batch, "MAX_POSITION", 4)
-    assert len(row_reader.Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
+    assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"^data\.train: .*\b5 tokens.*\b4\b.*data\.long_documents",
     ):
-        row_reader.Documents([dataset([[1, 2, 3, 4, 5]])])
+        Documents([dataset([[1, 2, 3, 4, 5]])])

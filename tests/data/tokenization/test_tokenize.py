@@ -12,11 +12,12 @@ import pytest
 import tokenizers as library
 import transformers
 
-from jaxsp.config import schema
-from jaxsp.core import errors
+from jaxsp.config.schema import DataConfig
+from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.data.tokenization import tokenize as text
+from jaxsp.data.tokenization.tokenize import TokenizeOptions
 from tests.data.chat import chats
 
 FIELD = "data.train.0.source"
@@ -30,16 +31,16 @@ def _own_cache(tmp_path, monkeypatch):
 
 def asked(name, format="text", **data):
     source = {"source": name, "format": format}
-    return schema.Data.model_validate({"train": [source], "row_tokens": 8, "workers": 1, **data})
+    return DataConfig.model_validate({"train": [source], "row_tokens": 8, "workers": 1, **data})
 
 
 def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data):
     settings = asked(name, format, **data)
-    return text.tokenize(
+    return text.tokenize_dataset(
         sources.read(settings.train[0], data=settings, field=FIELD),
         source=settings.train[0],
         data=settings,
-        tokenizer=tokenizer or tokenizers.of_bytes(),
+        tokenizer=tokenizer or tokenizers.make_byte_tokenizer(),
         vocab_size=vocab_size,
         field=FIELD,
     )
@@ -78,7 +79,7 @@ def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
     cut = chats.tokenizer()
     cut.backend_tokenizer.enable_truncation(3)
     cut.backend_tokenizer.enable_padding(length=5)
-    for tokenizer in (cut, chats.tokenizer(), tokenizers.of_bytes(), transformers.ByT5Tokenizer()):
+    for tokenizer in (cut, chats.tokenizer(), tokenizers.make_byte_tokenizer(), transformers.ByT5Tokenizer()):
         made, end = tokens("a.jsonl", tokenizer=tokenizer), tokenizer.eos_token_id
         assert made == [ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]]
 
@@ -110,7 +111,7 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
     how = {"format": "messages", "tokenizer": chats.tokenizer(), "chat_template": chats.TURNS}
     write(tmp_path / "b.jsonl", good, refused, good)
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"b\.jsonl, line 2: .*Conversation roles must alternate",
     ):
         tokenize("b.jsonl", **how)
@@ -119,7 +120,7 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
         assert [bool(problem) for problem in made.dataset["problem"]] == [False, True, True, False]
         assert [bool(ids) for ids in made.dataset["tokens"]] == [True, False, False, True]
         assert made.dataset["labels"][1:3] == [[], []]
-    with pytest.raises(errors.UserError, match=r"max_bad_records"):
+    with pytest.raises(UserError, match=r"max_bad_records"):
         tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
 
 
@@ -144,7 +145,7 @@ def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monke
     write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
     tokenizer = chats.tokenizer()
     made = []
-    encode = encoding.encode
+    encode = encoding.encode_texts
     monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
     for number, change in enumerate(
         [{"chat_template": chats.CHATML}, {"chat_template": chats.TURNS}, {"chat_template": chats.CHATML, "train_on": "all"}], 1
@@ -161,7 +162,7 @@ def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, 
     write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
     write(tmp_path / "b.jsonl", {"text": "x"})
     made = []
-    encode = encoding.encode
+    encode = encoding.encode_texts
     monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
     first = tokens("a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML)
     kept = chats.tokenizer()
@@ -185,7 +186,7 @@ def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             made = datasets.concatenate_datasets([made, column], axis=1)
-        return text._count(made)["digest"]
+        return text._compute_token_stats(made)["digest"]
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -205,7 +206,7 @@ def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
 def test_the_lowest_and_the_highest_id_are_known_by_their_records():
     features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
     parts = [datasets.Dataset.from_dict({"tokens": lists}, features=features) for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])]
-    assert text._count(datasets.concatenate_datasets(parts))["ids"] == {"tokens": [(3, 2), (9, 3)]}
+    assert text._compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {"tokens": [(3, 2), (9, 3)]}
 
 
 @pytest.mark.e2e
@@ -235,29 +236,29 @@ def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
     """`datasets` forbids its workers threads."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    how = text.How(tokenizer=tokenizers.of_bytes(), template=None, format="text", train_on="all")
+    how = TokenizeOptions(tokenizer=tokenizers.make_byte_tokenizer(), template=None, format="text", train_on="all")
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
-        assert text._encoded(records, how=how, num_threads=threads)["tokens"].to_pylist() == [[120, 256]]
+        assert text._encode_table(records, options=how, num_threads=threads)["tokens"].to_pylist() == [[120, 256]]
         assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
 
 
 def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": []}, {"input_ids": [3, 300]})
     with pytest.raises(
-        errors.UserError,
+        UserError,
         match=r"data\.train\.0\.source = a\.jsonl: .*line 3: .*tokens.* 300\b.*vocab_size.* 255\b",
     ):
         tokenize("a.jsonl", format="tokens", vocab_size=256)
     assert len(tokenize("a.jsonl", format="tokens", vocab_size=301).dataset) == 3
     write(tmp_path / "b.jsonl", {"input_ids": [1, -100], "labels": [1, -100]})
-    with pytest.raises(errors.UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
+    with pytest.raises(UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
         tokenize("b.jsonl", format="tokens", vocab_size=256)
     write(tmp_path / "c.jsonl", {"input_ids": [1], "labels": [-100]}, {"input_ids": [1, 2], "labels": [-100, -1]})
-    with pytest.raises(errors.UserError, match=r"c\.jsonl, line 2: .*labels.* -1\b"):
+    with pytest.raises(UserError, match=r"c\.jsonl, line 2: .*labels.* -1\b"):
         tokenize("c.jsonl", format="tokens", vocab_size=256)
     (tmp_path / "d.txt").write_text("x")
-    with pytest.raises(errors.UserError, match=r"d\.txt: .*tokens.* 256\b.*vocab_size.* 256\b"):
+    with pytest.raises(UserError, match=r"d\.txt: .*tokens.* 256\b.*vocab_size.* 256\b"):
         tokenize("d.txt", vocab_size=256)
 
 
@@ -267,13 +268,13 @@ def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
     settings = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
     how = {"source": settings.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
     records = sources.read(settings.train[0], data=settings, field=FIELD)
-    place, tokens, labels = text.first(records, data=settings, **how)
-    made = text.tokenize(records, data=settings, vocab_size=1000, **how).dataset[1]
+    place, tokens, labels = text.encode_first_record(records, data=settings, **how)
+    made = text.tokenize_dataset(records, data=settings, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (made["place"], made["tokens"], made["labels"])
     assert np.any(labels != -100)
     strict = settings.model_copy(update={"on_bad_record": "error"})
-    with pytest.raises(errors.UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
-        text.first(records, data=strict, **how)
+    with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
+        text.encode_first_record(records, data=strict, **how)
 
 
 def test_other_users_may_read_the_cache(tmp_path):

@@ -6,12 +6,12 @@ import pytest
 import tokenizers as library
 import transformers
 
-from jaxsp.core import errors
+from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 
 
 def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
-    made = tokenizers.of_bytes()
+    made = tokenizers.make_byte_tokenizer()
     made.save_pretrained(tmp_path / "tokenizer")
     everything = "".join(map(chr, range(0x800))) + "\r\n \U0001f600 中文 <eos> def f(x):\n\treturn x"
     for tokenizer in (made, transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
@@ -24,18 +24,18 @@ def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
 
 def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     assert len(tokenizers.load("bytes")) == 257
-    with pytest.raises(errors.UserError, match=r"model\.tokenizer = nowhere: "):
+    with pytest.raises(UserError, match=r"model\.tokenizer = nowhere: "):
         tokenizers.load("nowhere")
     for missing in (f"{tmp_path}/none", "./none", "a/b/c"):
-        with pytest.raises(errors.UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"):
+        with pytest.raises(UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"):
             tokenizers.load(missing)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
-    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*broken: "):
+    with pytest.raises(UserError, match=r"model\.tokenizer = .*broken: "):
         tokenizers.load(str(tmp_path / "broken"))
     empty = library.Tokenizer(library.models.BPE())
     transformers.PreTrainedTokenizerFast(tokenizer_object=empty).save_pretrained(tmp_path / "empty")
-    with pytest.raises(errors.UserError, match=r"model\.tokenizer = .*empty: .*vocabulary"):
+    with pytest.raises(UserError, match=r"model\.tokenizer = .*empty: .*vocabulary"):
         tokenizers.load(str(tmp_path / "empty"))
 
 
@@ -45,10 +45,10 @@ def test_content_is_all_that_a_tokenizer_is_made_of_but_templates_and_use_does_n
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
     ends = words(eos_token="</s>")
-    before = tokenizers.content(ends)
-    assert before == tokenizers.content(words(eos_token="</s>")) != tokenizers.content(words())
+    before = tokenizers.serialize_files(ends)
+    assert before == tokenizers.serialize_files(words(eos_token="</s>")) != tokenizers.serialize_files(words())
     ends("one")
-    assert tokenizers.content(ends) == before
+    assert tokenizers.serialize_files(ends) == before
     for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):
         ends.chat_template = template
-        assert tokenizers.content(ends) == before
+        assert tokenizers.serialize_files(ends) == before

@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from jaxsp.planner.compile import budget, compiled, gpus, memory
+from jaxsp.planner.compile.compiled import CompilerDump
 from jaxsp.training import memory_fit, memory_options, sharding
 from tests import tolerances
 from tests.messages import assert_names
@@ -32,15 +33,15 @@ def test_each_cause_takes_what_its_formula_says(wide):
 
 
 def test_the_formula_that_chooses_what_is_compiled_is_near_what_a_step_takes(wide):
-    needs = budget.needs_of(wide)
-    assert 0.8 < memory_fit.predict(wide.program, uncounted=wide.choice.uncounted_bytes) / needs.total < 1.1
+    needs = budget.measure_step(wide)
+    assert 0.8 < memory_fit.predict_bytes(wide.program, workspace_bytes=wide.choice.uncounted_bytes) / needs.device_total < 1.1
 
 
 def test_all_that_a_step_holds_is_read(wide):
-    on_device = [array for array in memory.held(wide.written) if not array.on_host]
+    on_device = [array for array in memory.read_buffers(wide.written) if not array.on_host]
     counted = wide.executable.memory_analysis().temp_size_in_bytes
-    assert memory.most(on_device) == pytest.approx(counted, rel=tolerances.CAUSE)
-    assert sum(memory.of_arguments(wide.written).values()) == pytest.approx(
+    assert memory.compute_peak_bytes(on_device) == pytest.approx(counted, rel=tolerances.CAUSE)
+    assert sum(memory.read_argument_bytes(wide.written).values()) == pytest.approx(
         wide.executable.memory_analysis().argument_size_in_bytes, rel=tolerances.CAUSE
     )
 
@@ -63,11 +64,11 @@ SIZES = {"hidden_size": 768, "intermediate_size": 2304, "vocab_size": 4096, "num
 @pytest.mark.parametrize(("asked", "microbatches"), [("state", 1), ("state_and_gradients", 2)])
 def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    if jax.__version_info__ < memory_options.HOST_STATE_FROM:
+    if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ["mesh.seq=2", f"memory.offload_optimizer={asked}", "memory.offload_activations=residual", "optimizer.name=adamw"]
     words.append(f"batch.rows_per_step={microbatches}")
-    step = programs.step(programs.settings(*words, **SIZES), compiled.devices("h100-80gb", 2))
+    step = programs.step(programs.settings(*words, **SIZES), compiled.make_devices("h100-80gb", 2))
     found = {cause.name: cause for cause in memory.causes(step)}
     away = {"weights", "averages", "layer inputs", *(["gradients"] if asked == "state_and_gradients" else [])}
     for name, cause in found.items():
@@ -76,9 +77,9 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
             assert taken == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
             assert other < tolerances.CAUSE * cause.formula, cause
     assert ("layers' weights to compute with" in found) == (asked == "state")
-    needs = memory_fit.measured(step.executable, 0)
+    needs = memory_fit.read_memory_use(step.executable, 0)
     assert needs.host >= sum(found[name].host for name in away)
-    assert needs.host == pytest.approx(memory_fit.offloaded_by(step.program).total, rel=tolerances.CAUSE)
+    assert needs.host == pytest.approx(memory_fit.program_offloaded_bytes(step.program).total, rel=tolerances.CAUSE)
 
 
 @pytest.mark.parametrize("microbatches", [*(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2)), 8])
@@ -86,12 +87,12 @@ def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatc
     """With gradients that are added up after the backward pass, XLA keeps two microbatches' of both."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     words = ["mesh.data=2", "mesh.seq=4", f"batch.rows_per_step={2 * microbatches}", "memory.offload_activations=residual"]
-    step = programs.step(programs.settings(*words, **SIZES, num_hidden_layers=16), compiled.devices("h100-80gb", 8))
-    needs, program = budget.needs_of(step), step.program
-    assert needs.host == memory_fit.offloaded_by(program).activations
+    step = programs.step(programs.settings(*words, **SIZES, num_hidden_layers=16), compiled.make_devices("h100-80gb", 8))
+    needs, program = budget.measure_step(step), step.program
+    assert needs.host == memory_fit.program_offloaded_bytes(program).activations
     sets = sum(4 * sharding.shard_size(row, 8) for row in jax.tree.leaves(program.table))
-    assert budget.of_step(step).device[budget.GRADIENTS] == pytest.approx(sets, rel=0.1)
-    assert 0.8 < memory_fit.predict(program, uncounted=step.choice.uncounted_bytes) / needs.total < 1.1
+    assert budget.break_down_peak(step).device[budget.GRADIENTS] == pytest.approx(sets, rel=0.1)
+    assert 0.8 < memory_fit.predict_bytes(program, workspace_bytes=step.choice.workspace_bytes) / needs.device_total < 1.1
 
 
 BUFFERS = """BufferAssignment:
@@ -128,12 +129,12 @@ ENTRY %main {
 
 
 def small():
-    return compiled.Written(buffers=BUFFERS, lives=LIVES, text=TEXT)
+    return CompilerDump(buffer_assignment=BUFFERS, live_ranges=LIVES, hlo_text=TEXT)
 
 
 def test_arrays_are_read_with_their_places_and_lives():
-    found = memory.held(small())
-    assert [(one.dtype, one.dims, one.on_host, one.begin, one.end, one.first, one.last) for one in found] == [
+    found = memory.read_buffers(small())
+    assert [(one.dtype, one.dims, one.on_host, one.begin_byte, one.end_byte, one.first_use, one.last_use) for one in found] == [
         ("bf16", (10, 10), False, 0, 200, 0, 3),
         ("bf16", (10, 10), False, 0, 200, 3, 5),
         ("s8", (100,), False, 200, 300, 4, 6),
@@ -143,15 +144,15 @@ def test_arrays_are_read_with_their_places_and_lives():
 
 
 def test_the_most_counts_a_place_once_and_only_what_is_there_at_the_same_time():
-    found = memory.held(small())
-    assert memory.most(found[:2]) == 200  # at operation 3 both, in one place
-    assert memory.most(found[:3]) == 300
-    assert memory.most([found[0], found[2]]) == 200
-    assert memory.most([]) == 0
+    found = memory.read_buffers(small())
+    assert memory.compute_peak_bytes(found[:2]) == 200  # at operation 3 both, in one place
+    assert memory.compute_peak_bytes(found[:3]) == 300
+    assert memory.compute_peak_bytes([found[0], found[2]]) == 200
+    assert memory.compute_peak_bytes([]) == 0
 
 
 def test_arguments_are_told_by_name_and_place():
-    assert memory.of_arguments(small()) == {("state.master", False): 4096, ("state.opt", True): 8192}
+    assert memory.read_argument_bytes(small()) == {("state.master", False): 4096, ("state.opt", True): 8192}
 
 
 def test_causes_with_the_same_arrays_are_one():
@@ -169,12 +170,12 @@ def test_causes_with_the_same_arrays_are_one():
 
 def test_an_unknown_gpu_is_an_error_that_names_those_that_are_known():
     with pytest.raises(ValueError, match=r"^--device = h100: ") as caught:
-        compiled.site("h100", 8)
-    assert_names(caught.value, *gpus.KINDS)
+        compiled.make_cluster("h100", 8)
+    assert_names(caught.value, *gpus.GPUS)
     assert str(caught.value).count("h100-80gb") == 2, "among the known ones, and as what was meant"
 
 
 def test_a_missing_compiler_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(compiled, "PLUGINS", ("no_such_plugin",))
     with pytest.raises(ValueError, match=r"^--device = h100-80gb: .*pip install 'jaxsp\[plan\]'"):
-        compiled.devices("h100-80gb", 8)
+        compiled.make_devices("h100-80gb", 8)

@@ -16,21 +16,26 @@ FEW_BYTES = 1024
 
 def check(step, *, dtype, remat="attention"):
     """What a step sends is what the formulas say, and nothing else."""
-    found, expected = comms.sent(step.written.text), comms.formula(step.program)
+    found, expected = comms.parse_collectives(step.written.text), comms.compute_formula_bytes(step.program)
     assert step.program.how.remat == remat
-    assert comms.total(found, kind="all-gather", dtype=dtype) == comms.total(found, kind="all-gather") == expected["all-gather"]
-    assert comms.total(found, kind="reduce-scatter", dtype="f32") == expected["reduce-scatter"]
-    assert 0 <= comms.total(found, kind="all-reduce") - expected["all-reduce"] < FEW_BYTES
-    assert comms.total(found, kind="all-to-all", dtype=dtype) == expected["all-to-all"]
+    assert (
+        comms.sum_bytes(found, operation="all-gather", dtype=dtype)
+        == comms.sum_bytes(found, operation="all-gather")
+        == expected["all-gather"]
+    )
+    assert comms.sum_bytes(found, operation="reduce-scatter", dtype="f32") == expected["reduce-scatter"]
+    assert 0 <= comms.sum_bytes(found, operation="all-reduce") - expected["all-reduce"] < FEW_BYTES
+    assert comms.sum_bytes(found, operation="all-to-all", dtype=dtype) == expected["all-to-all"]
     for kind, scope in (
-        ("all-gather", sharding.SCOPE),
-        ("reduce-scatter", sharding.SCOPE),
+        ("all-gather", sharding.WEIGHTS_SCOPE),
+        ("reduce-scatter", sharding.WEIGHTS_SCOPE),
         ("all-to-all", attention.SCOPE),
     ):
-        assert comms.total(found, kind=kind, scope=scope) == comms.total(found, kind=kind)
-    assert comms.total(found, kind="collective-permute") == 0
+        assert comms.sum_bytes(found, operation=kind, scope=scope) == comms.sum_bytes(found, operation=kind)
+    assert comms.sum_bytes(found, operation="collective-permute") == 0
     over = {
-        kind: {comms.axes_of(one.group, step.program.mesh.shape) for one in found if one.kind == kind} for kind in comms.KINDS
+        kind: {comms.find_axes(one.device_ids, step.program.mesh.shape) for one in found if one.operation == kind}
+        for kind in comms.COLLECTIVES
     }
     sizes = step.program.mesh.shape
     assert over["all-to-all"] == {(axes.SEQ,)}
@@ -50,8 +55,8 @@ def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
 @pytest.mark.e2e
 def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
     step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
-    groups = {frozenset(one.group) for one in comms.sent(step.written.text)}
-    assert groups == memory_fit.communicators(step.program.mesh.shape, step.program.attend.kind)
+    groups = {frozenset(one.device_ids) for one in comms.parse_collectives(step.dump.hlo_text)}
+    assert groups == memory_fit.list_communicators(step.program.mesh.shape, step.program.attend.strategy)
     assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
 
 
@@ -94,8 +99,8 @@ GATHER = f"%x = f32[64]{{0}} all-gather(%a), {GROUPS}, dimensions={{0}}"
     ],
 )
 def test_each_kind_is_counted_as_its_algorithm_sends_it(lines, expected):
-    (one,) = comms.sent(program(*lines, more=computation("add", "ROOT %s = f32[] add(%p, %q)")))
-    assert one.bytes == expected
+    (one,) = comms.parse_collectives(program(*lines, more=computation("add", "ROOT %s = f32[] add(%p, %q)")))
+    assert one.total_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -112,8 +117,10 @@ def test_each_kind_is_counted_as_its_algorithm_sends_it(lines, expected):
     ],
 )
 def test_groups_are_read_in_every_way_that_xla_writes_them(written, group):
-    (one,) = comms.sent(program(f"%x = f32[64]{{0}} all-gather(%a), channel_id=1, replica_groups={written}, dimensions={{0}}"))
-    assert one.group == group
+    (one,) = comms.parse_collectives(
+        program(f"%x = f32[64]{{0}} all-gather(%a), channel_id=1, replica_groups={written}, dimensions={{0}}")
+    )
+    assert one.device_ids == group
 
 
 ASYNC = {
@@ -133,7 +140,9 @@ def test_what_is_begun_and_ended_counts_once(kind):
     plain = f"%w = {result} {kind}(%b), {GROUPS}"
     lines = [line.replace("GROUPS", GROUPS) for line in ASYNC[kind]]
     more = computation("wrapped", plain) if kind == "reduce-scatter" else ""
-    assert [one.bytes for one in comms.sent(program(*lines, more=more))] == [comms.sent(program(plain))[0].bytes]
+    assert [one.total_bytes for one in comms.parse_collectives(program(*lines, more=more))] == [
+        comms.parse_collectives(program(plain))[0].total_bytes
+    ]
 
 
 @pytest.mark.parametrize("kind", ASYNC)
@@ -142,8 +151,8 @@ def test_what_runs_meanwhile_is_between_begin_and_end(kind):
     result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
     begun, ended = (line.replace("GROUPS", GROUPS) for line in ASYNC[kind])
     more = computation("wrapped", f"%w = {result} {kind}(%b), {GROUPS}") if kind == "reduce-scatter" else ""
-    (one,) = comms.sent(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
-    assert one.end - one.begin == 2
+    (one,) = comms.parse_collectives(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
+    assert one.end_line - one.begin_line == 2
 
 
 def loop(body, trips="4"):
@@ -161,9 +170,9 @@ def test_loops_multiply_and_called_computations_count_where_they_are_called():
         + computation("outer", loop("inner", "3"), "%c = f32[8]{0} call(%b), to_apply=%inner")
     )
     text = program(loop("outer", "5"), "%c = f32[8]{0} call(%a), to_apply=%inner", more=more)
-    (one,) = comms.sent(text)
-    assert one.times == 5 * (3 + 1) + 1
-    assert one.bytes == one.times * 192
+    (one,) = comms.parse_collectives(text)
+    assert one.num_runs == 5 * (3 + 1) + 1
+    assert one.total_bytes == one.num_runs * 192
 
 
 COUNTED = """
@@ -206,9 +215,9 @@ def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_e
     text = program(*lines, more=COUNTED.replace("GATHER", GATHER).replace(*change))
     if times is None:
         with pytest.raises(ValueError, match=r"l .*loop"):
-            comms.sent(text)
+            comms.parse_collectives(text)
     else:
-        assert [one.times for one in comms.sent(text)] == [times]
+        assert [one.num_runs for one in comms.parse_collectives(text)] == [times]
 
 
 @pytest.mark.parametrize(
@@ -229,13 +238,13 @@ def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_e
 )
 def test_what_cannot_be_understood_is_an_error(lines, parts):
     with pytest.raises(ValueError, match=parts[0]) as caught:
-        comms.sent(program(*lines, more=LESS + computation("gathers", GATHER)))
+        comms.parse_collectives(program(*lines, more=LESS + computation("gathers", GATHER)))
     assert_names(caught.value, *parts)
 
 
 def test_a_text_without_a_program_is_an_error():
     with pytest.raises(ValueError, match="ENTRY"):
-        comms.sent("HloModule empty")
+        comms.parse_collectives("HloModule empty")
 
 
 def test_scopes_are_found_in_combined_and_differentiated_operations():
@@ -245,24 +254,24 @@ def test_scopes_are_found_in_combined_and_differentiated_operations():
         "jit(step)/myweights/all_gather",
     ]
     lines = [f'{GATHER.replace("%x", f"%x.{i}")}, metadata={{op_name="{name}"}}' for i, name in enumerate(names)]
-    found = comms.sent(program(*lines))
-    assert comms.total(found, scope="weights") == 2 * 192
-    assert comms.total(found) == 3 * 192
+    found = comms.parse_collectives(program(*lines))
+    assert comms.sum_bytes(found, scope="weights") == 2 * 192
+    assert comms.sum_bytes(found) == 3 * 192
 
 
 def test_groups_are_told_by_axes_and_others_are_an_error():
     sizes = {"replica": 1, "data": 2, "seq": 4}
-    assert comms.axes_of((0, 1, 2, 3), sizes) == ("seq",)
-    assert comms.axes_of((0, 4), sizes) == ("data",)
-    assert comms.axes_of((0, 1), sizes) == comms.axes_of((0, 2), sizes) == comms.axes_of((2, 0), sizes) == ("seq",)
-    assert comms.axes_of(range(8), sizes) == ("data", "seq")
+    assert comms.find_axes((0, 1, 2, 3), sizes) == ("seq",)
+    assert comms.find_axes((0, 4), sizes) == ("data",)
+    assert comms.find_axes((0, 1), sizes) == comms.find_axes((0, 2), sizes) == comms.find_axes((2, 0), sizes) == ("seq",)
+    assert comms.find_axes(range(8), sizes) == ("data", "seq")
     with pytest.raises(ValueError, match=r"\(0, 1, 4\)"):
-        comms.axes_of((0, 1, 4), sizes)
+        comms.find_axes((0, 1, 4), sizes)
 
 
 def test_a_ring_s_group_is_who_passes_on_to_whom():
     text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}")
-    (one,) = comms.sent(text)
-    assert one.group == (0, 2)
+    (one,) = comms.parse_collectives(text)
+    assert one.device_ids == (0, 2)
     text = program("%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,3},{3,1},{1,0}}")
-    assert comms.sent(text)[0].group == (0, 3, 1)
+    assert comms.parse_collectives(text)[0].device_ids == (0, 3, 1)

@@ -12,7 +12,7 @@ MEGA = 2**20
 
 def kernels(*lines, more=""):
     body = "\n".join(f"  {line}" for line in lines)
-    return hlo_cost.kernels(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
+    return hlo_cost.read_kernel_costs(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
 
 
 def computation(name, *lines):
@@ -57,7 +57,7 @@ def test_a_loop_counts_as_often_as_it_runs():
     condition = computation("condition", "ROOT %p = pred[] constant(true)")
     loop = '%w = bf16[512,2048]{1,0} while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}'
     (one,) = [one for one in kernels(A, loop, more=body + condition) if one.flops]
-    assert one.times == 7
+    assert one.num_runs == 7
 
 
 STACK = "%s = f32[32,1024,1024]{2,1,0} parameter(0)"
@@ -87,8 +87,8 @@ def test_what_goes_to_the_host_and_comes_back_is_told_apart():
     copied = "ROOT %d = f32[1,1024,1024]{2,1,0:S(5)} copy-done(%c)"
     more = computation("inner", there, PLACE, SLICE)
     back, out = kernels(there, PLACE, begin, done, copy, copied, more=more)
-    assert (back.from_host, back.to_host) == (4 * MEGA, 0)
-    assert (out.from_host, out.to_host) == (0, 4 * MEGA)
+    assert (back.bytes_from_host, back.bytes_to_host) == (4 * MEGA, 0)
+    assert (out.bytes_from_host, out.bytes_to_host) == (0, 4 * MEGA)
 
 
 def test_an_update_that_runs_beside_others_counts_once():
@@ -101,7 +101,7 @@ def test_an_update_that_runs_beside_others_counts_once():
     done = "ROOT %e = f32[32,1024,1024]{2,1,0:S(5)} async-done(%b)"
     more = computation("inner", stack, PLACE, new, update) + computation("wrapped", stack, PLACE, new, fusion)
     (one,) = kernels(stack, PLACE, new, begin, done, more=more)
-    assert (one.from_host, one.to_host) == (0, 4 * MEGA)
+    assert (one.bytes_from_host, one.bytes_to_host) == (0, 4 * MEGA)
 
 
 @pytest.mark.e2e
@@ -109,7 +109,7 @@ def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wan
     """Of layers all but the last product, whose result nobody wants, is computed twice forward, and the head's logits too."""
     step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)
     model, tokens = step.program.model, programs.SHARE_TOKENS
-    found = sum(one.flops * one.times for one in hlo_cost.kernels(step.written.text))
+    found = sum(one.flops * one.num_runs for one in hlo_cost.read_kernel_costs(step.dump.hlo_text))
     attention = flops.attention_flops(model, programs.pieces(step))
     needed = (flops.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
     D, F, H, G, K = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim

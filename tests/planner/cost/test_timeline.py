@@ -4,6 +4,7 @@ import pytest
 
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.cost import timeline
+from jaxsp.planner.cost.timeline import ExposedTime, ScheduledTransfer
 
 HEAD = "HloModule small, is_scheduled=true, num_partitions=8\n"
 LINKS = "collectives"
@@ -39,17 +40,17 @@ def simulate(*lines, more="", kernels, transfers=None):
     Returns: the timeline, and the seconds that each transfer is waited for, by name.
     """
     body = "\n".join(f"  {line}" for line in lines)
-    program = hlo.parsed(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
-    number = {line.name: line.number for lines in program.computations.values() for line in lines}
+    program = hlo.parse_module(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
+    number = {line.name: line.line_number for lines in program.computations.values() for line in lines}
     found = {
-        number[name]: timeline.Transfer(
-            stream=stream, seconds=seconds, begin=number[name], end=number.get(f"{name}.end", number[name])
+        number[name]: ScheduledTransfer(
+            stream=stream, seconds=seconds, begin_line=number[name], end_line=number.get(f"{name}.end", number[name])
         )
         for name, (stream, seconds) in (transfers or {}).items()
     }
     simulated = timeline.simulate(program, {number[name]: seconds for name, seconds in kernels.items()}, found)
-    never = timeline.Waited(runs=0, seconds=0.0)
-    return simulated, {name: simulated.waited.get(number[name], never) for name in transfers or {}}
+    never = ExposedTime(num_runs=0, seconds=0.0)
+    return simulated, {name: simulated.exposed.get(number[name], never) for name in transfers or {}}
 
 
 @pytest.mark.parametrize(("seconds", "waited"), [(2.0, 0.0), (3.0, 0.0), (5.0, 2.0)], ids=["shorter", "as long", "longer"])
@@ -58,7 +59,7 @@ def test_a_collective_is_hidden_as_far_as_kernels_run_beside_it(seconds, waited)
         begin("x"), kernel("product"), end("x"), kernel("next"),
         kernels={"product": 3.0, "next": 1.0}, transfers={"x": (LINKS, seconds)},
     )  # fmt: skip
-    assert waits["x"] == timeline.Waited(runs=1, seconds=waited)
+    assert waits["x"] == ExposedTime(num_runs=1, seconds=waited)
     assert found.seconds == 4.0 + waited
 
 
@@ -103,8 +104,8 @@ def test_a_loop_counts_as_often_as_it_runs(trips):
         kernels={"before": 1.0, "product": 3.0}, transfers={"x": (LINKS, 5.0)},
     )  # fmt: skip
     assert found.seconds == 1.0 + trips * 5.0
-    assert waits["x"] == timeline.Waited(runs=trips, seconds=2.0 * trips)
-    assert sum(found.kernels.values()) == 1.0 + trips * 3.0
+    assert waits["x"] == ExposedTime(num_runs=trips, seconds=2.0 * trips)
+    assert sum(found.kernel_seconds.values()) == 1.0 + trips * 3.0
 
 
 def test_loops_in_loops_multiply():
@@ -112,7 +113,7 @@ def test_loops_in_loops_multiply():
     outer = computation("outer", loop("inner", 3), begin("x"), end("x"))
     found, waits = simulate(loop("outer", 4), more=inner + outer, kernels={"product": 1.0}, transfers={"x": (LINKS, 0.5)})
     assert found.seconds == 4 * (3 + 0.5)
-    assert waits["x"] == timeline.Waited(runs=4, seconds=2.0)
+    assert waits["x"] == ExposedTime(num_runs=4, seconds=2.0)
 
 
 @pytest.mark.parametrize(("seconds", "waited"), [(3.0, 0.0), (6.0, 1.0)])
@@ -141,7 +142,7 @@ def test_of_a_conditional_the_slowest_branch_counts():
     line = "%c = f32[8]{0} conditional(%p, %a, %a), branch_computations={%short, %long}"
     found, _ = simulate(line, more=more, kernels={"one": 1.5, "two": 1.0, "three": 1.0})
     assert found.seconds == 2.0
-    assert sorted(found.kernels.values()) == [1.0, 1.0]
+    assert sorted(found.kernel_seconds.values()) == [1.0, 1.0]
 
 
 def test_kernels_of_called_computations_run_in_their_place():
