@@ -61,10 +61,10 @@ def benchmark_meshes(
         say: is told of each.
     Raises: UserError where none can run.
     """
-    settings = schema.load(path, list(changes))
+    config = schema.load(path, list(changes))
     found: list[MeshBenchmark] = []
     first: BenchmarkResult | None = None
-    all_of = mesh_sweep.list_combinations(settings, num_devices=_count_devices(settings), num_heads=num_heads)
+    all_of = mesh_sweep.list_combinations(config, num_devices=_count_devices(config), num_heads=num_heads)
     print_line(f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:")
     counted = Progress(len(all_of))
     for mesh, kind in all_of:
@@ -75,7 +75,7 @@ def benchmark_meshes(
         first = first or measured
         off, differs = (0.0, "")
         if measured is not None and first is not None:
-            off, differs = _compare_losses(first, measured, within=LOSS_TOLERANCE[settings.model.compute_dtype])
+            off, differs = _compare_losses(first, measured, within=LOSS_TOLERANCE[config.model.compute_dtype])
         result = why if measured is None else f"{durations.describe(measured.step_s)} a step"
         print_line(f"  [{counted.advance()}] {report.format_mesh(mesh)}, {mesh_sweep.describe_strategy(kind)}: {result}")
         found.append(
@@ -129,9 +129,9 @@ def check_losses(found: Sequence[MeshBenchmark]) -> None:
         raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differing)}")
 
 
-def _count_devices(settings: Config) -> int:
+def _count_devices(config: Config) -> int:
     """Devices that `jaxsp.measure` would see. JAX is not asked in this process: it would hold their memory."""
-    command = [sys.executable, "-c", _COUNT_DEVICES, str(settings.mesh.virtual_cpu_devices or 0)]
+    command = [sys.executable, "-c", _COUNT_DEVICES, str(config.mesh.virtual_cpu_devices or 0)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"JAX does not start: {done.stderr.strip()}")

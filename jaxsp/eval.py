@@ -46,24 +46,24 @@ def main(arguments: list[str]) -> None:
     meta = None if found is None else reader.read_meta(found)
     if meta is None:
         _check_model(given.what)  # before anything is said of the fields that are missing
-    settings = _load_config(given.what, given.config, given.changes, meta)
+    config = _load_config(given.what, given.config, given.changes, meta)
     # nothing waits for a backward pass that does not come, and there is no optimizer
-    idle = settings.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
-    settings = settings.model_copy(update={"memory": idle})
+    idle = config.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
+    config = config.model_copy(update={"memory": idle})
     run = None if found is None else run_paths.find_run_dir(found)
     out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL_FILE
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
     process = cli.detect_process(given)
     device_mesh.choose_platform(
-        virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
+        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),
     )
     distributed.initialize(process)
-    own_tokenizer = meta is not None and settings.model.tokenizer == meta.config["model"]["tokenizer"]
+    own_tokenizer = meta is not None and config.model.tokenizer == meta.config["model"]["tokenizer"]
     asked = build.resolve_config(
-        settings,
+        config,
         devices=jax.devices(),
         problems=ProblemCollector(),
         for_training=False,
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> None:
         assert asked.model_folder is not None, "what is no checkpoint is a source"
         master = build.make_weight_loader(program, asked.model_folder)()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-    how = f"computed in {settings.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
+    how = f"computed in {config.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
     console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
     for one in asked.evals:
         console.print(f"{one.name}: {banner.describe_documents(one)}", highlight=False, soft_wrap=True)
@@ -119,23 +119,23 @@ def _load_config(what: str, file: str | None, changes: list[str], meta: Checkpoi
         # they replace those of the run, held-out documents included: its training data may be elsewhere
         fields = fields | {
             "data": fields["data"] | {"eval_fraction": None},
-            "checkpoint": fields["checkpoint"] | {"best_by": None},
+            "checkpoint": fields["checkpoint"] | {"best_eval": None},
             "run": fields["run"] | {"early_stopping_patience": None, "early_stopping_min_delta": 0},
         }
-    problems, settings = ProblemCollector(), None
+    problems, config = ProblemCollector(), None
     with problems.collect():
-        settings = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
+        config = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)
-    if not (asked if settings is None else settings.data.eval or settings.data.eval_fraction):
+    if not (asked if config is None else config.data.eval or config.data.eval_fraction):
         problems.append(
             "data.eval: missing. Name what to evaluate on, for example data.eval='[{source: held-out/*.txt, format: text}]'."
         )
     problems.raise_if_any()
-    assert settings is not None
-    changed = [name for name, value in model.items() if getattr(settings.model, name) != value]
+    assert config is not None
+    changed = [name for name, value in model.items() if getattr(config.model, name) != value]
     if changed:
         raise UserError(f"model.{changed[0]}: the model is that of {what}. Name another in its place to evaluate it.")
-    return settings
+    return config
 
 
 if __name__ == "__main__":

@@ -35,13 +35,13 @@ def main(arguments: list[str]) -> None:
     if found is None:
         raise UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
     meta = reader.read_meta(found)
-    settings = schema.parse(meta.config)
+    config = schema.parse(meta.config)
     table = decoder.param_table(families.parse_model_config(meta.model, field="model.config"))
     kept = resume.find_model_dir(found)
     # all that model.source had beside its weights, not a tokenizer alone
     is_whole = kept is not None and (kept / "config.json").is_file()
-    tokenizer = None if is_whole else _load_tokenizer(settings, kept)
-    dtype = given.dtype or settings.model.compute_dtype
+    tokenizer = None if is_whole else _load_tokenizer(config, kept)
+    dtype = given.dtype or config.model.compute_dtype
     master = reader.read_weights(found, table)
     weights.export_model(
         master,
@@ -52,8 +52,8 @@ def main(arguments: list[str]) -> None:
         directory=out,
         dtype=dtype,
     )
-    if settings.data.chat_template is not None:  # what was learned is what a chat has to be written like
-        (out / "chat_template.jinja").write_text(settings.data.chat_template, encoding="utf-8")
+    if config.data.chat_template is not None:  # what was learned is what a chat has to be written like
+        (out / "chat_template.jinja").write_text(config.data.chat_template, encoding="utf-8")
     console = rich.console.Console(markup=False)
     console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
     if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
@@ -69,9 +69,9 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _load_tokenizer(settings: Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
+def _load_tokenizer(config: Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
     """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
-    named = settings.model.tokenizer
+    named = config.model.tokenizer
     if named != tokenizers.BYTE_TOKENIZER and kept is not None:
         return tokenizers.load(str(kept)) if (kept / "tokenizer_config.json").is_file() else None
     return None if named is None else tokenizers.load(named)

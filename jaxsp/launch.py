@@ -60,18 +60,18 @@ def main(arguments: list[str]) -> None:
         help="starts a job that hangs again up to so many times without a new checkpoint; default: 3",
     )
     given = parser.parse_intermixed_args(arguments)
-    settings = schema.load(given.config, given.changes)  # a mistake there is said once
+    config = schema.load(given.config, given.changes)  # a mistake there is said once
     with _SignalForwarder() as orders:
-        _run_with_restarts(given, settings.run, orders)
+        _run_with_restarts(given, config.run, orders)
 
 
-def _run_with_restarts(args: argparse.Namespace, settings: RunConfig, orders: "_SignalForwarder") -> None:
+def _run_with_restarts(args: argparse.Namespace, config: RunConfig, orders: "_SignalForwarder") -> None:
     """Trains, and starts again what hangs. Raises: SystemExit, where it fails otherwise, or hangs again and again."""
     command = [sys.executable, "-m", "jaxsp.train", args.config, *args.changes]
-    left, reached = args.restarts, _latest_step(settings)
+    left, reached = args.restarts, _latest_step(config)
     # a new port each time, where there is but one node
     while run_processes(command, _plan_processes(args), orders):
-        newest = _latest_step(settings)
+        newest = _latest_step(config)
         if newest > reached:
             left, reached = args.restarts, newest
         if not left:
@@ -80,13 +80,13 @@ def _run_with_restarts(args: argparse.Namespace, settings: RunConfig, orders: "_
         left -= 1
         where = f"from the checkpoint of step {newest}" if newest else "from the beginning"
         print(f"all processes start again, {where}", file=sys.stderr, flush=True)
-        if settings.resume == "never":
+        if config.resume == "never":
             command = [*command[:4], *args.changes, "run.resume=auto"]
 
 
-def _latest_step(settings: RunConfig) -> int:
+def _latest_step(config: RunConfig) -> int:
     """Of the checkpoints in the run's directory; 0 where there is none."""
-    found = pathlib.Path(settings.directory, "checkpoints").glob("*")  # importing checkpoint/reader.py would begin threads
+    found = pathlib.Path(config.directory, "checkpoints").glob("*")  # importing checkpoint/reader.py would begin threads
     return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 

@@ -126,7 +126,7 @@ def pack(
         and bad weights.
     Example: `for rows in pack([[5, 6, 7], [8, 9]], program): ...`
     """
-    settings = program.config
+    config = program.config
     if (weights is not None) != program.has_weights:
         advice = "Call load_model with has_weights=True."
         if program.has_weights:
@@ -135,13 +135,13 @@ def pack(
     packed = Documents(
         [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
         source_names=["documents"],
-        longest_row=settings.data.max_row_tokens,
-        long_documents=settings.data.long_documents,
+        longest_row=config.data.max_row_tokens,
+        long_documents=config.data.long_documents,
         field="documents",
     )
-    data = dataset.pack_documents("documents", packed, settings, digests=[""])
-    schedule = data.make_schedule(settings, num_steps=program.num_steps)
-    feed = data.make_loader(settings, program.mesh, schedule, layout_degree=program.attend.layout_degree)
+    data = dataset.pack_documents("documents", packed, config, digests=[""])
+    schedule = data.make_schedule(config, num_steps=program.num_steps)
+    feed = data.make_loader(config, program.mesh, schedule, layout_degree=program.attend.layout_degree)
     return (rows for rows, _ in feed.batches())
 
 
@@ -172,9 +172,9 @@ def save_model(
             "save_model: works in one process that drives all devices; this is one of "
             f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
         )
-    settings = program.config.model
-    source = None if settings.source is None else folder.find(settings.source)
-    fields = settings.config if source is None else source.config_fields
+    config = program.config.model
+    source = None if config.source is None else folder.find(config.source)
+    fields = config.config if source is None else source.config_fields
     assert fields is not None, "model.source or model.config is set"
 
     def from_host(leaf: Any) -> Any:
@@ -188,17 +188,17 @@ def save_model(
         tokenizer=None,
         small_files=None if source is None else source.path,
         directory=directory,
-        dtype=dtype or settings.compute_dtype,
+        dtype=dtype or config.compute_dtype,
     )
 
 
-def _build_config(source: str, settings: Mapping[str, Any]) -> Config:
+def _build_config(source: str, config: Mapping[str, Any]) -> Config:
     """A whole config: what training from files needs is filled in. Raises: UserError."""
-    if wrong := [name for name, group in settings.items() if not isinstance(group, Mapping)]:
+    if wrong := [name for name, group in config.items() if not isinstance(group, Mapping)]:
         raise UserError(
-            f"settings: {wrong[0]} = {settings[wrong[0]]!r}: must be a group of fields, for example {{'run': {{'steps': 10}}}}."
+            f"settings: {wrong[0]} = {config[wrong[0]]!r}: must be a group of fields, for example {{'run': {{'steps': 10}}}}."
         )
-    fields: dict[str, Any] = {name: dict(group) for name, group in settings.items()}
+    fields: dict[str, Any] = {name: dict(group) for name, group in config.items()}
     for group, name, suggestion in _UNSUPPORTED_FIELDS:
         if (value := fields.get(group, {}).get(name)) is not None:
             raise UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")

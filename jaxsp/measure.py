@@ -71,16 +71,16 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_intermixed_args(arguments)
     if given.steps < 1:
         raise UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
-    settings = schema.load(given.config, given.changes)
+    config = schema.load(given.config, given.changes)
     if given.json:
         cli.check_file(given.json, flag="--json")
     console = rich.console.Console(markup=False)
-    sizes = published.read_sizes(settings.model)
+    sizes = published.read_sizes(config.model)
     if sizes.note:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
-        settings = schema.load(given.config, [*given.changes, *sizes.overrides])
-    device_mesh.choose_platform(virtual_cpu_devices=settings.mesh.virtual_cpu_devices)
-    found = dataclasses.replace(benchmark_steps(settings, num_steps=given.steps), published_sizes=sizes.note or None)
+        config = schema.load(given.config, [*given.changes, *sizes.overrides])
+    device_mesh.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
+    found = dataclasses.replace(benchmark_steps(config, num_steps=given.steps), published_sizes=sizes.note or None)
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
         f"{found.num_devices} x {found.device_kind}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "
@@ -93,34 +93,34 @@ def main(arguments: list[str]) -> None:
         given.json.write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def benchmark_steps(settings: Config, *, num_steps: int) -> BenchmarkResult:
+def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     """Times so many steps of a config from its first weights on.
 
     Raises: what `prepare.training` and `levers.ready` raise.
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-measure-") as folder:
         run = {"directory": str(pathlib.Path(folder) / "run"), "steps": 1 + num_steps, "epochs": None, "resume": "never"}
-        changed = settings.model_copy(
+        changed = config.model_copy(
             update={
-                "run": settings.run.model_copy(update=run),
-                "data": settings.data.model_copy(update={"eval": ()}),
-                "checkpoint": settings.checkpoint.model_copy(update={"keep_best": 0, "best_by": None}),
-                "logging": settings.logging.model_copy(update={"profile_steps": None}),
+                "run": config.run.model_copy(update=run),
+                "data": config.data.model_copy(update={"eval": ()}),
+                "checkpoint": config.checkpoint.model_copy(update={"keep_best": 0, "best_eval": None}),
+                "logging": config.logging.model_copy(update={"profile_steps": None}),
             }
         )
         program, material = build.build_training(changed, devices=jax.devices())
-    settings = program.config
+    config = program.config
     began, ready = time.perf_counter(), {}
-    for row_tokens in reversed(settings.data.row_lengths):
-        of_length = dataclasses.replace(program, config=settings.with_row_tokens(row_tokens))
+    for row_tokens in reversed(config.data.row_lengths):
+        of_length = dataclasses.replace(program, config=config.with_row_tokens(row_tokens))
         ready[row_tokens] = memory_options.compile_fitting_step(
             of_length, workspace_bytes=material.attention_choice.workspace_bytes
         )
-    longest = ready[settings.data.max_row_tokens]
+    longest = ready[config.data.max_row_tokens]
     memory_options.reserve_host_memory(program, longest.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_step.init_state(program, material.make_weights())
-    feed = material.train_set.make_loader(settings, program.mesh, material.schedule, layout_degree=program.attend.layout_degree)
+    feed = material.train_set.make_loader(config, program.mesh, material.schedule, layout_degree=program.attend.layout_degree)
     seconds, numbers, lengths = [], [], []
     for rows, counts in feed.batches():
         began = time.perf_counter()

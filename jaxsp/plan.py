@@ -41,28 +41,28 @@ _LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
     given = parse_arguments(arguments)
-    settings = schema.load(given.config, given.changes)
+    config = schema.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
-    sizes = published.read_sizes(settings.model)
+    sizes = published.read_sizes(config.model)
     if sizes.note:
         console.print(sizes.note)
     if given.measure is not None:
         _measure(given, sizes, console)
         return
-    _check_single_length(given, settings)
+    _check_single_length(given, config)
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
-    sites = [_make_cluster(kind, given, settings) for kind in given.device or ["h100-80gb"]]
-    asked_for = PlanRequest(args=given, settings=settings, sizes=sizes, cluster=sites[0], console=console)
+    sites = [_make_cluster(kind, given, config) for kind in given.device or ["h100-80gb"]]
+    asked_for = PlanRequest(args=given, config=config, sizes=sizes, cluster=sites[0], console=console)
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(sites[0])}")
     if given.meshes:
         _plan_meshes(asked_for)
     elif given.longest:
         _find_longest(asked_for)
-    elif len(sites) > 1 or len(settings.data.row_lengths) > 1:
+    elif len(sites) > 1 or len(config.data.row_lengths) > 1:
         _plan_several(asked_for, sites)
     else:
         _plan_one(asked_for)
@@ -73,7 +73,7 @@ class PlanRequest:
     """The parsed command, with the config, model and first kind of GPU that it names."""
 
     args: argparse.Namespace
-    settings: Config
+    config: Config
     sizes: ModelSizes
     cluster: Cluster
     console: rich.console.Console
@@ -86,13 +86,13 @@ class PlanRequest:
     @property
     def model_name(self) -> str:
         """The model's name in output."""
-        name = self.settings.model.source or "the config's model"
+        name = self.config.model.source or "the config's model"
         return f"{name} (published sizes)" if self.sizes.published else name
 
     @property
     def train_tokens(self) -> float | None:
         """Tokens to train on; None if they are unknown."""
-        run, step_tokens = self.settings.run, self.settings.batch.rows_per_step * self.settings.data.max_row_tokens
+        run, step_tokens = self.config.run, self.config.batch.rows_per_step * self.config.data.max_row_tokens
         if self.args.tokens is not None:
             return self.args.tokens
         return None if run.steps is None else float(run.steps * step_tokens)
@@ -117,7 +117,7 @@ def _measure(given: argparse.Namespace, sizes: ModelSizes, console: rich.console
 def _plan_one(asked: PlanRequest) -> None:
     """Plans the config's step."""
     shown = planning.plan_step(
-        asked.settings, model=asked.model, cluster=asked.cluster, document_tokens=asked.args.document_tokens
+        asked.config, model=asked.model, cluster=asked.cluster, document_tokens=asked.args.document_tokens
     )
     asked.console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
     _write_json(asked.args.json, dataclasses.asdict(shown), asked.sizes, asked.console)
@@ -127,13 +127,13 @@ def _plan_one(asked: PlanRequest) -> None:
 def _plan_several(asked: PlanRequest, sites: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
     found, refused = [], []
-    counted = Progress(len(sites) * len(asked.settings.data.row_lengths))
+    counted = Progress(len(sites) * len(asked.config.data.row_lengths))
     for site in sites:
-        for row_tokens in asked.settings.data.row_lengths:
-            settings = asked.settings.with_row_tokens(row_tokens)
+        for row_tokens in asked.config.data.row_lengths:
+            config = asked.config.with_row_tokens(row_tokens)
             words = f"{site.num_devices} x {site.device_type}, rows of {row_tokens:,} tokens"
             try:
-                plan = planning.plan_step(settings, model=asked.model, cluster=site, document_tokens=asked.args.document_tokens)
+                plan = planning.plan_step(config, model=asked.model, cluster=site, document_tokens=asked.args.document_tokens)
             except UserError as error:
                 refused.append(f"{words}: {str(error).splitlines()[0]}")
                 asked.console.print(f"{words}: refused [{counted.advance()}]")
@@ -157,7 +157,7 @@ def _plot_lengths(asked: PlanRequest, shown: Plan, around: list[Plan], factors: 
     lengths = _choose_plot_lengths(asked, shown, around, factors)
     counted = Progress(len(lengths))
     for row_tokens in lengths:
-        of_length = search.with_row_tokens(asked.settings, row_tokens)
+        of_length = search.with_row_tokens(asked.config, row_tokens)
         verdict = "planned"
         try:
             around.append(planning.plan_step(of_length, model=asked.model, cluster=asked.cluster))
@@ -172,7 +172,7 @@ def _plot_lengths(asked: PlanRequest, shown: Plan, around: list[Plan], factors: 
 
 def _choose_plot_lengths(asked: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]) -> list[int]:
     """Row lengths that a picture needs besides those that were planned."""
-    unit = 128 * asked.settings.mesh.seq
+    unit = 128 * asked.config.mesh.seq
     planned = {plan.row_tokens for plan in around}
     lengths = [round(factor * shown.row_tokens / unit) * unit for factor in factors]
     return [length for length in dict.fromkeys(lengths) if length and length not in planned]
@@ -272,9 +272,9 @@ def _check_arguments(given: argparse.Namespace) -> None:
     problems.raise_if_any()
 
 
-def _check_single_length(given: argparse.Namespace, settings: Config) -> None:
+def _check_single_length(given: argparse.Namespace, config: Config) -> None:
     """Raises: UserError for flags that need one row length, if the config has several."""
-    lengths = settings.data.row_lengths
+    lengths = config.data.row_lengths
     wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
     if len(lengths) > 1 and wrong and not given.longest:
         raise UserError(
@@ -282,9 +282,9 @@ def _check_single_length(given: argparse.Namespace, settings: Config) -> None:
         )
 
 
-def _make_cluster(kind: str, given: argparse.Namespace, settings: Config) -> Cluster:
+def _make_cluster(kind: str, given: argparse.Namespace, config: Config) -> Cluster:
     """Nodes of a kind of GPU. Raises: UserError for devices that the mesh does not fit."""
-    mesh = settings.mesh
+    mesh = config.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
     count = inner * mesh.data if mesh.data != -1 else -(-device_mesh.DEVICES_PER_NODE // inner) * inner
@@ -305,7 +305,7 @@ def _find_longest(asked: PlanRequest) -> None:
     def show(one: TriedLength) -> None:
         console.print(report.format_length(one, progress=counted.advance()))
 
-    found = search.find_longest_row(asked.settings, model=asked.model, cluster=site, on_result=show)
+    found = search.find_longest_row(asked.config, model=asked.model, cluster=site, on_result=show)
     console.print(report.format_longest(found, seconds=time.perf_counter() - began))
     shown = found.plan or found.shortest_failing.plan
     result = {
@@ -322,8 +322,8 @@ def _find_longest(asked: PlanRequest) -> None:
 
 def _plan_meshes(asked: PlanRequest) -> None:
     """Plans every mesh."""
-    given, settings, site, console = asked.args, asked.settings, asked.cluster, asked.console
-    count = len(mesh_sweep.list_combinations(settings, num_devices=site.num_devices, num_heads=asked.model.num_heads))
+    given, config, site, console = asked.args, asked.config, asked.cluster, asked.console
+    count = len(mesh_sweep.list_combinations(config, num_devices=site.num_devices, num_heads=asked.model.num_heads))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     counted = Progress(count)
 
@@ -332,9 +332,9 @@ def _plan_meshes(asked: PlanRequest) -> None:
 
     with console.status("compiling"):
         found = mesh_sweep.plan_meshes(
-            settings, model=asked.model, cluster=site, document_tokens=given.document_tokens, on_result=show
+            config, model=asked.model, cluster=site, document_tokens=given.document_tokens, on_result=show
         )
-    rows = f"{settings.batch.rows_per_step} rows of {settings.data.max_row_tokens:,} tokens"
+    rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens"
     console.print(f"{rows} a step on {site.num_devices} x {site.device_type}")
     console.print(report.format_ranking(found))
     if given.plot:

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml")
     parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
     parser.add_argument(
-        "--show-example", action="store_true", help="prints what is learned of each source's first record, and trains nothing"
+        "--preview", action="store_true", help="prints what is learned of each source's first record, and trains nothing"
     )
     parser.add_argument(
         "--verbose",
@@ -37,30 +37,30 @@ def main(arguments: list[str]) -> None:
         help="prints who gets which rows of the first step, and the traceback when another process is gone",
     )
     given = parser.parse_intermixed_args(arguments)
-    settings = schema.load(given.config, given.changes)
+    config = schema.load(given.config, given.changes)
     process = cli.detect_process(given)
-    if given.show_example:
-        preview.print_preview(settings, rich.console.Console(quiet=process.index > 0, markup=False))
+    if given.preview:
+        preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
         return
     device_mesh.choose_platform(
-        virtual_cpu_devices=settings.mesh.virtual_cpu_devices,
+        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),
-        max_pool_bytes=_pinned_pool_bytes(settings, process),
+        max_pool_bytes=_pinned_pool_bytes(config, process),
     )
-    now, folder = RunStatus(), pathlib.Path(settings.run.directory)
-    with Preemption(settings.run, now) as stop:
+    now, folder = RunStatus(), pathlib.Path(config.run.directory)
+    with Preemption(config.run, now) as stop:
         distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
-        with run_dir.lock(folder, config_path=given.config), Watchdog(settings.run, now, has_heartbeat=process.index == 0):
+        with run_dir.lock(folder, config_path=given.config), Watchdog(config.run, now, has_heartbeat=process.index == 0):
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    program, material = build.build_training(settings, devices=jax.devices(), skip=damaged)
+                    program, material = build.build_training(config, devices=jax.devices(), skip=damaged)
                     trainer.train(program, material, console, preemption=stop, verbose=given.verbose)
                     break
                 except DamagedCheckpointError as damage:
-                    words = resume.skip_damaged(settings.run, damage)
+                    words = resume.skip_damaged(config.run, damage)
                     damaged.append(damage.path)
                 if process.index == 0:
                     distributed.log(words)
@@ -68,25 +68,25 @@ def main(arguments: list[str]) -> None:
         distributed.shutdown()  # while a signal still means that all is well
 
 
-def _pinned_pool_bytes(settings: Config, process: Process) -> int | None:
+def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     """Size for XLA's pool of pinned host memory for each GPU; None if nothing is offloaded or the
     model cannot be read yet.
 
     The pool's size must be set before JAX initializes its devices, so this is a formula with a
     margin.
     """
-    memory, num_gpus = settings.memory, cluster.count_gpus(os.environ)
+    memory, num_gpus = config.memory, cluster.count_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
-        model = families.read_model_config(settings.model)
+        model = families.read_model_config(config.model)
     except UserError:
         # a resumed run reads it from its checkpoint; otherwise, the error is reported later with all others
         return None
     num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
-    num_shards = max(1, num_devices // settings.mesh.replica)
-    found = memory_fit.offloaded_bytes(model, settings, num_shards=num_shards, seq=settings.mesh.seq)
+    num_shards = max(1, num_devices // config.mesh.replica)
+    found = memory_fit.offloaded_bytes(model, config, num_shards=num_shards, seq=config.mesh.seq)
     return memory_fit.pool_bytes(found)
 
 

@@ -40,18 +40,18 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "packed, window": {"max_pieces": 64, "window": 4096},
     "packed, window, blockwise": {"max_pieces": 64, "window": 4096, "kernel": "blockwise"},
     "packed, ring": {"max_pieces": 64, "head_chunks": 2, "halves": "ring"},
-    "packed, all-gather": {"max_pieces": 64, "halves": "gather"},
+    "packed, all-gather": {"max_pieces": 64, "halves": "all_gather"},
     "one document": {"max_pieces": 1, "head_chunks": 2},
     "one document, blockwise": {"max_pieces": 1, "kernel": "blockwise"},
     "one document, window": {"max_pieces": 1, "window": 4096},
     "one document, ring": {"max_pieces": 1, "halves": "ring"},
-    "one document, all-gather": {"max_pieces": 1, "halves": "gather"},
+    "one document, all-gather": {"max_pieces": 1, "halves": "all_gather"},
 }
 """Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
 
 OFFLOAD = {
-    "layers, inputs offloaded": RematPolicy(remat="full", offload_activations="residual"),
-    "layers, inputs and attention offloaded": RematPolicy(offload_activations="residual_and_attention"),
+    "layers, inputs offloaded": RematPolicy(remat="full", offload_activations="layer_inputs"),
+    "layers, inputs and attention offloaded": RematPolicy(offload_activations="layer_inputs_and_attention"),
     "layers": RematPolicy(),
 }
 """Memory options of the self-check's programs for offloading."""

@@ -122,7 +122,7 @@ STAGES = {
                 module="scripts.bench.step",
                 arguments=(
                     *(*_STEP, "--documents", "packed"),
-                    *("--offload-activations", "residual_and_attention"),
+                    *("--offload-activations", "layer_inputs_and_attention"),
                     *("--xla-option", f"{_PIPELINED}=false", f"{_PIPELINED}=true"),
                 ),
             ),

@@ -140,16 +140,19 @@ def on_shares(attend: Attend) -> Callable[..., jax.Array]:
     return of_rows
 
 
-def on_mesh(arrays: Arrays, on: Mesh, *, rows_at_once: int = 1, degree: int = 1) -> Batch:
+def on_mesh(arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: int = 1) -> Batch:
     """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
     places = layout.token_order(arrays["tokens_BL"].shape[1], degree)
     specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
     arrays = {name: array[:, places] if specs[name] == PER_TOKEN else array for name, array in arrays.items()}
     num_groups, num_rows = device_mesh.num_groups(on), len(arrays["tokens_BL"])
-    rows_per_turn = num_groups * rows_at_once
+    rows_per_turn = num_groups * rows_per_microbatch
     turns = num_microbatches(rows_per_step=num_rows, global_microbatch_rows=rows_per_turn)
     order = [
-        [step_row_index(turn, slot, num_groups=num_groups, rows_per_microbatch=rows_at_once) for slot in range(rows_per_turn)]
+        [
+            step_row_index(turn, slot, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch)
+            for slot in range(rows_per_turn)
+        ]
         for turn in range(turns)
     ]
     put = {name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name])) for name, array in arrays.items()}

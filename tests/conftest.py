@@ -146,5 +146,5 @@ def small_shards() -> Iterator[None]:
     from jaxsp.training import sharding
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "REPLICATED_BELOW", 100)
+        patch.setattr(sharding, "MIN_SHARDED_SIZE", 100)
         yield

@@ -148,14 +148,14 @@ def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
 
 
 def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
-    used = [dataclasses.replace(GOOD, remat_used=remat, host_gib=1.5) for remat in ("attention", "full") for _ in range(4)]
-    words = ["--documents", "one", "--remat", "auto", "full", "--offload-activations", "none", "residual_and_attention"]
+    used = [dataclasses.replace(GOOD, remat_used=remat, host_gib=1.5) for remat in ("save_attention", "full") for _ in range(4)]
+    words = ["--documents", "one", "--remat", "auto", "full", "--offload-activations", "none", "layer_inputs_and_attention"]
     _, found = run(monkeypatch, tmp_path, used, *words, "--offload-optimizer", "state", "none")
     asked = [tuple(case[name] for name in step.LEVERS) for case in found["cases"]]
     assert asked == [
         (remat, activations, optimizer)
         for remat in ("auto", "full")
-        for activations in ("none", "residual_and_attention")
+        for activations in ("none", "layer_inputs_and_attention")
         for optimizer in ("state", "none")
     ]
     lines = capsys.readouterr().out.splitlines()
@@ -197,10 +197,10 @@ def test_a_case_s_config_has_its_tiles_and_xla_options(tmp_path):
         mlp_tile_tokens=64,
         xla_options={"xla_a": True},
     )
-    settings = step.settings_of(case, source=tmp_path, directory=tmp_path)
-    default = type(settings.memory)().loss_tile_tokens
-    assert (settings.memory.mlp_tile_tokens, settings.memory.loss_tile_tokens) == (64, default)
-    assert settings.run.xla_options == {"xla_a": True}
+    config = step.settings_of(case, source=tmp_path, directory=tmp_path)
+    default = type(config.memory)().loss_tile_tokens
+    assert (config.memory.mlp_tile_tokens, config.memory.loss_tile_tokens) == (64, default)
+    assert config.run.xla_options == {"xla_a": True}
 
 
 def test_files_without_tiles_are_compared_with_new_ones(monkeypatch, tmp_path):
@@ -261,10 +261,10 @@ def test_rows_are_doubled_until_one_does_not_fit(monkeypatch, tmp_path):
 
 def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path):
     case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
-    never = dataclasses.replace(case, remat="full", offload_activations="residual_and_attention")
+    never = dataclasses.replace(case, remat="full", offload_activations="layer_inputs_and_attention")
     found = step.measure(never, tmp_path)
     assert (found.status, found.step_s) == (report.REFUSED, None)
-    fields = ("memory.offload_activations = residual_and_attention", "memory.remat = full")
+    fields = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
     assert re.match(messages.holding(*fields), found.message)
 
 
@@ -286,7 +286,7 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 1)
+    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
         says = messages.holding("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
         assert re.search(says, machine.missing())
@@ -296,7 +296,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", broken)
     assert re.search(messages.holding("no driver", "jax[cuda13]"), machine.missing())
-    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 0)
+    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 0)
     assert "/dev/nvidia0" in machine.missing()
 
 

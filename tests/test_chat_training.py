@@ -32,7 +32,7 @@ def chat_run(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join([record] * 10))
     (folder / "chatml.jinja").write_text(TEMPLATE)
     source = {"source": str(folder / "chats.jsonl"), "format": "messages"}
-    settings = schema.parse(
+    config = schema.parse(
         {
             "run": {"directory": str(folder / "run"), "epochs": 2},
             "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes", "compute_dtype": "float32"},
@@ -48,7 +48,7 @@ def chat_run(tmp_path_factory):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = build.build_training(settings, devices=jax.devices()[:2])
+    program, material = build.build_training(config, devices=jax.devices()[:2])
     trainer.train(program, material, rich.console.Console(quiet=True))
     (folder / "chatml.jinja").unlink()
     return folder

@@ -35,7 +35,7 @@ def measured(**changes):
         "peak_gib": None,
         "device_gib": 0.1,
         "host_gib": 0.0,
-        "remat": "attention",
+        "remat": "save_attention",
         "kernel": "blockwise",
         "step_s_estimate": None,
         "compile_s": 1.0,
@@ -51,9 +51,9 @@ def compared(monkeypatch, *outcomes):
         outcome = next(waiting)
         return (None, outcome) if isinstance(outcome, str) else (outcome, "")
 
-    monkeypatch.setattr(compare, "_apart", apart)
-    monkeypatch.setattr(compare, "_num_devices", lambda settings: 2)
-    words = ["attention.kind=ulysses"]
+    monkeypatch.setattr(compare, "_run_process", apart)
+    monkeypatch.setattr(compare, "_count_devices", lambda config: 2)
+    words = ["attention.strategy=ulysses"]
     return compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
 
 
@@ -64,17 +64,17 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
         asked.append(schema.load(path, list(words)).attention)
         return measured(), ""
 
-    monkeypatch.setattr(compare, "_apart", apart)
-    monkeypatch.setattr(compare, "_num_devices", lambda settings: 4)
-    words = ["attention.outer=gather", "attention.kv_heads_per_gather=1"]
+    monkeypatch.setattr(compare, "_run_process", apart)
+    monkeypatch.setattr(compare, "_count_devices", lambda config: 4)
+    words = ["attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=1"]
     compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
-    found = {(one.kind, one.inner_degree, one.outer, one.kv_heads_per_gather) for one in asked}
+    found = {(one.kind, one.ulysses_degree, one.outer, one.kv_heads_per_gather) for one in asked}
     assert found == {
-        ("auto", None, "gather", 1),
+        ("auto", None, "all_gather", 1),
         ("ulysses", None, "ring", None),
-        ("hybrid", 2, "gather", 1),
+        ("hybrid", 2, "all_gather", 1),
         ("ring", None, "ring", None),
-        ("gather", None, "gather", 1),
+        ("all_gather", None, "all_gather", 1),
     }
 
 
@@ -112,17 +112,18 @@ def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("asked", "kinds"), [("ulysses", ["ulysses"]), pytest.param("auto", ["gather", "ring", "ulysses"], marks=pytest.mark.slow)]
+    ("asked", "kinds"),
+    [("ulysses", ["ulysses"]), pytest.param("auto", ["all_gather", "ring", "ulysses"], marks=pytest.mark.slow)],
 )
 def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch, asked, kinds):
     """As a user asks for it: rows_per_step 2 goes on every mesh of two devices."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled again and again
     written = tmp_path / "meshes.json"
     plan.main(
-        ["configs/quickstart.yaml", *WORDS, f"attention.kind={asked}", "--meshes", "--measure", "2", "--json", str(written)]
+        ["configs/quickstart.yaml", *WORDS, f"attention.strategy={asked}", "--meshes", "--measure", "2", "--json", str(written)]
     )
     found = json.loads(written.read_text())["meshes"]
-    ran = sorted((one["mesh"]["replica"], one["mesh"]["data"], one["kind"].get("kind")) for one in found)
+    ran = sorted((one["mesh"]["replica"], one["mesh"]["data"], one["strategy"].get("strategy")) for one in found)
     assert ran == [*((1, 1, kind) for kind in kinds), (1, 2, None), (2, 1, None)]
     assert all(one["measured"]["mesh"] == one["mesh"] for one in found)
     assert all(len(one["measured"]["losses"]) == 3 and one["off"] < 1e-5 for one in found)

@@ -11,8 +11,8 @@ FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_is_read_and_its_header_says_how_to_start_it(path):
-    settings = schema.load(path, [])
-    assert settings.run.directory.startswith("runs/")
+    config = schema.load(path, [])
+    assert config.run.directory.startswith("runs/")
     header = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
     assert any(f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.") for line in header)
 

@@ -31,8 +31,8 @@ REPO = pathlib.Path(__file__).parent.parent
 LENGTHS = [*np.random.default_rng(0).integers(1, 60, 80).tolist(), 200, 1, 64, 65, 300, 128]
 """Documents; rows have 64 tokens."""
 
-ONE_LENGTH = {"row_tokens": 64, "max_documents_per_row": 6}
-TWO_LENGTHS = {"row_tokens": [32, 64], "max_documents_per_row": 6, "long_documents": "drop"}
+ONE_LENGTH = {"row_tokens": 64, "max_segments_per_row": 6}
+TWO_LENGTHS = {"row_tokens": [32, 64], "max_segments_per_row": 6, "long_documents": "drop"}
 
 
 def write_config(folder: pathlib.Path, data: dict) -> None:
@@ -61,9 +61,9 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 
 
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
-    settings = schema.load(folder / "config.yaml", list(words))
+    config = schema.load(folder / "config.yaml", list(words))
     with consumed.noted(folder / log):
-        program, material = build.build_training(settings, devices=jax.devices())
+        program, material = build.build_training(config, devices=jax.devices())
         trainer.train(program, material, rich.console.Console(quiet=True))
 
 

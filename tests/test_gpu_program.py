@@ -34,16 +34,16 @@ SMALL = {
 }
 
 
-def compiled_step(settings):
+def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
-    model = families.parse_model_config(settings.model.config, field="model.config")
-    count = settings.mesh.data * settings.mesh.seq
-    return compiled.compile_config(settings, model=model, devices=compiled.make_devices("h100-80gb", count))
+    model = families.parse_model_config(config.model.config, field="model.config")
+    count = config.mesh.data * config.mesh.seq
+    return compiled.compile_config(config, model=model, devices=compiled.make_devices("h100-80gb", count))
 
 
 def small_step(slots, **memory):
     """The text of the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row, three turns."""
-    settings = schema.parse(
+    config = schema.parse(
         {
             "memory": memory,
             "run": {"directory": "unused", "steps": 1},
@@ -52,13 +52,13 @@ def small_step(slots, **memory):
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": 8192,
-                "max_documents_per_row": slots,
+                "max_segments_per_row": slots,
             },
             "batch": {"rows_per_step": 6},
             "optimizer": {"learning_rate": 0.1},
         }
     )
-    return compiled_step(settings).dump.hlo_text
+    return compiled_step(config).dump.hlo_text
 
 
 @pytest.fixture(scope="module", params=[64, pytest.param(1, marks=pytest.mark.slow)], ids=["packed", "one document a row"])
@@ -108,7 +108,7 @@ def test_full_calls_cudnn_forward_again_in_the_backward_pass():
 
 def test_what_is_offloaded_is_in_host_memory_as_large_as_it_is():
     """A device's 2,048 tokens of 1,024 numbers in bfloat16, for each of 4 layers; and what attention gave, as large."""
-    text = small_step(1, offload_activations="residual_and_attention")
+    text = small_step(1, offload_activations="layer_inputs_and_attention")
     kept = {tuple(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", text)}
     assert {math.prod(dims) for dims in kept} == {4 * 2048 * 1024}
     assert num_calls(text) == (4 * 3, 4 * 3)
@@ -125,14 +125,14 @@ RECIPES = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES])
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
-    settings = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
-    model = families.parse_model_config(settings.model.config, field="model.config")
-    groups = settings.mesh.data
-    plan = planning.plan_step(settings, model=model, cluster=compiled.make_cluster("h100-80gb", groups * settings.mesh.seq))
+    config = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
+    model = families.parse_model_config(config.model.config, field="model.config")
+    groups = config.mesh.data
+    plan = planning.plan_step(config, model=model, cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq))
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()
     assert int(least or most) - 0.5 < plan.device_gib < int(most) + 0.5, "of jax 0.10.1 to 0.12"
     # a layer of a microbatch: see the test of the all-to-alls above
-    microbatches = settings.batch.rows_per_step // (groups * settings.batch.rows_per_microbatch)
+    microbatches = config.batch.rows_per_step // (groups * config.batch.rows_per_microbatch)
     all_to_alls = sum(transfer["runs"] for transfer in plan.transfers if transfer["kind"] == "all-to-all")
-    assert all_to_alls == (6 * model.num_layers * microbatches if settings.mesh.seq > 1 else 0)
+    assert all_to_alls == (6 * model.num_layers * microbatches if config.mesh.seq > 1 else 0)

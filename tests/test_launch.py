@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("hearing")
 
 REPO = pathlib.Path(__file__).parent.parent
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share", "learning_rate")
+COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction", "learning_rate")
 
 ENDS_WITHIN_S = 30
 """From the failure of one process to the end of the launch."""
@@ -385,7 +385,7 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
             (tmp_path / "run/checkpoints/7").mkdir(parents=True)
         return True
 
-    monkeypatch.setattr(launch, "run", run)
+    monkeypatch.setattr(launch, "run_processes", run)
     # what began anew by its config goes on when it starts again
     words = [
         "--processes",
@@ -430,7 +430,7 @@ def three_of(launcher):
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpus, says):
-    monkeypatch.setattr(cluster, "num_gpus", lambda _: num_gpus)
+    monkeypatch.setattr(cluster, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
     with pytest.raises(UserError, match=messages.holding(*says)):
         launch.main([*words.split(), "configs/quickstart.yaml", "run.steps=1"])
@@ -438,8 +438,8 @@ def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpu
 
 def test_a_launch_on_each_node_makes_one_job(monkeypatch):
     begun = []
-    monkeypatch.setattr(launch, "run", lambda _, job, orders: begun.append(job))
-    monkeypatch.setattr(cluster, "num_gpus", lambda _: 4)
+    monkeypatch.setattr(launch, "run_processes", lambda _, job, orders: begun.append(job))
+    monkeypatch.setattr(cluster, "count_gpus", lambda _: 4)
     for node in "01":
         launch.main(["--nodes", "2", "--node", node, "--coordinator", "node-0:29500", "configs/quickstart.yaml"])
     (first, second) = begun

@@ -75,7 +75,7 @@ def trains(called):
 def test_slurm_starts_again_what_hangs_and_nothing_else(commands, codes, code, starts):
     ended, _, called = commands(SLURM, "a.yaml", "run.steps=3", codes=codes)
     assert ended == code
-    assert trains(called) == ["python -m jaxsp.train a.yaml run.grace_s=270 run.steps=3"] * starts
+    assert trains(called) == ["python -m jaxsp.train a.yaml run.shutdown_grace=270 run.steps=3"] * starts
     assert not any(line.startswith("scontrol") for line in called)
 
 
@@ -96,7 +96,7 @@ def test_slurm_asks_for_a_config(commands):
 def test_slurm_warns_earlier_than_a_run_may_take_to_stop():
     text = SLURM.read_text()
     warned = int(re.search(r"--signal=B:USR1@(\d+)", text)[1])
-    assert float(re.search(r"run.grace_s=(\d+)", text)[1]) < warned
+    assert float(re.search(r"run.shutdown_grace=(\d+)", text)[1]) < warned
     subprocess.run(["bash", "-n", SLURM], check=True)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"], "one task for each GPU"
@@ -109,16 +109,16 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert words[:3] == ["python", "-m", "jaxsp.launch"]
     started = []
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(cluster, "num_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
-    monkeypatch.setattr(launch, "run", lambda command, job, orders: started.append((command, job)))
+    monkeypatch.setattr(cluster, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
+    monkeypatch.setattr(launch, "run_processes", lambda command, job, orders: started.append((command, job)))
     launch.main(words[3:])
     ((command, job),) = started
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
-    settings = schema.load(command[3], command[4:])
-    assert settings.run.shutdown_grace < POD["terminationGracePeriodSeconds"]
+    config = schema.load(command[3], command[4:])
+    assert config.run.shutdown_grace < POD["terminationGracePeriodSeconds"]
     mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
-    assert settings.run.directory.startswith(f"{mount}/")
+    assert config.run.directory.startswith(f"{mount}/")
 
 
 def test_the_pods_meet_at_the_first_of_them():

@@ -25,7 +25,7 @@ SETTINGS = {
     "run": {"steps": 3},
     "model": {"compute_dtype": "float32"},
     "mesh": {"replica": 1, "data": 2, "seq": 4},
-    "data": {"row_tokens": 32, "max_documents_per_row": 4},
+    "data": {"row_tokens": 32, "max_segments_per_row": 4},
     "batch": {"rows_per_step": 4},
     "optimizer": {"learning_rate": 0.01},
 }

@@ -63,7 +63,7 @@ def asked(tmp_path, capsys):
             "data": {
                 "train": [{"source": "not-here.jsonl", "format": "text"}],
                 "row_tokens": 32768,
-                "max_documents_per_row": 1,
+                "max_segments_per_row": 1,
             },
             "batch": {"rows_per_step": 8},
             "optimizer": {"learning_rate": 0.1},
@@ -97,7 +97,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert "ESTIMATE" in said
     assert re.search(messages.holding(8, "GPUs", "2,000 GiB"), said)
     words = " ".join(said.split())
-    assert re.search(messages.holding("attention_and_mlp", "8,192 tokens"), words)
+    assert re.search(messages.holding("save_attention_and_mlp", "8,192 tokens"), words)
     assert found["mlp_tile_tokens"] == 8192
     assert found["limited_by"] in words
     tokens = 8 * 32768
@@ -128,7 +128,7 @@ def test_every_device_is_compiled_for(asked, device):
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("--device", "a100-80gb", "data.max_documents_per_row=64"), marks=pytest.mark.slow),
+        pytest.param(("--device", "a100-80gb", "data.max_segments_per_row=64"), marks=pytest.mark.slow),
         ("model.compute_dtype=float32",),
     ],
     ids=["A100", "float32"],
@@ -149,7 +149,7 @@ def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked
     if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
     words = ("memory.offload_optimizer=state_and_gradients", "optimizer.name=adamw", "mesh.seq=1", "--devices", "1")
-    _, found = asked(*words, "batch.rows_per_step=1", "memory.offload_activations=residual")
+    _, found = asked(*words, "batch.rows_per_step=1", "memory.offload_activations=layer_inputs")
     host = found["host_memory"]
     weights = 4 * (2 * 4096 * 1024 + 4 * (1024 * 2560 + 3 * 1024 * 2816)) / 2**30
     assert host["weights"] == pytest.approx(weights, rel=0.01)
@@ -164,11 +164,11 @@ def test_an_offloaded_optimizer_is_the_host_s_by_cause_and_in_what_travels(asked
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
-    said, found = asked("data.row_tokens=16777216", "memory.remat=attention")
+    said, found = asked("data.row_tokens=16777216", "memory.remat=save_attention")
     assert found["fits"] is False
     assert found["binds"] == "device"
     assert "memory.remat=auto" in found["ways_out"]
-    assert "memory.offload_activations=residual" in " ".join(said.split())
+    assert "memory.offload_activations=layer_inputs" in " ".join(said.split())
     assert "batch.rows_per_step=2" in found["ways_out"], "a microbatch of the 2 groups"
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_fit_says_what_is_full_and_what_to_try(asked):
 @pytest.mark.e2e
 @pytest.mark.usefixtures("compiler")
 def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
-    said, found = asked("memory.offload_activations=residual_and_attention", "--host-gib", "1", "data.row_tokens=1048576")
+    said, found = asked("memory.offload_activations=layer_inputs_and_attention", "--host-gib", "1", "data.row_tokens=1048576")
     assert found["host_memory"].keys() == {"residuals"}
     of_device = 4 * 1048576 // 4 * (2 * 1024 + 2 * 1024 + 4 * 8)
     assert found["host_gib"] == pytest.approx(8 * of_device / 2**30, rel=0.01)
@@ -191,9 +191,9 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
     real = memory_fit.read_memory_use
-    monkeypatch.setattr(memory_fit, "measured", lambda *given: real(*given)._replace(host=0))
+    monkeypatch.setattr(memory_fit, "read_memory_use", lambda *given: real(*given)._replace(host=0))
     with pytest.raises(RuntimeError, match="XLA"):
-        asked("memory.offload_activations=residual")
+        asked("memory.offload_activations=layer_inputs")
 
 
 @pytest.mark.slow  # the search has tests of its own, in planner/
@@ -217,12 +217,12 @@ def test_the_longest_row_fits_and_is_drawn(asked, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("gather", {"gather of 2 by 1"}),
+        ("all_gather", {"gather of 2 by 1"}),
         pytest.param("auto", {"Ulysses of 2", "ring of 2", "gather of 2 by 1"}, marks=pytest.mark.slow),
     ],
 )
 def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, words):
-    said, found = asked("--meshes", "--devices", "2", "batch.rows_per_step=1", "mesh.seq=1", f"attention.kind={kind}")
+    said, found = asked("--meshes", "--devices", "2", "batch.rows_per_step=1", "mesh.seq=1", f"attention.strategy={kind}")
     planned = [one for one in found["meshes"] if one["plan"]]
     assert planned == found["meshes"][: len(words)]
     assert all(one["mesh"] == {"replica": 1, "data": 1, "seq": 2} for one in planned)
@@ -266,7 +266,7 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
         (["--plot", "picture"], ["picture", ".png"]),
         (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
         (["batch.rows_per_step=7"], ["batch.rows_per_step = 7", 2]),
-        (["attention.inner_degree=2"], ["attention.inner_degree = 2", "hybrid"]),
+        (["attention.ulysses_degree=2"], ["attention.ulysses_degree = 2", "hybrid"]),
         (["model.config=null", "model.source=no/such-folder/here"], ["model.source = no/such-folder/here"]),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_cannot_be_asked_is_a_line_that_says_what_can(asked, words, problem
 
 def test_all_that_cannot_be_is_said_at_once(asked):
     with pytest.raises(UserError) as raised:
-        asked("attention.kind=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6")
+        asked("attention.strategy=ulysses", "mesh.seq=3", "data.row_tokens=32769", "batch.rows_per_step=7", "--devices", "6")
     starts = [problem.partition(":")[0] for problem in raised.value.problems]
     assert {"mesh.seq = 3", "batch.rows_per_step = 7"} <= set(starts)
 
@@ -303,13 +303,13 @@ def test_several_kinds_of_gpus_may_be_named(words, kinds, changes):
 def test_gpus_and_row_lengths_are_planned_in_one_call(asked, monkeypatch):
     """Each kind with each length, as many tokens a step. What is refused is named, and an error only if nothing is left."""
 
-    def of(settings, *, model, site, document_tokens):
+    def of(config, *, model, site, document_tokens):
         if site.kind in refused:
             raise UserError("data.row_tokens: too long\nand more")
-        lengths = {"row_tokens": settings.data.row_tokens, "rows_per_step": settings.batch.rows_per_step}
+        lengths = {"row_tokens": config.data.row_tokens, "rows_per_step": config.batch.rows_per_step}
         return made.plan(device=site.kind, num_devices=site.num_devices, tokens_per_s_estimate=1e5, **lengths)
 
-    monkeypatch.setattr(planning, "of", of)
+    monkeypatch.setattr(planning, "plan_step", of)
     words = ["--device", "h100-80gb", "h200-141gb", "a100-80gb", "data.row_tokens=[4096, 8192]", "--tokens", "1e9"]
     refused = ["a100-80gb"]
     said, found = asked(*words)
@@ -331,11 +331,11 @@ GATED = ("model.config=null", "model.source=meta-llama/Llama-3.1-8B")
 def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(asked, monkeypatch):
     layers = []
 
-    def of(settings, *, model, site, document_tokens):
+    def of(config, *, model, site, document_tokens):
         layers.append(model.num_layers)
         return made.plan()
 
-    monkeypatch.setattr(planning, "of", of)
+    monkeypatch.setattr(planning, "plan_step", of)
     said, found = asked(*GATED)
     first = said.splitlines()[0]
     sizes = published.MODELS["meta-llama/Llama-3.1-8B"]
@@ -356,8 +356,8 @@ def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
         given.append(schema.load(path, list(changes)).model)
         return []
 
-    monkeypatch.setattr(compare, "here", here)
-    monkeypatch.setattr(compare, "table", lambda ran: "a table")
+    monkeypatch.setattr(compare, "benchmark_meshes", here)
+    monkeypatch.setattr(compare, "format_table", lambda ran: "a table")
     said, found = asked(*GATED, "--meshes", "--measure", "1")
     assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
     assert said.splitlines()[0] == found["published_sizes"]
@@ -366,11 +366,11 @@ def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
 def test_a_measurement_with_published_sizes_has_random_weights_and_says_so(tmp_path, monkeypatch, capsys):
     given = []
 
-    def of(settings, *, num_steps):
-        given.append(settings.model)
+    def of(config, *, num_steps):
+        given.append(config.model)
         raise UserError("stopped here")
 
-    monkeypatch.setattr(measure, "of", of)
+    monkeypatch.setattr(measure, "benchmark_steps", of)
     with pytest.raises(UserError, match="stopped here"):
         measure.main(["configs/quickstart.yaml", *GATED])
     assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
@@ -386,16 +386,16 @@ def test_a_measurement_with_published_sizes_has_random_weights_and_says_so(tmp_p
 def test_each_result_is_printed_before_the_next_is_planned(asked, monkeypatch, flag, least, place):
     """With its number and how many there are."""
 
-    def of(settings, *, model, site, document_tokens=None):
+    def of(config, *, model, site, document_tokens=None):
         print("planning", flush=True)
-        fits = settings.data.row_tokens < 200_000
+        fits = config.data.row_tokens < 200_000
         short = "" if fits else "too long"
-        memory = {"weights": 10.0, "attention": 20.0 * settings.data.row_tokens / 65536, "kept free": 6.3}
-        lengths = {"row_tokens": settings.data.row_tokens, "device_gib": sum(memory.values()) - 6.3}
+        memory = {"weights": 10.0, "attention": 20.0 * config.data.row_tokens / 65536, "kept free": 6.3}
+        lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(memory.values()) - 6.3}
         return made.plan(fits=fits, short=short, memory=memory, **lengths)
 
-    monkeypatch.setattr(planning, "of", of)
-    monkeypatch.setattr(search, "_next_split", lambda *given, **named: None)  # needs the plan extra
+    monkeypatch.setattr(planning, "plan_step", of)
+    monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)  # needs the plan extra
     said, _ = asked(flag)
     lines = [line for line in said.splitlines() if line == "planning" or re.search(place, line)]
     assert lines[::2] == ["planning"] * (len(lines) // 2)

@@ -85,10 +85,10 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
-    settings = _settings(directory)
-    program, material = build.build_training(settings, devices=jax.devices())
+    config = _settings(directory)
+    program, material = build.build_training(config, devices=jax.devices())
     ((rows, _),) = material.train_set.make_loader(
-        settings, program.mesh, material.train_set.make_schedule(settings, num_steps=1), layout_degree=1
+        config, program.mesh, material.train_set.make_schedule(config, num_steps=1), layout_degree=1
     ).batches()
     whole = reader.read_weights(run_paths.find_latest(directory), program.table)
     master = sharding.put_weights(program.table, whole, program.mesh)
@@ -114,6 +114,6 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
 
 def _settings(directory):
     """The run's own config, with a directory that is free."""
-    settings = schema.load(directory / "config.yaml", [f"run.directory={directory}-again"])
-    assert settings.run.steps == 400
-    return settings
+    config = schema.load(directory / "config.yaml", [f"run.directory={directory}-again"])
+    assert config.run.steps == 400
+    return config

@@ -21,7 +21,7 @@ def test_its_plans_can_be_asked_for(monkeypatch):
     """The words of each command, without compiling: that a plan comes of them is tested in test_plan.py."""
     commands = re.findall(r"^python -m jaxsp\.plan (.*)$", README, re.MULTILINE)
     assert len(commands) == 4
-    monkeypatch.setattr(plots, "check", lambda file: None)  # matplotlib is in the plan extra
+    monkeypatch.setattr(plots, "check_output", lambda file: None)  # matplotlib is in the plan extra
     for command in commands:
         given = plan.parse_arguments(command.split())
         schema.load(REPO / given.config, given.changes)

@@ -79,7 +79,7 @@ def command(module, *arguments, **environment):
     return subprocess.run(words, cwd=repo, env=environment, capture_output=True, text=True, check=False)
 
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
+COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction")
 
 
 @pytest.mark.e2e
@@ -175,7 +175,7 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
 @pytest.mark.e2e
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     documents(tmp_path, [128] * 8)
-    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nan=skip")) as stopped:
+    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")) as stopped:
         run(settings(tmp_path, run__steps=8, run__log_every=5, optimizer__learning_rate=1e30, optimizer__max_grad_norm=None), 1)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
@@ -210,8 +210,8 @@ def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, 
         time.sleep(0.5 if self._num_steps == 1 and self._running else 0.0)
         catch_up(self)
 
-    monkeypatch.setattr(BatchLoader, "read", slow)
-    monkeypatch.setattr(StepLog, "catch_up", late)
+    monkeypatch.setattr(BatchLoader, "read_step", slow)
+    monkeypatch.setattr(StepLog, "record_previous_step", late)
     lines, _ = run(settings(tmp_path, run__steps=8), 1)
     assert all(line["data_wait_s"] <= line["step_s"] for line in lines)
     waits = [line["data_wait_s"] for line in lines]
@@ -261,9 +261,9 @@ BAD = [
         ["batch.rows_per_step = 6", 4, 4, 8],
     ),
     (
-        {"mesh__seq": 8, "attention__kind": "ulysses"},
+        {"mesh__seq": 8, "attention__strategy": "ulysses"},
         8,
-        ["mesh.seq = 8", 4, 8, "attention.kind", "mesh.seq=1", 2, 4],
+        ["mesh.seq = 8", 4, 8, "attention.strategy", "mesh.seq=1", 2, 4],
     ),
     (
         {"mesh__seq": 8, "data__row_tokens": 120},

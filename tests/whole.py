@@ -12,11 +12,11 @@ class Whole:
 
     dtype: str = "float32"
 
-    def __call__(self, rows, weights):
-        return jax.tree.map(self.join, rows, weights)
+    def __call__(self, params, weights):
+        return jax.tree.map(self.all_gather, params, weights)
 
-    def join(self, row, weight):
+    def all_gather(self, param, weight):
         return weight.astype(self.dtype)
 
-    def split(self, row, gradient):
+    def reduce_scatter(self, param, gradient):
         return gradient.astype(jnp.float32)

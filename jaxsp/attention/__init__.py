@@ -114,7 +114,7 @@ class AttentionChoice:
 
 
 def choose(
-    settings: Config,
+    config: Config,
     *,
     devices: Sequence[Device],
     num_heads: int,
@@ -131,9 +131,9 @@ def choose(
     Raises: UserError with every problem: heads that cannot be shared, a kernel that cannot do what is asked, or one whose calls
         alone are larger than a device.
     """
-    asked, heads = settings.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    kind, of_layer = choose_strategy(settings, window=window, **heads), _layer_workload(settings, **heads)
-    work = _kernel_workload(settings, kind, of_layer, window=window, devices=devices)
+    asked, heads = config.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    kind, of_layer = choose_strategy(config, window=window, **heads), _layer_workload(config, **heads)
+    work = _kernel_workload(config, kind, of_layer, window=window, devices=devices)
     size = device_bytes or cudnn_limits.min_device_bytes(devices)
     possible = strategies.list_strategies(
         seq=kind.seq,
@@ -197,37 +197,39 @@ def choose(
     )
 
 
-def choose_strategy(settings: Config, *, window: int | None, **heads: int) -> Strategy:
+def choose_strategy(config: Config, *, window: int | None, **heads: int) -> Strategy:
     """How the devices of a group share attention. Args and Raises: as for `choose`."""
-    narrow = window if window is not None and window < settings.data.max_row_tokens else None
-    return strategies.choose(settings.attention, _layer_workload(settings, **heads), seq=settings.mesh.seq, window=narrow)
+    narrow = window if window is not None and window < config.data.max_row_tokens else None
+    return strategies.choose(config.attention, _layer_workload(config, **heads), seq=config.mesh.seq, window=narrow)
 
 
-def sent_bytes(settings: Config, strategy: Strategy, *, remat: str | None = None, **heads: int) -> dict[str, int]:
+def sent_bytes(config: Config, strategy: Strategy, *, remat: str | None = None, **heads: int) -> dict[str, int]:
     """Bytes that one device sends to others for a layer's attention in a turn, by kind of collective.
 
     Args:
         remat: what has become of the config's.
         heads: num_heads, num_kv_heads and head_dim.
     """
-    kept = remat or settings.memory.remat
-    kept = kept if kept in ulysses.PASSES_BY_REMAT else "attention"  # auto, and what keeps more of a layer than its attention
-    return strategies.sent_bytes(strategy, dataclasses.replace(_layer_workload(settings, **heads), remat=kept))
+    kept = remat or config.memory.remat
+    kept = (
+        kept if kept in ulysses.PASSES_BY_REMAT else "save_attention"
+    )  # auto, and what keeps more of a layer than its attention
+    return strategies.sent_bytes(strategy, dataclasses.replace(_layer_workload(config, **heads), remat=kept))
 
 
-def _layer_workload(settings: Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerWorkload:
+def _layer_workload(config: Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerWorkload:
     return LayerWorkload(
-        num_rows=settings.batch.rows_per_microbatch,
-        tokens_per_device=settings.data.max_row_tokens // settings.mesh.seq,
+        num_rows=config.batch.rows_per_microbatch,
+        tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        itemsize=jnp.dtype(settings.model.compute_dtype).itemsize,
+        itemsize=jnp.dtype(config.model.compute_dtype).itemsize,
     )
 
 
 def _kernel_workload(
-    settings: Config,
+    config: Config,
     strategy: Strategy,
     workload: LayerWorkload,
     *,
@@ -236,17 +238,17 @@ def _kernel_workload(
 ) -> KernelWorkload:
     """What the kernel gets at a time: whole rows; or chunks of them, and all the keys before a chunk."""
     heads, kv_heads = strategies.local_heads(strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
-    num_rows, row_tokens, num_chunks, keys = workload.num_rows, settings.data.max_row_tokens, 1, 0
+    num_rows, row_tokens, num_chunks, keys = workload.num_rows, config.data.max_row_tokens, 1, 0
     if strategy.outer_degree > 1:
         window = None  # none that is shorter than a row
         num_chunks = 2 * strategy.outer_degree
         num_rows, row_tokens = 2 * num_rows, row_tokens // num_chunks
         keys = row_tokens
-        if strategy.outer_strategy == "gather":
+        if strategy.outer_strategy == "all_gather":
             heads, kv_heads, keys = (
                 heads // kv_heads * strategy.kv_heads_per_gather,
                 strategy.kv_heads_per_gather,
-                settings.data.max_row_tokens,
+                config.data.max_row_tokens,
             )
     return KernelWorkload(
         num_heads=heads,
@@ -254,15 +256,15 @@ def _kernel_workload(
         head_dim=workload.head_dim,
         row_tokens=row_tokens,
         num_rows=num_rows,
-        max_segments=settings.data.max_segments_per_row,
+        max_segments=config.data.max_segments_per_row,
         window=window,
-        dtype=settings.model.compute_dtype,
+        dtype=config.model.compute_dtype,
         chunks_per_row=num_chunks,
         num_earlier_keys=keys,
         ulysses_degree=strategy.ulysses_degree,
-        whole_row_tokens=settings.data.max_row_tokens,
-        is_deterministic=settings.run.deterministic,
-        has_score_workspace=cudnn_limits.needs_score_workspace(deterministic=settings.run.deterministic, devices=devices),
+        whole_row_tokens=config.data.max_row_tokens,
+        is_deterministic=config.run.deterministic,
+        has_score_workspace=cudnn_limits.needs_score_workspace(deterministic=config.run.deterministic, devices=devices),
     )
 
 
@@ -375,7 +377,7 @@ def _chunk_kernel(
     if not isinstance(kernel, str) or kernel not in modules:
         raise UserError(
             f"attention.kernel = {kernel}: computes whole rows alone, and {strategy.name} attention needs parts of them. Use "
-            f"{errors.format_choices(modules)}, or attention.kind=ulysses."
+            f"{errors.format_choices(modules)}, or attention.strategy=ulysses."
         )
     functions = {field.name: getattr(modules[kernel], field.name) for field in dataclasses.fields(ChunkKernel)}
     if kernel == "cudnn":

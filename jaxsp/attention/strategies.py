@@ -29,7 +29,7 @@ class Strategy:
     """Devices of a group."""
     ulysses_degree: int
     """Neighbours that share the heads."""
-    outer_strategy: Literal["ring", "gather"] = "ring"
+    outer_strategy: Literal["ring", "all_gather"] = "ring"
     """How keys come to queries, where degree is more than 1."""
     kv_heads_per_gather: int = 1
     """K/V heads that are gathered at a time."""
@@ -49,7 +49,7 @@ class Strategy:
     @property
     def description(self) -> str:
         """The kind as people read it, such as `Ulysses of 4 x ring of 2`."""
-        lots = f" by {self.kv_heads_per_gather}" * (self.outer_strategy == "gather")
+        lots = f" by {self.kv_heads_per_gather}" * (self.outer_strategy == "all_gather")
         parts = [f"Ulysses of {self.ulysses_degree}"] * (self.ulysses_degree > 1) + [
             f"{self.outer_strategy} of {self.outer_degree}{lots}"
         ] * (self.outer_degree > 1)
@@ -69,7 +69,7 @@ class LayerWorkload:
     head_dim: int
     itemsize: int
     """Bytes of an element of q, k, v and the output."""
-    remat: str = "attention"
+    remat: str = "save_attention"
     """none, attention or full."""
 
 
@@ -110,7 +110,12 @@ def legal_ulysses_degrees(*, seq: int, num_heads: int) -> list[int]:
 
 
 def list_strategies(
-    *, seq: int, num_heads: int, num_kv_heads: int, outer_strategy: Literal["ring", "gather"], kv_heads_per_gather: int | None
+    *,
+    seq: int,
+    num_heads: int,
+    num_kv_heads: int,
+    outer_strategy: Literal["ring", "all_gather"],
+    kv_heads_per_gather: int | None,
 ) -> Iterator[Strategy]:
     """Every way in which these heads can be shared, from Ulysses alone to none."""
     for inner in legal_ulysses_degrees(seq=seq, num_heads=num_heads):
@@ -136,28 +141,28 @@ def choose(requested: AttentionConfig, workload: LayerWorkload, *, seq: int, win
     fits = [n for n in range(1, workload.num_heads + 1) if workload.num_heads % n == 0]
     kind, outer = requested.strategy, requested.outer_strategy
     if kind == "ulysses" and workload.num_heads % seq:
-        instead = ", or attention.kind=auto" * (window is None)
+        instead = ", or attention.strategy=auto" * (window is None)
         raise UserError(
-            f"mesh.seq = {seq}: {workload.num_heads} query heads cannot be shared by {seq} devices, and attention.kind is "
+            f"mesh.seq = {seq}: {workload.num_heads} query heads cannot be shared by {seq} devices, and attention.strategy is "
             f"ulysses. Use mesh.seq={errors.format_choices(fits)}{instead}."
         )
     if window is not None and (requested.strategy not in ("auto", "ulysses") or workload.num_heads % seq):
         among = requested.strategy if requested.strategy != "auto" else f"{requested.outer_strategy} or hybrid"
         raise UserError(
-            f"attention.kind = {requested.strategy}: the model's tokens see the last {window:,} alone, and {among} attention has no "
-            f"windows. Use attention.kind=ulysses with mesh.seq={errors.format_choices(fits)}."
+            f"attention.strategy = {requested.strategy}: the model's tokens see the last {window:,} alone, and {among} attention has no "
+            f"windows. Use attention.strategy=ulysses with mesh.seq={errors.format_choices(fits)}."
         )
-    if outer == "gather" and kind in ("ulysses", "ring"):
+    if outer == "all_gather" and kind in ("ulysses", "ring"):
         raise UserError(
-            f"attention.outer = gather: is of hybrid attention, and attention.kind is {kind}. Use attention.outer=ring, which "
-            "changes nothing here, or attention.kind=hybrid or gather."
+            f"attention.outer_strategy = all_gather: is of hybrid attention, and attention.strategy is {kind}. Use attention.outer_strategy=ring, which "
+            "changes nothing here, or attention.strategy=hybrid or gather."
         )
     if requested.ulysses_degree is not None and kind != "hybrid":
         raise UserError(
-            f"attention.inner_degree = {requested.ulysses_degree}: is of hybrid attention, and attention.kind is {kind}. Use "
-            "attention.inner_degree=null, or attention.kind=hybrid."
+            f"attention.ulysses_degree = {requested.ulysses_degree}: is of hybrid attention, and attention.strategy is {kind}. Use "
+            "attention.ulysses_degree=null, or attention.strategy=hybrid."
         )
-    if kind in ("ring", "gather"):
+    if kind in ("ring", "all_gather"):
         found = [
             Strategy(seq=seq, ulysses_degree=1, outer_strategy=kind, kv_heads_per_gather=requested.kv_heads_per_gather or 1)
         ]
@@ -176,13 +181,13 @@ def _hybrid_candidates(requested: AttentionConfig, workload: LayerWorkload, seq:
     legal = sorted(n for n in legal_ulysses_degrees(seq=seq, num_heads=workload.num_heads) if 1 < n < seq)
     if not legal:
         raise UserError(
-            f"attention.kind = hybrid: no number between 1 and mesh.seq = {seq} divides both that and {workload.num_heads} query "
-            "heads. Use attention.kind=auto."
+            f"attention.strategy = hybrid: no number between 1 and mesh.seq = {seq} divides both that and {workload.num_heads} query "
+            "heads. Use attention.strategy=auto."
         )
     if requested.ulysses_degree is not None and requested.ulysses_degree not in legal:
         raise UserError(
-            f"attention.inner_degree = {requested.ulysses_degree}: has to divide mesh.seq = {seq} and {workload.num_heads} query heads, "
-            f"and to be neither 1 (attention.kind=ring or gather) nor {seq} (ulysses). Use {errors.format_choices(legal)}, or null."
+            f"attention.ulysses_degree = {requested.ulysses_degree}: has to divide mesh.seq = {seq} and {workload.num_heads} query heads, "
+            f"and to be neither 1 (attention.strategy=ring or gather) nor {seq} (ulysses). Use {errors.format_choices(legal)}, or null."
         )
     return [
         Strategy(seq=seq, ulysses_degree=n, outer_strategy=requested.outer_strategy)
@@ -196,10 +201,10 @@ def _with_kv_heads_per_gather(strategy: Strategy, requested: AttentionConfig, wo
     lot = requested.kv_heads_per_gather
     if lot is None:
         return strategy
-    if strategy.outer_degree == 1 or strategy.outer_strategy != "gather":
+    if strategy.outer_degree == 1 or strategy.outer_strategy != "all_gather":
         raise UserError(
             f"attention.kv_heads_per_gather = {lot}: is of gather attention, and this is {strategy.description}. Use "
-            f"attention.kv_heads_per_gather=null, or {'attention.outer' if strategy.name == 'hybrid' else 'attention.kind'}=gather."
+            f"attention.kv_heads_per_gather=null, or {'attention.outer_strategy' if strategy.name == 'hybrid' else 'attention.strategy'}=gather."
         )
     own = local_heads(strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)[1]
     if own % lot:

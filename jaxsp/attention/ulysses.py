@@ -16,7 +16,7 @@ def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
     return math.lcm(num_kv_heads, seq) // num_kv_heads
 
 
-PASSES_BY_REMAT = {"none": 2, "attention": 3, "full": 3}
+PASSES_BY_REMAT = {"none": 2, "save_attention": 3, "full": 3}
 """How often a layer's arrays travel in a step, by what its backward pass keeps: forward, backward, and before that once more
 where the layer is computed again. Keeping what the kernel made does not help: its q, k and v are wanted on this side of the
 all-to-all and its output on the other."""

@@ -23,7 +23,7 @@ def tree_bytes(state: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def check(settings: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
+def check(config: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
     """Compares the free space of run.directory with the space that the run's checkpoints need.
 
     Args:
@@ -33,7 +33,7 @@ def check(settings: Config, *, checkpoint_bytes: int, num_steps: int, leftover_b
              one of them half written; None if it is not.
     Raises:  UserError if the disk is too small for one more checkpoint.
     """
-    directory = pathlib.Path(settings.run.directory)
+    directory = pathlib.Path(config.run.directory)
     free = _free_bytes(directory)
     if free is None:
         return None
@@ -44,11 +44,11 @@ def check(settings: Config, *, checkpoint_bytes: int, num_steps: int, leftover_b
             "there. Make room, or name a folder on a disk that has more."
         )
     num_there = len(run_paths.list_steps(directory / run_paths.CHECKPOINTS_DIR))
-    num_more = max(1, settings.checkpoint.keep_latest + settings.checkpoint.keep_best + 1 - num_there)
-    if settings.run.save_every is None:
+    num_more = max(1, config.checkpoint.keep_latest + config.checkpoint.keep_best + 1 - num_there)
+    if config.run.save_every is None:
         num_more = 1
-    elif settings.run.save_steps is not None:
-        num_more = min(num_more, num_steps // settings.run.save_steps + 1)
+    elif config.run.save_steps is not None:
+        num_more = min(num_more, num_steps // config.run.save_steps + 1)
     if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes * num_more:
         return (
             f"the disk may become full: {format_bytes(free)} are free in {directory}, and up to {num_more} more checkpoints of "

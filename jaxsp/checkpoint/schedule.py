@@ -29,8 +29,8 @@ class CheckpointSchedule:
     FINAL_RETRY_WAITS_S = (5.0, 10.0, 20.0, 25.0)
     """At the end of a run: seconds before the last checkpoint is tried again."""
 
-    def __init__(self, store: CheckpointWriter, settings: RunConfig, *, first_step: int, print_line: Callable[[str], None]):
-        self._store, self._settings, self._print_line = store, settings, print_line
+    def __init__(self, store: CheckpointWriter, config: RunConfig, *, first_step: int, print_line: Callable[[str], None]):
+        self._store, self._config, self._print_line = store, config, print_line
         self._saved_at, self._from_step = time.monotonic(), first_step
         self._next_check_step = first_step + 1
         self._failed: WriteOutcome | None = None
@@ -57,12 +57,12 @@ class CheckpointSchedule:
         """
         if self._failed is not None and broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S:
             return True
-        if self._settings.save_interval is None:
-            return evaluator.is_due(self._settings.save_steps, step)
+        if self._config.save_interval is None:
+            return evaluator.is_due(self._config.save_steps, step)
         if step < self._next_check_step:
             return False
         seconds = broadcast_from_first(time.monotonic() - self._saved_at)
-        left = 60 * self._settings.save_interval - seconds
+        left = 60 * self._config.save_interval - seconds
         seconds_per_step = seconds / (step - self._from_step)
         self._next_check_step = step + max(1, int(left / seconds_per_step / 2))
         return left <= 0

@@ -116,7 +116,7 @@ run.step_timeout=...: ddp_timeout nccl_timeout distributed_timeout_minutes train
     init_timeout_seconds (minutes; null: from the time of earlier steps)
 run.stop_after=...: exit_duration_in_mins max_time max_run_time (in minutes)
 run.deterministic: full_determinism use_deterministic deterministic_mode
-run.on_nan=...: check_for_nan_in_loss_and_grad logging_nan_inf_filter (stop or skip)
+run.on_nonfinite=...: check_for_nan_in_loss_and_grad logging_nan_inf_filter (stop or skip)
 model.source=...: model.name (a Hugging Face folder, or a name on the hub)
 model.source: base_model model model_name model_name_or_path model_id model_id_or_path
     model_path hf_model_path pretrained_model_name_or_path pretrained_checkpoint initial_load_path
@@ -174,13 +174,13 @@ data.train_on=...: assistant_only_loss completion_only_loss train_on_inputs trai
 data.chat_template=...: chat_template chat_template_path chat_template_jinja template (a Jinja
     file; null: the tokenizer's own)
 data.chat_template=...: jinja_template (a Jinja file, or its text)
-data.workers: dataset_num_proc dataset_processes preprocessing_num_workers num_workers
+data.num_workers: dataset_num_proc dataset_processes preprocessing_num_workers num_workers
     num_proc (null: one for each core)
 not needed: dataset_prepared_path overwrite_cache overwrite_output_cache (tokens are cached by
     what they are made of)
 not needed: dataloader_* (the next steps are always prepared ahead)
 not offered: streaming (data are tokenized once and cached, and read from the disk)
-batch.rows_at_once: micro_batch_size per_device_batch_size per_device_train_batch_size
+batch.rows_per_microbatch: micro_batch_size per_device_batch_size per_device_train_batch_size
     train_micro_batch_size_per_gpu local_batch_size (rows per group of mesh.seq devices, not per
     device)
 batch.rows_per_step: global_batch_size train_batch_size total_batch_size effective_batch_size
@@ -188,7 +188,7 @@ batch.rows_per_step: global_batch_size train_batch_size total_batch_size effecti
 batch.rows_per_step=...: gradient_accumulation_steps gradient_accumulation accumulate_grad_batches
     grad_accum num_microbatches (all rows of an update; the accumulation follows from it)
 not needed: per_device_eval_batch_size eval_batch_size micro_eval_batch_size (evaluation uses
-    batch.rows_at_once)
+    batch.rows_per_microbatch)
 not needed: average_tokens_across_devices calculate_per_token_loss include_num_input_tokens_seen
     include_tokens_per_second (always so: the loss is a mean over all tokens of a step, and tokens
     are counted)
@@ -196,8 +196,8 @@ mesh.seq: cp cp_size cp_degree context_parallel context_parallel_size context_pa
     sp_size sp_degree sequence_parallel sequence_parallel_size sequence_parallel_degree
     ici_context_parallelism ici_sequence_parallelism
     (devices that share each row)
-mesh.seq: ulysses_degree ulysses_sequence_parallel_size (with attention.kind=hybrid it is
-    attention.inner_degree)
+mesh.seq: ulysses_degree ulysses_sequence_parallel_size (with attention.strategy=hybrid it is
+    attention.ulysses_degree)
 mesh.data: dp dp_size dp_shard dp_shard_size data_parallel_size data_parallel_shard_degree fsdp
     fsdp_size ici_fsdp_parallelism (-1 uses all devices; weights are always sharded over mesh.data
     x mesh.seq)
@@ -214,9 +214,9 @@ not offered: tp tp_size tensor_parallel tensor_parallel_size tensor_parallel_deg
 not needed: ddp_* local_rank world_size num_processes num_machines num_gpus nproc_per_node devices
     (all devices are used; python -m jaxsp.launch starts one process per GPU)
 mesh.virtual_cpu_devices=...: use_cpu no_cuda (a number of devices; for trying a mesh)
-attention.kind=...: ring_attn_func cp_comm_type context_parallel_rotate_method
+attention.strategy=...: ring_attn_func cp_comm_type context_parallel_rotate_method
     context_parallel_strategy sequence_parallel_mode (auto, ulysses, gather, ring or hybrid)
-attention.kv_heads_per_gather: heads_k_stride (with attention.kind=gather)
+attention.kv_heads_per_gather: heads_k_stride (with attention.strategy=all_gather)
 attention.kernel: attn_implementation attn_impl attention attention_backend attn_backend
     flash_attention flash_attn use_flash_attn flash_attention_2 sdp_attention eager_attention
     flex_attention xformers_attention (auto is the default; cuDNN's flash attention where it runs)
@@ -242,8 +242,8 @@ memory.remat=...: remat_policy gradient_checkpointing gradient_checkpointing_*
     activation_checkpoint.mode ac_mode recompute_granularity recompute_activations
     recompute_method recompute_num_layers selective_ac_option use_reentrant (auto is the
     default; it recomputes as much as memory requires)
-memory.offload_activations=residual: activation_offloading activations_offload
-    cpu_offload_activations enable_activation_offload (or residual_and_attention)
+memory.offload_activations=layer_inputs: activation_offloading activations_offload
+    cpu_offload_activations enable_activation_offload (or layer_inputs_and_attention)
 memory.offload_optimizer=state: offload_optimizer_device offload_param offload_param_device
     cpu_offload enable_cpu_offload fsdp_offload_params optimizer_cpu_offload
     optimizer_memory_host_offload (master weights and optimizer state, in host memory)
@@ -256,7 +256,7 @@ memory.grad_reduce_dtype: mixed_precision_reduce reduce_dtype grad_reduce_in_fp3
     accumulate_allreduce_grads_in_fp32 grad_dtype (float32, the default, or bfloat16)
 checkpoint.keep_latest: save_total_limit keep_latest_k max_to_keep max_num_checkpoints_to_keep
 checkpoint.keep_best=1: load_best_model_at_end save_best_model (the best stays beside the latest)
-checkpoint.best_by=...: metric_for_best_model greater_is_better (an eval set's name; the lowest
+checkpoint.best_eval=...: metric_for_best_model greater_is_better (an eval set's name; the lowest
     loss is best)
 not needed: save_safetensors save_only_model save_on_each_node last_save_in_hf
     last_save_model_only (python -m jaxsp.export makes a Hugging Face folder of a checkpoint)

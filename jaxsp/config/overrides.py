@@ -144,21 +144,23 @@ def _check_best(checkpoint: Any, data: Any, run: Any) -> list[str]:
     """What is best is told by an evaluation."""
     if not isinstance(checkpoint, dict):
         return []
-    keep_best, best_by = checkpoint.get("keep_best", 0), checkpoint.get("best_by")
+    keep_best, best_eval = checkpoint.get("keep_best", 0), checkpoint.get("best_eval")
     names = _list_eval_names(data)
     stops_early = isinstance(run, dict) and run.get("early_stopping_patience") is not None
-    if best_by is not None and not keep_best and not stops_early:
+    if best_eval is not None and not keep_best and not stops_early:
         return [
-            f"checkpoint.best_by = {best_by}: has no effect without checkpoint.keep_best. "
-            "Set checkpoint.keep_best=1, or best_by=null."
+            f"checkpoint.best_eval = {best_eval}: has no effect without checkpoint.keep_best. "
+            "Set checkpoint.keep_best=1, or best_eval=null."
         ]
     if isinstance(keep_best, int) and keep_best > 0 and not names:
         return [
             f"checkpoint.keep_best = {keep_best}: checkpoints are ranked by an eval loss, "
             f"and there is no eval set. {_EVAL_SUGGESTION}"
         ]
-    if best_by is not None and best_by not in names:
-        return [f"checkpoint.best_by = {best_by}: is no data set of data.eval. Use {errors.format_choices(names)}, or null."]
+    if best_eval is not None and best_eval not in names:
+        return [
+            f"checkpoint.best_eval = {best_eval}: is no data set of data.eval. Use {errors.format_choices(names)}, or null."
+        ]
     return []
 
 
@@ -172,20 +174,20 @@ def _check_nul(value: Any, field: str) -> Iterator[str]:
 
 
 _DEFAULT_MAX_SEGMENTS = 64
-"""Default of data.max_documents_per_row."""
+"""Default of data.max_segments_per_row."""
 
 
 def _check_rows(data: Any) -> list[str]:
     """More pieces than a row has tokens: memory is made for them all."""
     if not isinstance(data, dict):
         return []
-    most, length = data.get("max_documents_per_row"), data.get("row_tokens")
+    most, length = data.get("max_segments_per_row"), data.get("row_tokens")
     lengths = length if isinstance(length, list | tuple) else [length]
     known = [one for one in lengths if isinstance(one, int)]
     # the default is saved with a run's config, also of rows shorter than it
     if isinstance(most, int) and most != _DEFAULT_MAX_SEGMENTS and known and most > max(known) > 0:
         return [
-            f"data.max_documents_per_row = {most}: a row of {max(known)} tokens holds {max(known)} pieces at most. Use "
+            f"data.max_segments_per_row = {most}: a row of {max(known)} tokens holds {max(known)} pieces at most. Use "
             f"{min(_DEFAULT_MAX_SEGMENTS, max(known))}, or as many as your documents need."
         ]
     return []
@@ -196,10 +198,10 @@ def _check_memory(memory: Any) -> list[str]:
     if not isinstance(memory, dict):
         return []
     offloaded = memory.get("offload_activations")
-    if memory.get("remat") == "full" and offloaded == "residual_and_attention":
+    if memory.get("remat") == "full" and offloaded == "layer_inputs_and_attention":
         return [
             f"memory.offload_activations = {offloaded}: with memory.remat = full nothing that attention gives is kept. Use "
-            "memory.offload_activations=residual, or memory.remat=attention."
+            "memory.offload_activations=layer_inputs, or memory.remat=save_attention."
         ]
     return []
 

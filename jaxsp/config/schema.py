@@ -55,7 +55,7 @@ class RunConfig(ConfigSection):
 
     directory: Annotated[str, with_examples("runs/first", min_length=1)]
     """Folder that the run writes: config.yaml, banner.txt, metrics.jsonl, eval.jsonl, tensorboard/, model/, checkpoints/,
-    heartbeat.json, lock; perhaps bad_steps.jsonl and damaged/, which nobody needs any more."""
+    heartbeat.json, lock; perhaps nonfinite_steps.jsonl and damaged/, which nobody needs any more."""
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Decides the random weights and the order of the rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
@@ -74,7 +74,7 @@ class RunConfig(ConfigSection):
     """Also evaluate before the first step. The results are those of step 0 in eval.jsonl and
     TensorBoard. A resumed run does not repeat it."""
     early_stopping_patience: Annotated[PositiveCount | None, with_examples(3)] = None
-    """Stop after this many evaluations in a row without improvement of the loss on the eval set of checkpoint.best_by. A
+    """Stop after this many evaluations in a row without improvement of the loss on the eval set of checkpoint.best_eval. A
     checkpoint is written and the exit code is 0, as after the last step. An evaluation at the start counts; resuming keeps the
     count. null: never."""
     early_stopping_min_delta: Annotated[NonNegativeFloat, with_examples(0.01)] = 0.0
@@ -98,11 +98,11 @@ class RunConfig(ConfigSection):
     75, which jaxsp.launch answers by starting again. null: ten times what such steps took, and 10 minutes at least; the first
     has no limit then."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """After a step whose loss or gradient norm is not finite. It changed neither weights nor optimizer, and bad_steps.jsonl
+    """After a step whose loss or gradient norm is not finite. It changed neither weights nor optimizer, and nonfinite_steps.jsonl
     says which documents it had. stop: a checkpoint is written and the run ends; the same command goes on behind the step.
     skip: the run goes on at once."""
     max_nonfinite_steps: NonNegativeCount = 10
-    """Steps that on_nan: skip leaves out, since the process began; after one more the run stops."""
+    """Steps that on_nonfinite: skip leaves out, since the process began; after one more the run stops."""
     deterministic: bool = False
     """The same numbers bit for bit each time on GPUs too, with the same devices, mesh and versions: cuDNN's attention and XLA
     choose only kernels that add in a fixed order, some of them slower. On CPUs it is so in any case. Not covered: the order in
@@ -193,14 +193,14 @@ class MeshConfig(ConfigSection):
 class AttentionConfig(ConfigSection):
     """How attention is computed."""
 
-    strategy: Literal["auto", "ulysses", "gather", "ring", "hybrid"] = "auto"
+    strategy: Literal["auto", "ulysses", "all_gather", "ring", "hybrid"] = "auto"
     """How the devices of a group share it. ulysses: each gets all tokens for a part of the heads; mesh.seq divides the query
     heads. ring: each keeps its queries, keys and values go round. gather: each keeps its queries, keys and values of all tokens
     are gathered, some heads at a time. hybrid: ulysses in neighbours, ring or gather between them. auto: ulysses where it can
     be, else what sends least."""
     ulysses_degree: Annotated[PositiveCount | None, with_examples(4)] = None
     """hybrid: how many neighbours share the heads; divides mesh.seq and the query heads. null: what sends least."""
-    outer_strategy: Literal["ring", "gather"] = "ring"
+    outer_strategy: Literal["ring", "all_gather"] = "ring"
     """hybrid and auto: how keys and values get from neighbours to neighbours."""
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
     """gather: K/V heads that are gathered at a time, of those of a device; null: one."""
@@ -372,13 +372,15 @@ class OptimizerConfig(ConfigSection):
 class MemoryConfig(ConfigSection):
     """What memory is traded for."""
 
-    remat: Literal["auto", "none", "attention_and_mlp", "attention", "full"] = "auto"
-    """What the backward pass recomputes. none: elementwise operations only. attention_and_mlp: a layer from its input, except
+    remat: Literal["auto", "none", "save_attention_and_mlp", "save_attention", "full"] = "auto"
+    """What the backward pass recomputes. none: elementwise operations only. save_attention_and_mlp: a layer from its input, except
     attention and the wide products of its MLP, whose results are kept. attention: a layer from its input, except attention.
-    full: attention too, about a quarter more arithmetic where rows are long. auto: the first of attention_and_mlp (if nothing
+    full: attention too, about a quarter more arithmetic where rows are long. auto: the first of save_attention_and_mlp (if nothing
     is offloaded), attention and full that fits. Gathered weights are never kept; they are gathered again."""
-    offload_activations: Annotated[Literal["none", "residual", "residual_and_attention"], with_examples("residual")] = "none"
-    """What waits in host memory for the backward pass. residual: each layer's input. residual_and_attention: what attention
+    offload_activations: Annotated[
+        Literal["none", "layer_inputs", "layer_inputs_and_attention"], with_examples("layer_inputs")
+    ] = "none"
+    """What waits in host memory for the backward pass. residual: each layer's input. layer_inputs_and_attention: what attention
     gives too."""
     offload_optimizer: Annotated[Literal["none", "state", "state_and_gradients"], with_examples("state")] = "none"
     """What lies in host memory between the steps. state: float32 weights and the optimizer's averages, of which a layer at a
@@ -455,7 +457,10 @@ class Config(ConfigSection):
     def with_row_tokens(self, row_tokens: int) -> "Config":
         """The config of steps with rows of one of the lengths: as many tokens a step, and at a time, as with the longest."""
         times = self.data.max_row_tokens // row_tokens
-        batch = {"rows_per_step": times * self.batch.rows_per_step, "rows_at_once": times * self.batch.rows_per_microbatch}
+        batch = {
+            "rows_per_step": times * self.batch.rows_per_step,
+            "rows_per_microbatch": times * self.batch.rows_per_microbatch,
+        }
         data = self.data.model_copy(update={"row_tokens": row_tokens})
         return self.model_copy(update={"data": data, "batch": self.batch.model_copy(update=batch)})
 

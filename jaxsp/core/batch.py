@@ -81,7 +81,7 @@ def step_row_index(microbatch: int, slot: int, *, num_groups: int, rows_per_micr
     """Which row of the step lies in `slot` of a turn's B rows.
 
     Rows are dealt to the groups in turn: row i goes to group i % num_groups, as its (i // num_groups)-th row. Slot
-    b of group g is slot g * rows_at_once + b of the turn, because B is split over the groups in contiguous blocks.
+    b of group g is slot g * rows_per_microbatch + b of the turn, because B is split over the groups in contiguous blocks.
     """
     group, place = divmod(slot, rows_per_microbatch)
     return (microbatch * rows_per_microbatch + place) * num_groups + group

@@ -3,7 +3,7 @@
     remat               kept of each layer, in addition to its input      recomputed
     none                results of matrix products, all-to-alls and       elementwise operations, tiles
                         attention
-    attention_and_mlp   attention's output and log-sum-exp, the MLP's     the rest
+    save_attention_and_mlp   attention's output and log-sum-exp, the MLP's     the rest
                         gate and up projections
     attention           attention's output and log-sum-exp                all except attention
     full                nothing                                           all
@@ -37,7 +37,7 @@ _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 class RematPolicy:
     """Fields of core.config.Memory: see there."""
 
-    remat: str = "attention"
+    remat: str = "save_attention"
     offload_activations: str = "none"
 
     @property
@@ -46,7 +46,7 @@ class RematPolicy:
 
     @property
     def is_attention_offloaded(self) -> bool:
-        return self.offload_activations == "residual_and_attention"
+        return self.offload_activations == "layer_inputs_and_attention"
 
 
 def name_layer_input(x: Array) -> Array:
@@ -61,7 +61,7 @@ def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Calla
     """The function of a layer, (x, shards) -> (x, None), for jax.lax.scan."""
     assert policy.is_attention_saved or not policy.is_attention_offloaded, "refused by core.given"
     kept = set(attention.CHECKPOINT_NAMES if policy.is_attention_saved else ())
-    kept |= set(layers.MLP_CHECKPOINT_NAMES if policy.remat == "attention_and_mlp" else ())
+    kept |= set(layers.MLP_CHECKPOINT_NAMES if policy.remat == "save_attention_and_mlp" else ())
     offloaded = set() if policy.offload_activations == "none" else {LAYER_INPUT}
     if policy.is_attention_offloaded:
         offloaded |= set(attention.CHECKPOINT_NAMES)

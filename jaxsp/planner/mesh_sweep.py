@@ -31,9 +31,9 @@ class MeshPlan:
 def describe_strategy(kind: dict[str, Any]) -> str:
     """A kind in a word or two, such as `hybrid 4`, or `hybrid 4 gather`."""
     words = [
-        kind.get("kind"),
-        kind.get("inner_degree"),
-        "gather" * (kind.get("outer") == "gather" and kind["kind"] == "hybrid"),
+        kind.get("strategy"),
+        kind.get("ulysses_degree"),
+        "all_gather" * (kind.get("outer_strategy") == "all_gather" and kind["strategy"] == "hybrid"),
     ]
     return " ".join(str(word) for word in words if word) or "none shared"
 
@@ -46,41 +46,41 @@ def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
 
 
-def list_strategies(settings: Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
+def list_strategies(config: Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
     """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are.
 
     Of what it says of `auto`, each has that which is of this kind.
     """
-    asked = settings.attention
+    asked = config.attention
     if seq == 1:
         return [{}]
     if asked.strategy != "auto":
-        return [{"kind": asked.strategy}]
+        return [{"strategy": asked.strategy}]
     inner = [n for n in strategies.legal_ulysses_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq]
-    none = {"inner_degree": None, "outer": "ring", "kv_heads_per_gather": None}
-    gathered = {"outer": "gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
-    between = gathered if asked.outer_strategy == "gather" else {}
+    none = {"ulysses_degree": None, "outer_strategy": "ring", "kv_heads_per_gather": None}
+    gathered = {"outer_strategy": "all_gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
+    between = gathered if asked.outer_strategy == "all_gather" else {}
     return [
-        *[{"kind": "ulysses"} | none] * (num_heads % seq == 0),
-        *({"kind": "hybrid"} | none | {"inner_degree": n} | between for n in inner),
-        {"kind": "ring"} | none,
-        {"kind": "gather"} | none | gathered,
+        *[{"strategy": "ulysses"} | none] * (num_heads % seq == 0),
+        *({"strategy": "hybrid"} | none | {"ulysses_degree": n} | between for n in inner),
+        {"strategy": "ring"} | none,
+        {"strategy": "all_gather"} | none | gathered,
     ]
 
 
-def with_mesh(settings: Config, mesh: dict[str, int], kind: dict[str, Any]) -> Config:
+def with_mesh(config: Config, mesh: dict[str, int], kind: dict[str, Any]) -> Config:
     """The config with another mesh and kind of attention."""
     changes: dict[str, Any] = dict(mesh)
-    return settings.model_copy(
+    return config.model_copy(
         update={
-            "mesh": settings.mesh.model_copy(update=changes),
-            "attention": settings.attention.model_copy(update=kind),
+            "mesh": config.mesh.model_copy(update=changes),
+            "attention": config.attention.model_copy(update=kind),
         }
     )
 
 
 def plan_meshes(
-    settings: Config,
+    config: Config,
     *,
     model: ModelConfig,
     cluster: Cluster,
@@ -94,10 +94,10 @@ def plan_meshes(
     Args:   say: called with each as it is planned.
     """
     found = []
-    for mesh, kind in list_combinations(settings, num_devices=cluster.num_devices, num_heads=model.num_heads):
+    for mesh, kind in list_combinations(config, num_devices=cluster.num_devices, num_heads=model.num_heads):
         try:
             plan = planning.plan_step(
-                with_mesh(settings, mesh, kind), model=model, cluster=cluster, document_tokens=document_tokens
+                with_mesh(config, mesh, kind), model=model, cluster=cluster, document_tokens=document_tokens
             )
             shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=plan, problem="")
         except UserError as error:
@@ -107,12 +107,12 @@ def plan_meshes(
     return sort_by_rank(found)
 
 
-def list_combinations(settings: Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+def list_combinations(config: Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
     """Every mesh of so many devices with each of its kinds."""
     return [
         (mesh, kind)
         for mesh in list_meshes(num_devices)
-        for kind in list_strategies(settings, seq=mesh[axes.SEQ], num_heads=num_heads)
+        for kind in list_strategies(config, seq=mesh[axes.SEQ], num_heads=num_heads)
     ]
 
 

@@ -114,7 +114,7 @@ class Plan:
 
 
 def plan_step(
-    settings: Config,
+    config: Config,
     *,
     model: ModelConfig,
     cluster: Cluster,
@@ -128,29 +128,29 @@ def plan_step(
         offloads nothing that it should.
     """
     began = time.perf_counter()
-    sizes = device_mesh.resolve_axis_sizes(settings.mesh, cluster.num_devices)
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    found, degree = memory_options.find_problems(settings, platform="gpu"), None
+    found, degree = memory_options.find_problems(config, platform="gpu"), None
     try:
-        degree = attention.choose_strategy(settings, window=model.sliding_window, **heads).outer_degree
+        degree = attention.choose_strategy(config, window=model.sliding_window, **heads).outer_degree
     except UserError as problem:
         found.extend(problem.problems)
-    found.extend(device_mesh.find_division_problems(settings, sizes, degree=degree))
-    lengths, most = settings.data.row_lengths, settings.data.max_segments_per_row
+    found.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
+    lengths, most = config.data.row_lengths, config.data.max_segments_per_row
     if len(lengths) > 1:
         found.append(
-            f"data.row_tokens = {list(lengths)}: must be one length in a plan. Use data.row_tokens={settings.data.max_row_tokens}."
+            f"data.row_tokens = {list(lengths)}: must be one length in a plan. Use data.row_tokens={config.data.max_row_tokens}."
         )
-    if document_tokens is not None and -(-settings.data.max_row_tokens // document_tokens) > most:
+    if document_tokens is not None and -(-config.data.max_row_tokens // document_tokens) > most:
         found.append(
-            f"--document-tokens = {document_tokens}: rows of {settings.data.max_row_tokens:,} tokens hold {most} documents at "
-            f"most (data.max_documents_per_row). Use {-(-settings.data.max_row_tokens // most)} or more."
+            f"--document-tokens = {document_tokens}: rows of {config.data.max_row_tokens:,} tokens hold {most} documents at "
+            f"most (data.max_segments_per_row). Use {-(-config.data.max_row_tokens // most)} or more."
         )
     if found:
         raise UserError(found)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
     device_bytes = int(cluster.memory_limit.device)
-    program, choice = compiled.build_program(settings, model=model, devices=devices, device_bytes=device_bytes)
+    program, choice = compiled.build_program(config, model=model, devices=devices, device_bytes=device_bytes)
     fitted = memory_fit.fit(
         program,
         limit=memory_fit.subtract_reserves(program, cluster.memory_limit),
@@ -159,13 +159,13 @@ def plan_step(
         measure=budget.measure_step,
     )
     memory_options.check_offloads(fitted.program, fitted.memory_use)
-    return _build_plan(fitted, settings=settings, site=cluster, document_tokens=document_tokens, began=began)
+    return _build_plan(fitted, config=config, site=cluster, document_tokens=document_tokens, began=began)
 
 
 def _build_plan(
     fitted: CompiledStep,
     *,
-    settings: Config,
+    config: Config,
     site: Cluster,
     document_tokens: int | None,
     began: float,
@@ -174,16 +174,16 @@ def _build_plan(
     found = budget.break_down_peak(step)
     sent = comms.parse_collectives(step.written.text)
     formula = comms.compute_formula_bytes(program)
-    length = min(document_tokens or settings.data.max_row_tokens, settings.data.max_row_tokens)
+    length = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
     pieces = roofline.make_segment_lengths(
-        rows=settings.batch.rows_per_step, row_tokens=settings.data.max_row_tokens, document_tokens=length
+        rows=config.batch.rows_per_step, row_tokens=config.data.max_row_tokens, document_tokens=length
     )
     expected = roofline.estimate_step(
         step, sent, ceilings=site.gpu.ceilings, node_devices=site.node_devices, segment_lengths=pieces
     )
     needed = flops.step_flops(program.model, pieces) / program.mesh.size
     step_s = expected.step_s if expected else None
-    tokens = settings.batch.rows_per_step * settings.data.max_row_tokens
+    tokens = config.batch.rows_per_step * config.data.max_row_tokens
     reserved = site.gpu.memory_bytes - room.device
     device_is_short = needs.device_total > room.device
     return Plan(
@@ -191,10 +191,10 @@ def _build_plan(
         num_devices=site.num_devices,
         node_devices=site.node_devices,
         mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=settings.data.max_row_tokens,
-        rows_per_step=settings.batch.rows_per_step,
-        rows_per_microbatch=settings.batch.rows_per_microbatch,
-        max_segments_per_row=settings.data.max_segments_per_row,
+        row_tokens=config.data.max_row_tokens,
+        rows_per_step=config.batch.rows_per_step,
+        rows_per_microbatch=config.batch.rows_per_microbatch,
+        max_segments_per_row=config.data.max_segments_per_row,
         document_tokens=length,
         strategy=step.choice.kind.words,
         attention_bytes=step.choice.bytes,
@@ -206,16 +206,14 @@ def _build_plan(
         mlp_tile_tokens=min(program.mlp_tile, program.tokens_per_device),
         loss_tile_tokens=min(program.loss_tile, program.tokens_per_device),
         memory_options=memory_options.describe(program),
-        offload_activations=settings.memory.offload_activations,
-        offload_optimizer=settings.memory.offload_optimizer,
+        offload_activations=config.memory.offload_activations,
+        offload_optimizer=config.memory.offload_optimizer,
         fits=not fitted.shortage,
         memory_bottleneck="device"
         if device_is_short or (needs.host <= room.host and needs.device_total / room.device >= needs.host / room.host)
         else "host",
         shortage=fitted.shortage,
-        suggestions=memory_options.suggest_changes(
-            dataclasses.replace(program, config=settings), is_device_short=device_is_short
-        )
+        suggestions=memory_options.suggest_changes(dataclasses.replace(program, config=config), is_device_short=device_is_short)
         if fitted.shortage
         else [],
         device_gib=needs.device_total / gib,

@@ -17,7 +17,7 @@ PRECISION = 0.01
 LENGTH_UNIT = 1024
 """Rows are tried in multiples of so many tokens a device."""
 
-_LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_documents_per_row", "attention.head_chunks")
+_LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_segments_per_row", "attention.head_chunks")
 """How problems begin that shorter rows may not have."""
 
 _MAX_GROWTH = 16
@@ -61,7 +61,7 @@ class LongestRow:
 
 
 def find_longest_row(
-    settings: Config, *, model: ModelConfig, cluster: Cluster, on_result: Callable[[TriedLength], None] = lambda _: None
+    config: Config, *, model: ModelConfig, cluster: Cluster, on_result: Callable[[TriedLength], None] = lambda _: None
 ) -> LongestRow:
     """The longest rows that a config's levers and mesh have room for, each of one document, to PRECISION.
 
@@ -70,11 +70,11 @@ def find_longest_row(
     Args:   say: is told of each length.
     Raises: UserError where nothing can be planned for another reason than the length.
     """
-    unit = LENGTH_UNIT * settings.mesh.seq
+    unit = LENGTH_UNIT * config.mesh.seq
     tried: dict[int, TriedLength] = {}
 
     def attempt(row_tokens: int) -> TriedLength:
-        rows = with_row_tokens(settings, row_tokens)
+        rows = with_row_tokens(config, row_tokens)
         try:
             plan = planning.plan_step(rows, model=model, cluster=cluster)
         except UserError as error:
@@ -86,7 +86,7 @@ def find_longest_row(
             return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.cudnn_obstacle)
         return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.shortage)
 
-    row_tokens = max(unit, settings.data.max_row_tokens // unit * unit)
+    row_tokens = max(unit, config.data.max_row_tokens // unit * unit)
     while True:
         tried[row_tokens] = attempt(row_tokens)
         on_result(tried[row_tokens])
@@ -96,7 +96,7 @@ def find_longest_row(
         below = max((length for length, one in tried.items() if not one.problem), default=0)
         above = min((length for length, one in tried.items() if one.problem and length > below), default=None)
         if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):
-            further = _find_next_split(settings, model, cluster, beyond=above, unit=unit)
+            further = _find_next_split(config, model, cluster, beyond=above, unit=unit)
             if further is None or further in tried:
                 return LongestRow(tried=[tried[length] for length in sorted(tried)])
             row_tokens = further
@@ -111,7 +111,7 @@ def find_longest_row(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _find_next_split(settings: Config, model: ModelConfig, site: Cluster, *, beyond: int, unit: int) -> int | None:
+def _find_next_split(config: Config, model: ModelConfig, site: Cluster, *, beyond: int, unit: int) -> int | None:
     """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
     calls; None if there is none.
 
@@ -121,7 +121,7 @@ def _find_next_split(settings: Config, model: ModelConfig, site: Cluster, *, bey
 
     def split(row_tokens: int) -> tuple[int, int]:
         try:
-            choice = compiled.build_program(with_row_tokens(settings, row_tokens), model=model, devices=devices)[1]
+            choice = compiled.build_program(with_row_tokens(config, row_tokens), model=model, devices=devices)[1]
         except UserError:
             return 0, 0
         # more chunks, or slots with less room
@@ -136,9 +136,9 @@ def _find_next_split(settings: Config, model: ModelConfig, site: Cluster, *, bey
     return high * unit
 
 
-def with_row_tokens(settings: Config, row_tokens: int) -> Config:
+def with_row_tokens(config: Config, row_tokens: int) -> Config:
     """The config with rows of another length."""
-    return settings.model_copy(update={"data": settings.data.model_copy(update={"row_tokens": row_tokens})})
+    return config.model_copy(update={"data": config.data.model_copy(update={"row_tokens": row_tokens})})
 
 
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:

@@ -124,14 +124,14 @@ def describe_documents(data: PackedDataset) -> str:
 
 
 def _describe_outputs(program: Program, inputs: RunInputs) -> str:
-    settings = program.config
-    every = settings.run.save_every
+    config = program.config
+    every = config.run.save_every
     when = {int: f"every {every} steps and at the end", str: f"every {str(every)[:-1]} minutes and at the end"}
     if every == "epoch":
         when[str] = "after every epoch"
     parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(inputs.eval_sets)
-    profiled = settings.logging.profile_steps
-    parts += ["tensorboard/"] * settings.logging.tensorboard
+    profiled = config.logging.profile_steps
+    parts += ["tensorboard/"] * config.logging.tensorboard
     parts += ["profile/"] * (profiled is not None and profiled[0] > inputs.start.step)
     return ", ".join([*parts, "model/", f"checkpoints/ {when.get(type(every), 'at the end')}"])
 

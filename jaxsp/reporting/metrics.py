@@ -13,7 +13,7 @@ from jaxsp.runtime.jsonl import AppendFile
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-METRICS_FILE, EVAL_FILE, NONFINITE_FILE = "metrics.jsonl", "eval.jsonl", "bad_steps.jsonl"
+METRICS_FILE, EVAL_FILE, NONFINITE_FILE = "metrics.jsonl", "eval.jsonl", "nonfinite_steps.jsonl"
 """What a run directory's files of numbers are called."""
 
 

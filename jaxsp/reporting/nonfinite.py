@@ -16,7 +16,7 @@ from jaxsp.training.train_step import StepMetrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonfiniteStep:
-    """One line of bad_steps.jsonl."""
+    """One line of nonfinite_steps.jsonl."""
 
     step: int
     loss: float | str
@@ -35,8 +35,8 @@ class NonfiniteStep:
 class NonfiniteTracker:
     """Notes the bad steps of a run, and knows when it has to end."""
 
-    def __init__(self, settings: RunConfig, writer: MetricsWriter):
-        self._settings, self._writer = settings, writer
+    def __init__(self, config: RunConfig, writer: MetricsWriter):
+        self._config, self._writer = config, writer
         self._steps: list[int] = []
 
     @property
@@ -45,7 +45,7 @@ class NonfiniteTracker:
 
     @property
     def _max_steps(self) -> int:
-        return 0 if self._settings.on_nonfinite == "stop" else self._settings.max_nonfinite_steps
+        return 0 if self._config.on_nonfinite == "stop" else self._config.max_nonfinite_steps
 
     def record_step(self, step: int, metrics: StepMetrics, pipeline: BatchLoader, step_index: int) -> None:
         """Notes a step. Args: index: of the step in the feed."""
@@ -65,11 +65,11 @@ class NonfiniteTracker:
     def stop_message(self, *, saved_step: int) -> str:
         """Why the run has to end, and what to do. Args: saved: the step of the checkpoint that was written then."""
         # one more was under way when this was known
-        many, folder = "", self._settings.directory
-        more = "run.on_nan=skip leaves such steps out."
-        if self._settings.on_nonfinite == "skip":
-            many = f", more often since the process began than run.max_bad_steps = {self._max_steps}"
-            more = "run.max_bad_steps lets more pass."
+        many, folder = "", self._config.directory
+        more = "run.on_nonfinite=skip leaves such steps out."
+        if self._config.on_nonfinite == "skip":
+            many = f", more often since the process began than run.max_nonfinite_steps = {self._max_steps}"
+            more = "run.max_nonfinite_steps lets more pass."
         return (
             f"step {self._steps[self._max_steps]}: the loss or the gradient norm is not finite{many}. The step changed no weight; "
             f"{folder}/checkpoints/{saved_step} has the weights after {saved_step} steps, those that were not finite left out, and "

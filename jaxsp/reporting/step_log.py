@@ -127,9 +127,9 @@ class StepLog:
         self._status.finished(self._num_finished, step_s)
         self._num_tokens += int(numbers.num_tokens)
         if not numbers.finite:
-            settings, material = self._program.config, self._inputs
+            config, material = self._program.config, self._inputs
             feed = material.train_set.make_loader(
-                settings, self._program.mesh, material.schedule, layout_degree=self._program.attend.layout_degree
+                config, self._program.mesh, material.schedule, layout_degree=self._program.attend.layout_degree
             )
             self.nonfinite.record_step(self._num_finished, numbers, feed, self._num_finished - material.start.step - 1)
             if self.can_continue:

@@ -53,7 +53,7 @@ class ResolvedConfig:
 
 
 def build_training(
-    settings: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
+    config: Config, *, devices: list[jax.Device], skip: Sequence[pathlib.Path] = ()
 ) -> tuple[Program, RunInputs]:
     """Program and material of a run; nothing is written but caches.
 
@@ -64,33 +64,33 @@ def build_training(
     problems = ProblemCollector()
     found = meta = fields = kept = None
     with problems.collect():
-        found = resume.find_checkpoint(settings.run, skip=skip)
-    resume.check_same_checkpoint(settings.run, found, problems)
+        found = resume.find_checkpoint(config.run, skip=skip)
+    resume.check_same_checkpoint(config.run, found, problems)
     if found is not None:
         meta = reader.raise_on_all_processes(found, functools.partial(reader.read_meta, found))
-    if found is not None and meta is not None and meta.config["model"] == settings.model.model_dump(mode="json"):
+    if found is not None and meta is not None and meta.config["model"] == config.model.model_dump(mode="json"):
         # what the run keeps of its model is enough: where it came from may be gone, or out of reach
         kept = resume.find_model_dir(found)
         fields = None if kept is None else meta.model
-    asked = resolve_config(settings, devices=devices, problems=problems, hf_config=fields, run_model_dir=kept)
-    data, settings = asked.train, asked.program.config
+    asked = resolve_config(config, devices=devices, problems=problems, hf_config=fields, run_model_dir=kept)
+    data, config = asked.train, asked.program.config
     assert data is not None, "it was asked for"
     start = StartPoint()
     if found is not None and meta is not None:
-        start = resume.make_start_point(meta, found, settings, model=asked.program.model, data=data)
-    run = settings.run
+        start = resume.make_start_point(meta, found, config, model=asked.program.model, data=data)
+    run = config.run
     if run.steps is not None:
-        schedule = data.make_schedule(settings, consumed=start.rows_consumed, num_steps=max(run.steps - start.step, 0))
+        schedule = data.make_schedule(config, consumed=start.rows_consumed, num_steps=max(run.steps - start.step, 0))
     else:
-        schedule = data.make_schedule(settings, consumed=start.rows_consumed, epochs=run.epochs)
+        schedule = data.make_schedule(config, consumed=start.rows_consumed, epochs=run.epochs)
     num_steps = start.step + len(schedule)
-    profiled = settings.logging.profile_steps
+    profiled = config.logging.profile_steps
     if profiled is not None and profiled[1] > num_steps:
         raise UserError(
             f"logging.profile_steps = {list(profiled)}: the run has {num_steps} steps. Use steps of these, or null."
         )
     program = dataclasses.replace(asked.program, num_steps=num_steps)
-    seed, table, mesh = settings.run.seed, program.table, program.mesh
+    seed, table, mesh = config.run.seed, program.table, program.mesh
     make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh, is_offloaded=program.has_offloaded_state)
     origin = f"random weights, seed {seed}"
     if found is not None:
@@ -98,7 +98,7 @@ def build_training(
     elif asked.model_folder is not None:
         make = make_weight_loader(program, asked.model_folder)
         origin = f"weights of {asked.model_folder.source}"
-    if found is None and (pathlib.Path(settings.run.directory) / "config.yaml").is_file():
+    if found is None and (pathlib.Path(config.run.directory) / "config.yaml").is_file():
         origin += "; the run that is there has no checkpoint, and begins anew"
     material = RunInputs(
         train_set=data,
@@ -125,7 +125,7 @@ def make_weight_loader(program: Program, source: ModelFolder) -> functools.parti
 
 
 def resolve_config(
-    settings: Config,
+    config: Config,
     *,
     devices: list[jax.Device],
     problems: ProblemCollector,
@@ -144,27 +144,27 @@ def resolve_config(
     """
     model = sizes = tokenizer = source = kernel = None
     with problems.collect():
-        settings = _inline_chat_template(settings)
+        config = _inline_chat_template(config)
     with problems.collect():
-        if hf_config is None and settings.model.source is not None:
-            source = folder.find(settings.model.source)
-        hf_config = hf_config or (source.config_fields if source else settings.model.config)
+        if hf_config is None and config.model.source is not None:
+            source = folder.find(config.model.source)
+        hf_config = hf_config or (source.config_fields if source else config.model.config)
         assert hf_config is not None, "core.config asks for one of them"
         model = families.parse_model_config(hf_config, field=str(source.path / "config.json") if source else "model.config")
     with problems.collect():
-        sizes = device_mesh.resolve_axis_sizes(settings.mesh, len(devices))
+        sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
     # documents may be held out of the training sources
-    needs_train = for_training or settings.data.eval_fraction is not None
-    asked = [("data.train", settings.data.train)] if needs_train else []
-    asked += [("data.eval", settings.data.eval)]
+    needs_train = for_training or config.data.eval_fraction is not None
+    asked = [("data.train", config.data.train)] if needs_train else []
+    asked += [("data.eval", config.data.eval)]
     named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
-    not_found = settings.model.source is not None and hf_config is None
-    if settings.model.tokenizer is not None or (not not_found and any(one.format != "tokens" for _, one in named)):
+    not_found = config.model.source is not None and hf_config is None
+    if config.model.tokenizer is not None or (not not_found and any(one.format != "tokens" for _, one in named)):
         with problems.collect():
-            tokenizer = load_tokenizer(settings, source, run_model_dir)
+            tokenizer = load_tokenizer(config, source, run_model_dir)
             if model is not None and len(tokenizer) > model.vocab_size:
                 way_out = f"Set model.config.vocab_size={len(tokenizer)}, or more."
-                if settings.model.source is not None:
+                if config.model.source is not None:
                     way_out = "Use the model's own tokenizer: model.tokenizer=null."
                 raise UserError(
                     f"model.tokenizer: makes {len(tokenizer):,} different tokens, and the model's vocab_size is "
@@ -176,7 +176,7 @@ def resolve_config(
     records = {}
     for field, one in named:
         with problems.collect():
-            records[field] = sources.read(one, data=settings.data, field=f"{field}.source")
+            records[field] = sources.read(one, data=config.data, field=f"{field}.source")
     with problems.collect():
         for field, group in asked:
             _check_unique_names(field, group)
@@ -188,37 +188,37 @@ def resolve_config(
         with problems.collect():
             heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
             # one kernel for all lengths of rows: where cuDNN serves but some, none of them
-            of_lengths = [settings.with_row_tokens(length) for length in reversed(settings.data.row_lengths)]
+            of_lengths = [config.with_row_tokens(length) for length in reversed(config.data.row_lengths)]
             kernels = [attention.choose(one, devices=devices, window=model.sliding_window, **heads) for one in of_lengths]
             kernel = next((one for one in kernels if one.kernel != "cudnn"), kernels[0])
-    problems += memory_options.find_problems(settings, platform=devices[0].platform)
+    problems += memory_options.find_problems(config, platform=devices[0].platform)
     if sizes is not None:
         degree = kernel.strategy.outer_degree if kernel is not None else None
-        problems += device_mesh.find_division_problems(settings, sizes, degree=degree, with_training=for_training)
+        problems += device_mesh.find_division_problems(config, sizes, degree=degree, with_training=for_training)
     problems.raise_if_any()
     assert model is not None
     assert sizes is not None
     assert kernel is not None
-    if (cache := settings.logging.compilation_cache) is not None:
+    if (cache := config.logging.compilation_cache) is not None:
         cache_path = paths.expand_user(cache, field="logging.compilation_cache")
         jax.config.update("jax_compilation_cache_dir", str(cache_path))
 
-    tokenize = functools.partial(text.tokenize_dataset, data=settings.data, tokenizer=tokenizer, vocab_size=model.vocab_size)
+    tokenize = functools.partial(text.tokenize_dataset, data=config.data, tokenizer=tokenizer, vocab_size=model.vocab_size)
     tokenized = {}
     for field, one in named:
         with problems.collect():
             tokenized[field] = tokenize(records[field], source=one, field=f"{field}.source")
     problems.raise_if_any()
 
-    longest_only = settings.with_row_tokens(settings.data.max_row_tokens)
+    longest_only = config.with_row_tokens(config.data.max_row_tokens)
     members = {field: one for field, one in named if field.startswith("data.train")}
     chosen = None
-    if settings.data.eval_fraction is not None:
+    if config.data.eval_fraction is not None:
         chosen = held_out.select_records(
             [tokenized[member].dataset for member in members],
             source_names=[one.name or one.source for one in members.values()],
-            fraction=settings.data.eval_fraction,
-            seed=settings.run.seed,
+            fraction=config.data.eval_fraction,
+            seed=config.run.seed,
         )
 
     def data_set(
@@ -235,8 +235,8 @@ def resolve_config(
             source_names=[one.name or one.source for one in members.values()],
             held_out=chosen,
             use_held_out=use_held_out,
-            longest_row=settings.data.max_row_tokens,
-            long_documents=settings.data.long_documents,
+            longest_row=config.data.max_row_tokens,
+            long_documents=config.data.long_documents,
             field=field,
         )
         weights = [one.weight for one in members.values() if one.weight is not None and not use_held_out]
@@ -258,11 +258,11 @@ def resolve_config(
         evals.append(data_set(held_out.EVAL_SET_NAME, members, "data.eval_fraction", longest_only, chosen, use_held_out=True))
     attend = attention.make_chosen_attend(kernel)
     program = Program(
-        config=settings,
+        config=config,
         model=model,
         mesh=device_mesh.make_mesh(sizes, devices),
         attend=attend,
-        num_steps=settings.run.steps or 1,
+        num_steps=config.run.steps or 1,
     )
     return ResolvedConfig(
         program=program,
@@ -270,19 +270,19 @@ def resolve_config(
         model_folder=source,
         tokenizer=tokenizer,
         attention_choice=kernel,
-        train=data_set("train", members, "data.train", settings, chosen) if for_training else None,
+        train=data_set("train", members, "data.train", config, chosen) if for_training else None,
         evals=tuple(evals),
     )
 
 
 def load_tokenizer(
-    settings: Config, source: ModelFolder | None, kept: pathlib.Path | None
+    config: Config, source: ModelFolder | None, kept: pathlib.Path | None
 ) -> "transformers.PreTrainedTokenizerBase":
     """The tokenizer that a config asks for: the one a run keeps, else the one that is named, else that of model.source.
 
     Raises: UserError where there is none.
     """
-    named = settings.model.tokenizer
+    named = config.model.tokenizer
     if named != tokenizers.BYTE_TOKENIZER and kept is not None and (kept / "tokenizer_config.json").is_file():
         return tokenizers.load(str(kept))
     if named is None and source is None:
@@ -304,12 +304,12 @@ def _save_model_files(asked: ResolvedConfig, kept: pathlib.Path | None, director
         asked.tokenizer.save_pretrained(directory)
 
 
-def _inline_chat_template(settings: Config) -> Config:
+def _inline_chat_template(config: Config) -> Config:
     """The config with the chat template itself in place of its file, so that a run has all it needs. Raises: UserError."""
-    if settings.data.chat_template is None:
-        return settings
-    data = settings.data.model_copy(update={"chat_template": chat.resolve_template(settings.data.chat_template)})
-    return settings.model_copy(update={"data": data})
+    if config.data.chat_template is None:
+        return config
+    data = config.data.model_copy(update={"chat_template": chat.resolve_template(config.data.chat_template)})
+    return config.model_copy(update={"data": data})
 
 
 def _check_unique_names(field: str, given: Sequence[SourceConfig]) -> None:

@@ -1,4 +1,4 @@
-"""python -m jaxsp.train CONFIG.yaml --show-example: what is learned of the first record of each training source."""
+"""python -m jaxsp.train CONFIG.yaml --preview: what is learned of the first record of each training source."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ _MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion"
 text have a loss, whereas a chat has to be read to see which of its messages do."""
 
 
-def print_preview(settings: Config, console: rich.console.Console) -> None:
+def print_preview(config: Config, console: rich.console.Console) -> None:
     """Prints the first usable record of each training source, as the text of its tokens, with those that are learned marked.
 
     It reads, renders and tokenises as training does, but tokenises no more than it shows, and needs no device.
@@ -33,12 +33,12 @@ def print_preview(settings: Config, console: rich.console.Console) -> None:
     Raises: UserError with the problems of all sources.
     """
     problems, tokenizer = ProblemCollector(), None
-    named, model = settings.model.tokenizer, settings.model.source
-    if named is not None or any(source.format != "tokens" for source in settings.data.train):
-        tokenizer = build.load_tokenizer(settings, folder.find(model) if named is None and model is not None else None, None)
-    for number, source in enumerate(settings.data.train):
+    named, model = config.model.tokenizer, config.model.source
+    if named is not None or any(source.format != "tokens" for source in config.data.train):
+        tokenizer = build.load_tokenizer(config, folder.find(model) if named is None and model is not None else None, None)
+    for number, source in enumerate(config.data.train):
         with problems.collect():
-            _print_source(source, settings.data, tokenizer, console, field=f"data.train.{number}.source")
+            _print_source(source, config.data, tokenizer, console, field=f"data.train.{number}.source")
     problems.raise_if_any()
 
 

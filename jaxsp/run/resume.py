@@ -33,9 +33,9 @@ _NEUTRAL_FIELDS = (
         "logging.",
         "checkpoint.",
         "memory.",
-        "batch.rows_at_once",
+        "batch.rows_per_microbatch",
         "data.eval.",
-        "data.workers",
+        "data.num_workers",
         "attention.head_chunks",
     ),
     *(
@@ -44,7 +44,7 @@ _NEUTRAL_FIELDS = (
         "run.eval_every",
         "run.eval_at_start",
         "run.early_stopping",
-        "run.grace_s",
+        "run.shutdown_grace",
         "run.stop_after",
         "run.step_timeout",
     ),
@@ -160,7 +160,7 @@ def find_model_dir(found: pathlib.Path) -> pathlib.Path | None:
 
 
 def make_start_point(
-    meta: CheckpointMeta, found: pathlib.Path, settings: Config, *, model: ModelConfig, data: PackedDataset
+    meta: CheckpointMeta, found: pathlib.Path, config: Config, *, model: ModelConfig, data: PackedDataset
 ) -> StartPoint:
     """Where a run goes on from a checkpoint. Raises: UserError where that is of another model, or of other rows."""
     way_out = (
@@ -172,12 +172,12 @@ def make_start_point(
     for name in (field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(was, field.name)):
         said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
         problems.append(f"model: {said}. {way_out}")
-    if saved.optimizer.name != settings.optimizer.name:
+    if saved.optimizer.name != config.optimizer.name:
         problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
-    rows, changed = {int(length): count for length, count in meta.rows_consumed.items()}, _list_changes(saved, settings)
-    if others := dataset.describe_changes(meta.data, data.fingerprint(settings)):
-        what, then = "; ".join(others), settings.run.on_data_change
-        same_lengths = saved.data.row_lengths == settings.data.row_lengths
+    rows, changed = {int(length): count for length, count in meta.rows_consumed.items()}, _list_changes(saved, config)
+    if others := dataset.describe_changes(meta.data, data.fingerprint(config)):
+        what, then = "; ".join(others), config.run.on_data_change
+        same_lengths = saved.data.row_lengths == config.data.row_lengths
         consumed = " and ".join(f"{count:,} rows of {length:,} tokens" for length, count in rows.items())
         if then == "error":
             fields = [change for change in changed if change.startswith(_TOKEN_FIELDS)]
@@ -206,10 +206,10 @@ def make_start_point(
     )
 
 
-def _list_changes(saved: Config, settings: Config) -> tuple[str, ...]:
+def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     """The fields that are not as they were, with both values: those that alter training, then the others, as one."""
     # a checkpoint of an earlier version lacks fields; `saved` has their defaults
-    before, now = (dict(_flatten(either.model_dump(mode="json"))) for either in (saved, settings))
+    before, now = (dict(_flatten(either.model_dump(mode="json"))) for either in (saved, config))
     not_said = ("run.directory", "run.resume", "run.on_data_change")
     words = {
         field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"

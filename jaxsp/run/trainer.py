@@ -44,16 +44,16 @@ def train(
     """Trains from where the material begins to the last step, and writes the run directory.
 
     With several processes, all of them train and save together; process 0 alone writes the rest. A step whose loss or
-    gradients are not finite ends the run unless run.on_nan lets it go on: a checkpoint is written, and errors.Stopped raised.
+    gradients are not finite ends the run unless run.on_nonfinite lets it go on: a checkpoint is written, and errors.Stopped raised.
 
     Args:
         stop: what may ask for an early end, after which the same command goes on; it also hears how the run goes.
         verbose: says who gets which rows of the first step.
     """
-    settings, start = program.config, inputs.start
-    preemption = preemption or Preemption(settings.run, RunStatus())
+    config, start = program.config, inputs.start
+    preemption = preemption or Preemption(config.run, RunStatus())
     pace = preemption.status
-    folder = pathlib.Path(settings.run.directory)
+    folder = pathlib.Path(config.run.directory)
     _check_agreement(program, inputs)
     if start.step >= program.num_steps:
         console.print(f"{folder}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer.")
@@ -61,7 +61,7 @@ def train(
 
     loss_set = _ranking_eval_set(program, inputs)
     is_own = start.is_resume_in(folder)
-    early_stopping = EarlyStopping(settings.run, loss_set, resumed_state=start.early_stopping if is_own else None)
+    early_stopping = EarlyStopping(config.run, loss_set, resumed_state=start.early_stopping if is_own else None)
     if early_stopping.should_stop():
         console.print(
             f"{folder}: stopped early at step {start.step}: {early_stopping.reason}. "
@@ -84,7 +84,7 @@ def train(
     else:
         like = train_step.abstract_inputs(program)[0]
         state = reader.restore(start.checkpoint, like, table=program.table, num_steps=start.step)
-    feed = inputs.train_set.make_loader(settings, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree)
+    feed = inputs.train_set.make_loader(config, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree)
     if verbose:
         console.print(
             "\n".join([f"step {start.step + 1}:", *summary.describe_assignments(feed.assign_rows(0))]),
@@ -95,7 +95,7 @@ def train(
     evaluate = Evaluator(program, inputs.eval_sets)
 
     # From here on there is a run
-    lock = run_dir.create(folder, settings, banner_text=banner.format_pairs(lines), keep_model=inputs.write_model)
+    lock = run_dir.create(folder, config, banner_text=banner.format_pairs(lines), keep_model=inputs.write_model)
 
     # Steps; the numbers of one are fetched when the next is under way
     with (
@@ -104,18 +104,18 @@ def train(
             folder,
             # a new run drops the evaluation before its first step, which it makes again
             from_step=start.step if is_own else start.step - 1,
-            tensorboard=settings.logging.tensorboard,
+            tensorboard=config.logging.tensorboard,
         ) as writer,
         CheckpointWriter(
             folder / run_paths.CHECKPOINTS_DIR,
             table=program.table,
-            retention=settings.checkpoint,
+            retention=config.checkpoint,
             status=pace,
             before_write=writer.sync,  # a step that a checkpoint counts has its line
             eval_set=loss_set,
         ) as store,
         Progress(console, first_step=start.step, num_steps=program.num_steps) as progress,
-        ProfilerTrace(folder / "profile", settings.logging.profile_steps) as trace,
+        ProfilerTrace(folder / "profile", config.logging.profile_steps) as trace,
         contextlib.closing(steps),
     ):
 
@@ -137,7 +137,7 @@ def train(
         store.compile_ahead(state)
         # process 0 may have recorded the loss in a file that another node still has cached
         owed = schedule.broadcast_from_first(float(is_own and start.has_pending_evaluation))
-        is_first = settings.run.eval_at_start and not is_own
+        is_first = config.run.eval_at_start and not is_own
         if is_first:
             early_stopping.expect_evaluation()
         if inputs.eval_sets and (owed or is_first):
@@ -150,7 +150,7 @@ def train(
             return
         owes_evaluation = stops_early = False
         log = StepLog(program, inputs, writer, progress, pace)
-        checkpoints = CheckpointSchedule(store, settings.run, first_step=start.step, print_line=progress.print_line)
+        checkpoints = CheckpointSchedule(store, config.run, first_step=start.step, print_line=progress.print_line)
         pace.waiting_for_step(start.step)
         with log.measure_batch_wait():
             following = next(steps, None)
@@ -172,11 +172,11 @@ def train(
             checkpoints.poll()
             pace.checkpoint_s = store.write_s
             last = following is None
-            ends_epoch = not last and _is_epoch_end(inputs, settings.run, number)
-            saves = checkpoints.is_due(number) or last or (ends_epoch and settings.run.save_every == "epoch")
-            evaluates = evaluate.is_due(number) or last or (ends_epoch and settings.run.eval_every == "epoch")
-            ranks = saves and settings.checkpoint.keep_best > 0
-            if evaluates or (ranks and settings.run.eval_every is None):
+            ends_epoch = not last and _is_epoch_end(inputs, config.run, number)
+            saves = checkpoints.is_due(number) or last or (ends_epoch and config.run.save_every == "epoch")
+            evaluates = evaluate.is_due(number) or last or (ends_epoch and config.run.eval_every == "epoch")
+            ranks = saves and config.checkpoint.keep_best > 0
+            if evaluates or (ranks and config.run.eval_every is None):
                 early_stopping.expect_evaluation()
             evaluates = evaluates or ranks
             if not (saves or evaluates or trace.should_stop(number)):
@@ -205,7 +205,7 @@ def train(
             log.restart_clock()
         log.record_previous_step()
         pace.begin("the last checkpoint", expected_s=pace.step_s, is_writing=True)
-        owes_evaluation |= settings.checkpoint.keep_best > 0  # each checkpoint is to have a loss
+        owes_evaluation |= config.checkpoint.keep_best > 0  # each checkpoint is to have a loss
         meta = dataclasses.replace(
             _meta(program, inputs, log), has_pending_evaluation=owes_evaluation, early_stopping=early_stopping.state
         )
@@ -295,8 +295,8 @@ def _check_disk(program: Program, folder: pathlib.Path, *, num_steps: int) -> st
 
 def _ranking_eval_set(program: Program, material: RunInputs) -> dict[str, str] | None:
     """Name and digest of the data set whose loss ranks checkpoints; None if nothing is evaluated."""
-    best_by = program.config.checkpoint.best_eval
-    chosen = [data for data in material.eval_sets if best_by in (None, data.name)]
+    best_eval = program.config.checkpoint.best_eval
+    chosen = [data for data in material.eval_sets if best_eval in (None, data.name)]
     return evaluator.identify_eval_set(chosen[0], program.config) if chosen else None
 
 
@@ -304,13 +304,13 @@ def _check_agreement(program: Program, material: RunInputs) -> None:
     """Raises: UserError where processes were given different configs or data, or would begin at different steps."""
     if jax.process_count() == 1:
         return
-    start, settings = material.start, program.config
+    start, config = material.start, program.config
     told = [
         (f"data: {one.name}", digest)
         for data in (material.train_set, *material.eval_sets)
         for one, digest in data.digested_sources
     ]
-    told.append(("the config", repr(settings)))
+    told.append(("the config", repr(config)))
     told.append(("XLA_FLAGS", repr(program.compile_options)))
     told.append(("attention (the devices' memory or versions)", repr(material.attention_choice)))
     hashes = [np.frombuffer(hashlib.sha256(words.encode()).digest()[:8], np.int32) for _, words in told]
@@ -320,7 +320,7 @@ def _check_agreement(program: Program, material: RunInputs) -> None:
     if differs[:2].any():
         steps = errors.format_choices(sorted({*of_all[:, 0].tolist()}))
         raise UserError(
-            f"run.directory = {settings.run.directory}: processes would begin at steps {steps}, because they see different "
+            f"run.directory = {config.run.directory}: processes would begin at steps {steps}, because they see different "
             "checkpoints. Name a folder that all nodes share."
         )
     for (what, _), other in zip(told, differs[2:].reshape(-1, 2).any(1), strict=True):

@@ -162,7 +162,7 @@ def resolve_axis_sizes(mesh: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def find_division_problems(
-    settings: Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True
+    config: Config, sizes: dict[str, int], *, degree: int | None, with_training: bool = True
 ) -> list[str]:
     """What is wrong with sharing a config's rows and their tokens on a mesh of these sizes; empty when nothing is.
 
@@ -170,12 +170,12 @@ def find_division_problems(
     """
     found = []
     seq = sizes[axes.SEQ]
-    for row_tokens in settings.data.row_lengths:
+    for row_tokens in config.data.row_lengths:
         parts, what = (2 * seq, "parts, two for each device (mesh.seq)") if (degree or 1) > 1 else (seq, "shares (mesh.seq)")
         if row_tokens % parts:
             near = errors.format_choices(_nearest_multiples(row_tokens, parts if degree else 2 * seq))
             found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}.")
-    per_step, at_once = settings.batch.rows_per_step, settings.batch.rows_per_microbatch
+    per_step, at_once = config.batch.rows_per_step, config.batch.rows_per_microbatch
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):
         near = errors.format_choices(_nearest_multiples(per_step, groups * at_once))

@@ -51,8 +51,8 @@ class Preemption:
     others through the store that JAX keeps for them, and no step pays for it.
     """
 
-    def __init__(self, settings: RunConfig, status: RunStatus):
-        self._settings, self.status = settings, status
+    def __init__(self, config: RunConfig, status: RunStatus):
+        self._config, self.status = config, status
         self.reason: str | None = None
         """What asked for a stop; None as long as nothing did."""
         self._start_time = time.monotonic()
@@ -109,7 +109,7 @@ class Preemption:
             for number in os.read(self._pipe[0], 64) if ready else b"":
                 if number in SIGNALS:
                     self._handle_signal(signal.Signals(number))
-            minutes = self._settings.stop_after
+            minutes = self._config.stop_after
             if self.reason is None and minutes is not None and time.monotonic() - self._start_time >= 60 * minutes:
                 self._request_stop(f"{_STOP_AFTER} = {minutes:g}")
             if self.reason is None and (asked := distributed.published(_STOP_KEY)):
@@ -175,11 +175,11 @@ class Preemption:
             for place in places.values()
             if place.num_dispatched is not None
         )
-        grace_s = self._settings.shutdown_grace
-        if rest_s > grace_s and any(place.is_signal for place in places.values()):
+        shutdown_grace = self._config.shutdown_grace
+        if rest_s > shutdown_grace and any(place.is_signal for place in places.values()):
             self._exit(
-                f"at once: what was sent to the devices and a checkpoint would take about {rest_s:.0f} s, and run.grace_s is "
-                f"{grace_s:g}. {self._describe_lost_steps(last)}"
+                f"at once: what was sent to the devices and a checkpoint would take about {rest_s:.0f} s, and run.shutdown_grace is "
+                f"{shutdown_grace:g}. {self._describe_lost_steps(last)}"
             )
         with self._condition:
             self._stop_step = last
@@ -189,7 +189,7 @@ class Preemption:
 
     def _describe_lost_steps(self, last: int) -> str:
         """What a run loses that leaves now."""
-        found = run_paths.find_latest_in_run(self._settings.directory)
+        found = run_paths.find_latest_in_run(self._config.directory)
         if found is None:
             return f"No checkpoint has been written yet: the {_count_steps(last, 'begun so far')} lost."
         since = last - int(found.name)

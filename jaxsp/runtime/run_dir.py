@@ -76,7 +76,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
 
 def create(
     directory: pathlib.Path,
-    settings: Config,
+    config: Config,
     *,
     banner_text: str,
     keep_model: Callable[[pathlib.Path], None],
@@ -90,7 +90,7 @@ def create(
         stack.enter_context(lock(directory))
         if jax.process_index() == 0:
             with _report_write_errors(directory):
-                schema.save(settings, directory / CONFIG_FILE)
+                schema.save(config, directory / CONFIG_FILE)
                 yaml_io.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
         _wait_until_visible(directory)

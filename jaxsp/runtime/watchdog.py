@@ -38,10 +38,10 @@ class Watchdog:
     needs Python's lock for that: code that holds it and hangs is seen by the other processes, and in the heartbeat.
     """
 
-    def __init__(self, settings: RunConfig, status: RunStatus, *, has_heartbeat: bool):
-        self._settings, self._status, self._has_heartbeat = settings, status, has_heartbeat
-        self._path = pathlib.Path(settings.directory) / run_dir.HEARTBEAT_FILE
-        timeout = settings.step_timeout
+    def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):
+        self._config, self._status, self._has_heartbeat = config, status, has_heartbeat
+        self._path = pathlib.Path(config.directory) / run_dir.HEARTBEAT_FILE
+        timeout = config.step_timeout
         self._interval_s = HEARTBEAT_INTERVAL_S if timeout is None else min(HEARTBEAT_INTERVAL_S, 60 * timeout / 4)
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
@@ -66,8 +66,8 @@ class Watchdog:
         """Seconds until the next sign of life that are too many."""
         if not activity.is_watched:
             return math.inf
-        if self._settings.step_timeout is not None:
-            return 60 * self._settings.step_timeout
+        if self._config.step_timeout is not None:
+            return 60 * self._config.step_timeout
         return math.inf if activity.expected_s is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
 
     def _watch(self) -> None:
@@ -93,7 +93,7 @@ class Watchdog:
             return
         silent_s, limit_s = time.monotonic() - doing.last_progress, self.timeout_s(doing)
         if silent_s > limit_s:
-            by = "run.step_timeout" if self._settings.step_timeout is not None else f"{TIMEOUT_FACTOR} times the usual"
+            by = "run.step_timeout" if self._config.step_timeout is not None else f"{TIMEOUT_FACTOR} times the usual"
             silent, limit = (durations.describe(round(value)) for value in (silent_s, limit_s))
             words = (
                 f"{doing.description}: no sign of life for {silent}, and {limit} are too many ({by}). Where each thread "

@@ -80,7 +80,7 @@ class CompileOptions:
 
 
 def choose_options(
-    settings: Config,
+    config: Config,
     *,
     mesh: Mesh,
     is_tiled: bool,
@@ -96,7 +96,7 @@ def choose_options(
         version: of jaxlib.
     Raises: UserError if run.xla_options and run.deterministic contradict each other.
     """
-    asked, deterministic = settings.run.xla_options, settings.run.deterministic
+    asked, deterministic = config.run.xla_options, config.run.deterministic
     by_flags = [name for name in _flag_names(environ.get("XLA_FLAGS", "")) if name not in asked]
     ours: XlaOptions = {}
     parts = []
@@ -109,7 +109,7 @@ def choose_options(
             ours |= NO_REMATERIALIZATION
             if is_tiled and mesh.size > 1:
                 ours |= OVERLAP_IN_LOOPS
-            if settings.memory.offload_activations != "none":
+            if config.memory.offload_activations != "none":
                 ours |= PREFETCH_FROM_HOST
                 if not PREFETCH_FROM_HOST.keys() & {*asked, *by_flags}:
                     parts.append("activations of the next layer are prefetched from host memory")

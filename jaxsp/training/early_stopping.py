@@ -43,13 +43,13 @@ class EarlyStopping:
 
     def __init__(
         self,
-        settings: RunConfig,
+        config: RunConfig,
         eval_set: Mapping[str, str] | None,
         *,
         resumed_state: Mapping[str, Any] | None = None,
     ):
-        self._patience = settings.early_stopping_patience
-        self._min_delta = settings.early_stopping_min_delta
+        self._patience = config.early_stopping_patience
+        self._min_delta = config.early_stopping_min_delta
         self._state: EarlyStoppingState | None = None
         if self._patience is None:
             return

@@ -39,7 +39,7 @@ class EvalResult:
     """Without compiling."""
 
 
-def identify_eval_set(data: PackedDataset, settings: Config) -> dict[str, str]:
+def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
     """Name and digest of a data set.
 
     The digest covers the tokens, the labels, and how documents longer than a row were cut: with
@@ -47,7 +47,7 @@ def identify_eval_set(data: PackedDataset, settings: Config) -> dict[str, str]:
     """
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
     if any(source.has_long_documents() for source in data.documents.sources):
-        parts += [settings.data.long_documents, str(settings.data.max_row_tokens)]
+        parts += [config.data.long_documents, str(config.data.max_row_tokens)]
     return {"name": data.name, "digest": hashlib.sha256(" ".join(parts).encode()).hexdigest()}
 
 
@@ -55,14 +55,14 @@ class Evaluator:
     """Evaluates data sets, each by itself, as often as it is asked; compiles when it is asked first.
 
     Rows are packed and as long as in training, the longest where there are several lengths. Every group of devices works on
-    `batch.rows_at_once` of them; sums over steps are float64 on the host.
+    `batch.rows_per_microbatch` of them; sums over steps are float64 on the host.
     """
 
     def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
         slots = device_mesh.num_groups(program.mesh) * program.config.batch.rows_per_microbatch
-        settings = program.config.with_row_tokens(program.config.data.max_row_tokens)
-        batch = settings.batch.model_copy(update={"rows_per_step": slots})
-        evaluated = settings.model_copy(update={"batch": batch})
+        config = program.config.with_row_tokens(program.config.data.max_row_tokens)
+        batch = config.batch.model_copy(update={"rows_per_step": slots})
+        evaluated = config.model_copy(update={"batch": batch})
         self._program = dataclasses.replace(program, config=evaluated, has_weights=False)
         self._eval_sets = eval_sets
 
@@ -90,11 +90,11 @@ class Evaluator:
         for data in self._eval_sets:
             totals = self._compiled_totals
             began = time.perf_counter()
-            settings = self._program.config
+            config = self._program.config
             feed = data.make_loader(
-                settings,
+                config,
                 self._program.mesh,
-                data.make_schedule(settings, epochs=1),
+                data.make_schedule(config, epochs=1),
                 layout_degree=self._program.attend.layout_degree,
             )
             parts = []

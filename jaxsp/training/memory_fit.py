@@ -154,7 +154,7 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
     """
     for remat in _remat_candidates(program, is_memory_known=is_memory_known):
         mlp_tiles = program.mlp_tiles if is_memory_known else [program.mlp_tile]
-        if remat == "attention_and_mlp":  # activations of tiles cannot be kept
+        if remat == "save_attention_and_mlp":  # activations of tiles cannot be kept
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
         for mlp_tile in mlp_tiles:
             for loss_tile in program.loss_tiles if is_memory_known else [program.loss_tile]:
@@ -167,17 +167,17 @@ def _remat_candidates(program: Program, *, is_memory_known: bool) -> list[str]:
     if memory.remat != "auto":
         return [memory.remat]
     if program.remat_policy.is_attention_offloaded:
-        return ["attention"]
+        return ["save_attention"]
     frees_memory = memory.offload_activations != "none" or memory.offload_optimizer != "none"
-    first = [] if frees_memory or not is_memory_known else ["attention_and_mlp"]
-    return [*first, "attention", "full"]
+    first = [] if frees_memory or not is_memory_known else ["save_attention_and_mlp"]
+    return [*first, "save_attention", "full"]
 
 
 def replace_memory(program: Program, **memory: Any) -> Program:
     """The program with other values in the config's group `memory`."""
-    settings = program.config
-    update = {"memory": settings.memory.model_copy(update=memory)}
-    return dataclasses.replace(program, config=settings.model_copy(update=update))
+    config = program.config
+    update = {"memory": config.memory.model_copy(update=memory)}
+    return dataclasses.replace(program, config=config.model_copy(update=update))
 
 
 def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
@@ -201,7 +201,7 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     of_layer = (0 if memory.offload_activations != "none" else stream) + (
         results if how.is_attention_saved and not how.is_attention_offloaded else 0
     )
-    if how.remat in ("attention_and_mlp", "none") and program.mlp_tile >= tokens:  # activations of tiles are not kept
+    if how.remat in ("save_attention_and_mlp", "none") and program.mlp_tile >= tokens:  # activations of tiles are not kept
         of_layer += 2 * tokens * F * itemsize
     if how.remat == "none":
         of_layer += tokens * (heads * model.head_dim + D) * itemsize
@@ -365,25 +365,25 @@ class OffloadedBytes(NamedTuple):
         return sum(self)
 
 
-def offloaded_bytes(model: ModelConfig, settings: Config, *, num_shards: int, seq: int) -> OffloadedBytes:
+def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int, seq: int) -> OffloadedBytes:
     """Arrays in host memory with a config, if weights are sharded over `num_shards` devices and
     rows over `seq`."""
-    memory, itemsize = settings.memory, np.dtype(settings.model.compute_dtype).itemsize
+    memory, itemsize = config.memory, np.dtype(config.model.compute_dtype).itemsize
     per_token = 0 if memory.offload_activations == "none" else model.hidden_size * itemsize
-    if memory.offload_activations == "residual_and_attention":
+    if memory.offload_activations == "layer_inputs_and_attention":
         per_token += model.num_heads * (model.head_dim * itemsize + 4)
-    tokens = settings.data.max_row_tokens * settings.batch.rows_per_microbatch // seq
+    tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch // seq
     away = [row for row in jax.tree.leaves(decoder.param_table(model)) if host_offload.should_offload(row)]
     away = [] if memory.offload_optimizer == "none" else away
     weights = sum(4 * sharding.shard_size(row, num_shards) for row in away)
     gradients = sum(4 * sharding.shard_size(row, num_shards) for row in away if row.num_layers)
-    rows_at_a_time = settings.batch.rows_per_microbatch * settings.mesh.replica * max(1, num_shards // seq)
-    if settings.batch.rows_per_step > rows_at_a_time:
+    rows_at_a_time = config.batch.rows_per_microbatch * config.mesh.replica * max(1, num_shards // seq)
+    if config.batch.rows_per_step > rows_at_a_time:
         gradients *= 2  # a microbatch's, and their sums
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
         weights=weights,
-        moments=2 * weights if settings.optimizer.name == "adamw" else 0,
+        moments=2 * weights if config.optimizer.name == "adamw" else 0,
         gradients=gradients if memory.offload_optimizer == "state_and_gradients" else 0,
     )
 

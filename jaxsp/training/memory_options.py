@@ -20,14 +20,14 @@ MIN_HOST_STATE_RELEASE = (0, 11, 1)
 """The first release of jax whose arrays in host memory go through shard_map and loops."""
 
 
-def find_problems(settings: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
+def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
     """Reasons that a config's memory options do not work with this release of JAX on these
     devices."""
-    memory, found = settings.memory, []
-    if memory.offload_activations == "residual_and_attention" and settings.attention.kernel == "reference":
+    memory, found = config.memory, []
+    if memory.offload_activations == "layer_inputs_and_attention" and config.attention.kernel == "reference":
         found.append(
-            "memory.offload_activations = residual_and_attention: attention.kernel = reference, which is for tests, keeps its "
-            "scores and names nothing else. Use memory.offload_activations=residual, or another attention.kernel."
+            "memory.offload_activations = layer_inputs_and_attention: attention.kernel = reference, which is for tests, keeps its "
+            "scores and names nothing else. Use memory.offload_activations=layer_inputs, or another attention.kernel."
         )
     release = compile_options.parse_version(version)
     if memory.offload_activations != "none":
@@ -47,12 +47,12 @@ def find_problems(settings: Config, *, platform: str, version: str = jax.__versi
             f"memory.offload_optimizer = {memory.offload_optimizer}: jax {version} cannot keep arrays in host memory inside "
             "shard_map and loops. Install jax 0.11.1 or later (Python 3.12), or use memory.offload_optimizer=none."
         )
-    tokens = settings.data.max_row_tokens * settings.batch.rows_per_microbatch // settings.mesh.seq
+    tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch // config.mesh.seq
     tile = memory.mlp_tile_tokens
-    if memory.remat == "attention_and_mlp" and tile != "auto" and tile < tokens:
+    if memory.remat == "save_attention_and_mlp" and tile != "auto" and tile < tokens:
         found.append(
             f"memory.mlp_tile_tokens = {tile}: must be at least {tokens}, all tokens of a device, "
-            "because memory.remat = attention_and_mlp cannot keep activations of tiles. "
+            "because memory.remat = save_attention_and_mlp cannot keep activations of tiles. "
             "Use memory.mlp_tile_tokens=auto, or memory.remat=auto."
         )
     return found
@@ -84,13 +84,13 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
 def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
     """Suggestions: changes that reduce a step's memory and work with this release of JAX and this
     model."""
-    settings = program.config
-    memory = settings.memory
+    config = program.config
+    memory = config.memory
     if not is_device_short and memory.offload_activations == memory.offload_optimizer == "none":
         return ["nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"]
-    changes = _device_memory_changes(program) if is_device_short else _host_memory_changes(settings.memory)
+    changes = _device_memory_changes(program) if is_device_short else _host_memory_changes(config.memory)
     platform = "gpu"  # only GPUs have a known size
-    works = [change for change in changes if not find_problems(_replace_memory(settings, change), platform=platform)]
+    works = [change for change in changes if not find_problems(_replace_memory(config, change), platform=platform)]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
     if is_device_short:
         ways += _batch_changes(program)
@@ -105,10 +105,10 @@ def _device_memory_changes(program: Program) -> list[dict[str, str]]:
     memory = program.config.memory
     states = ("none", "state", "state_and_gradients")
     changes = []
-    if memory.remat not in ("auto", "full") and memory.offload_activations != "residual_and_attention":
+    if memory.remat not in ("auto", "full") and memory.offload_activations != "layer_inputs_and_attention":
         changes.append({"remat": "auto"})
     if memory.offload_activations == "none":
-        changes.append({"offload_activations": "residual"})
+        changes.append({"offload_activations": "layer_inputs"})
     if memory.offload_optimizer != states[-1]:
         changes.append({"offload_optimizer": states[states.index(memory.offload_optimizer) + 1]})
     automatic = memory_fit.replace_memory(program, mlp_tile_tokens="auto", loss_tile_tokens="auto")
@@ -123,7 +123,7 @@ def _host_memory_changes(memory: MemoryConfig) -> list[dict[str, str]]:
     """Changes of memory options that reduce memory of the host, each by one level."""
     changes = []
     if memory.offload_activations != "none":
-        below = "residual" if memory.offload_activations == "residual_and_attention" else "none"
+        below = "layer_inputs" if memory.offload_activations == "layer_inputs_and_attention" else "none"
         changes.append({"offload_activations": below})
     if memory.offload_optimizer != "none":
         changes.append({"offload_optimizer": "state" if memory.offload_optimizer == "state_and_gradients" else "none"})
@@ -132,32 +132,32 @@ def _host_memory_changes(memory: MemoryConfig) -> list[dict[str, str]]:
 
 def _batch_changes(program: Program) -> list[str]:
     """Changes of rows and documents that reduce memory of the device."""
-    settings, ways = program.config, []
-    rows = device_mesh.num_groups(program.mesh) * settings.batch.rows_per_microbatch
-    if settings.batch.rows_per_microbatch > 1:
-        ways.append("batch.rows_at_once=1")
-    if settings.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
+    config, ways = program.config, []
+    rows = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch
+    if config.batch.rows_per_microbatch > 1:
+        ways.append("batch.rows_per_microbatch=1")
+    if config.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
         ways.append(f"batch.rows_per_step={rows}")
-    if settings.data.max_segments_per_row > 1:
-        ways.append(f"data.max_documents_per_row={1 if settings.data.max_segments_per_row <= 8 else 8}")
+    if config.data.max_segments_per_row > 1:
+        ways.append(f"data.max_segments_per_row={1 if config.data.max_segments_per_row <= 8 else 8}")
     return ways
 
 
-def _replace_memory(settings: Config, change: dict[str, str]) -> Config:
-    return settings.model_copy(update={"memory": settings.memory.model_copy(update=change)})
+def _replace_memory(config: Config, change: dict[str, str]) -> Config:
+    return config.model_copy(update={"memory": config.memory.model_copy(update=change)})
 
 
 def _can_split_rows(program: Program, seq: int) -> bool:
     """Whether so many devices could share rows by the attention that the config asks for."""
-    settings, model = program.config, program.model
-    settings = settings.model_copy(update={"mesh": settings.mesh.model_copy(update={"seq": seq})})
+    config, model = program.config, program.model
+    config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     try:
-        kind = attention.choose_strategy(settings, window=model.sliding_window, **heads)
+        kind = attention.choose_strategy(config, window=model.sliding_window, **heads)
     except UserError:
         return False
     sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
-    return not device_mesh.find_division_problems(settings, sizes, degree=kind.outer_degree, with_training=False)
+    return not device_mesh.find_division_problems(config, sizes, degree=kind.outer_degree, with_training=False)
 
 
 def describe(program: Program) -> str:
@@ -169,15 +169,15 @@ def describe(program: Program) -> str:
         parts.append(f"{program.tokens_per_device:,} tokens per device: {_describe_tiles(program)}")
     recomputed = {
         "none": "elementwise operations are recomputed in the backward pass",
-        "attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
-        "attention": "layers are recomputed in the backward pass, except attention",
+        "save_attention_and_mlp": "layers are recomputed in the backward pass, except attention and the MLP's wide products",
+        "save_attention": "layers are recomputed in the backward pass, except attention",
         "full": "layers are recomputed in the backward pass, including attention",
         "auto": "layers are recomputed in the backward pass, as far as needed to fit",
     }
     parts.append(
-        recomputed["attention" if memory.remat == "auto" and program.remat_policy.is_attention_offloaded else memory.remat]
+        recomputed["save_attention" if memory.remat == "auto" and program.remat_policy.is_attention_offloaded else memory.remat]
     )
-    offloaded = {"residual": "layer inputs", "residual_and_attention": "layer inputs and attention outputs"}
+    offloaded = {"layer_inputs": "layer inputs", "layer_inputs_and_attention": "layer inputs and attention outputs"}
     if memory.offload_activations != "none":
         parts.append(f"{offloaded[memory.offload_activations]} offloaded to host memory")
     if program.has_offloaded_state:

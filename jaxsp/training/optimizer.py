@@ -15,15 +15,15 @@ from jaxsp.model.layers import Parameter
 from jaxsp.training import host_offload
 
 
-def build_schedule(settings: OptimizerConfig, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
+def build_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
     """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
-    peak, warmup = settings.learning_rate, settings.num_warmup_steps(num_steps)
+    peak, warmup = config.learning_rate, config.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
     after = {
         "cosine": optax.cosine_decay_schedule(peak, rest),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
-    }[settings.schedule]
+    }[config.schedule]
 
     def rate(step: Array) -> Array:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
@@ -33,19 +33,19 @@ def build_schedule(settings: OptimizerConfig, num_steps: int) -> Callable[[Int32
     return rate
 
 
-def build_transform(settings: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
+def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
     """What happens to one layer's gradient before the learning rate; only matrices decay."""
-    decay = optax.add_decayed_weights(settings.weight_decay if param.is_matrix else 0.0)
-    if settings.name == "sgd":
+    decay = optax.add_decayed_weights(config.weight_decay if param.is_matrix else 0.0)
+    if config.name == "sgd":
         return decay
-    return optax.chain(optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps), decay)
+    return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.eps), decay)
 
 
-def init(settings: OptimizerConfig, table: Any, master: Any) -> Any:
+def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
     """Optimizer state of every weight of a tree, or of one; stacked weights have a state for each layer."""
 
     def one(row: Parameter, weight: Array) -> Any:
-        start = build_transform(settings, row).init
+        start = build_transform(config, row).init
         return start(weight) if row.num_layers is None else jax.vmap(start)(weight)
 
     return jax.tree.map(one, table, master)
@@ -66,7 +66,7 @@ def map_weights_and_state(table: layers.Weights, function: Callable[..., tuple[A
 
 
 def update(
-    settings: OptimizerConfig,
+    config: OptimizerConfig,
     table: layers.Weights,
     gradients: layers.Weights,
     state: Any,
@@ -83,7 +83,7 @@ def update(
     """
 
     def one(row: Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
-        move = build_transform(settings, row).update
+        move = build_transform(config, row).update
 
         def layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
             weight, state = old

@@ -218,7 +218,7 @@ def compile_attention(
         )
     if outer_strategy and kernel == "cudnn":
         attend = attention.make_two_chunk_attend(
-            "cudnn", head_chunks=1 if outer_strategy == "gather" else chunks, outer_strategy=outer_strategy
+            "cudnn", head_chunks=1 if outer_strategy == "all_gather" else chunks, outer_strategy=outer_strategy
         )
     else:
         attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)

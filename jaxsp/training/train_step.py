@@ -143,9 +143,9 @@ class Program:
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
-        settings = self.config.batch
-        rows_per_turn = device_mesh.num_groups(self.mesh) * settings.rows_per_microbatch
-        return batch.num_microbatches(rows_per_step=settings.rows_per_step, global_microbatch_rows=rows_per_turn)
+        config = self.config.batch
+        rows_per_turn = device_mesh.num_groups(self.mesh) * config.rows_per_microbatch
+        return batch.num_microbatches(rows_per_step=config.rows_per_step, global_microbatch_rows=rows_per_turn)
 
     @property
     def mlp_tiles(self) -> list[int]:
@@ -184,7 +184,7 @@ class Program:
     def remat_policy(self) -> RematPolicy:
         """What the backward pass keeps of a layer; `auto` stands for attention here, see `compile`."""
         memory = self.config.memory
-        kept = "attention" if memory.remat == "auto" else memory.remat
+        kept = "save_attention" if memory.remat == "auto" else memory.remat
         return RematPolicy(remat=kept, offload_activations=memory.offload_activations)
 
 
@@ -223,19 +223,19 @@ def abstract_weights(program: Program) -> layers.Weights:
 
 def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     """What a step takes, as jax.ShapeDtypeStructs with shardings: enough to compile it, on devices that need not be there."""
-    table, mesh, settings = program.table, program.mesh, program.config
+    table, mesh, config = program.table, program.mesh, program.config
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def state_of(row: Parameter, weight: jax.ShapeDtypeStruct) -> Any:
         """An optimizer's averages lie where their weight lies."""
-        state = jax.eval_shape(lambda w: optimizer.init(settings.optimizer, row, w), weight)
+        state = jax.eval_shape(lambda w: optimizer.init(config.optimizer, row, w), weight)
         places = jax.tree.map(lambda x: weight.sharding if x.shape == weight.shape else everywhere, state)
         return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
 
     master = abstract_weights(program)
     opt = jax.tree.map(state_of, table, master)
-    slots = device_mesh.num_groups(mesh) * settings.batch.rows_per_microbatch
-    widths = {PER_TOKEN: settings.data.max_row_tokens, PER_ROW: settings.data.max_segments_per_row}
+    slots = device_mesh.num_groups(mesh) * config.batch.rows_per_microbatch
+    widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: config.data.max_segments_per_row}
     rows: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
             (program.num_microbatches, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec)
@@ -400,15 +400,15 @@ def _run_on_mesh(
 
 def build_step(program: Program) -> jax.stages.Wrapped:
     """The jitted step; it takes the state's memory for the new state."""
-    settings, table = program.config.optimizer, program.table
-    rates = optimizer.build_schedule(settings, program.num_steps)
+    config, table = program.config.optimizer, program.table
+    rates = optimizer.build_schedule(config, program.num_steps)
 
     def step(state: TrainState, rows: Batch) -> tuple[TrainState, StepMetrics]:
         state = _set_memory_kinds(program, state)
         done = compute_gradients(program, state.master, rows)
         squares = jax.tree.map(lambda row, g: host_offload.sum_layers(row, lambda g: jnp.sum(g * g), g), table, done.gradients)
         norm = jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
-        limit = settings.max_grad_norm
+        limit = config.max_grad_norm
         scale = jnp.float32(1) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
         rate = rates(state.step)
         finite = jnp.isfinite(done.loss) & jnp.isfinite(norm)
@@ -416,7 +416,7 @@ def build_step(program: Program) -> jax.stages.Wrapped:
         has_loss = done.num_loss_tokens > 0 if done.loss_weight is None else done.loss_weight > 0
         accept = finite & has_loss
         master, opt = optimizer.update(
-            settings, table, done.gradients, state.opt_state, state.master, learning_rate=rate, grad_scale=scale, accept=accept
+            config, table, done.gradients, state.opt_state, state.master, learning_rate=rate, grad_scale=scale, accept=accept
         )
         accuracy = done.num_correct.astype(jnp.float32) / jnp.maximum(done.num_loss_tokens, 1).astype(jnp.float32)
         metrics = StepMetrics(

@@ -144,7 +144,7 @@ RUNS = (
         seq=8,
         row_tokens=1048576,
         rows_per_step=1,
-        memory={"remat": "full", "offload_activations": "residual"},
+        memory={"remat": "full", "offload_activations": "layer_inputs"},
         measured=(364, 373, 380),
         unit=SECONDS,
         kernel=CUDNN,
@@ -164,7 +164,7 @@ RUNS = (
         rows_per_step=1,
         memory={
             "remat": "full",
-            "offload_activations": "residual",
+            "offload_activations": "layer_inputs",
             "offload_optimizer": "state",
         },
         measured=(1295,),
@@ -185,7 +185,7 @@ RUNS = (
         row_tokens=4096,
         rows_per_step=128,
         rows_per_microbatch=2,
-        memory={"remat": "attention"},
+        memory={"remat": "save_attention"},
         measured=(6.999, 7.908),
         unit=SECONDS,
         kernel=CUDNN,
@@ -221,7 +221,7 @@ RUNS = (
         seq=1,
         row_tokens=8192,
         rows_per_step=64,
-        memory={"remat": "attention"},
+        memory={"remat": "save_attention"},
         measured=(2904, 2973),
         unit=TOKENS_PER_S,
         kernel=FLASH2,
@@ -258,7 +258,7 @@ RUNS = (
         row_tokens=8192,
         rows_per_step=16,
         rows_per_microbatch=2,
-        memory={"remat": "attention"},
+        memory={"remat": "save_attention"},
         measured=(6667,),
         unit=TOKENS_PER_S,
         kernel=FLASH2,
@@ -277,7 +277,7 @@ RUNS = (
         seq=8,
         row_tokens=1048576,
         rows_per_step=1,
-        memory={"remat": "full", "offload_activations": "residual"},
+        memory={"remat": "full", "offload_activations": "layer_inputs"},
         measured=(606,),
         unit=SECONDS,
         kernel=FLASH2,
@@ -296,7 +296,7 @@ RUNS = (
         rows_per_step=1,
         memory={
             "remat": "full",
-            "offload_activations": "residual",
+            "offload_activations": "layer_inputs",
             "offload_optimizer": "state",
         },
         measured=(6455,),
@@ -372,7 +372,7 @@ def main(arguments: list[str]) -> int:
 
 def plan(run: Run) -> Plan:
     """Plans the work of a run."""
-    settings = schema.parse(
+    config = schema.parse(
         {
             "run": {"directory": "unused", "steps": 1},
             "model": {"config": dict(run.model)},
@@ -380,15 +380,15 @@ def plan(run: Run) -> Plan:
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": run.row_tokens,
-                "max_documents_per_row": 1,
+                "max_segments_per_row": 1,
             },
-            "batch": {"rows_per_step": run.rows_per_step, "rows_at_once": run.rows_per_microbatch},
+            "batch": {"rows_per_step": run.rows_per_step, "rows_per_microbatch": run.rows_per_microbatch},
             "optimizer": {"learning_rate": 1e-5},
             "memory": dict(run.memory),
         }
     )
     model = families.parse_model_config(dict(run.model), field=run.name)
-    return planning.plan_step(settings, model=model, cluster=compiled.make_cluster(run.device, run.num_devices))
+    return planning.plan_step(config, model=model, cluster=compiled.make_cluster(run.device, run.num_devices))
 
 
 def compare(run: Run, planned: Plan) -> Anchor:

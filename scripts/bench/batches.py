@@ -123,7 +123,7 @@ def write(
 
 def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
     """The train command's pipeline over one epoch."""
-    settings = schema.parse(
+    config = schema.parse(
         {
             "run": {"directory": "unused", "epochs": 1},
             "model": {"config": {"model_type": "llama"}},
@@ -131,15 +131,15 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": ROW_TOKENS,
-                "max_documents_per_row": MAX_PIECES,
+                "max_segments_per_row": MAX_PIECES,
             },
             "batch": {"rows_per_step": ROWS_PER_STEP},
             "optimizer": {"learning_rate": 1.0},
         }
     )
     mesh = device_mesh.make_mesh({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
-    packed = dataset.pack_documents("train", Documents([documents]), settings, digests=["unused"])
-    return packed.make_loader(settings, mesh, packed.make_schedule(settings, epochs=1), layout_degree=1)
+    packed = dataset.pack_documents("train", Documents([documents]), config, digests=["unused"])
+    return packed.make_loader(config, mesh, packed.make_schedule(config, epochs=1), layout_degree=1)
 
 
 def epoch(steps: BatchLoader, name: str) -> Case:

@@ -48,11 +48,11 @@ LEVERS: dict[str, dict[str, Any]] = {
     "nothing": {"seq": 1, "loss_tile_tokens": "all", "mlp_tile_tokens": "all", "remat": "none"},
     "tiled loss": {"loss_tile_tokens": "auto"},
     "Ulysses": {"seq": 8},
-    "remat attention": {"remat": "attention"},
+    "remat attention": {"remat": "save_attention"},
     "tiled MLP": {"mlp_tile_tokens": "auto"},
-    "offload": {"offload_activations": "residual_and_attention"},
+    "offload": {"offload_activations": "layer_inputs_and_attention"},
     "all": {"offload_optimizer": "state"},
-    "attention again": {"offload_activations": "residual", "remat": "full"},
+    "attention again": {"offload_activations": "layer_inputs", "remat": "full"},
     "gradients too": {"offload_optimizer": "state_and_gradients"},
 }
 """Changes of each line from the line before: mesh.seq, and fields of memory. Tiles that are `auto` are
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
         "--tokens", nargs="+", type=int, help="of a row; default: 131,072 to 5,242,880 on 8 devices, 524,288 and 655,360 on one"
     )
     parser.add_argument("--devices", nargs="+", type=int, choices=TOKENS, default=tuple(TOKENS))
-    parser.add_argument("--documents", type=int, default=64, help="data.max_documents_per_row")
+    parser.add_argument("--documents", type=int, default=64, help="data.max_segments_per_row")
     parser.add_argument("--cell-seconds", type=float, default=600, help="a cell that takes longer is ended")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
@@ -165,7 +165,7 @@ def fields(cell: Cell) -> dict[str, Any]:
         "data": {
             "train": [{"source": "unused", "format": "tokens"}],
             "row_tokens": cell.row_tokens,
-            "max_documents_per_row": cell.max_documents,
+            "max_segments_per_row": cell.max_documents,
         },
         "batch": {"rows_per_step": cell.num_devices // seq},
         "optimizer": {"learning_rate": 1e-5},

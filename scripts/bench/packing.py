@@ -31,7 +31,7 @@ from jaxsp.data.packing import packing
 from scripts.bench import machine
 
 CAPS = (64, 128)
-"""data.max_documents_per_row: its default, and twice that."""
+"""data.max_segments_per_row: its default, and twice that."""
 
 NUM_BINS = 64
 """Rows that grain's packers fill at a time."""

@@ -256,9 +256,9 @@ def random_model(fields: dict[str, Any], *, attention: str, device: Any) -> Any:
     import torch
     import transformers
 
-    settings = transformers.AutoConfig.for_model(**fields)
+    config = transformers.AutoConfig.for_model(**fields)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation=attention, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
     # the second is its older name, of which newer versions warn
     checkpoint = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     checkpoint({"use_reentrant": False})

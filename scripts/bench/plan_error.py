@@ -125,10 +125,10 @@ def case_of(came: dict[str, Any]) -> step.Case:
 def planned(case: step.Case, kind: str) -> Plan:
     """Plans a case on one GPU of a kind."""
     nowhere = pathlib.Path("unused")
-    settings = step.settings_of(case, source=nowhere, directory=nowhere)
+    config = step.settings_of(case, source=nowhere, directory=nowhere)
     model = families.parse_model_config(step.SHAPES[case.shape], field=case.shape)
     return planning.plan_step(
-        settings,
+        config,
         model=model,
         cluster=compiled.make_cluster(kind, 1),
         document_tokens=case.row_tokens // step.NUM_PIECES[case.documents],

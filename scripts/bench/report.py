@@ -49,8 +49,8 @@ BOTH = _BOTH.format(
 """speed x, memory x: jaxsp's number over that of transformers."""
 
 _ON_HOST = {
-    "residual": "inputs",
-    "residual_and_attention": "inputs+attention",
+    "layer_inputs": "inputs",
+    "layer_inputs_and_attention": "inputs+attention",
     "state": "optimizer",
     "state_and_gradients": "optimizer+gradients",
 }
@@ -191,8 +191,8 @@ def _levers(case: dict[str, Any]) -> str:
 def _settings(case: dict[str, Any]) -> list[str]:
     """Tile sizes and XLA options that differ from the defaults, as field=value; files before 2026-11-23 have none."""
     tiles = {name: case.get(name, AUTO) for name in TILES}
-    settings = {name: value for name, value in tiles.items() if value != AUTO} | case.get("xla_options", {})
-    return [f"{name}={str(value).lower()}" for name, value in settings.items()]
+    config = {name: value for name, value in tiles.items() if value != AUTO} | case.get("xla_options", {})
+    return [f"{name}={str(value).lower()}" for name, value in config.items()]
 
 
 def _key(case: dict[str, Any]) -> tuple[str, ...]:

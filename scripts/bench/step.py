@@ -89,7 +89,7 @@ NUM_PIECES = {"one": 1, "packed": 16}
 """Documents in a row: one that fills it, or ragged ones that fill it together."""
 
 MAX_PIECES = {"one": 1, "packed": 64}
-"""data.max_documents_per_row; with 1, kernels need not tell documents apart, and 64 is its default."""
+"""data.max_segments_per_row; with 1, kernels need not tell documents apart, and 64 is its default."""
 
 LEVERS = ("remat", "offload_activations", "offload_optimizer")
 """Fields of the config's group memory that cases differ in."""
@@ -419,12 +419,12 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
     documents = folder / "documents.jsonl"
     lines = [json.dumps({"input_ids": ids.tolist()}) + "\n" for ids in random_documents(case)]
     documents.write_text("".join(lines), encoding="utf-8")
-    settings = settings_of(case, source=documents, directory=folder / "run")
-    program, material = build.build_training(settings, devices=[device])
+    config = settings_of(case, source=documents, directory=folder / "run")
+    program, material = build.build_training(config, devices=[device])
     ((rows, counts),) = material.train_set.make_loader(
-        settings,
+        config,
         program.mesh,
-        material.train_set.make_schedule(settings, num_steps=1),
+        material.train_set.make_schedule(config, num_steps=1),
         layout_degree=program.attend.layout_degree,
     ).batches()
     full = counts.segment_lengths.sum() == case.row_tokens and len(counts.segment_lengths) == NUM_PIECES[case.documents]
@@ -444,7 +444,7 @@ def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) ->
             "data": {
                 "train": [{"source": str(source), "format": "tokens"}],
                 "row_tokens": case.row_tokens,
-                "max_documents_per_row": MAX_PIECES[case.documents],
+                "max_segments_per_row": MAX_PIECES[case.documents],
             },
             "batch": {"rows_per_step": 1},
             "optimizer": OPTIMIZER,

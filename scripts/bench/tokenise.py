@@ -117,7 +117,7 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
         path = pathlib.Path(folder) / "records.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         source = {"source": str(path), "format": record_format}
-        data = schema.DataConfig.model_validate({"train": [source], "row_tokens": 1024, "workers": 1})
+        data = schema.DataConfig.model_validate({"train": [source], "row_tokens": 1024, "num_workers": 1})
         (asked,) = data.train
         read = sources.read(asked, data=data, field="data.train.0.source")
         started = time.process_time()

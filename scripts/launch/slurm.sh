@@ -28,7 +28,7 @@ shift
 
 # SIGUSR1 is the warning of --signal above. The tasks are signalled through scancel, because srun answers SIGTERM by killing
 # them. (Where scancel or preemption ends the whole job, tasks have KillWait or GraceTime, 30 s unless the cluster says otherwise:
-# lower run.grace_s below if that matters more than the end of the time.)
+# lower run.shutdown_grace below if that matters more than the end of the time.)
 time_is_up=
 step=
 trap 'time_is_up=yes; [ -z "$step" ] || scancel --signal=TERM "$SLURM_JOB_ID"' USR1
@@ -41,7 +41,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
 for restarts_left in 3 2 1 0; do
     [ -z "$time_is_up" ] || break
     # 270 of the 300 s: starting, and noticing, take some
-    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.grace_s=270 "$@" &
+    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.shutdown_grace=270 "$@" &
     step=$!
     wait "$step"
     code=$?

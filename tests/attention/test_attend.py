@@ -20,15 +20,15 @@ L, K = 48, 8
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 
 RING, GATHER = (
     Strategy(seq=4, ulysses_degree=1),
-    Strategy(seq=4, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2),
+    Strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
 )
-HYBRID, HYBRID_GATHER = Strategy(seq=4, ulysses_degree=2), Strategy(seq=4, ulysses_degree=2, outer_strategy="gather")
+HYBRID, HYBRID_GATHER = Strategy(seq=4, ulysses_degree=2), Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather")
 
 
 def make_attend(devices, kernel="blockwise", window=None):

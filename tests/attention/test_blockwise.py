@@ -52,7 +52,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
 def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", block)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [attention.make_attend(seq=1, kernel=kernel, window=window) for kernel in ("blockwise", "reference")]
     found, right = (run(attend, *inputs) for attend in attends)
@@ -61,7 +61,7 @@ def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
 
 
 def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
     right, *others = (run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows)
@@ -84,7 +84,7 @@ def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_sq
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK", 16)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
@@ -96,7 +96,7 @@ def test_the_output_at_padding_is_zero(monkeypatch):
 @pytest.mark.parametrize("poisoned", ["other piece before", "other piece after", "the future", "before the window"])
 def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_read(poisoned, monkeypatch):
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
-    monkeypatch.setattr(blockwise, "BLOCK", 8)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
     starts, lengths = np.int32([[0, 24, 0]]), np.int32([[24, 40, 0]])
     poison, clean = {

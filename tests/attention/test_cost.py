@@ -16,7 +16,7 @@ B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
 
 KEPT = {
     "none": None,
-    "attention": jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES),
+    "save_attention": jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 """What the backward pass of a layer keeps, if it does not keep everything."""
@@ -57,9 +57,9 @@ KINDS = [
     (Strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
     (Strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
     (Strategy(seq=4, ulysses_degree=1), 6, 3),
-    (Strategy(seq=4, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2), 8, 4),
+    (Strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2), 8, 4),
     (Strategy(seq=6, ulysses_degree=3), 6, 2),
-    (Strategy(seq=4, ulysses_degree=2, outer_strategy="gather"), 6, 3),
+    (Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3),
 ]
 
 

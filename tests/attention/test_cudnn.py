@@ -117,8 +117,8 @@ KINDS = [
     pytest.param("many", Strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
     ("two", Strategy(seq=2, ulysses_degree=1), 4, 1, 1),
     ("one", Strategy(seq=2, ulysses_degree=1), 3, 3, 1),
-    pytest.param("many", Strategy(seq=2, ulysses_degree=1, outer_strategy="gather"), 4, 2, 1, marks=pytest.mark.slow),
-    ("one", Strategy(seq=2, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=2), 4, 2, 2),
+    pytest.param("many", Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"), 4, 2, 1, marks=pytest.mark.slow),
+    ("one", Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2), 4, 2, 2),
     pytest.param("many", Strategy(seq=4, ulysses_degree=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
@@ -134,7 +134,7 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
 
 
 @pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn uses the same halves
-@pytest.mark.parametrize("outer", ["ring", "gather"])
+@pytest.mark.parametrize("outer", ["ring", "all_gather"])
 @pytest.mark.parametrize("kind", PIECES)
 def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]

@@ -16,7 +16,7 @@ from tests.messages import assert_names, numbers
 
 @pytest.fixture(autouse=True)
 def cudnn_9_28_0(monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
 
 
 def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
@@ -38,13 +38,13 @@ def choose(
     seq=1,
     row_tokens=131072,
     pieces=64,
-    rows_at_once=1,
+    rows_per_microbatch=1,
     dtype="bfloat16",
     remat="auto",
     deterministic=False,
     **asked,
 ):
-    settings = schema.parse(
+    config = schema.parse(
         {
             "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
             "model": {"config": {}, "compute_dtype": dtype},
@@ -53,15 +53,15 @@ def choose(
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": row_tokens,
-                "max_documents_per_row": pieces,
+                "max_segments_per_row": pieces,
             },
-            "batch": {"rows_per_step": 1, "rows_at_once": rows_at_once},
+            "batch": {"rows_per_step": 1, "rows_per_microbatch": rows_per_microbatch},
             "memory": {"remat": remat},
             "optimizer": {"learning_rate": 1.0},
         }
     )
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
-    return attention.choose(settings, devices=[device], window=window, device_bytes=device_bytes, **sizes)
+    return attention.choose(config, devices=[device], window=window, device_bytes=device_bytes, **sizes)
 
 
 def refused(*arguments, **fields):
@@ -92,7 +92,7 @@ OBSTACLES = [
     (jax.devices("cpu")[0], {}, ["NVIDIA", "cpu", "attention.kernel=auto"]),
     (MI300, {}, ["NVIDIA", "AMD Instinct MI300X"]),
     (V100, {}, ["A100", "Tesla V100-SXM2-16GB", "7.0"]),
-    (A100, {}, ["Hopper", "NVIDIA A100-SXM4-80GB", "8.0", "data.max_documents_per_row=1"]),
+    (A100, {}, ["Hopper", "NVIDIA A100-SXM4-80GB", "8.0", "data.max_segments_per_row=1"]),
     (H100, {"dtype": "float32"}, ["bfloat16", "float32", "model.compute_dtype=bfloat16"]),
     (H100, {"heads": (8, 8, 100)}, ["heads", "8", "256", "100"]),
     (B200, {"heads": (8, 8, 256)}, ["heads", "8", "128", "256"]),
@@ -156,7 +156,7 @@ def test_every_obstacle_is_named_at_once():
     ],
 )
 def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "version", lambda: installed)
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: installed)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     if parts is None:
         assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
@@ -170,14 +170,14 @@ def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
 
 
 def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 10, 2))
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 10, 2))
     assert choose(H100, kernel="cudnn").kernel == "cudnn"
     monkeypatch.setattr(jax, "local_devices", lambda: [H100])
     assert choose(H100).kernel == "blockwise"
 
 
 def test_an_unknown_jax_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "unknown_jax", lambda: "is called through parts of JAX that changed")
+    monkeypatch.setattr(cudnn_calls, "describe_unsupported_jax", lambda: "is called through parts of JAX that changed")
     assert_names(
         refused(kernel="cudnn")[0],
         "is called through parts of JAX that changed",
@@ -206,7 +206,7 @@ def test_heads_that_cannot_be_shared_are_refused():
         ({"row_tokens": 2**18}, 4),
         ({"row_tokens": 5 * 2**20, "seq": 8}, 4),
         ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 4),  # no more memory than 64 segments
-        ({"row_tokens": 2**17, "rows_at_once": 2, "seq": 1}, 4),
+        ({"row_tokens": 2**17, "rows_per_microbatch": 2, "seq": 1}, 4),
     ],
 )
 def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
@@ -216,7 +216,7 @@ def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chu
         num_kv_heads=8 // fields.get("seq", 1),
         head_dim=128,
         row_tokens=fields.get("row_tokens", 131072),
-        num_rows=fields.get("rows_at_once", 1),
+        num_rows=fields.get("rows_per_microbatch", 1),
         max_segments=fields.get("pieces", 64),
         window=None,
         dtype="bfloat16",
@@ -279,7 +279,7 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
     fields = {"row_tokens": 2**20 + 128, "seq": 8, "device_bytes": 80 * GIB}
     a_piece = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
     most = 80 * GIB // a_piece
-    suggestion = f"data.max_documents_per_row={most}"
+    suggestion = f"data.max_segments_per_row={most}"
     problem = refused(**fields, pieces=300)[0]
     needed = f"{300 * a_piece / GIB:.1f} GiB"
     assert_names(
@@ -289,7 +289,7 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
         needed,
         "80.0",
         suggestion,
-        start="data.max_documents_per_row = 300: ",
+        start="data.max_segments_per_row = 300: ",
     )
     assert choose(**fields, pieces=most).head_chunks == 4
     assert_names(refused(**fields, pieces=most + 1)[0], suggestion)
@@ -309,7 +309,7 @@ def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
     fields = {"seq": 8, "device_bytes": GIB, "row_tokens": 2**22}
     problem = refused(**fields)[0]
     length = GIB // (4 * 128 + 4 + 4) // 128 * 128
-    parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_documents_per_row=1"]
+    parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_segments_per_row=1"]
     assert_names(problem, *parts, start="data.row_tokens = 4194304: ")
     assert choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
 
@@ -351,7 +351,7 @@ def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     ("kind", "rows", "keys", "heads"),
     [
         ("ring", 2, 8192, 32),  # both chunks at once, each over a chunk of keys
-        ("gather", 1, 131072, 4),  # one chunk after another over the whole row; the query heads of one K/V head
+        ("all_gather", 1, 131072, 4),  # one chunk after another over the whole row; the query heads of one K/V head
     ],
 )
 def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys, heads):
@@ -413,7 +413,7 @@ def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
     short = choose(row_tokens=8192)
     said = attention.describe(short, num_heads=32, num_kv_heads=8)
     assert_names(said, "cuDNN 9.28.0")
-    monkeypatch.setattr(cudnn_calls, "version", lambda: None)
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: None)
     unknown = attention.describe(short, num_heads=32, num_kv_heads=8)
     assert_names(unknown, "cuDNN")
     assert numbers(unknown) == [], "all heads and rows are on each device"
@@ -492,7 +492,7 @@ def test_the_reference_kernel_has_no_parts_of_rows():
     assert_names(problem, "ring of 8", *suggestions, start="attention.kernel = reference: ")
 
 
-@pytest.mark.parametrize("remat", ["none", "attention", "full", "auto"])
+@pytest.mark.parametrize("remat", ["none", "save_attention", "full", "auto"])
 def test_what_is_computed_again_does_not_change_the_kind(remat):
     """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
     asked = {"seq": 16, "heads": (40, 10, 128)}

@@ -36,12 +36,12 @@ ROWS = [
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 
 def layer(H, G, **changes):
-    fields = {"rows": 1, "share_tokens": 1024, "head_dim": 128, "itemsize": 2, "remat": "attention"}
+    fields = {"rows": 1, "share_tokens": 1024, "head_dim": 128, "itemsize": 2, "remat": "save_attention"}
     return LayerWorkload(num_heads=H, num_kv_heads=G, **fields | changes)
 
 
@@ -57,16 +57,16 @@ def cases():
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
         of = [Strategy(seq=seq, ulysses_degree=1), chosen(seq, H, G)]
         of += [
-            Strategy(seq=seq, ulysses_degree=1, outer_strategy="gather", kv_heads_per_gather=lot)
+            Strategy(seq=seq, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=lot)
             for lot in {1, 2, G}
             if G % lot == 0
         ]
         of += [Strategy(seq=seq, ulysses_degree=seq)] * (H % seq == 0)
         for inner, degree in hybrids:
             if inner * degree == seq and H % inner == 0:
-                of += [Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer) for outer in ("ring", "gather")]
+                of += [Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer) for outer in ("ring", "all_gather")]
         for kind in of:
-            lots = f" by {kind.kv_heads_per_gather}" * (kind.outer_strategy == "gather")
+            lots = f" by {kind.kv_heads_per_gather}" * (kind.outer_strategy == "all_gather")
             found[f"{H} and {G} heads: {kind.ulysses_degree} x {kind.outer_degree} {kind.outer_strategy}{lots}"] = (kind, H, G)
     return found
 
@@ -145,29 +145,29 @@ def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner)
 
 
 def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
-    kind = chosen(12, 6, 3, kind="hybrid", outer="gather")
-    also = Strategy(seq=12, ulysses_degree=3, outer_strategy="gather")
+    kind = chosen(12, 6, 3, kind="hybrid", outer="all_gather")
+    also = Strategy(seq=12, ulysses_degree=3, outer_strategy="all_gather")
     assert sum(strategies.sent_bytes(also, layer(6, 3)).values()) == sum(strategies.sent_bytes(kind, layer(6, 3)).values())
     assert kind.ulysses_degree == 6
 
 
 def test_neighbours_are_chosen_so_that_heads_can_be_gathered_as_asked():
-    assert chosen(8, 28, 4, kind="hybrid", outer="gather").ulysses_degree == 4
-    assert chosen(8, 28, 4, kind="hybrid", outer="gather", kv_heads_per_gather=2).ulysses_degree == 2
-    assert chosen(8, 28, 4, outer="gather", kv_heads_per_gather=4).ulysses_degree == 1
+    assert chosen(8, 28, 4, kind="hybrid", outer="all_gather").ulysses_degree == 4
+    assert chosen(8, 28, 4, kind="hybrid", outer="all_gather", kv_heads_per_gather=2).ulysses_degree == 2
+    assert chosen(8, 28, 4, outer="all_gather", kv_heads_per_gather=4).ulysses_degree == 1
 
 
 def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
-    assert chosen(8, 28, 4, outer="gather").outer_strategy == "gather"
-    kind = chosen(8, 28, 4, kind="hybrid", outer="gather", inner_degree=2, kv_heads_per_gather=2)
+    assert chosen(8, 28, 4, outer="all_gather").outer_strategy == "all_gather"
+    kind = chosen(8, 28, 4, kind="hybrid", outer="all_gather", ulysses_degree=2, kv_heads_per_gather=2)
     assert (kind.ulysses_degree, kind.outer_degree, kind.outer_strategy, kind.kv_heads_per_gather, kind.name) == (
         2,
         4,
-        "gather",
+        "all_gather",
         2,
         "hybrid",
     )
-    assert chosen(8, 28, 4, kind="hybrid", inner_degree=2).ulysses_degree == 2
+    assert chosen(8, 28, 4, kind="hybrid", ulysses_degree=2).ulysses_degree == 2
     assert chosen(1, 7, 7, kind="ring").outer_degree == 1
 
 
@@ -177,30 +177,30 @@ PER_GATHER = "attention.kv_heads_per_gather"
 @pytest.mark.parametrize(
     ("seq", "H", "G", "asked", "start", "parts"),
     [
-        (8, 28, 4, {"kind": "ulysses"},
-         "mesh.seq = 8: ", ["28", "mesh.seq=1, 2, 4, 7, 14 or 28", "attention.kind=auto"]),
-        (8, 28, 4, {"kind": "gather", "kv_heads_per_gather": 3},
+        (8, 28, 4, {"strategy": "ulysses"},
+         "mesh.seq = 8: ", ["28", "mesh.seq=1, 2, 4, 7, 14 or 28", "attention.strategy=auto"]),
+        (8, 28, 4, {"strategy": "all_gather", "kv_heads_per_gather": 3},
          f"{PER_GATHER} = 3: ", ["1, 2 or 4"]),
-        (8, 28, 4, {"kind": "ring", "kv_heads_per_gather": 2},
+        (8, 28, 4, {"strategy": "ring", "kv_heads_per_gather": 2},
          f"{PER_GATHER} = 2: ", ["ring of 8", f"{PER_GATHER}=null"]),
         (4, 28, 4, {"kv_heads_per_gather": 2},
-         f"{PER_GATHER} = 2: ", ["Ulysses of 4", "attention.kind=gather"]),
-        (8, 28, 4, {"kind": "hybrid", "kv_heads_per_gather": 1},
-         f"{PER_GATHER} = 1: ", ["Ulysses of 4 x ring of 2", "attention.outer=gather"]),
-        (6, 32, 8, {"kind": "ulysses", "window": 100},
+         f"{PER_GATHER} = 2: ", ["Ulysses of 4", "attention.strategy=all_gather"]),
+        (8, 28, 4, {"strategy": "hybrid", "kv_heads_per_gather": 1},
+         f"{PER_GATHER} = 1: ", ["Ulysses of 4 x ring of 2", "attention.outer_strategy=all_gather"]),
+        (6, 32, 8, {"strategy": "ulysses", "window": 100},
          "mesh.seq = 6: ", ["32", "mesh.seq=1, 2, 4, 8, 16 or 32"]),
-        (8, 28, 4, {"kind": "ring", "outer": "gather"},
-         "attention.outer = gather: ", ["attention.outer=ring", "attention.kind=hybrid"]),
-        (8, 28, 4, {"kind": "hybrid", "inner_degree": 8},
-         "attention.inner_degree = 8: ", ["mesh.seq = 8", "28", "2 or 4", "null"]),
-        (8, 7, 7, {"kind": "hybrid"},
-         "attention.kind = hybrid: ", ["mesh.seq = 8", "7", "attention.kind=auto"]),
-        (8, 28, 4, {"inner_degree": 4},
-         "attention.inner_degree = 4: ", ["attention.inner_degree=null", "attention.kind=hybrid"]),
+        (8, 28, 4, {"strategy": "ring", "outer_strategy": "all_gather"},
+         "attention.outer_strategy = all_gather: ", ["attention.outer_strategy=ring", "attention.strategy=hybrid"]),
+        (8, 28, 4, {"strategy": "hybrid", "ulysses_degree": 8},
+         "attention.ulysses_degree = 8: ", ["mesh.seq = 8", "28", "2 or 4", "null"]),
+        (8, 7, 7, {"strategy": "hybrid"},
+         "attention.strategy = hybrid: ", ["mesh.seq = 8", "7", "attention.strategy=auto"]),
+        (8, 28, 4, {"ulysses_degree": 4},
+         "attention.ulysses_degree = 4: ", ["attention.ulysses_degree=null", "attention.strategy=hybrid"]),
         (8, 28, 4, {"window": 100},
-         "attention.kind = auto: ", ["100", "mesh.seq=1, 2, 4, 7, 14 or 28"]),
-        (4, 28, 4, {"kind": "gather", "window": 100},
-         "attention.kind = gather: ", ["100", "gather", "attention.kind=ulysses"]),
+         "attention.strategy = auto: ", ["100", "mesh.seq=1, 2, 4, 7, 14 or 28"]),
+        (4, 28, 4, {"strategy": "all_gather", "window": 100},
+         "attention.strategy = all_gather: ", ["100", "all_gather", "attention.strategy=ulysses"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts):
@@ -208,7 +208,7 @@ def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts)
         chosen(seq, H, G, **asked)
     assert_names(caught.value, *parts, start=start)
     if "window" in asked:
-        assert "attention.kind=auto" not in str(caught.value), "auto has no windows either"
+        assert "attention.strategy=auto" not in str(caught.value), "auto has no windows either"
 
 
 def test_ulysses_serves_windows():

@@ -77,7 +77,7 @@ def test_a_digest_is_the_same_in_host_memory():
 def test_an_array_that_is_mixed_in_parts_has_the_same_digest(monkeypatch):
     array = example((11, 6))
     whole = checksums.compute_on_host(array)
-    monkeypatch.setattr(checksums, "_AT_ONCE", 25)  # 4 rows of 6
+    monkeypatch.setattr(checksums, "_BLOCK_ELEMENTS", 25)  # 4 rows of 6
     assert checksums.compute_on_host(array) == whole == slow(array)
 
 

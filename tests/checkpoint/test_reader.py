@@ -35,11 +35,11 @@ def test_run_directory_with_a_number_as_name_is_not_a_checkpoint(tmp_path, name)
 def test_run_directory_without_checkpoints_is_not_a_checkpoint(tmp_path, name):
     run = tmp_path / name
     run.mkdir(parents=True)  # as directory.hold makes it before the checkpoint is looked for
-    settings = RunConfig(directory=str(run), steps=20)
-    assert resume.find_checkpoint(settings) is None
+    config = RunConfig(directory=str(run), steps=20)
+    assert resume.find_checkpoint(config) is None
     make_run(run)
     assert run_paths.find_latest(run) is None
-    assert resume.find_checkpoint(settings) is None
+    assert resume.find_checkpoint(config) is None
 
 
 def test_damaged_checkpoint_without_files_is_still_found(tmp_path):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxsp.config import config_errors, foreign_names, schema
+from jaxsp.config import config_errors, foreign_names, schema, yaml_io
 from jaxsp.config.schema import Config, SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
@@ -25,14 +25,14 @@ NOT_NEEDED, NOT_OFFERED = "not needed: ", "not offered: "
 
 ANSWERS = {
     "data.row_tokens": "seq_len sequence_length sequence_len context_length cutoff_len max_length block_size max_seq_length",
-    "batch.rows_at_once": "micro_batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "batch.rows_per_microbatch": "micro_batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
     "batch.rows_per_step": "global_batch_size train_batch_size gradient_accumulation_steps",
     "mesh.seq": "context_parallel_degree context_parallel_size cp sp sp_size cp_size "
     "sequence_parallel_degree sequence_parallel_size",
     "mesh.data": "dp fsdp dp_shard dp_shard_size tensor_parallel",
     "mesh.replica": "dp_replicate_size",
     "attention.kv_heads_per_gather": "heads_k_stride",
-    "attention.kind": "ring_attn_func",
+    "attention.strategy": "ring_attn_func",
     "attention.kernel": "attn_implementation flash_attention",
     "memory.remat": "remat_policy gradient_checkpointing activation_checkpointing",
     "memory.offload_activations": "activation_offloading",
@@ -43,7 +43,7 @@ ANSWERS = {
     "model.source": "base_model model_name_or_path",
     "model.compute_dtype": "bf16 torch_dtype",
     "data.train": "datasets dataset_name",
-    "data.workers": "dataset_num_proc",
+    "data.num_workers": "dataset_num_proc",
     "data.eval_fraction": "val_set_size",
     "run.save_every": "save_steps save_strategy",
     "run.eval_every": "eval_steps eval_strategy",
@@ -55,7 +55,7 @@ ANSWERS = {
     "run.step_timeout": "ddp_timeout",
     "checkpoint.keep_latest": "save_total_limit",
     "checkpoint.keep_best": "load_best_model_at_end",
-    "checkpoint.best_by": "metric_for_best_model",
+    "checkpoint.best_eval": "metric_for_best_model",
     "logging.tensorboard": "report_to",
     "optimizer.warmup_fraction": "warmup_ratio",
     "optimizer.learning_rate": "lr",
@@ -145,7 +145,7 @@ def test_no_name_with_a_group_is_a_field():
 def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
     (line,) = (line for line in problems({}, word) if suggestion in line)
     field, _, value = suggestion.partition("=")
-    assert str(config_errors.coerce_value(Config, field, schema.notation.load(value))) == value
+    assert str(config_errors.coerce_value(Config, field, yaml_io.load(value))) == value
     assert line.startswith(word.partition("=")[0])
 
 
@@ -216,7 +216,7 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
             "training_arguments.json",
             {
                 "num_train_epochs": "run.epochs=2",
-                "per_device_train_batch_size": "batch.rows_at_once=1",
+                "per_device_train_batch_size": "batch.rows_per_microbatch=1",
                 "eval_strategy, eval_steps": "run.eval_every=200",
                 "load_best_model_at_end": "checkpoint.keep_best=1",
                 "seed": "run.seed=7",

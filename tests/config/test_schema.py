@@ -219,15 +219,15 @@ def test_the_values_that_errors_propose_are_accepted(file):
                 "run.early_stopping_patience=1",
                 "data.eval_fraction=0.1",
                 "run.eval_every=5",
-                "checkpoint.best_by=held_out",
+                "checkpoint.best_eval=held_out",
             ],
-            "checkpoint.best_by": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
+            "checkpoint.best_eval": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
         }
         schema.load(file, [example, *other.get(key, [])])
 
 
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
-    """It has the default of max_documents_per_row, which is more than the row has tokens."""
+    """It has the default of max_segments_per_row, which is more than the row has tokens."""
     saved = tmp_path / "saved.yaml"
     saved.write_text(yaml.safe_dump(schema.load(file, ["data.row_tokens=32"]).model_dump(mode="json")))
     assert schema.load(saved, []).data.row_tokens == 32
@@ -350,7 +350,7 @@ def test_weights_ask_for_steps(file):
 
 
 def test_steps_with_shorter_rows_have_as_many_tokens(file):
-    both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_at_once=2"])
+    both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
     assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
     short = both.with_row_tokens(32)
     assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == ((32,), 32, 8)

@@ -41,7 +41,7 @@ checkpoint is another when the run goes on; SIGTERM; SIGSTOP for some seconds.""
 
 SAVE_EVERY, EVAL_EVERY = 3, 10
 
-EXACT = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share", "learning_rate")
+EXACT = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction", "learning_rate")
 ROUNDED = ("loss", "grad_norm", "token_accuracy")
 
 
@@ -76,7 +76,7 @@ class Case:
                 "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
                 "eval": [{"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "held-out"}],
                 "row_tokens": 64,
-                "max_documents_per_row": 8,
+                "max_segments_per_row": 8,
             },
             "batch": {"rows_per_step": 8},
             # at 0.01 AdamW makes 3e-5 of the rounding between two meshes within 18 steps, without any fault

@@ -29,7 +29,7 @@ FLIPS, TRUNCATIONS = 30, 5
 @pytest.fixture(scope="module", autouse=True)
 def small_models_are_sharded_as_large_ones():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "REPLICATED_BELOW", 100)
+        patch.setattr(sharding, "MIN_SHARDED_SIZE", 100)
         yield
 
 

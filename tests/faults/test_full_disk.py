@@ -103,7 +103,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
             (small_disk / "ballast").unlink()
         write(self, line)
 
-    monkeypatch.setattr(MetricsWriter, "write", fills)
+    monkeypatch.setattr(MetricsWriter, "write_step", fills)
     said = train(settings(tmp_path, small_disk / "run"))
     assert whole["then"] == "2"
     assert re.search(messages.holding("checkpoint 4", "step 2"), said)
@@ -127,7 +127,7 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
 
 @pytest.mark.slow
 def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
-    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (0.1, 0.1))
+    monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
     write = MetricsWriter.write_step
 
     def fills(self, line):
@@ -136,7 +136,7 @@ def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small
         write(self, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "write", fills)
+        patch.setattr(MetricsWriter, "write_step", fills)
         says = messages.holding(STEPS, "No space left on device", "step 2")
         with pytest.raises(NeedsAttentionError, match=says):
             train(settings(tmp_path, small_disk / "run"))
@@ -215,7 +215,7 @@ def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, mon
                 raise OSError(28, "No space left on device")
         settle(self)
 
-    monkeypatch.setattr(AppendFile, "settle", full_at_first)
+    monkeypatch.setattr(AppendFile, "sync", full_at_first)
     said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
     assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), said)
     waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", said)

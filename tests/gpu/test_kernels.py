@@ -127,7 +127,7 @@ in_halves = functools.cache(
 )
 
 
-@pytest.mark.parametrize("outer", ["ring", "gather"])
+@pytest.mark.parametrize("outer", ["ring", "all_gather"])
 @pytest.mark.parametrize(
     ("slots", "which", "h", "g", "K", "head_chunks", "window"), [case for case in CASES if case[-1] is None]
 )

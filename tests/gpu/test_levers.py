@@ -36,18 +36,18 @@ ROWS = batches.packed(
 
 LEVERS = {
     "none": {"remat": "none"},
-    "attention and MLP": {"remat": "attention_and_mlp"},
+    "attention and MLP": {"remat": "save_attention_and_mlp"},
     "full": {"remat": "full"},
-    "tiles": {"remat": "attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
-    "inputs": {"remat": "full", "offload_activations": "residual"},
-    "inputs, attention kept": {"remat": "attention", "offload_activations": "residual"},
-    "inputs and attention": {"remat": "attention", "offload_activations": "residual_and_attention"},
-    "inputs and attention, not prefetched": {"remat": "attention", "offload_activations": "residual_and_attention"},
-    "state": {"remat": "attention", "offload_optimizer": "state"},
-    "state and gradients": {"remat": "attention", "offload_optimizer": "state_and_gradients"},
+    "tiles": {"remat": "save_attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
+    "inputs": {"remat": "full", "offload_activations": "layer_inputs"},
+    "inputs, attention kept": {"remat": "save_attention", "offload_activations": "layer_inputs"},
+    "inputs and attention": {"remat": "save_attention", "offload_activations": "layer_inputs_and_attention"},
+    "inputs and attention, not prefetched": {"remat": "save_attention", "offload_activations": "layer_inputs_and_attention"},
+    "state": {"remat": "save_attention", "offload_optimizer": "state"},
+    "state and gradients": {"remat": "save_attention", "offload_optimizer": "state_and_gradients"},
     "all": {
-        "remat": "attention",
-        "offload_activations": "residual_and_attention",
+        "remat": "save_attention",
+        "offload_activations": "layer_inputs_and_attention",
         "offload_optimizer": "state_and_gradients",
         "mlp_tile_tokens": 512,
     },
@@ -60,14 +60,14 @@ XLA_OPTIONS = {"inputs and attention, not prefetched": dict.fromkeys(compile_opt
 
 def program(gpu, memory, dtype="bfloat16", xla_options=None):
     """A step of two rows, one after the other, and how it attends; skips where this release of JAX cannot do it."""
-    settings = schema.parse(
+    config = schema.parse(
         {
             "run": {"directory": "unused", "steps": 3, "xla_options": xla_options or {}},
             "model": {"config": {}, "compute_dtype": dtype},
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": TOKENS,
-                "max_documents_per_row": ROWS["starts_BM"].shape[1],
+                "max_segments_per_row": ROWS["starts_BM"].shape[1],
             },
             "batch": {"rows_per_step": 2},
             # with eps of 1 a weight moves nearly as its gradient says, also where that is only rounding
@@ -75,13 +75,13 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
             "memory": memory,
         }
     )
-    if problems := memory_options.find_problems(settings, platform=gpu.platform):
+    if problems := memory_options.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
     heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads, "head_dim": MODEL.head_dim}
-    choice = attention.choose(settings, devices=[gpu], window=None, **heads)
+    choice = attention.choose(config, devices=[gpu], window=None, **heads)
     attend = attention.make_attend(seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks)
     on = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
-    return Program(config=settings, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
+    return Program(config=config, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Trained:
 
 @functools.cache
 def trained(gpu, lever, dtype="float32"):
-    memory = LEVERS[lever] if lever else {"remat": "attention"}
+    memory = LEVERS[lever] if lever else {"remat": "save_attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
     ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.workspace_bytes)
     start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state)
@@ -168,10 +168,10 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
 
 
-@pytest.mark.parametrize("activations", ["none", "residual_and_attention"])
+@pytest.mark.parametrize("activations", ["none", "layer_inputs_and_attention"])
 def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activations, record_property):
     """The second time: the first also loads cuDNN and cuBLAS, which the step needs anyway."""
-    of, choice = program(gpu, {"remat": "attention", "offload_activations": activations})
+    of, choice = program(gpu, {"remat": "save_attention", "offload_activations": activations})
     seconds = []
     for _ in range(2):
         began = time.perf_counter()

@@ -124,7 +124,7 @@ def test_nothing_but_the_slice_is_read(here, monkeypatch):
     safetensors.numpy.save_file({"a": array}, here / "some.safetensors")
     tensor, read = tensors.read_header(here / "some.safetensors")["a"], []
     fill = tensors._read_into
-    monkeypatch.setattr(tensors, "_fill", lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)))
+    monkeypatch.setattr(tensors, "_read_into", lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)))
     tensors.read_slice(tensor, (slice(5, 10), slice(None)))
     assert read == [(tensor.offset + 5 * 80, 5 * 80)]
     read.clear()
@@ -195,7 +195,7 @@ def test_an_untied_head_that_is_missing_may_be_tied(here):
 
 
 def test_a_tied_head_has_to_be_the_embedding(here, monkeypatch):
-    monkeypatch.setattr(weights, "_COMPARED", 7 * 16)
+    monkeypatch.setattr(weights, "_COMPARE_ELEMENTS", 7 * 16)
     arrays = named(TIED)
     head = arrays["model.embed_tokens.weight"].copy()
     write(here, arrays | {"lm_head.weight": head})

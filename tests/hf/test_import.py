@@ -28,13 +28,13 @@ MESHES = [(1, 1, 1), (1, 2, 4), (1, 8, 1)]
 @pytest.fixture(autouse=True)
 def _sharded(monkeypatch):
     """Small models are sharded as large ones are."""
-    monkeypatch.setattr(sharding, "REPLICATED_BELOW", 100)
+    monkeypatch.setattr(sharding, "MIN_SHARDED_SIZE", 100)
 
 
-def checkpoint(directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **settings: Any) -> dict[str, Any]:
+def checkpoint(directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **config: Any) -> dict[str, Any]:
     """A folder by transformers, and its tensors by name."""
     model = oracle.torch_model(fields).to(getattr(oracle.torch, dtype))
-    model.save_pretrained(directory, **settings)
+    model.save_pretrained(directory, **config)
     return tensors(directory)
 
 

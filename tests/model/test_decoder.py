@@ -28,7 +28,7 @@ PIECES = [[(0, 7), (7, 5), (12, 33), (45, 3)], [(0, 12), (12, 12), (24, 7)], [(5
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 

@@ -30,7 +30,7 @@ def settings(*words, **changes):
     fields = {
         "run": {"directory": "unused", "steps": 1},
         "model": {"config": {**LLAMA, **changes}},
-        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": 8192, "max_documents_per_row": 1},
+        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": 8192, "max_segments_per_row": 1},
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -61,5 +61,5 @@ def gpu_step(*, data, seq, num_heads, turns, num_layers=4):
 
 def pieces(step):
     """Lengths of the pieces that a step learns from, one in each row."""
-    settings = step.program.config
-    return np.full(settings.batch.rows_per_step, settings.data.longest_row)
+    config = step.program.config
+    return np.full(config.batch.rows_per_step, config.data.longest_row)

@@ -24,16 +24,16 @@ def test_every_mesh_is_there_once():
 def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
     """By their seq: 8 is refused, 4 does not fit, 2 is slow."""
 
-    def of(settings, *, model, site, document_tokens):
-        seq, data = settings.mesh.seq, settings.mesh.data
-        tried.append((seq, settings.attention.kind, settings.attention.inner_degree))
+    def of(config, *, model, site, document_tokens):
+        seq, data = config.mesh.seq, config.mesh.data
+        tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:
             raise UserError("too many\nand more")
         return made.plan(
             mesh={"replica": 1, "data": data, "seq": seq}, fits=seq != 4, step_s_estimate={1: 1.0, 2: 3.0, 4: 0.5}[seq]
         )
 
-    monkeypatch.setattr(planning, "of", of)
+    monkeypatch.setattr(planning, "plan_step", of)
     told, tried = [], []
     site = compiled.make_cluster("h100-80gb", 8)
     found = mesh_sweep.plan_meshes(
@@ -51,7 +51,7 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
         ("hybrid", 4),
         ("hybrid", 2),
         ("ring", None),
-        ("gather", None),
+        ("all_gather", None),
     ]
     assert found[-1].plan is None
     assert found[-1].problem == "too many"
@@ -73,25 +73,25 @@ def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
 
 
 def test_a_kind_that_is_asked_for_is_the_only_one_and_heads_that_do_not_divide_leave_ulysses_out():
-    asked = programs.settings("attention.kind=ring")
-    assert mesh_sweep.list_strategies(asked, seq=8, num_heads=32) == [{"kind": "ring"}]
+    asked = programs.settings("attention.strategy=ring")
+    assert mesh_sweep.list_strategies(asked, seq=8, num_heads=32) == [{"strategy": "ring"}]
     assert [mesh_sweep.describe_strategy(kind) for kind in mesh_sweep.list_strategies(asked, seq=1, num_heads=32)] == [
         "none shared"
     ]
     kinds = mesh_sweep.list_strategies(programs.settings(), seq=8, num_heads=28)
-    assert [mesh_sweep.describe_strategy(kind) for kind in kinds] == ["hybrid 4", "hybrid 2", "ring", "gather"]
+    assert [mesh_sweep.describe_strategy(kind) for kind in kinds] == ["hybrid 4", "hybrid 2", "ring", "all_gather"]
 
 
 def test_of_what_is_asked_of_auto_each_kind_has_what_it_can():
     """A mesh that training would take is not refused for a field of another kind."""
-    asked = programs.settings("attention.outer=gather", "attention.kv_heads_per_gather=2")
+    asked = programs.settings("attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=2")
     found = mesh_sweep.list_strategies(asked, seq=8, num_heads=32)
     assert [mesh_sweep.describe_strategy(kind) for kind in found] == [
         "ulysses",
-        "hybrid 4 gather",
-        "hybrid 2 gather",
+        "hybrid 4 all_gather",
+        "hybrid 2 all_gather",
         "ring",
-        "gather",
+        "all_gather",
     ]
     chosen = [
         attention.choose_strategy(
@@ -101,8 +101,8 @@ def test_of_what_is_asked_of_auto_each_kind_has_what_it_can():
     ]
     assert [(one.ulysses_degree, one.outer_strategy, one.kv_heads_per_gather) for one in chosen] == [
         (8, "ring", 1),
-        (4, "gather", 2),
-        (2, "gather", 2),
+        (4, "all_gather", 2),
+        (2, "all_gather", 2),
         (1, "ring", 1),
-        (1, "gather", 2),
+        (1, "all_gather", 2),
     ]

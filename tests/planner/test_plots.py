@@ -108,14 +108,16 @@ def test_tokens_are_written_in_thousands_and_millions(number, words):
 
 def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tmp_path, drawn):
     found = [
-        MeshPlan(mesh={"replica": 1, "data": 1, "seq": 8}, attention_fields={"kind": "ulysses"}, plan=made.plan(), problem=""),
+        MeshPlan(
+            mesh={"replica": 1, "data": 1, "seq": 8}, attention_fields={"strategy": "ulysses"}, plan=made.plan(), problem=""
+        ),
         MeshPlan(
             mesh={"replica": 1, "data": 2, "seq": 4},
-            attention_fields={"kind": "ring"},
+            attention_fields={"strategy": "ring"},
             plan=made.plan(fits=False, step_s_estimate=7.0),
             problem="",
         ),
-        MeshPlan(mesh={"replica": 1, "data": 8, "seq": 1}, attention_fields={"kind": "auto"}, plan=None, problem="no"),
+        MeshPlan(mesh={"replica": 1, "data": 8, "seq": 1}, attention_fields={"strategy": "auto"}, plan=None, problem="no"),
     ]
     plots.plot_meshes(found, tmp_path / "a.png", title="a title")
     memory, times = drawn[0].axes

@@ -129,7 +129,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
     assert [row["device GiB"] for row in rows] == ["30.0 of 72.8"] * 4
     assert [row["host GiB"] for row in rows] == ["0", "0", "2,100", "0"]
-    assert [row["remat"] for row in rows] == ["attention", "full", "attention", "attention"]
+    assert [row["remat"] for row in rows] == ["save_attention", "full", "save_attention", "save_attention"]
     # 131,072 tokens among 8 devices are 16,384, and 65,536 are 8,192
     assert [row["tile"] for row in rows] == ["-", "2,048", "-", "-"]
     assert [row["step*"] for row in rows] == ["5 s", "4 min 10 s", "5 s", "-"]
@@ -153,18 +153,30 @@ def test_the_longest_row_says_what_was_full_beyond_it():
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
-        MeshPlan(mesh=mesh, attention_fields={"kind": "ulysses"}, plan=made.plan(), problem=""),
-        MeshPlan(mesh=mesh, attention_fields={"kind": "ring"}, plan=made.plan(fits=False, binds="host"), problem=""),
+        MeshPlan(mesh=mesh, attention_fields={"strategy": "ulysses"}, plan=made.plan(), problem=""),
+        MeshPlan(mesh=mesh, attention_fields={"strategy": "ring"}, plan=made.plan(fits=False, binds="host"), problem=""),
         MeshPlan(
             mesh=mesh,
-            attention_fields={"kind": "hybrid", "inner_degree": 4},
+            attention_fields={"strategy": "hybrid", "ulysses_degree": 4},
             plan=None,
             problem="28 query heads cannot be shared",
         ),
     ]
     text = report.format_ranking(found)
     rows, note = cells(text)
-    assert list(rows[0].values()) == [*"118", "ulysses", "yes", "30.0", "0", "attention", "cudnn", "5 s", "209,715", "40", "1"]
+    assert list(rows[0].values()) == [
+        *"118",
+        "ulysses",
+        "yes",
+        "30.0",
+        "0",
+        "save_attention",
+        "cudnn",
+        "5 s",
+        "209,715",
+        "40",
+        "1",
+    ]
     assert rows[1]["fits"] == "no: host"
     assert rows[1]["rank"] == "-"
     assert list(rows[2].values()) == [*"118", "hybrid 4", "28 query heads cannot be shared"]

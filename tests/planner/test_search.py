@@ -19,13 +19,13 @@ def sought(monkeypatch, make, *words, has_splits=False):
     """
     lengths = []
     if not has_splits:
-        monkeypatch.setattr(search, "_next_split", lambda *given, **named: None)
+        monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
 
-    def of(settings, *, model, site):
-        lengths.append(settings.data.row_tokens)
-        return make(settings.data.row_tokens)
+    def of(config, *, model, site):
+        lengths.append(config.data.row_tokens)
+        return make(config.data.row_tokens)
 
-    monkeypatch.setattr(planning, "of", of)
+    monkeypatch.setattr(planning, "plan_step", of)
     asked = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
     return search.find_longest_row(asked, model=MODEL, cluster=SITE), lengths
 
@@ -73,7 +73,7 @@ def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, 
     """At a workspace of 6 GiB, cuDNN's work is split into twice as many calls, and needs half."""
     pytest.importorskip("jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there")
     made_up = lambda n: line(n, longest=before if n < split_at else after)
-    found, lengths = sought(monkeypatch, made_up, "data.max_documents_per_row=64", has_splits=True)
+    found, lengths = sought(monkeypatch, made_up, "data.max_segments_per_row=64", has_splits=True)
     assert found.plan.row_tokens == pytest.approx(after, rel=0.02)
     assert found.shortest_failing.row_tokens > found.plan.row_tokens
     assert len(lengths) <= 12

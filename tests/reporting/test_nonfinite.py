@@ -88,7 +88,7 @@ def lines(directory, name=metrics.METRICS_FILE):
 def skipped(folder):
     """The same run on two meshes, which leaves bad steps out."""
     for name, mesh in {"1x1": [], "2x2": ["mesh.data=2", "mesh.seq=2"]}.items():
-        train(settings(folder, f"run.directory={folder}/{name}", "run.on_nan=skip", *mesh))
+        train(settings(folder, f"run.directory={folder}/{name}", "run.on_nonfinite=skip", *mesh))
     return folder / "1x1", folder / "2x2"
 
 
@@ -135,11 +135,11 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
 @pytest.mark.parametrize(
     ("words", "which", "says"),
     [
-        (["run.on_nan=stop"], 0, "run.on_nan=skip"),
+        (["run.on_nonfinite=stop"], 0, "run.on_nonfinite=skip"),
         pytest.param(
-            ["run.on_nan=skip", "run.max_bad_steps=1"],
+            ["run.on_nonfinite=skip", "run.max_nonfinite_steps=1"],
             1,
-            "run.max_bad_steps = 1",
+            "run.max_nonfinite_steps = 1",
             marks=pytest.mark.slow,
         ),
     ],
@@ -152,7 +152,7 @@ def test_a_run_stops_where_it_was_asked_to_and_goes_on_behind_the_step(folder, s
     for part in (f"step {bad[which]}", says, f"{tmp_path}/run/{metrics.NONFINITE_FILE}"):
         assert re.search(messages.holding(part), str(stopped.value))
     assert [line["step"] for line in lines(tmp_path / "run", metrics.NONFINITE_FILE)][: which + 1] == bad[: which + 1]
-    train(settings(folder, f"run.directory={tmp_path}/run", "run.on_nan=skip"))
+    train(settings(folder, f"run.directory={tmp_path}/run", "run.on_nonfinite=skip"))
     ours, straight = ([line | {"step_s": 0} for line in lines(path)] for path in (tmp_path / "run", skipped[0]))
     same = ("step", "loss", "grad_norm", "learning_rate", "num_tokens_total")
     assert [[line[name] for name in same] for line in ours] == [[line[name] for name in same] for line in straight]
@@ -185,7 +185,7 @@ def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
     if offloaded != "none" and jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12")
     asked = batches.settings(name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offloaded})
-    run = runs.compiling(sizes, settings=asked, want=("step",)).result()
+    run = runs.compiling(sizes, config=asked, want=("step",)).result()
     state, _ = run.step(run.state(runs.whole_weights(runs.MODEL)), run.rows(runs.ROWS))
     head = np.array(state.master["head"])
     head[5] = np.nan

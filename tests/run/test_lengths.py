@@ -31,7 +31,7 @@ def settings(folder, *words, row_tokens, data=2, seq=2):
         "data": {
             "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
             "row_tokens": row_tokens,
-            "max_documents_per_row": 4,
+            "max_segments_per_row": 4,
         },
         "batch": {"rows_per_step": 2},
         "optimizer": {"learning_rate": 0.01},
@@ -136,7 +136,7 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
                 "num_tokens",
                 "num_loss_tokens",
                 "num_tokens_total",
-                "padding_share",
+                "padding_fraction",
             ):
                 assert line[name] == wanted[name], name
             for name in ("loss", "grad_norm"):

@@ -1,4 +1,4 @@
-"""--show-example: what is learned of the first record of each training source, as training would learn it."""
+"""--preview: what is learned of the first record of each training source, as training would learn it."""
 
 import re
 
@@ -45,10 +45,10 @@ def asked(*sources, tokenizer="bytes"):
     )
 
 
-def shown(settings, **options):
+def shown(config, **options):
     console = rich.console.Console(markup=False, **{"width": 200, **options})
     with console.capture() as capture:
-        preview.print_preview(settings, console)
+        preview.print_preview(config, console)
     return capture.get()
 
 
@@ -96,11 +96,13 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypat
     )
     given = []
     encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode", lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer))
+    monkeypatch.setattr(
+        encoding, "encode_texts", lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer)
+    )
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
     words = ["data.row_tokens=64", "data.train=[{source: talk.jsonl, format: messages}]", "data.chat_template=chat.jinja"]
     words += ["model.config={model_type: llama, vocab_size: 257}", "model.tokenizer=bytes"]
-    train.main(["c.yaml", "--show-example", *words])
+    train.main(["c.yaml", "--preview", *words])
     assert given == [1]
     assert "⟦one↵" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()

@@ -27,7 +27,7 @@ from jaxsp.runtime import run_paths
 from tests import batches, messages, tolerances
 from tests.data.packing import test_dataset
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_share")
+COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction")
 STEPS, STOPPED = 10, 6
 
 
@@ -40,7 +40,7 @@ def settings(folder, *words):
             "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
             "eval": [{"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name} for name in ("short", "long")],
             "row_tokens": 64,
-            "max_documents_per_row": 8,
+            "max_segments_per_row": 8,
         },
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "weight_decay": 0.1},
@@ -137,11 +137,11 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     # another checkpoint, another mesh, other data
     words = ["mesh.data=1", "mesh.seq=8", f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]"]
     out.unlink()
-    by_heads = [*words, "attention.kind=ulysses"]
+    by_heads = [*words, "attention.strategy=ulysses"]
     with pytest.raises(UserError, match=messages.holding("mesh.seq = 8", 4)):
         evaluation.main([str(straight / "run/checkpoints/9"), *by_heads, "--out", str(out)])
     # (training's 8 rows a step are no whole number of turns of 6 rows)
-    words += ["mesh.replica=2", "mesh.seq=4", "batch.rows_at_once=3"]
+    words += ["mesh.replica=2", "mesh.seq=4", "batch.rows_per_microbatch=3"]
     evaluation.main([str(straight / "run/checkpoints/9"), *words, "--out", str(out)])
     (line,) = lines(straight, "again.jsonl")
     assert (line["step"], line["num_tokens"], line["num_documents"]) == (
@@ -309,8 +309,8 @@ REFUSED = [
     (["run.seed=1"], ["run.seed = 1", 0, "run.on_data_change=restart"]),
     (["data.row_tokens=128"], ["data.row_tokens = 128", 64, "run.on_data_change=restart"]),
     (
-        ["data.max_documents_per_row=9"],
-        ["data.max_documents_per_row = 9", 8, "run.on_data_change=restart"],
+        ["data.max_segments_per_row=9"],
+        ["data.max_segments_per_row = 9", 8, "run.on_data_change=restart"],
     ),
     (
         ["data.row_tokens=128", "run.on_data_change=continue"],

@@ -140,7 +140,7 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
 def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(monkeypatch):
     said, slept, store = [], [], Recorded()
     monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
-    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (5.0, 10.0))
+    monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (5.0, 10.0))
     monkeypatch.setattr(time, "sleep", slept.append)
     full = WriteOutcome(step=9, failure="No space left on device")
     # before and after each of three attempts
@@ -164,8 +164,8 @@ def test_a_write_that_fails_does_not_end_the_run_before_its_end(folder, monkeypa
         tried.append(meta.step)
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(CheckpointWriter, "_finish", fail)
-    monkeypatch.setattr(CheckpointSchedule, "LAST_TRIES_S", (0.1, 0.1))
+    monkeypatch.setattr(CheckpointWriter, "_finalize", fail)
+    monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
     with pytest.raises(NeedsAttentionError, match=messages.holding(6, "no space left on device")):
         train(settings(folder, "run.save_every=4"))
     assert tried == [4, 6, 6, 6]
@@ -217,7 +217,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
 
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
-    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nan=skip")):
+    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")):
         train(settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
@@ -272,10 +272,10 @@ def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
     ("words", "says"),
     [
         (["checkpoint.keep_best=1"], ["checkpoint.keep_best = 1", "data.eval="]),
-        (["checkpoint.best_by=a"], ["checkpoint.best_by = a", "checkpoint.keep_best=1"]),
+        (["checkpoint.best_eval=a"], ["checkpoint.best_eval = a", "checkpoint.keep_best=1"]),
         (
-            ["checkpoint.keep_best=1", "checkpoint.best_by=b", "EVAL"],
-            ["checkpoint.best_by = b", "data.eval", " a,"],
+            ["checkpoint.keep_best=1", "checkpoint.best_eval=b", "EVAL"],
+            ["checkpoint.best_eval = b", "data.eval", " a,"],
         ),
     ],
 )
@@ -304,7 +304,7 @@ def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, mon
 def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
     train(settings(folder, "run.save_every=2"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["save_s"] is not None for line in lines] == [False, False, True, False, True, False]
+    assert [line["checkpoint_wait_s"] is not None for line in lines] == [False, False, True, False, True, False]
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
@@ -320,7 +320,7 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(Preemption, "lets", lambda self, number: asked.append(number) or number <= 4)
+    monkeypatch.setattr(Preemption, "should_dispatch", lambda self, number: asked.append(number) or number <= 4)
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2", "run.save_every=2")
     train(settings(folder, *words))
     found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
@@ -339,7 +339,7 @@ def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, m
     """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
     words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "checkpoint.keep_best=1"]
     words += ["checkpoint.keep_latest=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
-    monkeypatch.setattr(Preemption, "lets", lambda self, number: number <= 3)
+    monkeypatch.setattr(Preemption, "should_dispatch", lambda self, number: number <= 3)
     train(settings(folder, *words))
     meta = reader.read_meta(folder / "run/checkpoints/3")
     assert (meta.eval_loss, meta.has_pending_evaluation) == (None, True)
@@ -367,7 +367,7 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
         look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
         return {length: look(run) for length, run in compiled.items()}
 
-    monkeypatch.setattr(trainer, "_compile", watched)
+    monkeypatch.setattr(trainer, "_compile_steps", watched)
     chosen = settings(folder, "run.steps=3")
     program, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(program, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now))

@@ -71,7 +71,7 @@ def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devic
 def test_virtual_devices_are_those_of_all_processes_together(monkeypatch, platform, total, num_processes, own):
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
-    monkeypatch.setattr(device_mesh.jobs, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
+    monkeypatch.setattr(device_mesh.cluster, "count_gpus", lambda _: 8 if platform == "cuda" else 0)
     monkeypatch.setenv("JAX_PLATFORMS", platform)
     device_mesh.choose_platform(virtual_cpu_devices=total, num_processes=num_processes)
     assert chosen == {"jax_num_cpu_devices": own}
@@ -124,7 +124,7 @@ def test_collectives_on_cpu_devices_wait_for_a_day_unless_the_user_set_a_limit(t
 def test_only_cpu_devices_get_flags_for_their_collectives(monkeypatch, platform):
     environ = {"JAX_PLATFORMS": platform}
     monkeypatch.setattr(device_mesh.os, "environ", environ)
-    monkeypatch.setattr(device_mesh.jobs, "num_gpus", lambda _: 8 if platform == "cuda" else 0)
+    monkeypatch.setattr(device_mesh.cluster, "count_gpus", lambda _: 8 if platform == "cuda" else 0)
     device_mesh.choose_platform(virtual_cpu_devices=None)
     assert ("XLA_FLAGS" in environ) == (platform == "cpu")
 
@@ -170,8 +170,8 @@ GIB = 2**30
 @pytest.fixture
 def node(monkeypatch):
     """2,000 GiB of host memory and 8 GPUs."""
-    monkeypatch.setattr(device_mesh.jobs, "host_memory", lambda: 2000 * GIB)
-    monkeypatch.setattr(device_mesh.jobs, "num_gpus", lambda _: 8)
+    monkeypatch.setattr(device_mesh.cluster, "host_memory_bytes", lambda: 2000 * GIB)
+    monkeypatch.setattr(device_mesh.cluster, "count_gpus", lambda _: 8)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_the_pool_of_pinned_memory_is_a_power_of_two_up_to_its_limit(needed, lim
 
 
 def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
-    assert 2**30 < device_mesh.jobs.host_memory() < 2**46
+    assert 2**30 < device_mesh.cluster.host_memory_bytes() < 2**46
 
 
 @pytest.mark.parametrize(("degree", "use"), [(1, "63 or 66"), (3, "60 or 66"), (None, "60 or 66")])

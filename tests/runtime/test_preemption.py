@@ -21,7 +21,7 @@ import os, sys, time
 from jaxsp.core import config
 from jaxsp.training import pace, stopping
 now = pace.Pace()
-settings = config.Run(directory=sys.argv[1], grace_s=float(sys.argv[2]), stop_after=eval(sys.argv[3]))
+settings = config.Run(directory=sys.argv[1], shutdown_grace=float(sys.argv[2]), stop_after=eval(sys.argv[3]))
 begun, step_s = int(sys.argv[4]), float(sys.argv[5])
 with stopping.Stopping(settings, now) as stop:
     for step in range(1, begun + 1):
@@ -40,9 +40,11 @@ with stopping.Stopping(settings, now) as stop:
 """A run that has sent some steps to the devices, of which the last is running."""
 
 
-def run(folder, *, number=signal.SIGTERM, grace_s=25, stop_after=None, begun=3, step_s=0.1, then_s=0.0, again_after=None):
+def run(
+    folder, *, number=signal.SIGTERM, shutdown_grace=25, stop_after=None, begun=3, step_s=0.1, then_s=0.0, again_after=None
+):
     """Exit code, stdout, stderr, and seconds from the signal to the end."""
-    words = map(str, (folder, grace_s, stop_after, begun, step_s, then_s))
+    words = map(str, (folder, shutdown_grace, stop_after, begun, step_s, then_s))
     running = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
     )
@@ -98,12 +100,12 @@ def test_where_the_grace_is_too_short_it_leaves_at_once_and_says_what_is_lost(tm
     code, printed, said, _ = run(tmp_path, step_s=100.0)
     assert (code, printed) == (0, "")
     assert re.search(r"\b(99|100) s\b", said)
-    assert re.search(messages.holding("run.grace_s", 25, "1 step", "step 2"), said)
+    assert re.search(messages.holding("run.shutdown_grace", 25, "1 step", "step 2"), said)
 
 
 def test_where_nothing_was_saved_all_steps_are_said_to_be_lost(tmp_path):
     _, _, said, _ = run(tmp_path, step_s=100.0)
-    assert re.search(messages.holding("run.grace_s", 25, "3 steps"), said)
+    assert re.search(messages.holding("run.shutdown_grace", 25, "3 steps"), said)
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):

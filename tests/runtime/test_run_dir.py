@@ -81,7 +81,7 @@ def test_a_holder_of_whom_nothing_is_known_is_one_all_the_same(tmp_path):
 
 def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, monkeypatch, capsys):
     """As on a file system whose locks other nodes do not see."""
-    monkeypatch.setattr(run_dir, "SILENCE_S", 0.5)
+    monkeypatch.setattr(run_dir, "HEARTBEAT_TIMEOUT_S", 0.5)
     holder(tmp_path, host="node-7")
     named = (123, "node-7", "2026-03-01 13:05:00")
     (tmp_path / run_dir.HEARTBEAT_FILE).write_text('{"step": 4}')

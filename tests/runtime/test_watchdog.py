@@ -93,18 +93,18 @@ def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
     now.begin("the checkpoint of step 2", is_writing=True)
     began = now.activity
     for quarters in range(9):
-        monkeypatch.setattr(run_status, "written", lambda quarters=quarters: quarters * 2**18)
+        monkeypatch.setattr(run_status, "read_bytes_written", lambda quarters=quarters: quarters * 2**18)
         dog._check_activity()
     assert now.activity == began
-    monkeypatch.setattr(run_status, "written", lambda: 2**22)
+    monkeypatch.setattr(run_status, "read_bytes_written", lambda: 2**22)
     dog._check_activity()
     assert now.activity.last_progress > began.last_progress
 
 
 @pytest.mark.e2e
 def test_signs_of_life_keep_a_run_alive(tmp_path):
-    now, settings = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
-    with Watchdog(settings, now, has_heartbeat=True):
+    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    with Watchdog(config, now, has_heartbeat=True):
         now.waiting_for_step(0)
         for _ in range(10):
             time.sleep(0.3)
@@ -125,8 +125,8 @@ def test_compiling_is_not_watched_whatever_the_config_says():
 
 @pytest.mark.e2e
 def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
-    now, settings = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
-    with Watchdog(settings, now, has_heartbeat=False):
+    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    with Watchdog(config, now, has_heartbeat=False):
         now.begin("the checkpoint of step 1", is_writing=True)
         with (tmp_path / "state").open("wb") as file:
             for _ in range(10):
@@ -136,9 +136,9 @@ def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
 
 
 def test_a_disk_that_is_full_is_said_once_and_the_run_goes_on(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(watchdog, "BEAT_S", 0.05)
-    settings = RunConfig(directory=str(tmp_path / "not there"))
-    with Watchdog(settings, RunStatus(), has_heartbeat=True):
+    monkeypatch.setattr(watchdog, "HEARTBEAT_INTERVAL_S", 0.05)
+    config = RunConfig(directory=str(tmp_path / "not there"))
+    with Watchdog(config, RunStatus(), has_heartbeat=True):
         time.sleep(0.5)
     said = capfd.readouterr().err
     says = messages.holding("heartbeat.json", "No such file or directory")

@@ -34,10 +34,10 @@ def program(
     model: ModelConfig = MODEL,
     row_tokens: int = 64,
     sizes: tuple[int, int, int] = (1, 1, 4),
-    **settings: Any,
+    **config: Any,
 ) -> Program:
     """A program with these memory options, which is not compiled."""
-    asked = batches.settings(memory=memory, **settings)
+    asked = batches.settings(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": MeshConfig(**mesh)}
     return Program(
@@ -100,13 +100,13 @@ class Run:
     """A program on a mesh, with what was compiled of it for rows of one shape."""
 
     program: Program
-    rows_at_once: int
+    rows_per_microbatch: int
     gradients: Any
     step: Any
 
     def rows(self, arrays: batches.Arrays) -> Batch:
         return batches.on_mesh(
-            arrays, self.program.mesh, rows_at_once=self.rows_at_once, degree=self.program.attend.layout_degree
+            arrays, self.program.mesh, rows_per_microbatch=self.rows_per_microbatch, degree=self.program.attend.layout_degree
         )
 
     def state(self, whole: dict[str, Any]) -> TrainState:
@@ -146,8 +146,8 @@ _POOL = concurrent.futures.ThreadPoolExecutor(2)
 def compiling(
     sizes: tuple[int, int, int],
     *,
-    rows_at_once: int = 1,
-    settings: Config = SGD,
+    rows_per_microbatch: int = 1,
+    config: Config = SGD,
     model: ModelConfig = MODEL,
     want: tuple[str, ...] = ("gradients", "step"),
     arrays: batches.Arrays = ROWS,
@@ -158,8 +158,8 @@ def compiling(
     def make() -> Run:
         attend = attention.make_attend(seq=sizes[-1], strategy=kind, kernel="blockwise", window=None)
         mesh = batches.mesh(*sizes)
-        program = Program(config=settings, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
-        bare = Run(program, rows_at_once, None, None)
+        program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
+        bare = Run(program, rows_per_microbatch, None, None)
         rows, state = bare.rows(arrays), bare.state(whole_weights(model))
         gradients = jax.jit(functools.partial(train_step.compute_gradients, program))
         return dataclasses.replace(

@@ -42,7 +42,7 @@ def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=Fal
     )
 
 
-OFFLOAD = "memory.offload_activations=residual"
+OFFLOAD = "memory.offload_activations=layer_inputs"
 
 
 @pytest.mark.parametrize("version", TRIED)
@@ -53,7 +53,7 @@ OFFLOAD = "memory.offload_activations=residual"
         ((), True, (2, 4), BASE | OVERLAP),
         ((), True, (1, 1), BASE),  # one device has no collectives
         ((OFFLOAD,), False, (1, 1), BASE | PREFETCH),
-        (("memory.offload_activations=residual_and_attention",), True, (2, 4), BASE | OVERLAP | PREFETCH),
+        (("memory.offload_activations=layer_inputs_and_attention",), True, (2, 4), BASE | OVERLAP | PREFETCH),
         (("memory.offload_optimizer=state",), False, (2, 4), BASE),
     ],
 )
@@ -65,9 +65,9 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
-    settings = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
-    model = families.parse_model_config(settings.model.config, field="model.config")
-    program, _ = compiled.build_program(settings, model=model, devices=list(gpus(2, 4).devices.flat))
+    config = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
+    model = families.parse_model_config(config.model.config, field="model.config")
+    program, _ = compiled.build_program(config, model=model, devices=list(gpus(2, 4).devices.flat))
     assert program.tokens_per_device == 2048
     assert OVERLAP.items() <= program.compile_options.options.items()
     whole = dataclasses.replace(program, config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"))
@@ -184,7 +184,7 @@ def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
 def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
     small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
-    words = (f"data.max_documents_per_row={slots}", "run.deterministic=true")
+    words = (f"data.max_segments_per_row={slots}", "run.deterministic=true")
     text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).dump.hlo_text
     backward = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
     assert backward

@@ -13,8 +13,8 @@ LOSS_SET = {"name": "a", "digest": "tokens of a"}
 
 
 def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
-    settings = RunConfig(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
-    return EarlyStopping(settings, loss_set, resumed_state=before)
+    config = RunConfig(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    return EarlyStopping(config, loss_set, resumed_state=before)
 
 
 def stops_at(losses, **how):

@@ -84,8 +84,8 @@ def order(tmp_path, monkeypatch):
         program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:2])
         monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
         monkeypatch.setattr(train_step, "compile", lambda program: events.append("compile") or EMPTY)
-        monkeypatch.setattr(memory_fit, "measured", lambda run, uncounted: MemoryUse(0, next(needs)))
-        monkeypatch.setattr(host_offload, "reserve", lambda devices, num_bytes: events.append((tuple(devices), num_bytes)))
+        monkeypatch.setattr(memory_fit, "read_memory_use", lambda run, uncounted: MemoryUse(0, next(needs)))
+        monkeypatch.setattr(host_offload, "reserve_pool", lambda devices, num_bytes: events.append((tuple(devices), num_bytes)))
         with pytest.raises(Loaded):
             trainer.train(program, dataclasses.replace(material, make_weights=load), rich.console.Console(quiet=True))
         return events

@@ -53,22 +53,22 @@ def candidates(program, *, is_known=True):
 
 def test_candidates_are_tried_from_the_fastest_on():
     """Recomputing costs more than tiles, and tiles of the MLP cost more than tiles of the loss."""
-    with_tiles = itertools.product(("attention", "full"), MLP_TILES, LOSS_TILES)
-    kept = [("attention_and_mlp", TOKENS, tile) for tile in LOSS_TILES]
+    with_tiles = itertools.product(("save_attention", "full"), MLP_TILES, LOSS_TILES)
+    kept = [("save_attention_and_mlp", TOKENS, tile) for tile in LOSS_TILES]
     assert candidates(large()) == [*kept, *with_tiles]
 
 
 def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
     found = candidates(runs.program(AUTO))
-    assert found == [(remat, 16, 16) for remat in ("attention_and_mlp", "attention", "full")]
+    assert found == [(remat, 16, 16) for remat in ("save_attention_and_mlp", "save_attention", "full")]
 
 
 @pytest.mark.parametrize(
     ("memory", "remats"),
     [
-        ({"offload_activations": "residual"}, ["attention", "full"]),
-        ({"offload_optimizer": "state"}, ["attention", "full"]),
-        ({"offload_activations": "residual_and_attention"}, ["attention"]),
+        ({"offload_activations": "layer_inputs"}, ["save_attention", "full"]),
+        ({"offload_optimizer": "state"}, ["save_attention", "full"]),
+        ({"offload_activations": "layer_inputs_and_attention"}, ["save_attention"]),
     ],
     ids=str,
 )
@@ -81,13 +81,13 @@ def test_options_that_free_memory_leave_out_candidates(memory, remats):
     "fixed",
     [
         {"remat": "none"},
-        {"remat": "attention_and_mlp"},
-        {"remat": "attention", "loss_tile_tokens": 700},
+        {"remat": "save_attention_and_mlp"},
+        {"remat": "save_attention", "loss_tile_tokens": 700},
         {"remat": "full"},
         {"mlp_tile_tokens": 5000},
         {"loss_tile_tokens": 700},
         {"mlp_tile_tokens": 5000, "loss_tile_tokens": 700, "remat": "full"},
-        {"offload_activations": "residual", "offload_optimizer": "state_and_gradients", "grad_reduce_dtype": "bfloat16"},
+        {"offload_activations": "layer_inputs", "offload_optimizer": "state_and_gradients", "grad_reduce_dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -107,13 +107,13 @@ def test_options_that_the_user_fixed_are_never_changed(fixed, is_known):
 
 def test_mlp_products_are_kept_only_without_tiles():
     """Nothing is kept of a tile."""
-    assert {tile for _, tile, _ in candidates(large(remat="attention_and_mlp"))} == {TOKENS}
-    assert {remat for remat, *_ in candidates(large(mlp_tile_tokens=5000))} == {"attention", "full"}
-    assert candidates(large(remat="attention_and_mlp"), is_known=False) == [("attention_and_mlp", TOKENS, 512)]
+    assert {tile for _, tile, _ in candidates(large(remat="save_attention_and_mlp"))} == {TOKENS}
+    assert {remat for remat, *_ in candidates(large(mlp_tile_tokens=5000))} == {"save_attention", "full"}
+    assert candidates(large(remat="save_attention_and_mlp"), is_known=False) == [("save_attention_and_mlp", TOKENS, 512)]
 
 
 def test_tiles_have_a_safe_size_if_the_memory_of_the_devices_is_unknown():
-    assert candidates(large(), is_known=False) == [("attention", 8192, 512), ("full", 8192, 512)]
+    assert candidates(large(), is_known=False) == [("save_attention", 8192, 512), ("full", 8192, 512)]
 
 
 # Which candidate is taken
@@ -202,7 +202,7 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     assert gib_in(found.shortage) == ["1.0 GiB"]
     assert "host" in found.shortage
     offloads = Trial(host=3 * GIB)
-    found = offloads.fit(large(offload_activations="residual"), math.inf, host=2 * GIB)
+    found = offloads.fit(large(offload_activations="layer_inputs"), math.inf, host=2 * GIB)
     assert len(offloads.compiled) == 1
     assert gib_in(found.shortage) == ["3.0 GiB", "2.0 GiB"]
 
@@ -254,7 +254,7 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
 
 
 def test_peers_on_other_nodes_take_memory_too(monkeypatch):
-    monkeypatch.setattr(device_mesh, "NODE_DEVICES", 4)
+    monkeypatch.setattr(device_mesh, "DEVICES_PER_NODE", 4)
     found = memory_fit.nccl_bytes(of_kind((1, 1, 8)))
     assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
 
@@ -293,7 +293,7 @@ def on_kind(program):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("offload", ["none", "state"])
 def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(small_shards, monkeypatch, optimizer, offload):
-    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
+    monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
     found = on_kind(program)
     assert memory_fit.checkpoint_bytes(program) == found["device"]
@@ -316,7 +316,7 @@ class Device:
 
 def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeypatch):
     """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
-    monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
+    monkeypatch.setattr(cluster, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
     found = memory_fit._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
     assert found == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
@@ -326,10 +326,10 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
     """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
-    monkeypatch.setattr(cluster, "host_memory", lambda: 100 * GIB)
-    monkeypatch.setattr(cluster, "num_gpus", lambda environ: 2)
+    monkeypatch.setattr(cluster, "host_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 2)
     process = Process(index=0, num_processes=4, coordinator="a:1")
-    monkeypatch.setattr(memory_fit.processes, "here", lambda: process)
+    monkeypatch.setattr(memory_fit.distributed, "this_process", lambda: process)
     assert memory_fit._find_local_limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
     assert memory_fit._find_local_limits((Device(70 * GIB),)).host == 40 * GIB, "two processes with a GPU each"
 
@@ -339,14 +339,14 @@ def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypa
 
 def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
-    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
+    monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     found = {
         value: memory_fit.program_offloaded_bytes(runs.program({"offload_activations": value}))
-        for value in ("none", "residual", "residual_and_attention")
+        for value in ("none", "layer_inputs", "layer_inputs_and_attention")
     }
     assert found["none"].total == 0
-    assert found["residual"] == (2 * 16 * 60 * 4, 0, 0, 0)
-    assert found["residual_and_attention"].total - found["residual"].total == 2 * 16 * (64 * 4 + 8 * 4)
+    assert found["layer_inputs"] == (2 * 16 * 60 * 4, 0, 0, 0)
+    assert found["layer_inputs_and_attention"].total - found["layer_inputs"].total == 2 * 16 * (64 * 4 + 8 * 4)
     program = runs.program({"offload_optimizer": "state_and_gradients"}, name="adamw")
     layers = [row for row in jax.tree.leaves(program.table) if row.num_layers and row.size >= 100]
     placed = [(row, sharding.choose_placement(row, 4)) for row in layers]
@@ -360,19 +360,19 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
 
 def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shards, monkeypatch):
     """As by the program, which needs devices: 4 GPUs of one process."""
-    monkeypatch.setattr(host_offload, "FROM_SIZE", 100)
-    program = runs.program({"offload_activations": "residual", "offload_optimizer": "state"}, sizes=(1, 2, 2))
-    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 4)
-    monkeypatch.setattr(train.families, "read_model_config", lambda settings: program.model)
+    monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
+    program = runs.program({"offload_activations": "layer_inputs", "offload_optimizer": "state"}, sizes=(1, 2, 2))
+    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 4)
+    monkeypatch.setattr(train.families, "read_model_config", lambda config: program.model)
     found = memory_fit.program_offloaded_bytes(program)
     assert train._pinned_pool_bytes(program.config, Process()) == memory_fit.pool_bytes(found)
     assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
     assert train._pinned_pool_bytes(runs.program({}).config, Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
-    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 2)
+    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 2)
     process = Process(num_processes=4, num_local_processes=2)
     assert train._pinned_pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
-    monkeypatch.setattr(train.jobs, "num_gpus", lambda environ: 0)
+    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 0)
     assert train._pinned_pool_bytes(program.config, process) is None
 
 
@@ -397,12 +397,12 @@ ALL_AT_ONCE = 10**9
 @pytest.mark.parametrize(
     ("row_tokens", "memory"),
     [
-        (131_072, {"remat": "attention_and_mlp", "mlp_tile_tokens": ALL_AT_ONCE}),
-        (131_072, {"remat": "attention", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": 512}),
+        (131_072, {"remat": "save_attention_and_mlp", "mlp_tile_tokens": ALL_AT_ONCE}),
+        (131_072, {"remat": "save_attention", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": 512}),
         (262_144, {"remat": "full", "mlp_tile_tokens": 4096}),
         (131_072, {"remat": "none", "mlp_tile_tokens": 4096}),
         (65_536, {"remat": "none", "mlp_tile_tokens": ALL_AT_ONCE, "loss_tile_tokens": ALL_AT_ONCE}),
-        (262_144, {"offload_activations": "residual_and_attention", "offload_optimizer": "state"}),
+        (262_144, {"offload_activations": "layer_inputs_and_attention", "offload_optimizer": "state"}),
     ],
     ids=str,
 )

@@ -32,26 +32,29 @@ NEEDS_HOST = pytest.mark.skipif(
 
 CASES = {
     "nothing computed again": ((1, 2, 4), {"remat": "none"}),
-    "attention and MLP kept": ((1, 2, 4), {"remat": "attention_and_mlp"}),
+    "attention and MLP kept": ((1, 2, 4), {"remat": "save_attention_and_mlp"}),
     "attention and MLP kept, inputs offloaded": (
         (2, 2, 2),
-        {"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"},
+        {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"},
     ),
     "all computed again": ((1, 2, 4), {"remat": "full"}),
     "tiles": ((1, 1, 8), TILES),
     "tiles, nothing else computed again": ((1, 2, 4), TILES | {"remat": "none"}),
-    "residual": ((1, 2, 4), {"offload_activations": "residual"}),
-    "residual and attention": ((2, 2, 2), {"offload_activations": "residual_and_attention"}),
+    "layer_inputs": ((1, 2, 4), {"offload_activations": "layer_inputs"}),
+    "residual and attention": ((2, 2, 2), {"offload_activations": "layer_inputs_and_attention"}),
     "state": ((2, 2, 2), {"offload_optimizer": "state"}),
     "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
-    "all": ((1, 2, 4), TILES | {"offload_activations": "residual_and_attention", "offload_optimizer": "state_and_gradients"}),
+    "all": (
+        (1, 2, 4),
+        TILES | {"offload_activations": "layer_inputs_and_attention", "offload_optimizer": "state_and_gradients"},
+    ),
     "tied, rows side by side": (
         (2, 4, 1),
         TILES | {"offload_optimizer": "state_and_gradients"},
     ),
     "all on one device": (
         (1, 1, 1),
-        TILES | {"offload_activations": "residual", "offload_optimizer": "state", "remat": "full"},
+        TILES | {"offload_activations": "layer_inputs", "offload_optimizer": "state", "remat": "full"},
     ),
 }
 
@@ -83,7 +86,7 @@ each_case = pytest.mark.parametrize(
 def small_waits(small_shards):
     """Weights of 100 elements and more are offloaded, instead of 65,536."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_offload, "FROM_SIZE", 100)
+        patch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
         yield
 
 
@@ -92,9 +95,9 @@ def run_of(small_waits):
     @functools.cache
     def run(name):
         sizes, memory = CASES[name]
-        settings = batches.settings(memory=memory, max_grad_norm=None)
-        rows_at_once = 1 + name.startswith("tied")
-        return runs.compiling(sizes, settings=settings, model=model_of(name), rows_at_once=rows_at_once).result()
+        config = batches.settings(memory=memory, max_grad_norm=None)
+        rows_per_microbatch = 1 + name.startswith("tied")
+        return runs.compiling(sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch).result()
 
     return run
 
@@ -131,8 +134,8 @@ ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, we
 @NEEDS_HOST
 def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
     """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""
-    plain = runs.compiling((1, 2, 4), settings=ADAMW(), want=("step",))
-    offloaded = runs.compiling((1, 4, 2), settings=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)).result()
+    plain = runs.compiling((1, 2, 4), config=ADAMW(), want=("step",))
+    offloaded = runs.compiling((1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)).result()
     state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
     for _ in range(2):
         state, _ = offloaded.step(state, rows)
@@ -171,7 +174,7 @@ def residuals(memory, *, seq=4):
         attend=attention.make_attend(seq=seq, kernel="blockwise", window=None),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
     jaxpr = jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(state.master, run.rows(runs.ROWS))
     number = runs.MODEL.num_layers
@@ -196,7 +199,7 @@ def whole_shapes():
 
 @pytest.mark.parametrize(
     "memory",
-    [*({"remat": remat} for remat in ("none", "attention_and_mlp", "attention", "full")), TILES | {"remat": "none"}],
+    [*({"remat": remat} for remat in ("none", "save_attention_and_mlp", "save_attention", "full")), TILES | {"remat": "none"}],
     ids=str,
 )
 def test_no_whole_weight_is_kept(small_waits, memory):
@@ -213,7 +216,7 @@ def test_full_keeps_a_layers_input_alone(small_waits):
 
 def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small_waits):
     """In the backward pass of a layer: two products for each of seven matrices, and the transposes of two all-to-alls."""
-    (_, none), (_, attention_kept) = kept({"remat": "none"}), kept({"remat": "attention"})
+    (_, none), (_, attention_kept) = kept({"remat": "none"}), kept({"remat": "save_attention"})
     assert (none.count("all_to_all"), attention_kept.count("all_to_all")) == (2, 4)
     # but for two, whose results nobody needs: those of the last, and of gate or up
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
@@ -221,14 +224,14 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
 
 def test_attention_and_mlp_makes_two_products_less_again(small_waits):
     """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
-    (shapes, kept_too), (_, attention_kept) = kept({"remat": "attention_and_mlp"}), kept({"remat": "attention"})
+    (shapes, kept_too), (_, attention_kept) = kept({"remat": "save_attention_and_mlp"}), kept({"remat": "save_attention"})
     assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
     # gate or up is not recomputed with attention either: the result of one of them is not used
     assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
 
 
 def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
-    stacked, _ = residuals({"remat": "attention_and_mlp", "offload_activations": "residual_and_attention"})
+    stacked, _ = residuals({"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"})
     model, space = runs.MODEL, jax.memory.Space
     where = {aval.shape[3:]: aval.memory_space for aval in stacked}
     heads = (model.num_heads // 4, model.head_dim)
@@ -247,14 +250,14 @@ def problems(version, platform, **memory):
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
 def test_releases_with_wrong_gradients_are_refused_activation_offload(version):
-    (found,) = problems(version, "gpu", offload_activations="residual")
-    says = ("memory.offload_activations = residual", version, "memory.offload_activations=none")
+    (found,) = problems(version, "gpu", offload_activations="layer_inputs")
+    says = ("memory.offload_activations = layer_inputs", version, "memory.offload_activations=none")
     assert re.match(messages.holding(*says), found)
 
 
 @pytest.mark.parametrize("version", ["0.10.1", "0.11.1", "0.12.0.1", "0.13.0.dev1"])
 def test_other_releases_offload_activations_on_gpus(version):
-    assert problems(version, "gpu", offload_activations="residual") == []
+    assert problems(version, "gpu", offload_activations="layer_inputs") == []
 
 
 def test_old_releases_name_the_release_that_offloads():
@@ -263,27 +266,27 @@ def test_old_releases_name_the_release_that_offloads():
     says = ("memory.offload_optimizer = state", *releases, "memory.offload_optimizer=none")
     assert re.match(messages.holding(*says), found)
     assert problems("0.11.1", "gpu", offload_optimizer="state") == []
-    (found,) = problems("0.10.1", "cpu", offload_activations="residual")
-    says = ("memory.offload_activations = residual", *releases, "memory.offload_activations=none")
+    (found,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
+    says = ("memory.offload_activations = layer_inputs", *releases, "memory.offload_activations=none")
     assert re.match(messages.holding(*says, "GPU"), found)
 
 
 def test_full_and_offloaded_attention_contradict_each_other():
-    asked = ("memory.offload_activations = residual_and_attention", "memory.remat = full")
-    suggestions = ("memory.offload_activations=residual", "memory.remat=attention")
+    asked = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
+    suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
     with pytest.raises(UserError, match=messages.holding(*asked, *suggestions)):
-        batches.settings(memory={"remat": "full", "offload_activations": "residual_and_attention"})
+        batches.settings(memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"})
 
 
 def test_tiles_keep_nothing_of_the_mlp():
-    (found,) = problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=4)
+    (found,) = problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=4)
     assert re.match(messages.holding("memory.mlp_tile_tokens = 4", 64), found)
     suggestions = re.findall(r"memory\.(\w+)=(\w+)", found)
     assert len(suggestions) == 2
     for name, value in suggestions:
-        asked = {"remat": "attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
+        asked = {"remat": "save_attention_and_mlp", "mlp_tile_tokens": 4} | {name: value}
         assert problems("0.12.0.1", "gpu", **asked) == []
-    assert problems("0.12.0.1", "gpu", remat="attention_and_mlp", mlp_tile_tokens=64) == []
+    assert problems("0.12.0.1", "gpu", remat="save_attention_and_mlp", mlp_tile_tokens=64) == []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +300,7 @@ class Node:
     host: int = 0
 
 
-TAKES = {"none": 3.0, "attention_and_mlp": 2.5, "attention": 2.0, "full": 1.0}
+TAKES = {"none": 3.0, "save_attention_and_mlp": 2.5, "save_attention": 2.0, "full": 1.0}
 """GiB of a device."""
 
 EMPTY = jax.jit(lambda: 0).lower().compile()
@@ -311,19 +314,21 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         compiled.append(program.how.remat)
         return EMPTY
 
-    monkeypatch.setattr(memory_fit, "limits", lambda program: node.limits)
+    monkeypatch.setattr(memory_fit, "find_limits", lambda program: node.limits)
     monkeypatch.setattr(
-        memory_fit, "room_of", lambda program, limits: MemoryLimit(node.room * memory_fit.GIB, limits.host, limits.pool)
+        memory_fit,
+        "subtract_reserves",
+        lambda program, limits: MemoryLimit(node.room * memory_fit.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
-        memory_fit, "predict", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
+        memory_fit, "predict_bytes", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
     def measured(run, uncounted):
         return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
 
-    monkeypatch.setattr(memory_fit, "measured", measured)
+    monkeypatch.setattr(memory_fit, "read_memory_use", measured)
     return memory_options.compile_fitting_step(runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted)
 
 
@@ -333,7 +338,7 @@ def gpus(device_gib, **changes):
     return Node(limits=limits, room=device_gib, **changes)
 
 
-@pytest.mark.parametrize(("size", "remat"), [(2.5, "attention_and_mlp"), (2, "attention"), (1, "full")])
+@pytest.mark.parametrize(("size", "remat"), [(2.5, "save_attention_and_mlp"), (2, "save_attention"), (1, "full")])
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     found = ready(monkeypatch, gpus(size), memory={})
     assert found.program.config.memory.remat == remat
@@ -362,19 +367,19 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
         ready(monkeypatch, gpus(0.5), memory={})
     assert re.findall(r"[\d.]+ GiB", str(found.value)) == ["1.0 GiB", "0.5 GiB"]
     assert re.findall(r"[\w.]+=\w+", str(found.value)) == [
-        "memory.offload_activations=residual",
+        "memory.offload_activations=layer_inputs",
         *["memory.offload_optimizer=state"] * offloads,
         "batch.rows_per_step=1",
-        "data.max_documents_per_row=8",
+        "data.max_segments_per_row=8",
         "mesh.seq=8",
     ]
     with pytest.raises(UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
-        ready(monkeypatch, gpus(1.5), memory={"remat": "attention"})
+        ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
     limits = MemoryLimit(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
     says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
-        ready(monkeypatch, node, memory={"offload_activations": "residual"})
+        ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
 
 
 @pytest.mark.parametrize("node", [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"])
@@ -393,11 +398,11 @@ NOUNS = ("elementwise", "except", "attention", "MLP", "host", "float32 weights")
 DESCRIBED = [
     ({}, []),
     ({"remat": "full"}, ["attention"]),
-    ({"remat": "attention"}, ["except", "attention"]),
-    ({"remat": "attention_and_mlp"}, ["except", "attention", "MLP"]),
+    ({"remat": "save_attention"}, ["except", "attention"]),
+    ({"remat": "save_attention_and_mlp"}, ["except", "attention", "MLP"]),
     ({"remat": "none"}, ["elementwise"]),
-    ({"offload_activations": "residual"}, ["host"]),
-    ({"offload_activations": "residual_and_attention"}, ["except", "attention", "host"]),
+    ({"offload_activations": "layer_inputs"}, ["host"]),
+    ({"offload_activations": "layer_inputs_and_attention"}, ["except", "attention", "host"]),
     ({"offload_optimizer": "state"}, ["host", "float32 weights"]),
 ]
 
@@ -441,7 +446,7 @@ def test_config_of_levers_is_read():
 
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
 def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, there, fails):
-    asked = runs.program({"offload_activations": "residual"})
+    asked = runs.program({"offload_activations": "layer_inputs"})
     monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
     needs = MemoryUse(0, there)
     if not fails:
@@ -462,13 +467,13 @@ def changes(ways):
 
 def test_ways_out_are_steps_towards_what_is_short():
     if works_here({"offload_optimizer": "state"}):
-        assert short_of(True, offload_activations="residual", offload_optimizer="state")[0] == (
+        assert short_of(True, offload_activations="layer_inputs", offload_optimizer="state")[0] == (
             "memory.offload_optimizer=state_and_gradients"
         )
         assert short_of(False, offload_optimizer="state_and_gradients")[0] == "memory.offload_optimizer=state"
-    assert short_of(True, remat="none")[:2] == ["memory.remat=auto", "memory.offload_activations=residual"]
-    assert short_of(False, offload_activations="residual_and_attention")[0] == "memory.offload_activations=residual"
-    ways = short_of(False, offload_activations="residual")
+    assert short_of(True, remat="none")[:2] == ["memory.remat=auto", "memory.offload_activations=layer_inputs"]
+    assert short_of(False, offload_activations="layer_inputs_and_attention")[0] == "memory.offload_activations=layer_inputs"
+    ways = short_of(False, offload_activations="layer_inputs")
     assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
     assert len(ways) == 3, "shorter rows always help"
     assert "batch.rows_per_step=1" in short_of(True)
@@ -477,9 +482,9 @@ def test_ways_out_are_steps_towards_what_is_short():
 def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
     asked = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
     assert not any("tile" in way for way in short_of(True, **asked)), "all tokens of so small a model are few bytes"
-    monkeypatch.setattr(tiling, "MLP_BYTES", (2**22, 2**20))
+    monkeypatch.setattr(tiling, "MLP_TILE_BYTES", (2**22, 2**20))
     assert [way for way in short_of(True, **asked) if "tile" in way] == ["memory.mlp_tile_tokens=auto"]
-    monkeypatch.setattr(loss, "LOGIT_BYTES", (2**20,))
+    monkeypatch.setattr(loss, "MAX_LOGIT_BYTES", (2**20,))
     tiles = [way for way in short_of(True, **asked) if "tile" in way]
     assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
 
@@ -510,8 +515,8 @@ def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
 
 
 def test_the_reference_kernel_has_nothing_of_attention_to_offload():
-    asked = batches.settings(memory={"offload_activations": "residual_and_attention"})
+    asked = batches.settings(memory={"offload_activations": "layer_inputs_and_attention"})
     asked = asked.model_copy(update={"attention": AttentionConfig(kernel="reference")})
     (found,) = memory_options.find_problems(asked, platform="gpu", version="0.12.0.1")
-    says = ("memory.offload_activations = residual_and_attention", "attention.kernel = reference")
+    says = ("memory.offload_activations = layer_inputs_and_attention", "attention.kernel = reference")
     assert re.match(messages.holding(*says), found)

@@ -37,8 +37,8 @@ def run_on(small_shards):
     @functools.cache
     def run(sizes, want, tied_head=False):
         model = TIED if tied_head else runs.MODEL
-        rows_at_once = 1 if tied_head else MESHES[sizes]
-        return runs.compiling(sizes, rows_at_once=rows_at_once, model=model, want=(want,)).result()
+        rows_per_microbatch = 1 if tied_head else MESHES[sizes]
+        return runs.compiling(sizes, rows_per_microbatch=rows_per_microbatch, model=model, want=(want,)).result()
 
     return run
 

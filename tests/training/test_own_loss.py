@@ -42,10 +42,10 @@ def cross_entropy(logits_TV, labels_T):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits_TV), labels_T[:, None], axis=-1)[:, 0]
 
 
-def program(sizes, *, settings=runs.SGD, **changes):
+def program(sizes, *, config=runs.SGD, **changes):
     """With loss tiles of 7 tokens."""
     return Program(
-        config=settings,
+        config=config,
         model=MODEL,
         mesh=batches.mesh(*sizes),
         attend=attention.make_attend(seq=sizes[-1], kernel="blockwise", window=None),
@@ -103,7 +103,7 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     """Even if a token's loss is infinite. The compiled step takes weights because the program has them."""
     decays = batches.settings(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
-    made = program((1, 1, 2), settings=decays, loss=infinite, has_weights=True)
+    made = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
     run = runs.Run(made, 8, None, train_step.build_step(made))
     state = run.state(runs.whole_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)

@@ -38,12 +38,12 @@ FAMILIES = {
 @pytest.fixture(scope="module", autouse=True)
 def compiling(small_shards):
     tiles = {"float32": {"loss_tile_tokens": 16}, "bfloat16": {"loss_tile_tokens": 16, "mlp_tile_tokens": 16}}
-    compiling = functools.partial(runs.compiling, (1, 1, 4), rows_at_once=2, want=("gradients",), arrays=long_rows())
+    compiling = functools.partial(runs.compiling, (1, 1, 4), rows_per_microbatch=2, want=("gradients",), arrays=long_rows())
 
     @functools.cache
     def run(family, dtype):
-        settings = batches.settings(compute_dtype=dtype, memory=tiles[dtype])
-        return compiling(settings=settings, model=FAMILIES[family]).result()
+        config = batches.settings(compute_dtype=dtype, memory=tiles[dtype])
+        return compiling(settings=config, model=FAMILIES[family]).result()
 
     return run
 
@@ -81,7 +81,7 @@ def traced(grad_reduce_dtype):
         attend=attention.make_attend(seq=4, kernel="blockwise", window=None),
         num_steps=runs.NUM_STEPS,
     )
-    run = runs.Run(program, rows_at_once=1, gradients=None, step=None)
+    run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
     return jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(state.master, run.rows(runs.ROWS))
 

@@ -118,7 +118,7 @@ def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(mo
         """jax PR 39521: K and V counted in what a token takes of q."""
         return right(taken, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
-    monkeypatch.setattr(cudnn_calls, "_places", as_in_0_11_0)
+    monkeypatch.setattr(cudnn_calls, "_slot_offsets", as_in_0_11_0)
     says = messages.holding("attention.kernel = cudnn", jax.__version__)
     with pytest.raises(UserError, match=says):
         selfcheck.raise_on_attention_error(differences("cudnn"), jax.devices()[0])
@@ -138,7 +138,7 @@ def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
         jax.debug.callback(lambda: seen.append([(fill.nbytes, fill.is_deleted()) for fill in fills]))
         return blockwise.attention(q, k, v, starts, lengths)
 
-    monkeypatch.setattr(selfcheck, "bytes_to_fill", lambda stats: 2**20)
+    monkeypatch.setattr(selfcheck, "choose_fill_bytes", lambda stats: 2**20)
     monkeypatch.setattr(jax, "block_until_ready", watch)
     differences(kernel)
     jax.effects_barrier()
@@ -159,12 +159,12 @@ def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
 
 
 @pytest.mark.slow  # attention/test_cudnn.py has its parts
-@pytest.mark.parametrize("outer", ["ring", "gather"])
+@pytest.mark.parametrize("outer", ["ring", "all_gather"])
 def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
     cudnn_contract.on_cpu()
     assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.ATTENTION_TOLERANCE / 2
     monkeypatch.setattr(
-        OffDiagonalBlock, "queries", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
+        OffDiagonalBlock, "query_mask", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
     )
     assert not max(differences("cudnn", halves=outer).values()) < selfcheck.ATTENTION_TOLERANCE
 
@@ -174,7 +174,7 @@ def offloaded(what, **changes):
     return selfcheck.measure_offload_error(how, device=jax.devices()[0], tokens=64, width=32, **changes)
 
 
-@pytest.mark.parametrize("what", ["residual", "residual_and_attention"])
+@pytest.mark.parametrize("what", ["layer_inputs", "layer_inputs_and_attention"])
 def test_offload_passes_where_it_is_right(what):
     assert offloaded(what) <= selfcheck.OFFLOAD_TOLERANCE / 10
 
@@ -197,7 +197,7 @@ def test_layers_that_read_another_layers_input_back_are_refused():
 
     says = messages.holding("memory.offload_activations", "memory.offload_activations=none")
     with pytest.raises(UserError, match=f"^{says}"):
-        selfcheck.raise_on_offload_error(offloaded("residual", layer=layer), jax.devices()[0])
+        selfcheck.raise_on_offload_error(offloaded("layer_inputs", layer=layer), jax.devices()[0])
 
 
 @pytest.fixture
@@ -213,12 +213,12 @@ NO_PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": False}
 
 def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
     tried = []
-    monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
+    monkeypatch.setattr(selfcheck, "measure_attention_error", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
     monkeypatch.setattr(
-        selfcheck, "offload_difference", lambda how, *, device, options: tried.append((how, device, options)) or 0.0
+        selfcheck, "measure_offload_error", lambda how, *, device, options: tried.append((how, device, options)) or 0.0
     )
-    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
-    program, choice = test_levers.program(gpu, {"remat": "attention", "offload_activations": "residual"})
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
+    program, choice = test_levers.program(gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"})
     said = selfcheck.check_device(program, choice)
     of = {
         "sharing": 4,
@@ -243,10 +243,10 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
         tried.append(options)
         return differences[any(options.values())]
 
-    monkeypatch.setattr(selfcheck, "attention_differences", lambda kernel, **of: {"out": 0.0})
-    monkeypatch.setattr(selfcheck, "offload_difference", difference)
-    monkeypatch.setattr(cudnn_calls, "version", lambda: (9, 28, 0))
-    memory = {"remat": "attention", "offload_activations": "residual"}
+    monkeypatch.setattr(selfcheck, "measure_attention_error", lambda kernel, **of: {"out": 0.0})
+    monkeypatch.setattr(selfcheck, "measure_offload_error", difference)
+    monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
+    memory = {"remat": "save_attention", "offload_activations": "layer_inputs"}
     selfcheck.check_device(*test_levers.program(gpu, memory, xla_options=xla_options))
     return tried
 
@@ -257,7 +257,7 @@ def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_tu
         check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
     (said,) = found.value.problems
     (word,) = shlex.split(re.search(r"run\.xla_options='[^']+'", said)[0])
-    asked = programs.settings("memory.offload_activations=residual", word)
+    asked = programs.settings("memory.offload_activations=layer_inputs", word)
     assert asked.run.xla_options == NO_PREFETCH
     assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, asked.run.xla_options) == [NO_PREFETCH]
 

@@ -20,25 +20,25 @@ CASES = {
     "ring, 8 and 2 heads on 8": (8, 2, (1, 1), of(1, 8)),
     "ring, 7 and 1 heads on 4": (7, 1, (1, 1), of(1, 4)),
     "ring, 5 and 5 heads on 3, two groups": (5, 5, (1, 2), of(1, 3)),
-    "gather, 8 and 4 heads on 4, two groups": (8, 4, (1, 2), of(1, 4, "gather")),
-    "gather of both heads, 8 and 2 on 8": (8, 2, (1, 1), of(1, 8, "gather", 2)),
-    "gather, 6 and 3 heads on 6": (6, 3, (1, 1), of(1, 6, "gather")),
+    "gather, 8 and 4 heads on 4, two groups": (8, 4, (1, 2), of(1, 4, "all_gather")),
+    "gather of both heads, 8 and 2 on 8": (8, 2, (1, 1), of(1, 8, "all_gather", 2)),
+    "gather, 6 and 3 heads on 6": (6, 3, (1, 1), of(1, 6, "all_gather")),
     "hybrid 4 x 2, 28 and 4 heads on 8": (28, 4, (1, 1), of(4, 2)),
     "hybrid 2 x 4, 6 and 2 heads on 8": (6, 2, (1, 1), of(2, 4)),
-    "hybrid 2 x 2 with gather, 8 and 4 heads on 4, replicas": (8, 4, (2, 1), of(2, 2, "gather")),
+    "hybrid 2 x 2 with gather, 8 and 4 heads on 4, replicas": (8, 4, (2, 1), of(2, 2, "all_gather")),
     "hybrid 3 x 2, 6 and 3 heads on 6": (6, 3, (1, 1), of(3, 2)),
-    "hybrid 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "gather")),
+    "hybrid 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "all_gather")),
     "Ulysses, 6 and 2 heads on 6": (6, 2, (1, 1), of(6, 1)),
     "ring, 8 and 8 heads on 2, four groups": (8, 8, (1, 4), of(1, 2)),
     "ring, 28 and 2 heads on 6": (28, 2, (1, 1), of(1, 6)),
     "ring, 6 and 3 heads on 3, replicas": (6, 3, (2, 1), of(1, 3)),
-    "gather of all heads, 8 and 4 on 8": (8, 4, (1, 1), of(1, 8, "gather", 4)),
-    "gather, 7 and 1 heads on 8": (7, 1, (1, 1), of(1, 8, "gather")),
-    "gather, 5 and 5 heads on 2, four groups": (5, 5, (1, 4), of(1, 2, "gather")),
-    "hybrid 4 x 2 with gather, 8 and 8 heads on 8": (8, 8, (1, 1), of(4, 2, "gather", 2)),
-    "hybrid 2 x 4 with gather, 8 and 1 heads on 8": (8, 1, (1, 1), of(2, 4, "gather")),
+    "gather of all heads, 8 and 4 on 8": (8, 4, (1, 1), of(1, 8, "all_gather", 4)),
+    "gather, 7 and 1 heads on 8": (7, 1, (1, 1), of(1, 8, "all_gather")),
+    "gather, 5 and 5 heads on 2, four groups": (5, 5, (1, 4), of(1, 2, "all_gather")),
+    "hybrid 4 x 2 with gather, 8 and 8 heads on 8": (8, 8, (1, 1), of(4, 2, "all_gather", 2)),
+    "hybrid 2 x 4 with gather, 8 and 1 heads on 8": (8, 1, (1, 1), of(2, 4, "all_gather")),
     "hybrid 2 x 2, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(2, 2)),
-    "hybrid 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "gather", 2)),
+    "hybrid 3 x 2 with gather, 6 and 6 heads on 6": (6, 6, (1, 1), of(3, 2, "all_gather", 2)),
     "Ulysses, 28 and 4 heads on 4, two groups": (28, 4, (1, 2), of(4, 1)),
     "ring, 7 and 7 heads on 8": (7, 7, (1, 1), of(1, 8)),
 }
@@ -66,7 +66,7 @@ def test_every_kind_gives_the_step_of_one_device(name, record_property):
     model = batches.model(num_heads=H, num_kv_heads=G)
     weights = runs.whole_weights(model)
     at_once = 2 if data * replica < 4 else 1
-    how = {"rows_at_once": at_once, "settings": STEEP, "want": ("step",), "arrays": ROWS}
+    how = {"rows_per_microbatch": at_once, "settings": STEEP, "want": ("step",), "arrays": ROWS}
     run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
     state, found = run.step(run.state(weights), run.rows(ROWS))
     (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)

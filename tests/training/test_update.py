@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_shards")
 
 @pytest.fixture(scope="module")
 def adamw(small_shards):
-    return runs.compiling((1, 2, 4), settings=ADAMW, want=("step",)).result()
+    return runs.compiling((1, 2, 4), config=ADAMW, want=("step",)).result()
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def is_matrix(name):
 def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     """Clipping, schedule and decay included. Optax sees each stacked weight as one array; gradients are those of the mesh."""
     state, rows = adamw.state(weights), adamw.rows(runs.ROWS)
-    with_gradients = runs.compiling((1, 2, 4), settings=ADAMW, want=("gradients",)).result()
+    with_gradients = runs.compiling((1, 2, 4), config=ADAMW, want=("gradients",)).result()
     decays = {name: is_matrix(name) for name in batches.by_name(weights)}
     rates = optax.join_schedules([optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2])
     theirs = optax.chain(
@@ -89,11 +89,11 @@ def test_only_matrices_decay():
     ],
 )
 def test_learning_rates(schedule, after_warmup):
-    settings = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
-    rate = jax.jit(optimizer.build_schedule(settings, num_steps=8))
+    config = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
+    rate = jax.jit(optimizer.build_schedule(config, num_steps=8))
     assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx([2, 4, 6, 8, *after_warmup], abs=1e-5)
-    settings = batches.settings(learning_rate=8, schedule=schedule).optimizer
-    rate = jax.jit(optimizer.build_schedule(settings, num_steps=4))
+    config = batches.settings(learning_rate=8, schedule=schedule).optimizer
+    rate = jax.jit(optimizer.build_schedule(config, num_steps=4))
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_wa
 
 @pytest.mark.e2e
 def test_an_update_is_as_long_as_the_limit(weights):
-    run = runs.compiling((2, 2, 2), settings=CLIPPED, want=("step",)).result()
+    run = runs.compiling((2, 2, 2), config=CLIPPED, want=("step",)).result()
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     before = batches.by_name(weights)
     moved = {name: after - before[name] for name, after in run.whole(state.master).items()}

@@ -231,9 +231,9 @@ def describe_shortage(workload: KernelWorkload, split: CallSplit, *, device_byte
     if fitting := [n for n, other in splits.items() if _call_bytes(workload, other) <= device_bytes]:
         return f"attention.head_chunks = {split.head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
     if most := next((number for number in range(workload.max_segments - 1, 0, -1) if least(number) <= device_bytes), None):
-        return f"data.max_documents_per_row = {workload.max_segments}: {problem} Use data.max_documents_per_row={most}."
+        return f"data.max_segments_per_row = {workload.max_segments}: {problem} Use data.max_segments_per_row={most}."
     longest = row_tokens * device_bytes // least(1) // workload.row_multiple * workload.row_multiple
-    return f"data.row_tokens = {row_tokens}: {problem} Use data.row_tokens={longest} with data.max_documents_per_row=1."
+    return f"data.row_tokens = {row_tokens}: {problem} Use data.row_tokens={longest} with data.max_segments_per_row=1."
 
 
 def _call_bytes(workload: KernelWorkload, split: CallSplit) -> int:
@@ -279,7 +279,7 @@ def _check_gpu(
     if capability < (8, 0):
         yield UnsupportedReason(f"needs an NVIDIA A100 or newer, {have}", suggestion)
     elif workload.is_packed and capability < (9, 0):
-        way = f"{suggestion} Rows of one document each work too: data.max_documents_per_row=1."
+        way = f"{suggestion} Rows of one document each work too: data.max_segments_per_row=1."
         yield UnsupportedReason(f"takes packed rows on Hopper and newer GPUs only, {have}", way)
 
 
@@ -312,7 +312,7 @@ def _check_workload(workload: KernelWorkload, capability: tuple[int, int], sugge
         num_rows, row_tokens = workload.whole_row_shape
         what = f"counts to 2**31 in packed rows, and one head of {num_rows} x {row_tokens:,} tokens{of} is more"
         yield UnsupportedReason(
-            what, f"Use data.row_tokens={most} or less, data.max_documents_per_row=1, or attention.kernel=blockwise."
+            what, f"Use data.row_tokens={most} or less, data.max_segments_per_row=1, or attention.kernel=blockwise."
         )
 
 

@@ -40,7 +40,7 @@ class PackedDataset:
 
     def make_schedule(
         self,
-        settings: Config,
+        config: Config,
         *,
         consumed: Mapping[int, int] | None = None,
         num_steps: int | None = None,
@@ -53,9 +53,9 @@ class PackedDataset:
         begin = [(consumed or {}).get(stream.row_tokens, 0) for stream in self.streams]
         return mixing.build_schedule(
             begin_rows=begin,
-            rows_per_step=[settings.with_row_tokens(stream.row_tokens).batch.rows_per_step for stream in self.streams],
+            rows_per_step=[config.with_row_tokens(stream.row_tokens).batch.rows_per_step for stream in self.streams],
             fractions=self.step_fractions,
-            seed=settings.run.seed,
+            seed=config.run.seed,
             num_steps=num_steps,
             end_rows=None
             if epochs is None
@@ -72,20 +72,18 @@ class PackedDataset:
         )
         return after > before
 
-    def make_loader(
-        self, settings: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int
-    ) -> BatchLoader:
+    def make_loader(self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int) -> BatchLoader:
         """The steps of a schedule, for a mesh. Args: layout: the degree of the rows' layout, core/layout.py."""
-        return BatchLoader(self.documents, self.streams, schedule, mesh=mesh, settings=settings, layout_degree=layout_degree)
+        return BatchLoader(self.documents, self.streams, schedule, mesh=mesh, config=config, layout_degree=layout_degree)
 
-    def fingerprint(self, settings: Config) -> dict[str, Any]:
+    def fingerprint(self, config: Config) -> dict[str, Any]:
         """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""
-        data = settings.data
+        data = config.data
         return {
-            "run.seed": settings.run.seed,
+            "run.seed": config.run.seed,
             "data.eval_fraction": data.eval_fraction,
             "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.max_row_tokens,
-            "data.max_documents_per_row": data.max_segments_per_row,
+            "data.max_segments_per_row": data.max_segments_per_row,
             # where no document is too long, they are the same rows
             _LONG_DOCUMENTS: data.long_documents if any(map(SourceCounts.has_long_documents, self.documents.sources)) else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
@@ -136,13 +134,13 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def pack_documents(
     name: str,
     documents: Documents,
-    settings: Config,
+    config: Config,
     *,
     digests: Sequence[str],
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
     """Documents packed: each in rows of the shortest length that holds it, all together or, with weights, source by source."""
-    lengths, row_lengths = documents.lengths, settings.data.row_lengths
+    lengths, row_lengths = documents.lengths, config.data.row_lengths
     wanted = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
     source_of = (
         documents.find_sources(np.arange(len(lengths))) if source_weights is not None else np.zeros(len(lengths), np.int64)
@@ -159,7 +157,7 @@ def pack_documents(
         reason = "see data.long_documents and data.on_bad_record"
         if source.num_held_out:
             reason = (
-                f"hold out fewer documents (data.eval_fraction = {settings.data.eval_fraction:g} "
+                f"hold out fewer documents (data.eval_fraction = {config.data.eval_fraction:g} "
                 f"holds out {source.num_held_out:,} of this source)"
             )
         raise UserError(
@@ -176,8 +174,8 @@ def pack_documents(
                 PackedEpochs(
                     lengths[chosen],
                     row_tokens=row_tokens,
-                    max_segments=settings.data.max_segments_per_row,
-                    seed=settings.run.seed,
+                    max_segments=config.data.max_segments_per_row,
+                    seed=config.run.seed,
                     documents=chosen,
                 )
             )

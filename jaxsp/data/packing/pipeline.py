@@ -101,26 +101,26 @@ class BatchLoader:
         schedule: RowSchedule,
         *,
         mesh: jax.sharding.Mesh,
-        settings: Config,
+        config: Config,
         layout_degree: int,
     ):
         self._layout_degree = layout_degree
         self._documents, self._streams, self._schedule, self._mesh = documents, streams, schedule, mesh
-        self._num_groups, self._max_segments = device_mesh.num_groups(mesh), settings.data.max_segments_per_row
+        self._num_groups, self._max_segments = device_mesh.num_groups(mesh), config.data.max_segments_per_row
         self._specs = SPECS | ({"weights_BL": PER_TOKEN} if documents.has_weights else {})
         self._shardings = {name: NamedSharding(mesh, spec) for name, spec in self._specs.items()}
-        self._step_shapes = [self._make_step_shape(settings.with_row_tokens(stream.row_tokens)) for stream in streams]
+        self._step_shapes = [self._make_step_shape(config.with_row_tokens(stream.row_tokens)) for stream in streams]
         self.num_steps = len(schedule)
 
-    def _make_step_shape(self, settings: Config) -> _StepShape:
-        row_tokens, rows_at_once = settings.data.max_row_tokens, settings.batch.rows_per_microbatch
-        slots = self._num_groups * rows_at_once
-        turns = num_microbatches(rows_per_step=settings.batch.rows_per_step, global_microbatch_rows=slots)
+    def _make_step_shape(self, config: Config) -> _StepShape:
+        row_tokens, rows_per_microbatch = config.data.max_row_tokens, config.batch.rows_per_microbatch
+        slots = self._num_groups * rows_per_microbatch
+        turns = num_microbatches(rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots)
         widths = {PER_TOKEN: row_tokens, PER_ROW: self._max_segments}
         return _StepShape(
             row_tokens=row_tokens,
-            rows_per_step=settings.batch.rows_per_step,
-            rows_per_microbatch=rows_at_once,
+            rows_per_step=config.batch.rows_per_step,
+            rows_per_microbatch=rows_per_microbatch,
             shapes={name: (turns, slots, widths[spec]) for name, spec in self._specs.items()},
         )
 

@@ -12,13 +12,13 @@ from jaxsp.data.packing.pipeline import Assignment
 from jaxsp.data.packing.row_reader import SourceCounts
 
 
-def describe_data(data: PackedDataset, settings: Config, schedule: RowSchedule) -> list[tuple[str, str]]:
+def describe_data(data: PackedDataset, config: Config, schedule: RowSchedule) -> list[tuple[str, str]]:
     """Pairs of a word and what is to be known: documents, pieces, tokens, rows; what is left out; each source's share."""
     sources, lengths = data.documents.sources, data.documents.lengths
-    tokens, pieces = int(lengths.sum()), int(np.sum(-(-lengths // settings.data.max_row_tokens)))
+    tokens, pieces = int(lengths.sum()), int(np.sum(-(-lengths // config.data.max_row_tokens)))
     num_rows = {stream.row_tokens: sum(part.count_rows(1) for part in stream.parts) for stream in data.streams}
     space = sum(row_tokens * count for row_tokens, count in num_rows.items())
-    several = len(settings.data.row_lengths) > 1
+    several = len(config.data.row_lengths) > 1
     packed = " and ".join(
         f"{format_count(number, 'row')}{f' of {row_tokens:,} tokens' if several else ''}"
         for row_tokens, number in num_rows.items()
@@ -34,10 +34,7 @@ def describe_data(data: PackedDataset, settings: Config, schedule: RowSchedule) 
         said.append(("", others))
     said += [("skipped", words) for source in sources for words in source.skipped_examples]
     said += [
-        ("note", words)
-        for stream in data.streams
-        for part in stream.parts
-        if (words := _suggest_packing(part, settings, stream))
+        ("note", words) for stream in data.streams for part in stream.parts if (words := _suggest_packing(part, config, stream))
     ]
     if len(sources) > 1:
         passes = None if data.source_weights is None else _estimate_epochs(data, schedule)
@@ -45,9 +42,9 @@ def describe_data(data: PackedDataset, settings: Config, schedule: RowSchedule) 
     return said
 
 
-def num_steps_per_epoch(data: PackedDataset, settings: Config) -> int | None:
+def num_steps_per_epoch(data: PackedDataset, config: Config) -> int | None:
     """Steps of one pass over the data; None where sources are mixed by weight."""
-    return None if data.source_weights is not None else len(data.make_schedule(settings, epochs=1))
+    return None if data.source_weights is not None else len(data.make_schedule(config, epochs=1))
 
 
 def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
@@ -67,17 +64,17 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
     return "; ".join(words for name, words in said.items() if total[name])
 
 
-def _suggest_packing(part: PackedEpochs, settings: Config, stream: RowStream) -> str | None:
+def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
     """What would fill rows that the cap on pieces leaves empty."""
     advice = part.suggest_limits()
     if advice is None:
         return None
-    most = format_count(settings.data.max_segments_per_row, "document")
+    most = format_count(config.data.max_segments_per_row, "document")
     said = (
         f"rows of {stream.row_tokens:,} tokens are {100 * advice.filled_fraction:.0f} % full, because they hold at most {most}: "
-        f"data.max_documents_per_row={advice.max_segments} would fill them"
+        f"data.max_segments_per_row={advice.max_segments} would fill them"
     )
-    if advice.row_tokens is None or advice.num_cut or len(settings.data.row_lengths) > 1:
+    if advice.row_tokens is None or advice.num_cut or len(config.data.row_lengths) > 1:
         return said
     return f"{said}, or data.row_tokens={advice.row_tokens}"
 

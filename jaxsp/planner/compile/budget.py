@@ -97,12 +97,12 @@ class _Classifier:
 
     def __init__(self, step: PlannedStep):
         program, model = step.program, step.program.model
-        settings = program.config
+        config = program.config
         inner, num_shards = step.choice.strategy.ulysses_degree, device_mesh.num_shards(program.mesh)
         rows = list(jax.tree.leaves(program.table))
         self._num_layers = model.num_layers
         self._head_dim = model.head_dim
-        self._row_tokens = settings.data.max_row_tokens
+        self._row_tokens = config.data.max_row_tokens
         self._device_tokens = program.tokens_per_device
         self._mlp_tile = min(program.mlp_tile, program.tokens_per_device)
         self._loss_tile = min(program.loss_tile, self._device_tokens)

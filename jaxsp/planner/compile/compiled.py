@@ -130,30 +130,30 @@ def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
 
 
 def build_program(
-    settings: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
+    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
 ) -> tuple[Program, AttentionChoice]:
     """What the training step of a config on these devices is made of, and how it attends.
 
     Args:   device_bytes: what JAX may take of a device.
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
-    sizes = device_mesh.resolve_axis_sizes(settings.mesh, len(devices))
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    choice = attention.choose(settings, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
+    choice = attention.choose(config, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
     attend = attention.make_chosen_attend(choice)
     on = device_mesh.make_mesh(sizes, list(devices))
-    return Program(config=settings, model=model, mesh=on, attend=attend, num_steps=1), choice
+    return Program(config=config, model=model, mesh=on, attend=attend, num_steps=1), choice
 
 
 def compile_config(
-    settings: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
+    config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
 ) -> PlannedStep:
     """Compiles the training step of a config for these devices; `auto` in its group `memory` means
     values that always work.
 
     Raises: what `program` and `compile_step` raise.
     """
-    return compile_program(*build_program(settings, model=model, devices=devices, device_bytes=device_bytes))
+    return compile_program(*build_program(config, model=model, devices=devices, device_bytes=device_bytes))
 
 
 def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:

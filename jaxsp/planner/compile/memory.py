@@ -186,7 +186,7 @@ def causes(step: PlannedStep) -> list[Cause]:
 
 def _kinds(step: PlannedStep) -> list[_Kind]:
     """Of what a step makes on its way. The numbers of arrays are those that XLA of jax 0.10.1 to 0.12.0 holds."""
-    program, model, settings = step.program, step.program.model, step.program.config
+    program, model, config = step.program, step.program.model, step.program.config
     seq, num_shards = program.mesh.shape[axes.SEQ], device_mesh.num_shards(program.mesh)
     N, D, H, K, F, V = (
         model.num_layers,
@@ -199,7 +199,7 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
     kind = step.choice.strategy
     held_heads = math.lcm(model.num_kv_heads, kind.ulysses_degree)
     repeats = held_heads // model.num_kv_heads
-    own = settings.batch.rows_per_microbatch * settings.data.max_row_tokens // seq  # tokens
+    own = config.batch.rows_per_microbatch * config.data.max_row_tokens // seq  # tokens
     dtype, itemsize = {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)], program.dtype.itemsize
     # how many arrays ring and gather have at a time is up to XLA
     known = kind.outer_degree == 1
@@ -217,12 +217,12 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
     if program.remat_policy.is_attention_saved:
         results = ((dtype, N * q), ("f32", N * own * H))
         kept.append(_Kind(name="attention's results", sizes=results, formula=itemsize * N * q + 4 * N * own * H, layers=N))
-    if settings.memory.offload_optimizer == "state":
+    if config.memory.offload_optimizer == "state":
         copies = tuple((dtype, size) for size in shards)
         kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
     if program.gather.gradients_on_host:
         # a microbatch's, and if there are several, their sums
-        several = settings.batch.rows_per_step > settings.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
+        several = config.batch.rows_per_step > config.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
         gradients = 4 * sum(shards) * (2 if several else 1)
     else:
         # the largest once more, while it is divided

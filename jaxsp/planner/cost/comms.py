@@ -120,19 +120,19 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
 
     A few bytes of counts and norms, which are summed over the mesh too, are in none.
     """
-    settings, model, sizes = program.config, program.model, program.mesh.shape
-    slots = device_mesh.num_groups(program.mesh) * settings.batch.rows_per_microbatch
-    num_turns = num_microbatches(rows_per_step=settings.batch.rows_per_step, global_microbatch_rows=slots)
+    config, model, sizes = program.config, program.model, program.mesh.shape
+    slots = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch
+    num_turns = num_microbatches(rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots)
     weights = sharding.weight_traffic(
         program.table,
         num_shards=device_mesh.num_shards(program.mesh),
         num_replicas=sizes[axes.REPLICA],
         compute_dtype=program.dtype,
-        reduce_dtype=settings.memory.grad_reduce_dtype,
+        reduce_dtype=config.memory.grad_reduce_dtype,
         num_microbatches=num_turns,
     )
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    of_layer = attention.sent_bytes(settings, program.attend.strategy, remat=program.remat_policy.remat, **heads)
+    of_layer = attention.sent_bytes(config, program.attend.strategy, remat=program.remat_policy.remat, **heads)
     found = collections.Counter(
         {"all-gather": weights.all_gathers, "reduce-scatter": weights.reduce_scatters, "all-reduce": weights.all_reduces}
     )

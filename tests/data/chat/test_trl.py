@@ -21,11 +21,11 @@ chat_template_utils = pytest.importorskip("trl.chat_template_utils", reason="nee
 def theirs(records, tokenizer, *, messages):
     """What SFTTrainer makes of a data set, by its own preparation."""
     trainer = types.SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=not messages, chat_template=None)
-    settings = types.SimpleNamespace(
+    config = types.SimpleNamespace(
         dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=messages, max_length=None, shuffle_dataset=False
     )
     made = sft_trainer.SFTTrainer._prepare_dataset(
-        trainer, datasets.Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, settings, False, None, "train"
+        trainer, datasets.Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, config, False, None, "train"
     )
     return [(row["input_ids"], row["labels"]) for row in made]
 
@@ -160,7 +160,7 @@ def test_every_way_to_find_turns_finds_the_same_parts(monkeypatch, path):
         messages = talk(draw, alternating=number % 2 == 0)
         found = []
         for many in (0, 99):
-            monkeypatch.setattr(assistant_spans, "_MANY_TURNS", many)
+            monkeypatch.setattr(assistant_spans, "_MAX_PREFIX_TURNS", many)
             options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
             try:
                 made = chat.render_record({"messages": messages}, **options)

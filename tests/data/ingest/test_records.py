@@ -92,8 +92,8 @@ def read(path, columns=TEXT):
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
 def test_every_kind_of_file_gives_every_record(tmp_path, monkeypatch, name, codec, size):
-    monkeypatch.setattr(records, "_CHUNK", size)
-    monkeypatch.setattr(columnar, "_BATCH", size)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
     path.write_bytes(compressed(CONTENT[name], codec))
     found = read(path)
@@ -175,7 +175,7 @@ def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
     parts,
     size,
 ):
-    monkeypatch.setattr(records, "_CHUNK", size)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
         read(name)
@@ -242,7 +242,7 @@ def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, pa
 )
 @pytest.mark.parametrize("size", [1, 2**20])
 def test_a_record_that_cannot_be_read_is_one_all_the_same(tmp_path, monkeypatch, name, content, count, bad, size):
-    monkeypatch.setattr(records, "_CHUNK", size)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     found = read(name)
     assert len(found) == count
@@ -303,21 +303,21 @@ def test_maps_in_tables_are_pairs(tmp_path, write, kind, value):
 
 
 def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_CHUNK", 10)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", 10)
     tried, decoder = [], records._make_decoder()[0]
 
     def decode(text, at):
         tried.append(len(text))
         return decoder.raw_decode(text, at)
 
-    monkeypatch.setattr(records, "_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), []))
+    monkeypatch.setattr(records, "_make_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), []))
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 10_000}]))
     assert len(read("a.json")) == 1
     assert len(tried) < 20
 
 
 def test_records_come_one_after_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_CHUNK", 1000)
+    monkeypatch.setattr(records, "_CHUNK_BYTES", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
     assert [record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)] == RECORDS[:50]
 

@@ -89,7 +89,7 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
 
 
 def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_BATCH", 100)
+    monkeypatch.setattr(sources, "_BATCH_SIZE", 100)
     texts = ["x" * (number % 70) + str(number) for number in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     found = read("a.jsonl")
@@ -102,7 +102,7 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     file.write_text("one")
     first = read("a.txt")
     with monkeypatch.context() as broken:
-        broken.setattr(sources, "_write", None)
+        broken.setattr(sources, "_write_cache", None)
         assert read("a.txt")["text"] == ["one"]
         assert read("a.txt")._fingerprint == first._fingerprint
     file.write_text("another")
@@ -118,7 +118,7 @@ def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
         time.sleep(0.3)
         write(*arguments, **named)
 
-    monkeypatch.setattr(sources, "_write", slow)
+    monkeypatch.setattr(sources, "_write_cache", slow)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for found in pool.map(read, ["a.txt"] * 4):
             assert found["text"] == ["one"]
@@ -128,7 +128,7 @@ def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("comes", [True, False])
 def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
     cached, order = tmp_path / "records.arrow", []
-    monkeypatch.setattr(sources, "_FIRST_S", 10.0 if comes else 0.3)
+    monkeypatch.setattr(sources, "_LEADER_WAIT_S", 10.0 if comes else 0.3)
     here = threading.local()
 
     def make(index):
@@ -136,7 +136,7 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
         with sources.build_once(cached):
             order.append(index)
 
-    monkeypatch.setattr(sources.processes, "here", lambda: here.process)
+    monkeypatch.setattr(sources.distributed, "this_process", lambda: here.process)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         other = pool.submit(make, 1)
         if comes:
@@ -369,7 +369,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
 def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
     find, listed = sources._find_files, []
-    monkeypatch.setattr(sources, "_find", lambda *args: listed.append(args) or find(*args))
+    monkeypatch.setattr(sources, "_find_files", lambda *args: listed.append(args) or find(*args))
 
     def count(*given):
         listed.clear()

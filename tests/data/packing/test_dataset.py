@@ -28,22 +28,22 @@ def tokenized(lengths, first=0, labels=False):
     return datasets.Dataset.from_dict(columns)
 
 
-def data_of(sources, settings, weights=None, **fields):
+def data_of(sources, config, weights=None, **fields):
     sets, first = [], 1
     for lengths in sources:
         sets.append(tokenized(lengths, first))
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
-    documents = Documents(sets, source_names=names, longest_row=settings.data.longest_row, **fields)
-    return dataset.pack_documents("train", documents, settings, digests=names, source_weights=weights)
+    documents = Documents(sets, source_names=names, longest_row=config.data.longest_row, **fields)
+    return dataset.pack_documents("train", documents, config, digests=names, source_weights=weights)
 
 
 def lengths_of(count, most, seed=0):
     return np.random.default_rng(seed).integers(1, most, count).tolist()
 
 
-def steps_of(data, settings, mesh=(1, 2, 4), **how):
-    return list(data.feed(settings, test_pipeline.mesh_of(*mesh), data.schedule(settings, **how), layout=1).batches())
+def steps_of(data, config, mesh=(1, 2, 4), **how):
+    return list(data.feed(config, test_pipeline.mesh_of(*mesh), data.schedule(config, **how), layout=1).batches())
 
 
 def taken(steps):
@@ -56,8 +56,8 @@ TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
 
 
 def test_each_document_goes_to_the_shortest_row_that_holds_it():
-    settings = test_pipeline.settings_of(**TWO)
-    data = data_of([[1, 16, 17, 64, 65, 200]], settings)
+    config = test_pipeline.settings_of(**TWO)
+    data = data_of([[1, 16, 17, 64, 65, 200]], config)
     found = {
         stream.row_tokens: {int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document}
         for stream in data.streams
@@ -66,9 +66,9 @@ def test_each_document_goes_to_the_shortest_row_that_holds_it():
 
 
 def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_the_same_space():
-    settings = test_pipeline.settings_of(**TWO)
+    config = test_pipeline.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(20, 90)]
-    steps = steps_of(data_of([lengths], settings), settings, epochs=1)
+    steps = steps_of(data_of([lengths], config), config, epochs=1)
     assert taken(steps).tolist() == list(range(1, sum(lengths) + 1))
     assert {counts.row_tokens for _, counts in steps} == {16, 64}
     for given, counts in steps:
@@ -79,12 +79,12 @@ def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_th
 
 
 def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other_rows_per_step():
-    settings = test_pipeline.settings_of(**TWO)
+    config = test_pipeline.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
-    data = data_of([lengths], settings)
-    schedule = data.make_schedule(settings, epochs=2)
+    data = data_of([lengths], config)
+    schedule = data.make_schedule(config, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.make_loader(settings, test_pipeline.mesh_of(1, 2, 4), schedule, layout_degree=1)
+        first = data.make_loader(config, test_pipeline.mesh_of(1, 2, 4), schedule, layout_degree=1)
         before = [first.read_step(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
         other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
@@ -92,7 +92,7 @@ def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other
         pieces = sorted(
             int(n) for counts in [*(step.counts for step in before), *(c for _, c in after)] for n in counts.segment_lengths
         )
-        whole = sorted(int(n) for _, counts in steps_of(data, settings, epochs=2) for n in counts.segment_lengths)
+        whole = sorted(int(n) for _, counts in steps_of(data, config, epochs=2) for n in counts.segment_lengths)
         assert pieces == whole
 
 
@@ -109,16 +109,16 @@ def shares_of(steps):
 
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(row_tokens):
-    settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=4)
+    config = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=4)
     lengths = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
-    data = data_of(lengths, settings, weights=[6.0, 3.0, 1.0])
-    steps = steps_of(data, settings, num_steps=300)
+    data = data_of(lengths, config, weights=[6.0, 3.0, 1.0])
+    steps = steps_of(data, config, num_steps=300)
     assert data.source_weights == pytest.approx((0.6, 0.3, 0.1))
     assert shares_of(steps) == pytest.approx([0.6, 0.3, 0.1], abs=0.01)
     assert {counts.epoch for _, counts in steps} == {None}
     lines = [
         words
-        for word, words in summary.describe_data(data, settings, data.make_schedule(settings, num_steps=300))
+        for word, words in summary.describe_data(data, config, data.make_schedule(config, num_steps=300))
         if word == "source"
     ]
     total = sum(counts.segment_lengths.sum() for _, counts in steps)
@@ -128,29 +128,29 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
 
 
 def test_very_large_weights_are_shares_too():
-    settings = test_pipeline.settings_of(row_tokens=16)
-    assert data_of([[3, 4], [5]], settings, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
+    config = test_pipeline.settings_of(row_tokens=16)
+    assert data_of([[3, 4], [5]], config, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
 
 
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
-    settings = test_pipeline.settings_of()
-    data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], settings, weights=[1.0, 1.0])
+    config = test_pipeline.settings_of()
+    data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], config, weights=[1.0, 1.0])
     (stream,) = data.streams
     for index in range(50):
         assert len(set(data.documents.find_sources(stream.row(index).document).tolist())) == 1
 
 
 def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
-    settings = test_pipeline.settings_of()
-    data = data_of([[10] * 30, [5] * 30], settings)
-    steps = steps_of(data, settings, epochs=1)
+    config = test_pipeline.settings_of()
+    data = data_of([[10] * 30, [5] * 30], config)
+    steps = steps_of(data, config, epochs=1)
     assert np.sum([counts.tokens_per_source for _, counts in steps], axis=0).tolist() == [300, 150]
 
 
 def test_a_source_of_which_nothing_is_left_is_no_part_of_a_mixture():
-    settings = test_pipeline.settings_of()
+    config = test_pipeline.settings_of()
     with pytest.raises(UserError, match=r"data\.train\.1 \(b\): .*document"):
-        data_of([[3, 4], [50, 60]], settings, weights=[1.0, 1.0], long_documents="drop")
+        data_of([[3, 4], [50, 60]], config, weights=[1.0, 1.0], long_documents="drop")
 
 
 LONG = [40, 5, 33, 32, 100]
@@ -165,13 +165,13 @@ LONG = [40, 5, 33, 32, 100]
     ],
 )
 def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
-    settings = test_pipeline.settings_of(rows_per_step=2)
-    data = data_of([LONG], settings, long_documents=what)
+    config = test_pipeline.settings_of(rows_per_step=2)
+    data = data_of([LONG], config, long_documents=what)
     (source,) = data.documents.sources
     assert data.documents.lengths.tolist() == lengths
     found = {name: value for name, value in vars(source).items() if value and name not in ("name", "num_documents")}
     assert found == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
-    steps = steps_of(data, settings, epochs=1)
+    steps = steps_of(data, config, epochs=1)
     assert len(taken(steps)) == sum(lengths)
     assert sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps) == source.num_loss_tokens
 
@@ -205,17 +205,17 @@ def test_a_long_document_may_be_an_error():
 
 def test_rows_of_similar_work_are_side_by_side():
     """Documents of 32 tokens are 32 times the work of as many documents of 1; dealt by chance groups would wait."""
-    settings = test_pipeline.settings_of(rows_per_step=16, max_pieces=32)
-    data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], settings)
-    steps = steps_of(data, settings, (1, 8, 1), epochs=1)
+    config = test_pipeline.settings_of(rows_per_step=16, max_pieces=32)
+    data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], config)
+    steps = steps_of(data, config, (1, 8, 1), epochs=1)
     for given, counts in steps:
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
-    feed = data.make_loader(settings, test_pipeline.mesh_of(1, 8, 1), data.make_schedule(settings, epochs=1), layout_degree=1)
+    feed = data.make_loader(config, test_pipeline.mesh_of(1, 8, 1), data.make_schedule(config, epochs=1), layout_degree=1)
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
     assert feed.num_steps == len(steps)
-    even = steps_of(data_of([[32] * 32], settings), settings, (1, 8, 1), epochs=1)
+    even = steps_of(data_of([[32] * 32], config), config, (1, 8, 1), epochs=1)
     assert [counts.imbalance for _, counts in even] == [1.0, 1.0]
 
 
@@ -228,9 +228,9 @@ def _dealt_unsorted(data, first):
 
 
 def test_who_gets_what_is_what_they_get():
-    settings = test_pipeline.settings_of(rows_per_step=8, rows_at_once=2)
-    data = data_of([lengths_of(60, 30)], settings)
-    feed = data.make_loader(settings, test_pipeline.mesh_of(1, 2, 4), data.make_schedule(settings, epochs=1), layout_degree=1)
+    config = test_pipeline.settings_of(rows_per_step=8, rows_per_microbatch=2)
+    data = data_of([lengths_of(60, 30)], config)
+    feed = data.make_loader(config, test_pipeline.mesh_of(1, 2, 4), data.make_schedule(config, epochs=1), layout_degree=1)
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
         dealt = feed.assign_rows(step)
@@ -252,28 +252,28 @@ def test_who_gets_what_is_what_they_get():
 
 def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
     for mesh, slots in (((1, 8, 1), 16), ((1, 2, 4), 4)):
-        settings = test_pipeline.settings_of(rows_per_step=16, rows_at_once=2)
-        (given, _), *_ = steps_of(data_of([[8] * 200], settings), settings, mesh, epochs=1)
+        config = test_pipeline.settings_of(rows_per_step=16, rows_per_microbatch=2)
+        (given, _), *_ = steps_of(data_of([[8] * 200], config), config, mesh, epochs=1)
         assert given.tokens_BL.shape[1] == slots
 
 
 def test_every_count_is_said_before_the_first_step():
-    settings = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
-    data = data_of([[10, 70, 0, 3], [5]], settings)
-    said = summary.describe_data(data, settings, data.make_schedule(settings, epochs=1))
+    config = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
+    data = data_of([[10, 70, 0, 3], [5]], config)
+    said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     counts, not_as_they_are, a, b = (line for _, line in said)
     assert numbers(counts) == [4, 5, 88, 84, 2, 16, 2, 64, 55.00]
     assert numbers(not_as_they_are) == [1, 1]
     assert_names(not_as_they_are, "split", "empty")
     assert (numbers(a), numbers(b)) == ([3, 83], [1, 5])
     assert (a[0], b[0]) == ("a", "b")
-    assert summary.num_steps_per_epoch(data, settings) == 2
+    assert summary.num_steps_per_epoch(data, config) == 2
 
 
 def test_what_would_become_of_long_documents_is_no_change_where_there_are_none():
-    settings = test_pipeline.settings_of()
+    config = test_pipeline.settings_of()
     fingerprints = [
-        data_of([lengths], settings, long_documents=what).fingerprint(test_pipeline.settings_of(long_documents=what))
+        data_of([lengths], config, long_documents=what).fingerprint(test_pipeline.settings_of(long_documents=what))
         for lengths in ([3, 32], [3, 33])
         for what in ("split", "truncate")
     ]
@@ -287,9 +287,9 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 @pytest.mark.parametrize("rows_per_step", [2, 6])
 def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tokens, rows_per_step):
-    settings = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
-    data = data_of([lengths_of(60, 60)], settings)
-    schedule = data.make_schedule(settings, epochs=3)
+    config = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
+    data = data_of([lengths_of(60, 60)], config)
+    schedule = data.make_schedule(config, epochs=3)
     needed = [[stream.count_rows(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
     consumed = {step: np.array(schedule.rows_consumed(step)) for step in range(1, len(schedule) + 1)}
     # one step may complete two short epochs
@@ -300,29 +300,31 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
     # and after a resume the same steps
     done = 3
     begin = dict(zip([stream.row_tokens for stream in data.streams], schedule.rows_consumed(done), strict=True))
-    rest = data.make_schedule(settings, consumed=begin, epochs=3)
+    rest = data.make_schedule(config, consumed=begin, epochs=3)
     found = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert found == [step for step in expected if step > done]
 
 
 def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
     planned, plan = [], packing.plan_rows
-    monkeypatch.setattr(packing, "plan", lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how))
-    settings = test_pipeline.settings_of(rows_per_step=1)
-    data = data_of([[32] * 4], settings)
-    schedule = data.make_schedule(settings, epochs=2)
+    monkeypatch.setattr(
+        packing, "plan_rows", lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how)
+    )
+    config = test_pipeline.settings_of(rows_per_step=1)
+    data = data_of([[32] * 4], config)
+    schedule = data.make_schedule(config, epochs=2)
     assert [step for step in range(1, 9) if data.is_epoch_end(schedule, step)] == [4, 8]
     assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
 def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
-    settings = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
-    data = data_of([[16] * 800], settings)
+    config = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
+    data = data_of([[16] * 800], config)
     (said,) = [
-        words for word, words in summary.describe_data(data, settings, data.make_schedule(settings, epochs=1)) if word == "note"
+        words for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1)) if word == "note"
     ]
     assert_names(said, "1,024", "12 %", "8")
-    (cap,) = map(int, re.findall(r"data\.max_documents_per_row=(\d+)", said))
+    (cap,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", said))
     (length,) = map(int, re.findall(r"data\.row_tokens=(\d+)", said))
     for fields in ({"row_tokens": 1024, "max_pieces": cap}, {"row_tokens": length, "max_pieces": 8}):
         other = test_pipeline.settings_of(**fields)
@@ -333,27 +335,27 @@ def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
 
 
 def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
-    settings = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
-    data = data_of([[5] * 60], settings)
+    config = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
+    data = data_of([[5] * 60], config)
     (said,) = [
-        words for word, words in summary.describe_data(data, settings, data.make_schedule(settings, epochs=1)) if word == "note"
+        words for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1)) if word == "note"
     ]
-    assert_names(said, "data.max_documents_per_row=64")
+    assert_names(said, "data.max_segments_per_row=64")
     assert "data.row_tokens=" not in said
 
 
 def test_skipped_records_are_named(tmp_path):
     lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    settings = test_pipeline.settings_of(on_bad_record="skip")
+    config = test_pipeline.settings_of(on_bad_record="skip")
     source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
-    read = sources.read(source, data=settings.data, field="data.train.0.source")
+    read = sources.read(source, data=config.data, field="data.train.0.source")
     made = tokenize.tokenize_dataset(
-        read, source=source, data=settings.data, tokenizer=None, vocab_size=9, field="data.train.0.source"
+        read, source=source, data=config.data, tokenizer=None, vocab_size=9, field="data.train.0.source"
     )
     documents = Documents([made.dataset], source_names=["a"], longest_row=32)
-    data = dataset.pack_documents("train", documents, settings, digests=[made.digest])
-    said = summary.describe_data(data, settings, data.make_schedule(settings, epochs=1))
+    data = dataset.pack_documents("train", documents, config, digests=[made.digest])
+    said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     assert [5.0] in [numbers(words) for word, words in said if word == ""]
     named = [words for word, words in said if word == "skipped"]
     for words, line in zip(named, (2, 3, 4), strict=True):
@@ -361,30 +363,30 @@ def test_skipped_records_are_named(tmp_path):
 
 
 def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
-    settings = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
-    now = data_of([[3, 4]], settings).fingerprint(settings)
-    before = {name: value for name, value in now.items() if name not in ("data.max_documents_per_row", "run.seed")}
+    config = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
+    now = data_of([[3, 4]], config).fingerprint(config)
+    before = {name: value for name, value in now.items() if name not in ("data.max_segments_per_row", "run.seed")}
     assert dataset.describe_changes(before, now) == []
-    (line,) = dataset.describe_changes(before, now | {"data.max_documents_per_row": 9})
-    assert line.startswith("data.max_documents_per_row = 9, and was 64")
+    (line,) = dataset.describe_changes(before, now | {"data.max_segments_per_row": 9})
+    assert line.startswith("data.max_segments_per_row = 9, and was 64")
 
 
 def test_changes_of_the_data_are_named():
-    settings = test_pipeline.settings_of()
-    data = data_of([[3, 4], [5]], settings)
-    before = data.fingerprint(settings)
-    assert dataset.describe_changes(before, data.fingerprint(settings)) == []
+    config = test_pipeline.settings_of()
+    data = data_of([[3, 4], [5]], config)
+    before = data.fingerprint(config)
+    assert dataset.describe_changes(before, data.fingerprint(config)) == []
     other = test_pipeline.settings_of(row_tokens=64, max_pieces=6)
     (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
     assert_names(tokens, "32", start="data.row_tokens = 64")
-    assert_names(slots, "5", start="data.max_documents_per_row = 6")
-    longer = data_of([[3, 4], [6, 1]], settings)
-    renamed = {**longer.fingerprint(settings)}
+    assert_names(slots, "5", start="data.max_segments_per_row = 6")
+    longer = data_of([[3, 4], [6, 1]], config)
+    renamed = {**longer.fingerprint(config)}
     renamed["sources"] = [{**renamed["sources"][0], "name": "x"}, {**renamed["sources"][1], "digest": "new"}]
     (tokens,) = dataset.describe_changes(before, renamed)
     assert_names(tokens, "2", "1", "7", "5", start="data.train.1 (b)")
-    (count,) = dataset.describe_changes(before, data_of([[3]], settings).fingerprint(settings))
+    (count,) = dataset.describe_changes(before, data_of([[3]], config).fingerprint(config))
     assert_names(count, "1", "2", start="data.train ")
-    weighted = data_of([[3, 4], [5]], settings, weights=[1.0, 3.0]).fingerprint(settings)
+    weighted = data_of([[3, 4], [5]], config, weights=[1.0, 3.0]).fingerprint(config)
     (weights,) = dataset.describe_changes(before, weighted)
     assert_names(weights, "weights", "data.train = [0.25, 0.75]", "None")

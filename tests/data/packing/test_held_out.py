@@ -57,9 +57,9 @@ def test_another_fraction_is_a_change_of_the_data():
         dataset.pack_documents(
             "train",
             Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], longest_row=64),
-            (settings := test_pipeline.settings_of(eval_fraction=fraction)),
+            (config := test_pipeline.settings_of(eval_fraction=fraction)),
             digests=["same"],
-        ).fingerprint(settings)
+        ).fingerprint(config)
         for fraction in (None, 0.1)
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, and was null"]

@@ -105,7 +105,7 @@ def test_any_row_can_be_asked_for_first():
 
 
 def test_threads_may_share_it(monkeypatch):
-    monkeypatch.setattr(packing, "_PLANS_KEPT", 1)
+    monkeypatch.setattr(packing, "_PLAN_CACHE_SIZE", 1)
     straight, shared = epochs(), epochs()
     order = [int(i) for i in np.random.default_rng(1).permutation(100)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
@@ -116,7 +116,7 @@ def test_threads_may_share_it(monkeypatch):
 def test_many_epochs_are_counted_after_four_plans(monkeypatch):
     """Each has every token once, in an order of its own; later ones have the rows of one of the first four."""
     plan, seeds = packing.plan_rows, []
-    monkeypatch.setattr(packing, "plan", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k))
+    monkeypatch.setattr(packing, "plan_rows", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k))
     sequence = epochs()
     assert sequence.count_rows(1) > 0
     assert seeds == [(0, 0)]

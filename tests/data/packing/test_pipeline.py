@@ -33,7 +33,7 @@ def documents_of(lengths, labels=False):
     return Documents([datasets.Dataset.from_dict(columns)])
 
 
-def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5, **data):
+def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_pieces=5, **data):
     return schema.parse(
         {
             "run": {"directory": "unused", "steps": 1},
@@ -41,27 +41,27 @@ def settings_of(*, rows_per_step=16, rows_at_once=1, row_tokens=32, max_pieces=5
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": row_tokens,
-                "max_documents_per_row": max_pieces,
+                "max_segments_per_row": max_pieces,
                 **data,
             },
-            "batch": {"rows_per_step": rows_per_step, "rows_at_once": rows_at_once},
+            "batch": {"rows_per_step": rows_per_step, "rows_per_microbatch": rows_per_microbatch},
             "optimizer": {"learning_rate": 0.1},
         }
     )
 
 
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=1, **fields):
-    settings = settings_of(**fields)
-    data = dataset.pack_documents("train", documents, settings, digests=["unused"])
-    schedule = data.make_schedule(settings, consumed={settings.data.max_row_tokens: first_row}, epochs=epochs)
-    return data.make_loader(settings, mesh_of(*mesh), schedule, layout_degree=layout)
+    config = settings_of(**fields)
+    data = dataset.pack_documents("train", documents, config, digests=["unused"])
+    schedule = data.make_schedule(config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs)
+    return data.make_loader(config, mesh_of(*mesh), schedule, layout_degree=layout)
 
 
 def ragged(count=60, seed=1):
     return documents_of([*np.random.default_rng(seed).integers(1, 50, count).tolist(), 100], labels=True)
 
 
-def undealt(given, *, groups, rows_at_once=1):
+def undealt(given, *, groups, rows_per_microbatch=1):
     """A step's rows in their own order, whatever the mesh."""
     found = {}
     for name in (field.name for field in dataclasses.fields(given)):
@@ -70,7 +70,7 @@ def undealt(given, *, groups, rows_at_once=1):
         array = np.asarray(getattr(given, name))
         turns, slots, _ = array.shape
         order = {
-            step_row_index(turn, slot, num_groups=groups, rows_per_microbatch=rows_at_once): array[turn, slot]
+            step_row_index(turn, slot, num_groups=groups, rows_per_microbatch=rows_per_microbatch): array[turn, slot]
             for turn in range(turns)
             for slot in range(slots)
         }
@@ -117,7 +117,7 @@ def test_devices_get_the_chunks_of_the_layout(degree):
 
 
 def test_rows_are_dealt_to_the_groups_in_turn():
-    feed = pipeline_of(documents_of([8] * 16), mesh=(1, 2, 2), rows_per_step=8, rows_at_once=2, row_tokens=8, epochs=1)
+    feed = pipeline_of(documents_of([8] * 16), mesh=(1, 2, 2), rows_per_step=8, rows_per_microbatch=2, row_tokens=8, epochs=1)
     ((given, _), *_) = feed.batches()
     # equally long: they are dealt in their order
     first = [int(feed._documents.read_slice(feed._streams[0].row(row), 0, 1).tokens[0]) for row in range(8)]
@@ -136,13 +136,16 @@ def test_a_document_that_almost_fills_its_row(length):
 
 def test_a_step_is_the_same_on_every_mesh():
     documents = ragged()
-    for rows_at_once in (1, 2):
+    for rows_per_microbatch in (1, 2):
         runs = []
         for mesh in MESHES:
-            feed = pipeline_of(documents, mesh=mesh, rows_at_once=rows_at_once)
+            feed = pipeline_of(documents, mesh=mesh, rows_per_microbatch=rows_per_microbatch)
             groups = mesh[0] * mesh[1]
             runs.append(
-                [(undealt(given, groups=groups, rows_at_once=rows_at_once), counts) for given, counts in feed.batches()]
+                [
+                    (undealt(given, groups=groups, rows_per_microbatch=rows_per_microbatch), counts)
+                    for given, counts in feed.batches()
+                ]
             )
         for run in runs[1:]:
             for (one, one_counts), (other, other_counts) in zip(runs[0], run, strict=True):
@@ -210,7 +213,7 @@ class Recorded(Documents):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
     slots_of, slots_made = row_reader.make_slots, []
-    monkeypatch.setattr(row_reader, "slots", lambda row, max_pieces: slots_made.append(row) or slots_of(row, max_pieces))
+    monkeypatch.setattr(row_reader, "make_slots", lambda row, max_pieces: slots_made.append(row) or slots_of(row, max_pieces))
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
     feed.read_step(0)

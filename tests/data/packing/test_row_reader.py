@@ -111,7 +111,7 @@ def test_nothing_to_learn_is_an_error():
 
 
 def test_a_document_without_positions_is_an_error(monkeypatch):
-    monkeypatch.setattr(batch, "MAX_POSITION", 4)
+    monkeypatch.setattr(batch, "POSITION_LIMIT", 4)
     assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
     with pytest.raises(
         UserError,

@@ -31,15 +31,15 @@ def _own_cache(tmp_path, monkeypatch):
 
 def asked(name, format="text", **data):
     source = {"source": name, "format": format}
-    return DataConfig.model_validate({"train": [source], "row_tokens": 8, "workers": 1, **data})
+    return DataConfig.model_validate({"train": [source], "row_tokens": 8, "num_workers": 1, **data})
 
 
 def tokenize(name, *, format="text", tokenizer=None, vocab_size=100_000, **data):
-    settings = asked(name, format, **data)
+    config = asked(name, format, **data)
     return text.tokenize_dataset(
-        sources.read(settings.train[0], data=settings, field=FIELD),
-        source=settings.train[0],
-        data=settings,
+        sources.read(config.train[0], data=config, field=FIELD),
+        source=config.train[0],
+        data=config,
         tokenizer=tokenizer or tokenizers.make_byte_tokenizer(),
         vocab_size=vocab_size,
         field=FIELD,
@@ -131,8 +131,8 @@ def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
     def encode(*_, **__):
         raise RuntimeError("tokenised again")
 
-    monkeypatch.setattr(encoding, "encode", encode)
-    monkeypatch.setattr(text, "_count", encode)
+    monkeypatch.setattr(encoding, "encode_texts", encode)
+    monkeypatch.setattr(text, "_compute_token_stats", encode)
     assert tokens("a.txt") == tokens("a.txt", workers=3) == tokens("a.txt", workers=None) == first
     with pytest.raises(RuntimeError, match="again"):
         tokenize("a.txt", tokenizer=words_tokenizer())
@@ -146,7 +146,7 @@ def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monke
     tokenizer = chats.tokenizer()
     made = []
     encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
+    monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
     for number, change in enumerate(
         [{"chat_template": chats.CHATML}, {"chat_template": chats.TURNS}, {"chat_template": chats.CHATML, "train_on": "all"}], 1
     ):
@@ -163,7 +163,7 @@ def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, 
     write(tmp_path / "b.jsonl", {"text": "x"})
     made = []
     encode = encoding.encode_texts
-    monkeypatch.setattr(encoding, "encode", lambda *args: made.append(1) or encode(*args))
+    monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
     first = tokens("a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML)
     kept = chats.tokenizer()
     kept.chat_template = chats.CHATML
@@ -218,7 +218,7 @@ import jax
 from jaxsp.core import config
 from jaxsp.data import sources, text, tokenizers
 jax.devices()
-data = config.Data.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "workers": 2})
+data = config.Data.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
 records = sources.read(data.train[0], data=data, field="f")
 args = dict(source=data.train[0], data=data, tokenizer=tokenizers.of_bytes(), vocab_size=257, field="f")
 made = text.tokenize(records, **args)
@@ -265,14 +265,14 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
 def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
     write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
-    settings = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
-    how = {"source": settings.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
-    records = sources.read(settings.train[0], data=settings, field=FIELD)
-    place, tokens, labels = text.encode_first_record(records, data=settings, **how)
-    made = text.tokenize_dataset(records, data=settings, vocab_size=1000, **how).dataset[1]
+    config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")
+    how = {"source": config.train[0], "tokenizer": chats.tokenizer(), "field": FIELD}
+    records = sources.read(config.train[0], data=config, field=FIELD)
+    place, tokens, labels = text.encode_first_record(records, data=config, **how)
+    made = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
     assert (place, tokens.tolist(), labels.tolist()) == (made["place"], made["tokens"], made["labels"])
     assert np.any(labels != -100)
-    strict = settings.model_copy(update={"on_bad_record": "error"})
+    strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):
         text.encode_first_record(records, data=strict, **how)
 

@@ -53,7 +53,7 @@ def test_compiling_quickly_changes_no_byte(monkeypatch):
     asked = programs.settings(hidden_size=1024, intermediate_size=2048, vocab_size=4096, num_attention_heads=8)
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     quick = programs.step(asked, compiled.make_devices("h100-80gb", 1))
-    monkeypatch.setattr(compiled, "_QUICKLY", {})
+    monkeypatch.setattr(compiled, "_FAST_COMPILE_OPTIONS", {})
     slow = programs.step(asked, compiled.make_devices("h100-80gb", 1))
     assert memory_fit.read_memory_use(quick.executable, 0) == memory_fit.read_memory_use(slow.executable, 0)
     assert comms.parse_collectives(quick.dump.hlo_text) == comms.parse_collectives(slow.dump.hlo_text)

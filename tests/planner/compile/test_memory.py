@@ -66,7 +66,12 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     if jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip("arrays in host memory need jax 0.11.1 or later")
-    words = ["mesh.seq=2", f"memory.offload_optimizer={asked}", "memory.offload_activations=residual", "optimizer.name=adamw"]
+    words = [
+        "mesh.seq=2",
+        f"memory.offload_optimizer={asked}",
+        "memory.offload_activations=layer_inputs",
+        "optimizer.name=adamw",
+    ]
     words.append(f"batch.rows_per_step={microbatches}")
     step = programs.step(programs.settings(*words, **SIZES), compiled.make_devices("h100-80gb", 2))
     found = {cause.name: cause for cause in memory.causes(step)}
@@ -86,7 +91,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
 def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatches):
     """With gradients that are added up after the backward pass, XLA keeps two microbatches' of both."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    words = ["mesh.data=2", "mesh.seq=4", f"batch.rows_per_step={2 * microbatches}", "memory.offload_activations=residual"]
+    words = ["mesh.data=2", "mesh.seq=4", f"batch.rows_per_step={2 * microbatches}", "memory.offload_activations=layer_inputs"]
     step = programs.step(programs.settings(*words, **SIZES, num_hidden_layers=16), compiled.make_devices("h100-80gb", 8))
     needs, program = budget.measure_step(step), step.program
     assert needs.host == memory_fit.program_offloaded_bytes(program).activations
@@ -176,6 +181,6 @@ def test_an_unknown_gpu_is_an_error_that_names_those_that_are_known():
 
 
 def test_a_missing_compiler_is_an_error_that_names_the_extra(monkeypatch):
-    monkeypatch.setattr(compiled, "PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(compiled, "COMPILER_PLUGINS", ("no_such_plugin",))
     with pytest.raises(ValueError, match=r"^--device = h100-80gb: .*pip install 'jaxsp\[plan\]'"):
         compiled.make_devices("h100-80gb", 8)

@@ -23,8 +23,8 @@ def test_each_line_pulls_the_levers_of_those_before_it():
     assert [one.mesh.seq for one in found.values()] == [1, 1, *[8] * 7]
     assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *["auto"] * 8]
     assert [one.memory.mlp_tile_tokens for one in found.values()] == [131072, 131072, 16384, 16384, *["auto"] * 5]
-    assert [one.memory.remat for one in found.values()] == ["none"] * 3 + ["attention"] * 4 + ["full"] * 2
-    offloaded = ["none"] * 5 + ["residual_and_attention"] * 2 + ["residual"] * 2
+    assert [one.memory.remat for one in found.values()] == ["none"] * 3 + ["save_attention"] * 4 + ["full"] * 2
+    offloaded = ["none"] * 5 + ["layer_inputs_and_attention"] * 2 + ["layer_inputs"] * 2
     assert [one.memory.offload_activations for one in found.values()] == offloaded
     assert [one.memory.offload_optimizer for one in found.values()] == ["none"] * 6 + ["state"] * 2 + ["state_and_gradients"]
 

@@ -14,7 +14,7 @@ FEW_BYTES = 1024
 """Counts, the loss and the norms of gradients are summed over the mesh too: a few numbers."""
 
 
-def check(step, *, dtype, remat="attention"):
+def check(step, *, dtype, remat="save_attention"):
     """What a step sends is what the formulas say, and nothing else."""
     found, expected = comms.parse_collectives(step.written.text), comms.compute_formula_bytes(step.program)
     assert step.program.how.remat == remat
@@ -61,7 +61,7 @@ def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "attention")), "full"])
+@pytest.mark.parametrize("remat", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "save_attention")), "full"])
 def test_a_cpu_program_sends_what_the_formulas_say(remat):
     # float32, because XLA's CPU programs send bfloat16 as float32; one turn, because they gather embedding and head before the
     # loop over turns
