@@ -15,7 +15,13 @@ from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.runtime import cluster, distributed
 from jaxsp.runtime.cluster import Process
 
-EXIT_OK, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR, EXIT_NEEDS_ATTENTION, EXIT_INTERRUPTED = 0, 1, 2, 3, 130
+EXIT_OK, EXIT_INTERNAL_ERROR, EXIT_USER_ERROR, EXIT_NEEDS_ATTENTION, EXIT_INTERRUPTED = (
+    0,
+    1,
+    2,
+    3,
+    130,
+)
 """Exit codes: done, an error of ours or of the machine's, the user's mistake, a run that cannot go on until somebody looks at
 it, Ctrl-C. One that hangs ends with processes.AGAIN."""
 
@@ -39,7 +45,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def make_parser(
-    command: str, description: str, *, documents_fields: bool = False, is_multi_process: bool = False
+    command: str,
+    description: str,
+    *,
+    documents_fields: bool = False,
+    is_multi_process: bool = False,
 ) -> argparse.ArgumentParser:
     """A parser for `python -m jaxsp.VERB`.
 
@@ -50,7 +60,9 @@ def make_parser(
     made = _Parser(
         prog=f"python -m jaxsp.{command}",
         description=description,
-        epilog=f"fields of CONFIG.yaml:\n\n{schema.describe_fields()}" if documents_fields else None,
+        epilog=f"fields of CONFIG.yaml:\n\n{schema.describe_fields()}"
+        if documents_fields
+        else None,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if is_multi_process:
@@ -58,16 +70,26 @@ def make_parser(
             "one of several processes",
             "python -m jaxsp.launch starts them, and so do torchrun, srun and Open MPI's mpirun; with none of these, say it:",
         )
-        group.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 listens, the same for all")
+        group.add_argument(
+            "--coordinator", metavar="HOST:PORT", help="where process 0 listens, the same for all"
+        )
         group.add_argument("--num-processes", metavar="N", type=int)
-        group.add_argument("--process-id", metavar="I", type=int, help="from 0 to N - 1; it uses all GPUs that it sees")
+        group.add_argument(
+            "--process-id",
+            metavar="I",
+            type=int,
+            help="from 0 to N - 1; it uses all GPUs that it sees",
+        )
     return made
 
 
 def detect_process(args: argparse.Namespace) -> Process:
     """Which of several processes this is, by the arguments of a parser for `several`, or by what started it."""
     return cluster.detect_process(
-        os.environ, coordinator=args.coordinator, num_processes=args.num_processes, process_index=args.process_id
+        os.environ,
+        coordinator=args.coordinator,
+        num_processes=args.num_processes,
+        process_index=args.process_id,
     )
 
 
@@ -97,17 +119,28 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         code, words = EXIT_INTERRUPTED, str(error) or "interrupted"
     except Exception as error:  # whatever else it is, it is ours: say everything
         code, words = EXIT_INTERNAL_ERROR, traceback.format_exc().rstrip()
-        if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)) and "--verbose" not in sys.argv:
+        if (
+            distributed.this_process().num_processes > 1
+            and _LOST_PEER.search(str(error))
+            and "--verbose" not in sys.argv
+        ):
             reason = str(error).splitlines()[0]
-            words = f"cannot reach another process of this run, which may have been killed: {reason}"
+            words = (
+                f"cannot reach another process of this run, which may have been killed: {reason}"
+            )
         if (first := distributed.find_failed_peer()) is not None:
             # what was sent to that one came to nothing: a consequence, which would hide the cause
-            code, words = first[1], f"ends because process {first[0]} has failed, with exit code {first[1]}"
+            code, words = (
+                first[1],
+                f"ends because process {first[0]} has failed, with exit code {first[1]}",
+            )
     here = distributed.this_process()
     if words:
         with distributed.ignore_broken_pipe():
             print(
-                textwrap.indent(words, distributed.line_prefix(here.index), lambda _: here.index > 0),
+                textwrap.indent(
+                    words, distributed.line_prefix(here.index), lambda _: here.index > 0
+                ),
                 file=sys.stderr,
                 flush=True,
             )

@@ -25,8 +25,8 @@ step n times as far, because the weights differ by then too.
 
 _COUNT_DEVICES = """
 import jax, sys
-from jaxsp.core import mesh
-mesh.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
+from jaxsp.runtime import device_mesh
+device_mesh.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
 print(len(jax.devices()))
 """
 
@@ -49,7 +49,12 @@ class MeshBenchmark:
 
 
 def benchmark_meshes(
-    path: str, changes: Sequence[str], *, num_steps: int, num_heads: int, print_line: Callable[[str], Any]
+    path: str,
+    changes: Sequence[str],
+    *,
+    num_steps: int,
+    num_heads: int,
+    print_line: Callable[[str], Any],
 ) -> list[MeshBenchmark]:
     """Runs every mesh, with every kind of attention that `auto` may mean there, for so many steps.
 
@@ -64,8 +69,12 @@ def benchmark_meshes(
     config = schema.load(path, list(changes))
     found: list[MeshBenchmark] = []
     first: BenchmarkResult | None = None
-    all_of = mesh_sweep.list_combinations(config, num_devices=_count_devices(config), num_heads=num_heads)
-    print_line(f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:")
+    all_of = mesh_sweep.list_combinations(
+        config, num_devices=_count_devices(config), num_heads=num_heads
+    )
+    print_line(
+        f"{len(all_of)} meshes with their kinds of attention, each run in a process of its own:"
+    )
     counted = Progress(len(all_of))
     for mesh, kind in all_of:
         words = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
@@ -75,17 +84,30 @@ def benchmark_meshes(
         first = first or measured
         off, differs = (0.0, "")
         if measured is not None and first is not None:
-            off, differs = _compare_losses(first, measured, within=LOSS_TOLERANCE[config.model.compute_dtype])
+            off, differs = _compare_losses(
+                first, measured, within=LOSS_TOLERANCE[config.model.compute_dtype]
+            )
         result = why if measured is None else f"{durations.describe(measured.step_s)} a step"
-        print_line(f"  [{counted.advance()}] {report.format_mesh(mesh)}, {mesh_sweep.describe_strategy(kind)}: {result}")
+        print_line(
+            f"  [{counted.advance()}] {report.format_mesh(mesh)}, {mesh_sweep.describe_strategy(kind)}: {result}"
+        )
         found.append(
-            MeshBenchmark(mesh=mesh, attention_fields=kind, result=measured, problem=why, loss_error=off, difference=differs)
+            MeshBenchmark(
+                mesh=mesh,
+                attention_fields=kind,
+                result=measured,
+                problem=why,
+                loss_error=off,
+                difference=differs,
+            )
         )
     if first is None:
         raise UserError(
             f"none of the meshes of {len(found)} can run. The first, {report.format_mesh(found[0].mesh)}: {found[0].problem}"
         )
-    return sorted(found, key=lambda one: (one.result is None, one.result.step_s if one.result else 0.0))
+    return sorted(
+        found, key=lambda one: (one.result is None, one.result.step_s if one.result else 0.0)
+    )
 
 
 def format_table(found: Sequence[MeshBenchmark]) -> str:
@@ -109,12 +131,18 @@ def format_table(found: Sequence[MeshBenchmark]) -> str:
         for one, measured in ran
     ]
     rows += [
-        (*(str(one.mesh[axis]) for axis in axes.ALL), mesh_sweep.describe_strategy(one.attention_fields), one.problem)
+        (
+            *(str(one.mesh[axis]) for axis in axes.ALL),
+            mesh_sweep.describe_strategy(one.attention_fields),
+            one.problem,
+        )
         for one in found
         if one.result is None
     ]
     first = ran[0][1]
-    where = f"{first.num_devices} x {first.device_kind}: median of {first.num_steps} steps after one"
+    where = (
+        f"{first.num_devices} x {first.device_kind}: median of {first.num_steps} steps after one"
+    )
     differing = [one for one in found if one.difference]
     verdict = f"losses and counts are the same on all {len(ran)} lines, to {max(one.loss_error for one in found):.1e}, relative"
     if differing:
@@ -124,7 +152,9 @@ def format_table(found: Sequence[MeshBenchmark]) -> str:
 
 def check_losses(found: Sequence[MeshBenchmark]) -> None:
     """Raises: RuntimeError where a loss or a count differs."""
-    differing = [f"{report.format_mesh(one.mesh)}: {one.difference}" for one in found if one.difference]
+    differing = [
+        f"{report.format_mesh(one.mesh)}: {one.difference}" for one in found if one.difference
+    ]
     if differing:
         raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differing)}")
 
@@ -138,19 +168,35 @@ def _count_devices(config: Config) -> int:
     return int(done.stdout.split()[-1])
 
 
-def _run_process(path: str, words: Sequence[str], *, num_steps: int) -> tuple[BenchmarkResult | None, str]:
+def _run_process(
+    path: str, words: Sequence[str], *, num_steps: int
+) -> tuple[BenchmarkResult | None, str]:
     """What `jaxsp.measure` measures, in a process of its own; or why it does not."""
     with tempfile.TemporaryDirectory(prefix="jaxsp-compare-") as folder:
         written = pathlib.Path(folder) / "measured.json"
-        command = [sys.executable, "-m", "jaxsp.measure", path, *words, "--steps", str(num_steps), "--json", str(written)]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxsp.measure",
+            path,
+            *words,
+            "--steps",
+            str(num_steps),
+            "--json",
+            str(written),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode == cli.EXIT_OK:
             return BenchmarkResult(**json.loads(written.read_text(encoding="utf-8"))), ""
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or [f"ended with {done.returncode}, without a word"]
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or [
+        f"ended with {done.returncode}, without a word"
+    ]
     return None, lines[-1]
 
 
-def _compare_losses(first: BenchmarkResult, other: BenchmarkResult, *, within: float) -> tuple[float, str]:
+def _compare_losses(
+    first: BenchmarkResult, other: BenchmarkResult, *, within: float
+) -> tuple[float, str]:
     """How far the losses of two runs are apart, relative, and what differs by more than it may, in words."""
     off = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(first.losses, other.losses, strict=True)]
     worst = max(off)
@@ -163,4 +209,7 @@ def _compare_losses(first: BenchmarkResult, other: BenchmarkResult, *, within: f
     if step is None:
         return worst, ""
     one, two = (run.losses[step - 1] for run in (other, first))
-    return worst, f"loss {one:.8g} in step {step}, and {two:.8g} on {report.format_mesh(first.mesh)}"
+    return (
+        worst,
+        f"loss {one:.8g} in step {step}, and {two:.8g} on {report.format_mesh(first.mesh)}",
+    )

@@ -33,27 +33,54 @@ _PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with every problem that can be found before the first row."""
     parser = cli.make_parser(
-        "eval", "Evaluates a model on data.eval, packed into rows as in training.", documents_fields=True, is_multi_process=True
+        "eval",
+        "Evaluates a model on data.eval, packed into rows as in training.",
+        documents_fields=True,
+        is_multi_process=True,
     )
-    parser.add_argument("what", metavar="WHAT", help="a run's directory, a checkpoint, a Hugging Face folder or a hub name")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
-    parser.add_argument("--config", metavar="CONFIG.yaml", help="the fields to start from; default: those of the run")
-    parser.add_argument("--out", metavar="FILE", help="appends the results to this file; default: eval.jsonl of the run")
+    parser.add_argument(
+        "what",
+        metavar="WHAT",
+        help="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
+    )
+    parser.add_argument(
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="CONFIG.yaml",
+        help="the fields to start from; default: those of the run",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="appends the results to this file; default: eval.jsonl of the run",
+    )
     given = parser.parse_intermixed_args(arguments)
     found = run_paths.find_latest(given.what)
     if found is None and (pathlib.Path(given.what) / "config.yaml").is_file():
-        raise UserError(f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says.")
+        raise UserError(
+            f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says."
+        )
     meta = None if found is None else reader.read_meta(found)
     if meta is None:
         _check_model(given.what)  # before anything is said of the fields that are missing
     config = _load_config(given.what, given.config, given.changes, meta)
     # nothing waits for a backward pass that does not come, and there is no optimizer
-    idle = config.memory.model_copy(update={"offload_activations": "none", "offload_optimizer": "none"})
+    idle = config.memory.model_copy(
+        update={"offload_activations": "none", "offload_optimizer": "none"}
+    )
     config = config.model_copy(update={"memory": idle})
     run = None if found is None else run_paths.find_run_dir(found)
     out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL_FILE
     if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
-        raise UserError(f"--out = {out}: cannot be written there. Name a file in a folder that can be.")
+        raise UserError(
+            f"--out = {out}: cannot be written there. Name a file in a folder that can be."
+        )
     process = cli.detect_process(given)
     device_mesh.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
@@ -72,15 +99,23 @@ def main(arguments: list[str]) -> None:
     )
     program = asked.program
     if found is not None:
-        master = reader.restore_weights(found, train_step.abstract_weights(program), table=program.table)
+        master = reader.restore_weights(
+            found, train_step.abstract_weights(program), table=program.table
+        )
     else:
         assert asked.model_folder is not None, "what is no checkpoint is a source"
         master = build.make_weight_loader(program, asked.model_folder)()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
     how = f"computed in {config.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
-    console.print(f"{given.what}{f', step {meta.step}' if meta else ''}; {how}", highlight=False, soft_wrap=True)
+    console.print(
+        f"{given.what}{f', step {meta.step}' if meta else ''}; {how}",
+        highlight=False,
+        soft_wrap=True,
+    )
     for one in asked.evals:
-        console.print(f"{one.name}: {banner.describe_documents(one)}", highlight=False, soft_wrap=True)
+        console.print(
+            f"{one.name}: {banner.describe_documents(one)}", highlight=False, soft_wrap=True
+        )
     for result in Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
         console.print(banner.format_result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:
@@ -106,7 +141,9 @@ def _check_model(what: str) -> None:
         ) from None
 
 
-def _load_config(what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None) -> Config:
+def _load_config(
+    what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None
+) -> Config:
     """The fields of a run, or of a file, or those that a Hugging Face folder needs, with the changes."""
     start_from = _PLACEHOLDER_FIELDS if meta is None else meta.config
     fields = start_from if file is None else schema.read(file)
@@ -125,7 +162,9 @@ def _load_config(what: str, file: str | None, changes: list[str], meta: Checkpoi
     problems, config = ProblemCollector(), None
     with problems.collect():
         config = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
-    asked = fields.get("data", {}).get("eval") or any(word.startswith("data.eval") for word in changes)
+    asked = fields.get("data", {}).get("eval") or any(
+        word.startswith("data.eval") for word in changes
+    )
     if not (asked if config is None else config.data.eval or config.data.eval_fraction):
         problems.append(
             "data.eval: missing. Name what to evaluate on, for example data.eval='[{source: held-out/*.txt, format: text}]'."
@@ -134,7 +173,9 @@ def _load_config(what: str, file: str | None, changes: list[str], meta: Checkpoi
     assert config is not None
     changed = [name for name, value in model.items() if getattr(config.model, name) != value]
     if changed:
-        raise UserError(f"model.{changed[0]}: the model is that of {what}. Name another in its place to evaluate it.")
+        raise UserError(
+            f"model.{changed[0]}: the model is that of {what}. Name another in its place to evaluate it."
+        )
     return config
 
 

@@ -23,9 +23,19 @@ if TYPE_CHECKING:
 def main(arguments: list[str]) -> None:
     """The command. Weights are written in the run's compute dtype, which is what its losses were computed with."""
     parser = cli.make_parser("export", "Makes a Hugging Face folder of a run's weights.")
-    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", help="a run's directory (its newest checkpoint), or a checkpoint")
-    parser.add_argument("out", metavar="OUT_DIR", help="the folder to make; must not exist, or be empty")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights; default: the run's compute_dtype")
+    parser.add_argument(
+        "run",
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run's directory (its newest checkpoint), or a checkpoint",
+    )
+    parser.add_argument(
+        "out", metavar="OUT_DIR", help="the folder to make; must not exist, or be empty"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        help="of the weights; default: the run's compute_dtype",
+    )
     given = parser.parse_args(arguments)
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
@@ -33,7 +43,9 @@ def main(arguments: list[str]) -> None:
     device_mesh.choose_platform(virtual_cpu_devices=None)
     found = run_paths.find_latest(given.run)
     if found is None:
-        raise UserError(f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/.")
+        raise UserError(
+            f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/."
+        )
     meta = reader.read_meta(found)
     config = schema.parse(meta.config)
     table = decoder.param_table(families.parse_model_config(meta.model, field="model.config"))
@@ -52,10 +64,14 @@ def main(arguments: list[str]) -> None:
         directory=out,
         dtype=dtype,
     )
-    if config.data.chat_template is not None:  # what was learned is what a chat has to be written like
+    if (
+        config.data.chat_template is not None
+    ):  # what was learned is what a chat has to be written like
         (out / "chat_template.jinja").write_text(config.data.chat_template, encoding="utf-8")
     console = rich.console.Console(markup=False)
-    console.print(f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True)
+    console.print(
+        f"{given.run}, step {meta.step} -> {out} ({dtype})", highlight=False, soft_wrap=True
+    )
     if tokenizer is not None and not tokenizers.is_loaded_unchanged(tokenizer, out):
         console.print(
             f"transformers' AutoTokenizer takes another class for {meta.model['model_type']} and reads this "
@@ -69,7 +85,9 @@ def main(arguments: list[str]) -> None:
     )
 
 
-def _load_tokenizer(config: Config, kept: pathlib.Path | None) -> "transformers.PreTrainedTokenizerBase | None":
+def _load_tokenizer(
+    config: Config, kept: pathlib.Path | None
+) -> "transformers.PreTrainedTokenizerBase | None":
     """The run's tokenizer, from where it is kept, else by its name; None where training read tokens."""
     named = config.model.tokenizer
     if named != tokenizers.BYTE_TOKENIZER and kept is not None:

@@ -42,15 +42,29 @@ _SAME_SIGNAL_S = 1.0
 
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError before anything is started; SystemExit with the code of the first process that failed."""
-    parser = cli.make_parser("launch", "Trains as python -m jaxsp.train does, with one process for each GPU of this node.")
+    parser = cli.make_parser(
+        "launch",
+        "Trains as python -m jaxsp.train does, with one process for each GPU of this node.",
+    )
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
     parser.add_argument(
-        "--processes", metavar="N", type=int, help="on this node; where there is no GPU, of virtual CPU devices"
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
+    parser.add_argument(
+        "--processes",
+        metavar="N",
+        type=int,
+        help="on this node; where there is no GPU, of virtual CPU devices",
     )
     several = parser.add_argument_group("several nodes", "one launch on each, with the same N")
     several.add_argument("--nodes", metavar="NODES", type=int, default=1)
-    several.add_argument("--node", metavar="I", type=int, default=0, help="which of them this is, from 0")
+    several.add_argument(
+        "--node", metavar="I", type=int, default=0, help="which of them this is, from 0"
+    )
     several.add_argument("--coordinator", metavar="HOST:PORT", help="node 0 and a free port there")
     parser.add_argument(
         "--restarts",
@@ -65,7 +79,9 @@ def main(arguments: list[str]) -> None:
         _run_with_restarts(given, config.run, orders)
 
 
-def _run_with_restarts(args: argparse.Namespace, config: RunConfig, orders: "_SignalForwarder") -> None:
+def _run_with_restarts(
+    args: argparse.Namespace, config: RunConfig, orders: "_SignalForwarder"
+) -> None:
     """Trains, and starts again what hangs. Raises: SystemExit, where it fails otherwise, or hangs again and again."""
     command = [sys.executable, "-m", "jaxsp.train", args.config, *args.changes]
     left, reached = args.restarts, _latest_step(config)
@@ -75,7 +91,10 @@ def _run_with_restarts(args: argparse.Namespace, config: RunConfig, orders: "_Si
         if newest > reached:
             left, reached = args.restarts, newest
         if not left:
-            print(f"not started again: {args.restarts} restarts in a row brought no new checkpoint", file=sys.stderr)
+            print(
+                f"not started again: {args.restarts} restarts in a row brought no new checkpoint",
+                file=sys.stderr,
+            )
             sys.exit(distributed.EXIT_HUNG)
         left -= 1
         where = f"from the checkpoint of step {newest}" if newest else "from the beginning"
@@ -86,7 +105,9 @@ def _run_with_restarts(args: argparse.Namespace, config: RunConfig, orders: "_Si
 
 def _latest_step(config: RunConfig) -> int:
     """Of the checkpoints in the run's directory; 0 where there is none."""
-    found = pathlib.Path(config.directory, "checkpoints").glob("*")  # importing checkpoint/reader.py would begin threads
+    found = pathlib.Path(config.directory, "checkpoints").glob(
+        "*"
+    )  # importing checkpoint/reader.py would begin threads
     return max((int(path.name) for path in found if path.name.isdecimal()), default=0)
 
 
@@ -96,14 +117,22 @@ def _plan_processes(args: argparse.Namespace) -> list[Process]:
     num_gpus = cluster.count_gpus(os.environ)
     num_local = num_gpus if args.processes is None else args.processes
     if args.processes is None and not num_gpus:
-        problems.append("--processes: missing, and there is no NVIDIA GPU here. On virtual CPU devices: --processes 2.")
+        problems.append(
+            "--processes: missing, and there is no NVIDIA GPU here. On virtual CPU devices: --processes 2."
+        )
     elif num_local < 1 or 0 < num_gpus < num_local:
         most = f" to {num_gpus}, the GPUs of this node" if num_gpus else ""
-        problems.append(f"--processes = {num_local}: must be 1{most or ' or more'}. Leave it out for one on each GPU.")
+        problems.append(
+            f"--processes = {num_local}: must be 1{most or ' or more'}. Leave it out for one on each GPU."
+        )
     if not 0 <= args.node < args.nodes:
-        problems.append(f"--node = {args.node}: must be from 0 to {args.nodes - 1}, with --nodes {args.nodes}.")
+        problems.append(
+            f"--node = {args.node}: must be from 0 to {args.nodes - 1}, with --nodes {args.nodes}."
+        )
     if args.nodes > 1 and args.coordinator is None:
-        problems.append(f"--nodes = {args.nodes}: --coordinator is missing. The same on all nodes: --coordinator node-0:29500.")
+        problems.append(
+            f"--nodes = {args.nodes}: --coordinator is missing. The same on all nodes: --coordinator node-0:29500."
+        )
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "WORLD_SIZE"):
         if args.nodes == 1 and os.environ.get(name, "1") != "1":
             problems.append(
@@ -118,7 +147,11 @@ def _plan_processes(args: argparse.Namespace) -> list[Process]:
     first, count = args.node * num_local, args.nodes * num_local
     return [
         Process(
-            index=first + local, num_processes=count, coordinator=coordinator, local_index=local, num_local_processes=num_local
+            index=first + local,
+            num_processes=count,
+            coordinator=coordinator,
+            local_index=local,
+            num_local_processes=num_local,
         )
         for local in range(num_local)
     ]
@@ -143,7 +176,9 @@ class _SignalForwarder:
         both = (signal.SIGTERM, signal.SIGINT)
         # as nohup's commands are deaf to Ctrl-C, so they stay
         heard = [number for number in both if signal.getsignal(number) is not signal.SIG_IGN]
-        self._old_handlers = {number: signal.signal(number, self._handle_signal) for number in heard}
+        self._old_handlers = {
+            number: signal.signal(number, self._handle_signal) for number in heard
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -163,7 +198,9 @@ class _SignalForwarder:
         return cli.EXIT_OK if self.first_signal is not None and code == -self.first_signal else code
 
 
-def run_processes(command: Sequence[str], local_processes: Sequence[Process], signals: _SignalForwarder) -> bool:
+def run_processes(
+    command: Sequence[str], local_processes: Sequence[Process], signals: _SignalForwarder
+) -> bool:
     """Runs a command in each process of this node until all are done, or one has failed.
 
     Returns: whether to start it again: it hung.
@@ -174,9 +211,15 @@ def run_processes(command: Sequence[str], local_processes: Sequence[Process], si
     children.clear()
     for process in local_processes:
         # the terminal is process 0's; what others print there is not for the user
-        quiet: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL} if process.index else {}
+        quiet: dict[str, Any] = (
+            {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL} if process.index else {}
+        )
         children[process.index] = subprocess.Popen(
-            command, env=os.environ | _torchrun_variables(process), stderr=subprocess.PIPE, preexec_fn=die_with_us, **quiet
+            command,
+            env=os.environ | _torchrun_variables(process),
+            stderr=subprocess.PIPE,
+            preexec_fn=die_with_us,
+            **quiet,
         )
     voices = StderrMultiplexer(children)
     if signals.first_signal is not None:  # while they were being started
@@ -193,9 +236,16 @@ def run_processes(command: Sequence[str], local_processes: Sequence[Process], si
         return False
     code = children[failed].returncode
     alike = len(local_processes) > 1 and codes == {code}
-    who = f"all {len(local_processes)} processes here" if alike else f"process {failed} of {local_processes[0].num_processes}"
+    who = (
+        f"all {len(local_processes)} processes here"
+        if alike
+        else f"process {failed} of {local_processes[0].num_processes}"
+    )
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    print(f"{who} failed: {how}{', and the others were ended' if None in codes else ''}", file=sys.stderr)
+    print(
+        f"{who} failed: {how}{', and the others were ended' if None in codes else ''}",
+        file=sys.stderr,
+    )
     if signals.first_signal is None and distributed.EXIT_HUNG in codes:
         return True
     sys.exit(code if code > 0 else 128 - code)
@@ -222,7 +272,9 @@ def _die_with_parent(launcher: int, prctl: Any) -> None:
 
 
 def _wait_for_exit(
-    children: dict[int, subprocess.Popen], stderr_mux: "StderrMultiplexer", signals: _SignalForwarder
+    children: dict[int, subprocess.Popen],
+    stderr_mux: "StderrMultiplexer",
+    signals: _SignalForwarder,
 ) -> int | None:
     """The process that failed, or None when all are done, or are to be killed."""
     while True:
@@ -238,8 +290,14 @@ def _wait_for_exit(
     _wait_for_all(children, PEER_LINE_DELAY_S)
     failed = [index for index, code in codes.items() if code]
     # JAX aborts a process when another one is gone, and sometimes both are found at once
-    failed += [index for index, child in children.items() if signals.exit_code(child) and index not in failed]
-    return next((index for index in failed if children[index].returncode != -signal.SIGABRT), failed[0])
+    failed += [
+        index
+        for index, child in children.items()
+        if signals.exit_code(child) and index not in failed
+    ]
+    return next(
+        (index for index in failed if children[index].returncode != -signal.SIGABRT), failed[0]
+    )
 
 
 def _kill_all(children: dict[int, subprocess.Popen]) -> None:
@@ -275,7 +333,9 @@ class StderrMultiplexer:
         """Who said a line first."""
         self._pending: list[tuple[float, int, str]] = []
         self._readers = [
-            threading.Thread(target=self._read_stderr, args=(index, child.stderr.fileno()), daemon=True)
+            threading.Thread(
+                target=self._read_stderr, args=(index, child.stderr.fileno()), daemon=True
+            )
             for index, child in children.items()
             if child.stderr is not None
         ]
@@ -320,7 +380,11 @@ class StderrMultiplexer:
     def _queue_lines(self, index: int, lines: list[bytes]) -> None:
         for line in lines:
             # of a progress bar, how it ended
-            text = line.rpartition(b"\r")[2].decode(errors="replace").removeprefix(distributed.line_prefix(index))
+            text = (
+                line.rpartition(b"\r")[2]
+                .decode(errors="replace")
+                .removeprefix(distributed.line_prefix(index))
+            )
             if index == 0:
                 self._first_printed_by[text] = 0
             else:

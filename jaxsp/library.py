@@ -3,20 +3,20 @@
 Example:
     import transformers
     from jaxsp import library
-    from jaxsp.training import step
+    from jaxsp.training import train_step
 
     tokenizer = transformers.AutoTokenizer.from_pretrained("models/base")
     texts = open("texts.txt").readlines()
     documents = [tokenizer(text)["input_ids"] + [tokenizer.eos_token_id] for text in texts]
-    settings = {
+    config = {
         "run": {"steps": 10},
         "mesh": {"seq": 4},  # four devices share each row
         "data": {"row_tokens": 512},
         "batch": {"rows_per_step": 8},
         "optimizer": {"learning_rate": 1e-2},
     }
-    program, weights = library.load_model("models/base", settings)
-    state, run_step = step.with_weights(program, weights), step.compile(program)
+    program, weights = library.load_model("models/base", config)
+    state, run_step = train_step.init_state(program, weights), train_step.compile(program)
     for rows in library.pack(documents, program):
         state, metrics = run_step(state, rows)
         print(int(state.step), float(metrics.loss))
@@ -131,7 +131,9 @@ def pack(
         advice = "Call load_model with has_weights=True."
         if program.has_weights:
             advice = "Pass weights to pack."
-        raise UserError(f"weights: the program was made with has_weights={program.has_weights}. {advice}")
+        raise UserError(
+            f"weights: the program was made with has_weights={program.has_weights}. {advice}"
+        )
     packed = Documents(
         [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
         source_names=["documents"],
@@ -141,7 +143,9 @@ def pack(
     )
     data = dataset.pack_documents("documents", packed, config, digests=[""])
     schedule = data.make_schedule(config, num_steps=program.num_steps)
-    feed = data.make_loader(config, program.mesh, schedule, layout_degree=program.attend.layout_degree)
+    feed = data.make_loader(
+        config, program.mesh, schedule, layout_degree=program.attend.layout_degree
+    )
     return (rows for rows, _ in feed.batches())
 
 
@@ -179,7 +183,11 @@ def save_model(
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        return np.asarray(leaf) if isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf) else leaf
+        return (
+            np.asarray(leaf)
+            if isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
+            else leaf
+        )
 
     hf_weights.export_model(
         jax.tree.map(from_host, weights),
@@ -208,7 +216,9 @@ def _build_config(source: str, config: Mapping[str, Any]) -> Config:
         "model": {"source": source, "config": None, "tokenizer": None},
         "data": {"train": [{"source": "unused", "format": "tokens"}], "eval": []},
     }
-    return schema.parse(fields | {name: fields.get(name, {}) | group for name, group in unused.items()})
+    return schema.parse(
+        fields | {name: fields.get(name, {}) | group for name, group in unused.items()}
+    )
 
 
 _UNSUPPORTED_FIELDS = (
@@ -222,7 +232,11 @@ _UNSUPPORTED_FIELDS = (
 
 
 def _make_dataset(
-    documents: NumberLists, labels: NumberLists | None, weights: NumberLists | None, *, vocab_size: int
+    documents: NumberLists,
+    labels: NumberLists | None,
+    weights: NumberLists | None,
+    *,
+    vocab_size: int,
 ) -> "datasets.Dataset":
     """The documents as a table in memory, as those that are read from files. Raises: UserError."""
     import datasets
@@ -245,10 +259,14 @@ def _make_dataset(
     columns = {"tokens": _make_column("documents", documents, lengths, np.int32, is_id, ids)}
     if labels is not None:
         rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _make_column("labels", _convert_arrays("labels", labels), lengths, np.int32, is_label, rule)
+        columns["labels"] = _make_column(
+            "labels", _convert_arrays("labels", labels), lengths, np.int32, is_label, rule
+        )
     if weights is not None:
         rule = "finite and at least 0"
-        columns["weights"] = _make_column("weights", _convert_arrays("weights", weights), lengths, np.float32, is_weight, rule)
+        columns["weights"] = _make_column(
+            "weights", _convert_arrays("weights", weights), lengths, np.float32, is_weight, rule
+        )
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     return datasets.Dataset(pa.table(columns))
 

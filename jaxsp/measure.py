@@ -62,12 +62,27 @@ class BenchmarkResult:
 def main(arguments: list[str]) -> None:
     """The command."""
     parser = cli.make_parser(
-        "measure", "Times steps of a run on the devices that are here; writes no run directory, and trains nothing further."
+        "measure",
+        "Times steps of a run on the devices that are here; writes no run directory, and trains nothing further.",
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
-    parser.add_argument("--steps", metavar="N", type=int, default=5, help="to time, after one that is not; default: 5")
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes what was measured there too")
+    parser.add_argument(
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
+    parser.add_argument(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=5,
+        help="to time, after one that is not; default: 5",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="writes what was measured there too"
+    )
     given = parser.parse_intermixed_args(arguments)
     if given.steps < 1:
         raise UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
@@ -80,7 +95,9 @@ def main(arguments: list[str]) -> None:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
         config = schema.load(given.config, [*given.changes, *sizes.overrides])
     device_mesh.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
-    found = dataclasses.replace(benchmark_steps(config, num_steps=given.steps), published_sizes=sizes.note or None)
+    found = dataclasses.replace(
+        benchmark_steps(config, num_steps=given.steps), published_sizes=sizes.note or None
+    )
     peak = "" if found.peak_gib is None else f", {found.peak_gib:.2f} GiB at most"
     console.print(
         f"{found.num_devices} x {found.device_kind}, mesh {' x '.join(f'{axis} {size}' for axis, size in found.mesh.items())}: "
@@ -90,7 +107,10 @@ def main(arguments: list[str]) -> None:
         highlight=False,
     )
     if given.json:
-        given.json.write_text(json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        given.json.write_text(
+            json.dumps(dataclasses.asdict(found), indent=1, allow_nan=False) + "\n",
+            encoding="utf-8",
+        )
 
 
 def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
@@ -99,12 +119,19 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     Raises: what `prepare.training` and `levers.ready` raise.
     """
     with tempfile.TemporaryDirectory(prefix="jaxsp-measure-") as folder:
-        run = {"directory": str(pathlib.Path(folder) / "run"), "steps": 1 + num_steps, "epochs": None, "resume": "never"}
+        run = {
+            "directory": str(pathlib.Path(folder) / "run"),
+            "steps": 1 + num_steps,
+            "epochs": None,
+            "resume": "never",
+        }
         changed = config.model_copy(
             update={
                 "run": config.run.model_copy(update=run),
                 "data": config.data.model_copy(update={"eval": ()}),
-                "checkpoint": config.checkpoint.model_copy(update={"keep_best": 0, "best_eval": None}),
+                "checkpoint": config.checkpoint.model_copy(
+                    update={"keep_best": 0, "best_eval": None}
+                ),
                 "logging": config.logging.model_copy(update={"profile_steps": None}),
             }
         )
@@ -120,7 +147,9 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     memory_options.reserve_host_memory(program, longest.memory_use.host)
     compile_s = time.perf_counter() - began
     state = train_step.init_state(program, material.make_weights())
-    feed = material.train_set.make_loader(config, program.mesh, material.schedule, layout_degree=program.attend.layout_degree)
+    feed = material.train_set.make_loader(
+        config, program.mesh, material.schedule, layout_degree=program.attend.layout_degree
+    )
     seconds, numbers, lengths = [], [], []
     for rows, counts in feed.batches():
         began = time.perf_counter()
@@ -130,7 +159,9 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         lengths.append(counts.segment_lengths)
     losses = [float(one.loss) for one in numbers]
     if not np.isfinite(losses).all():
-        raise UserError(f"the loss is not finite after step {int(np.argmin(np.isfinite(losses))) + 1}: {losses}")
+        raise UserError(
+            f"the loss is not finite after step {int(np.argmin(np.isfinite(losses))) + 1}: {losses}"
+        )
     device, step_s = jax.devices()[0], statistics.median(seconds[1:])
     tokens = statistics.mean(int(one.num_tokens) for one in numbers[1:])
     return BenchmarkResult(
@@ -157,8 +188,12 @@ def _estimate_step_s(ready: CompiledStep, choice: Any, piece_lengths: np.ndarray
     gpu = gpus.find_by_device_kind(jax.devices()[0].device_kind)
     if gpu is None:
         return None
-    written = CompilerDump(hlo_text=ready.executable.as_text() or "", buffer_assignment="", live_ranges="")
-    here = PlannedStep(program=ready.program, choice=choice, executable=ready.executable, dump=written)
+    written = CompilerDump(
+        hlo_text=ready.executable.as_text() or "", buffer_assignment="", live_ranges=""
+    )
+    here = PlannedStep(
+        program=ready.program, choice=choice, executable=ready.executable, dump=written
+    )
     expected = roofline.estimate_step(
         here,
         comms.parse_collectives(written.hlo_text),

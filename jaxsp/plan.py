@@ -53,9 +53,13 @@ def main(arguments: list[str]) -> None:
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled here is not for running
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # what is compiled here is not for running
     sites = [_make_cluster(kind, given, config) for kind in given.device or ["h100-80gb"]]
-    asked_for = PlanRequest(args=given, config=config, sizes=sizes, cluster=sites[0], console=console)
+    asked_for = PlanRequest(
+        args=given, config=config, sizes=sizes, cluster=sites[0], console=console
+    )
     if given.host_gib is None or given.node_devices is None:
         console.print(f"assumed: {report.format_assumptions(sites[0])}")
     if given.meshes:
@@ -92,7 +96,10 @@ class PlanRequest:
     @property
     def train_tokens(self) -> float | None:
         """Tokens to train on; None if they are unknown."""
-        run, step_tokens = self.config.run, self.config.batch.rows_per_step * self.config.data.max_row_tokens
+        run, step_tokens = (
+            self.config.run,
+            self.config.batch.rows_per_step * self.config.data.max_row_tokens,
+        )
         if self.args.tokens is not None:
             return self.args.tokens
         return None if run.steps is None else float(run.steps * step_tokens)
@@ -117,9 +124,14 @@ def _measure(given: argparse.Namespace, sizes: ModelSizes, console: rich.console
 def _plan_one(asked: PlanRequest) -> None:
     """Plans the config's step."""
     shown = planning.plan_step(
-        asked.config, model=asked.model, cluster=asked.cluster, document_tokens=asked.args.document_tokens
+        asked.config,
+        model=asked.model,
+        cluster=asked.cluster,
+        document_tokens=asked.args.document_tokens,
     )
-    asked.console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
+    asked.console.print(
+        report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens)
+    )
     _write_json(asked.args.json, dataclasses.asdict(shown), asked.sizes, asked.console)
     _plot_lengths(asked, shown, [shown], _PLOT_FACTORS)
 
@@ -133,7 +145,12 @@ def _plan_several(asked: PlanRequest, sites: Sequence[Cluster]) -> None:
             config = asked.config.with_row_tokens(row_tokens)
             words = f"{site.num_devices} x {site.device_type}, rows of {row_tokens:,} tokens"
             try:
-                plan = planning.plan_step(config, model=asked.model, cluster=site, document_tokens=asked.args.document_tokens)
+                plan = planning.plan_step(
+                    config,
+                    model=asked.model,
+                    cluster=site,
+                    document_tokens=asked.args.document_tokens,
+                )
             except UserError as error:
                 refused.append(f"{words}: {str(error).splitlines()[0]}")
                 asked.console.print(f"{words}: refused [{counted.advance()}]")
@@ -150,7 +167,9 @@ def _plan_several(asked: PlanRequest, sites: Sequence[Cluster]) -> None:
     _write_json(asked.args.json, result, asked.sizes, asked.console)
 
 
-def _plot_lengths(asked: PlanRequest, shown: Plan, around: list[Plan], factors: Sequence[float]) -> None:
+def _plot_lengths(
+    asked: PlanRequest, shown: Plan, around: list[Plan], factors: Sequence[float]
+) -> None:
     """Draws memory over the row's length around a plan, if asked for."""
     if not asked.args.plot:
         return
@@ -163,14 +182,18 @@ def _plot_lengths(asked: PlanRequest, shown: Plan, around: list[Plan], factors: 
             around.append(planning.plan_step(of_length, model=asked.model, cluster=asked.cluster))
         except UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
-        asked.console.print(f"for the picture: {row_tokens:,} tokens {verdict} [{counted.advance()}]")
+        asked.console.print(
+            f"for the picture: {row_tokens:,} tokens {verdict} [{counted.advance()}]"
+        )
     site = asked.cluster
     title = f"{asked.model_name} on {site.num_devices} x {site.device_type}, {report.format_mesh(shown.mesh)}: planned, not measured"
     plots.plot_lengths(around, asked.args.plot, title=title)
     asked.console.print(f"drawn: {asked.args.plot}")
 
 
-def _choose_plot_lengths(asked: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]) -> list[int]:
+def _choose_plot_lengths(
+    asked: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]
+) -> list[int]:
     """Row lengths that a picture needs besides those that were planned."""
     unit = 128 * asked.config.mesh.seq
     planned = {plan.row_tokens for plan in around}
@@ -186,7 +209,13 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         documents_fields=True,
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
+    parser.add_argument(
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
     parser.add_argument(
         "--device",
         metavar="KIND",
@@ -199,10 +228,23 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         type=int,
         help="how many; default: as many as the mesh names, and a node of 8 where data is -1",
     )
-    parser.add_argument("--node-devices", metavar="N", type=int, help="GPUs of a node; default: 8, or all if there are fewer")
-    parser.add_argument("--host-gib", metavar="GIB", type=float, help="memory of a node; default: 250 for each of its GPUs")
     parser.add_argument(
-        "--document-tokens", metavar="N", type=int, help="of the documents that fill a row, for the time; default: one document"
+        "--node-devices",
+        metavar="N",
+        type=int,
+        help="GPUs of a node; default: 8, or all if there are fewer",
+    )
+    parser.add_argument(
+        "--host-gib",
+        metavar="GIB",
+        type=float,
+        help="memory of a node; default: 250 for each of its GPUs",
+    )
+    parser.add_argument(
+        "--document-tokens",
+        metavar="N",
+        type=int,
+        help="of the documents that fill a row, for the time; default: one document",
     )
     parser.add_argument(
         "--tokens",
@@ -212,12 +254,24 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     )
     question = parser.add_mutually_exclusive_group()
     question.add_argument("--longest", action="store_true", help="finds the longest row that fits")
-    question.add_argument("--meshes", action="store_true", help="plans every mesh of these devices, and ranks them")
-    parser.add_argument(
-        "--measure", metavar="N", type=int, help="with --meshes: runs N steps on each mesh of the devices that are HERE instead"
+    question.add_argument(
+        "--meshes", action="store_true", help="plans every mesh of these devices, and ranks them"
     )
-    parser.add_argument("--plot", metavar="FILE", type=pathlib.Path, help="draws memory over the row's length, or the meshes")
-    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too")
+    parser.add_argument(
+        "--measure",
+        metavar="N",
+        type=int,
+        help="with --meshes: runs N steps on each mesh of the devices that are HERE instead",
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=pathlib.Path,
+        help="draws memory over the row's length, or the meshes",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too"
+    )
     given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
     _check_arguments(given)
     return given
@@ -246,22 +300,40 @@ def _check_arguments(given: argparse.Namespace) -> None:
     for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens", "measure"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:
-            problems.append(f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more.")
+            problems.append(
+                f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more."
+            )
     if given.measure is not None and not given.meshes:
         problems.append(
             "--measure: runs the meshes that --meshes lists. Give both, or use python -m jaxsp.measure for one mesh."
         )
     if given.measure is not None:
-        for flag in ("device", "devices", "node_devices", "host_gib", "document_tokens", "tokens", "plot"):
+        for flag in (
+            "device",
+            "devices",
+            "node_devices",
+            "host_gib",
+            "document_tokens",
+            "tokens",
+            "plot",
+        ):
             if getattr(given, flag) is not None:
-                why = "nothing is drawn" if flag == "plot" else "the devices are those that are here"
-                problems.append(f"--{flag.replace('_', '-')}: with --measure, {why}. Leave one of them out.")
+                why = (
+                    "nothing is drawn" if flag == "plot" else "the devices are those that are here"
+                )
+                problems.append(
+                    f"--{flag.replace('_', '-')}: with --measure, {why}. Leave one of them out."
+                )
     if len(given.device or ()) > 1:
         for flag in ("longest", "meshes", "plot"):
             if getattr(given, flag):
-                problems.append(f"--{flag}: needs one kind of GPU. Give one --device, or leave --{flag} out.")
+                problems.append(
+                    f"--{flag}: needs one kind of GPU. Give one --device, or leave --{flag} out."
+                )
     if given.longest and given.document_tokens is not None:
-        problems.append("--document-tokens: the longest row is sought as one document. Leave it out.")
+        problems.append(
+            "--document-tokens: the longest row is sought as one document. Leave it out."
+        )
     for flag in ("json", "plot"):
         if getattr(given, flag):
             with problems.collect():
@@ -287,12 +359,20 @@ def _make_cluster(kind: str, given: argparse.Namespace, config: Config) -> Clust
     mesh = config.mesh
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
-    count = inner * mesh.data if mesh.data != -1 else -(-device_mesh.DEVICES_PER_NODE // inner) * inner
+    count = (
+        inner * mesh.data if mesh.data != -1 else -(-device_mesh.DEVICES_PER_NODE // inner) * inner
+    )
     count = given.devices or count
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
-        fits = f"{inner}, or a multiple of it" if mesh.data == -1 else f"{inner * mesh.data}, or mesh.data=-1"
+        fits = (
+            f"{inner}, or a multiple of it"
+            if mesh.data == -1
+            else f"{inner * mesh.data}, or mesh.data=-1"
+        )
         raise UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
-    return compiled.make_cluster(kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib)
+    return compiled.make_cluster(
+        kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib
+    )
 
 
 def _find_longest(asked: PlanRequest) -> None:
@@ -310,20 +390,32 @@ def _find_longest(asked: PlanRequest) -> None:
     shown = found.plan or found.shortest_failing.plan
     result = {
         "longest_row_tokens": found.plan and found.plan.row_tokens,
-        "tried": [{"row_tokens": one.row_tokens, "fits": not one.problem, "why": one.problem} for one in found.tried],
+        "tried": [
+            {"row_tokens": one.row_tokens, "fits": not one.problem, "why": one.problem}
+            for one in found.tried
+        ],
     }
     if shown is not None:
         console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
         result = dataclasses.asdict(shown) | result
     _write_json(asked.args.json, result, asked.sizes, console)
     if shown is not None:
-        _plot_lengths(asked, shown, [one.plan for one in found.tried if one.plan is not None], _LONGEST_PLOT_FACTORS)
+        _plot_lengths(
+            asked,
+            shown,
+            [one.plan for one in found.tried if one.plan is not None],
+            _LONGEST_PLOT_FACTORS,
+        )
 
 
 def _plan_meshes(asked: PlanRequest) -> None:
     """Plans every mesh."""
     given, config, site, console = asked.args, asked.config, asked.cluster, asked.console
-    count = len(mesh_sweep.list_combinations(config, num_devices=site.num_devices, num_heads=asked.model.num_heads))
+    count = len(
+        mesh_sweep.list_combinations(
+            config, num_devices=site.num_devices, num_heads=asked.model.num_heads
+        )
+    )
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     counted = Progress(count)
 
@@ -332,7 +424,11 @@ def _plan_meshes(asked: PlanRequest) -> None:
 
     with console.status("compiling"):
         found = mesh_sweep.plan_meshes(
-            config, model=asked.model, cluster=site, document_tokens=given.document_tokens, on_result=show
+            config,
+            model=asked.model,
+            cluster=site,
+            document_tokens=given.document_tokens,
+            on_result=show,
         )
     rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens"
     console.print(f"{rows} a step on {site.num_devices} x {site.device_type}")
@@ -341,7 +437,9 @@ def _plan_meshes(asked: PlanRequest) -> None:
         where = f"{asked.model_name}, {rows} a step on {site.num_devices} x {site.device_type}"
         plots.plot_meshes(found, given.plot, title=f"{where}: planned, not measured")
         console.print(f"drawn: {given.plot}")
-    _write_json(given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console)
+    _write_json(
+        given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console
+    )
 
 
 def _write_json(

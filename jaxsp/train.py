@@ -24,12 +24,23 @@ from jaxsp.training import memory_fit
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with every problem that can be found before the first step."""
     parser = cli.make_parser(
-        "train", "Trains a model and writes a run directory.", documents_fields=True, is_multi_process=True
+        "train",
+        "Trains a model and writes a run directory.",
+        documents_fields=True,
+        is_multi_process=True,
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument("changes", metavar="key.path=value", nargs="*", default=[], help="changes a field of the config")
     parser.add_argument(
-        "--preview", action="store_true", help="prints what is learned of each source's first record, and trains nothing"
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
+    parser.add_argument(
+        "--preview",
+        action="store_true",
+        help="prints what is learned of each source's first record, and trains nothing",
     )
     parser.add_argument(
         "--verbose",
@@ -52,12 +63,19 @@ def main(arguments: list[str]) -> None:
     with Preemption(config.run, now) as stop:
         distributed.initialize(process)
         console = rich.console.Console(quiet=process.index > 0, markup=False)
-        with run_dir.lock(folder, config_path=given.config), Watchdog(config.run, now, has_heartbeat=process.index == 0):
+        with (
+            run_dir.lock(folder, config_path=given.config),
+            Watchdog(config.run, now, has_heartbeat=process.index == 0),
+        ):
             damaged: list[pathlib.Path] = []
             while True:
                 try:
-                    program, material = build.build_training(config, devices=jax.devices(), skip=damaged)
-                    trainer.train(program, material, console, preemption=stop, verbose=given.verbose)
+                    program, material = build.build_training(
+                        config, devices=jax.devices(), skip=damaged
+                    )
+                    trainer.train(
+                        program, material, console, preemption=stop, verbose=given.verbose
+                    )
                     break
                 except DamagedCheckpointError as damage:
                     words = resume.skip_damaged(config.run, damage)

@@ -33,25 +33,27 @@ RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
 BYTES_WITHIN = 1e-3
 """Relative tolerance of bytes sent. The formulas omit sums of counts and norms, a few bytes."""
 
-HEADS = {"sharing": 4, "num_kv_heads": 2, "head_dim": 128}
+HEADS = {"heads_per_kv_head": 4, "num_kv_heads": 2, "head_dim": 128}
 
 ATTENTION: dict[str, dict[str, Any]] = {
-    "packed": {"max_pieces": 64, "head_chunks": 2},
-    "packed, window": {"max_pieces": 64, "window": 4096},
-    "packed, window, blockwise": {"max_pieces": 64, "window": 4096, "kernel": "blockwise"},
-    "packed, ring": {"max_pieces": 64, "head_chunks": 2, "halves": "ring"},
-    "packed, all-gather": {"max_pieces": 64, "halves": "all_gather"},
-    "one document": {"max_pieces": 1, "head_chunks": 2},
-    "one document, blockwise": {"max_pieces": 1, "kernel": "blockwise"},
-    "one document, window": {"max_pieces": 1, "window": 4096},
-    "one document, ring": {"max_pieces": 1, "halves": "ring"},
-    "one document, all-gather": {"max_pieces": 1, "halves": "all_gather"},
+    "packed": {"max_segments": 64, "head_chunks": 2},
+    "packed, window": {"max_segments": 64, "window": 4096},
+    "packed, window, blockwise": {"max_segments": 64, "window": 4096, "kernel": "blockwise"},
+    "packed, ring": {"max_segments": 64, "head_chunks": 2, "outer_strategy": "ring"},
+    "packed, all-gather": {"max_segments": 64, "outer_strategy": "all_gather"},
+    "one document": {"max_segments": 1, "head_chunks": 2},
+    "one document, blockwise": {"max_segments": 1, "kernel": "blockwise"},
+    "one document, window": {"max_segments": 1, "window": 4096},
+    "one document, ring": {"max_segments": 1, "outer_strategy": "ring"},
+    "one document, all-gather": {"max_segments": 1, "outer_strategy": "all_gather"},
 }
 """Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
 
 OFFLOAD = {
     "layers, inputs offloaded": RematPolicy(remat="full", offload_activations="layer_inputs"),
-    "layers, inputs and attention offloaded": RematPolicy(offload_activations="layer_inputs_and_attention"),
+    "layers, inputs and attention offloaded": RematPolicy(
+        offload_activations="layer_inputs_and_attention"
+    ),
     "layers": RematPolicy(),
 }
 """Memory options of the self-check's programs for offloading."""
@@ -85,7 +87,7 @@ def main(arguments: list[str]) -> int:
     compile_s = time.perf_counter() - began
     verdict = f"FAILED: {'; '.join(problems)}" if problems else "ok"
     print(
-        f"jax {jax.__version__}: plan {plan_s:.0f} s, {plan['device_gib']:.2f} of {plan['room_gib']:.1f} GiB; "
+        f"jax {jax.__version__}: plan {plan_s:.0f} s, {plan['device_gib']:.2f} of {plan['device_limit_gib']:.1f} GiB; "
         f"self-check {compile_s:.0f} s, {len(ATTENTION) + len(OFFLOAD)} programs: {verdict}"
     )
     return 1 if problems else 0
@@ -93,7 +95,11 @@ def main(arguments: list[str]) -> int:
 
 def plan_recipe() -> dict[str, Any]:
     """Returns what `python -m jaxsp.plan` writes for RECIPE. Raises: CalledProcessError if it fails."""
-    model = ["model.source=null", "model.tokenizer=bytes", f"model.config={json.dumps(memory.MODEL)}"]
+    model = [
+        "model.source=null",
+        "model.tokenizer=bytes",
+        f"model.config={json.dumps(memory.MODEL)}",
+    ]
     with tempfile.TemporaryDirectory(prefix="jaxsp-release-") as folder:
         file = pathlib.Path(folder) / "plan.json"
         command = [sys.executable, "-m", "jaxsp.plan", RECIPE, *model, "--json", str(file)]
@@ -104,11 +110,11 @@ def plan_recipe() -> dict[str, Any]:
 def find_problems(plan: Mapping[str, Any], *, release: str) -> list[str]:
     """Returns the problems of a plan, which should fit and be made with this release of JAX."""
     problems = []
-    if plan["jax"] != release:
+    if plan["jax_version"] != release:
         problems.append(f"the installed release is not {release}")
     if not plan["fits"]:
-        problems.append(f"does not fit: {plan['short']}")
-    ratio = plan["bytes_moved"] / plan["bytes_formula"]
+        problems.append(f"does not fit: {plan['shortage']}")
+    ratio = plan["sent_bytes"] / plan["formula_bytes"]
     if abs(ratio - 1) > BYTES_WITHIN:
         problems.append(f"bytes sent are {ratio:.4f} of the formula")
     if plan["step_s_estimate"] is None:
@@ -125,16 +131,20 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
     here = jax.sharding.SingleDeviceSharding(gpu)
 
     def absent(arguments: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments
+        )
 
     if name in OFFLOAD:
         how = OFFLOAD[name]
         options = compile_options.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
-        return selfcheck.compile_offload_gradients(how, *absent(selfcheck.make_offload_inputs()), options=options)
+        return selfcheck.compile_offload_gradients(
+            how, *absent(selfcheck.make_offload_inputs()), options=options
+        )
     options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
     kernel = options.pop("kernel")
     bfloat16 = jnp.dtype("bfloat16")
-    segments = options.pop("max_pieces")
+    segments = options.pop("max_segments")
     rows = selfcheck.make_attention_inputs(**HEADS, max_segments=segments, dtype=bfloat16)
     computes_in = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
     return selfcheck.compile_attention(kernel, *absent(rows), dtype=computes_in, **options)

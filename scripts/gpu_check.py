@@ -112,7 +112,7 @@ STAGES = {
                 module="scripts.bench.step",
                 arguments=(
                     *(*_STEP, "--documents", "one"),
-                    *"--remat attention --mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
+                    *"--remat save_attention --mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
                 ),
             ),
             Part(
@@ -174,7 +174,9 @@ def main(arguments: Sequence[str]) -> int:
         ("--resume", "TABLE.json", "with speed: continues an earlier table"),
     ):
         parser.add_argument(option, type=pathlib.Path, metavar=metavar, help=text)
-    parser.add_argument("--commit", metavar="NAME", help="commit to record, outside of a git checkout")
+    parser.add_argument(
+        "--commit", metavar="NAME", help="commit to record, outside of a git checkout"
+    )
     given = parser.parse_args(arguments)
     if given.stage is None:
         print(f"Name a stage: scripts/gpu_check.sh STAGE\n{stages}", file=sys.stderr)

@@ -75,7 +75,9 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def settings(*, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any) -> Config:
+def settings(
+    *, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any
+) -> Config:
     """A config of float32 and SGD with learning rate 1 without clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
     return schema.parse(
@@ -129,12 +131,19 @@ def on_shares(attend: Attend) -> Callable[..., jax.Array]:
     """The same on whole rows: each device of a group takes its share of them, in the layout that is asked for."""
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    of_shares = jax.shard_map(attend, mesh=mesh(1, 1, attend.strategy.seq), **specs, check_vma=False)
+    of_shares = jax.shard_map(
+        attend, mesh=mesh(1, 1, attend.strategy.seq), **specs, check_vma=False
+    )
     if attend.layout_degree == 1:
         return of_shares
 
-    def of_rows(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array) -> jax.Array:
-        order, inverse = (of(q.shape[1], attend.layout_degree) for of in (layout.token_order, layout.place_of_token))
+    def of_rows(
+        q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        order, inverse = (
+            of(q.shape[1], attend.layout_degree)
+            for of in (layout.token_order, layout.place_of_token)
+        )
         return of_shares(*(x[:, order] for x in (q, k, v)), starts, lengths)[:, inverse]
 
     return of_rows
@@ -144,18 +153,26 @@ def on_mesh(arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: i
     """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
     places = layout.token_order(arrays["tokens_BL"].shape[1], degree)
     specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
-    arrays = {name: array[:, places] if specs[name] == PER_TOKEN else array for name, array in arrays.items()}
+    arrays = {
+        name: array[:, places] if specs[name] == PER_TOKEN else array
+        for name, array in arrays.items()
+    }
     num_groups, num_rows = device_mesh.num_groups(on), len(arrays["tokens_BL"])
     rows_per_turn = num_groups * rows_per_microbatch
     turns = num_microbatches(rows_per_step=num_rows, global_microbatch_rows=rows_per_turn)
     order = [
         [
-            step_row_index(turn, slot, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch)
+            step_row_index(
+                turn, slot, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch
+            )
             for slot in range(rows_per_turn)
         ]
         for turn in range(turns)
     ]
-    put = {name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name])) for name, array in arrays.items()}
+    put = {
+        name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name]))
+        for name, array in arrays.items()
+    }
     return Batch(**put)
 
 
@@ -167,7 +184,9 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
 
 def norm(tree: Any) -> float:
     """Of all leaves together, in float64."""
-    return float(np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree))))
+    return float(
+        np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
+    )
 
 
 def difference(found: Any, right: Any) -> float:
@@ -188,6 +207,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """Every equation of a jaxpr, those of the jaxprs inside it included."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+        for inner in jax.tree.leaves(
+            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
             if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
                 yield from equations(inner)

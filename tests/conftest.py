@@ -91,7 +91,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     result = yield
     elapsed = [now - started for now, started in zip(_clocks(), item.stash[_STARTED], strict=True)]
     if min(elapsed) > LIMIT_S and not any(item.get_closest_marker(tier) for tier in TIERS):
-        pytest.fail(f"took {min(elapsed):.0f} s. Make it faster, or mark it e2e or slow.", pytrace=False)
+        pytest.fail(
+            f"took {min(elapsed):.0f} s. Make it faster, or mark it e2e or slow.", pytrace=False
+        )
     return result
 
 
@@ -108,7 +110,9 @@ def choose_platform(*, gpu_if_there: bool) -> None:
     """Settles where JAX runs, here and in the processes that tests start, before it looks for devices."""
     from jaxsp.runtime import cluster
 
-    os.environ.setdefault("JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.count_gpus(os.environ) else "cpu")
+    os.environ.setdefault(
+        "JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.count_gpus(os.environ) else "cpu"
+    )
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] != "cpu":
         # tests start processes on the same GPU, of which the first would take three quarters
@@ -117,7 +121,9 @@ def choose_platform(*, gpu_if_there: bool) -> None:
     # Compiling is most of what the tests do: a step takes 1.4 s of CPU with these instead of 6.2 (jax 0.10.1, 2 cores)
     flags = ["--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        flags.append("--xla_cpu_use_fusion_emitters=false")  # later versions know no such flag, and end the process over it
+        flags.append(
+            "--xla_cpu_use_fusion_emitters=false"
+        )  # later versions know no such flag, and end the process over it
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
@@ -132,7 +138,11 @@ def cleared_caches() -> Iterator[None]:
 @pytest.fixture
 def hearing() -> Iterator[None]:
     """Commands in the background of a shell, and of nohup, are begun deaf to these; processes begun here shall not be."""
-    deaf = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    deaf = [
+        number
+        for number in (signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_IGN
+    ]
     for number in deaf:
         signal.signal(number, signal.SIG_DFL)
     yield

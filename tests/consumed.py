@@ -29,7 +29,12 @@ def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
             if number == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             with file.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"number": number, "shape": given.tokens_BL.shape, "parts": parts(given)}) + "\n")
+                out.write(
+                    json.dumps(
+                        {"number": number, "shape": given.tokens_BL.shape, "parts": parts(given)}
+                    )
+                    + "\n"
+                )
             yield given, counts
 
     BatchLoader.batches = recorded
@@ -42,8 +47,13 @@ def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
 def parts(given) -> list:
     """Where each part of tokens and labels that this process holds lies in the whole, and what it is."""
     found = {}
-    for tokens, labels in zip(given.tokens_BL.addressable_shards, given.labels_BL.addressable_shards, strict=True):
-        place = tuple(part.indices(size)[0] for part, size in zip(tokens.index, given.tokens_BL.shape, strict=True))
+    for tokens, labels in zip(
+        given.tokens_BL.addressable_shards, given.labels_BL.addressable_shards, strict=True
+    ):
+        place = tuple(
+            part.indices(size)[0]
+            for part, size in zip(tokens.index, given.tokens_BL.shape, strict=True)
+        )
         found[place] = [place, np.asarray(tokens.data).tolist(), np.asarray(labels.data).tolist()]
     return list(found.values())
 
@@ -53,12 +63,18 @@ def read(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
     steps = {}
     for file in sorted(log.parent.glob(f"{log.name}.*")):
         for line in map(json.loads, file.read_text().splitlines()):
-            tokens, labels = steps.setdefault(line["number"], [np.full(line["shape"], -1) for _ in range(2)])
+            tokens, labels = steps.setdefault(
+                line["number"], [np.full(line["shape"], -1) for _ in range(2)]
+            )
             for place, some_tokens, some_labels in line["parts"]:
-                part = tuple(slice(a, a + n) for a, n in zip(place, np.shape(some_tokens), strict=True))
+                part = tuple(
+                    slice(a, a + n) for a, n in zip(place, np.shape(some_tokens), strict=True)
+                )
                 assert np.all(tokens[part] == -1), "a cell is held by one process"
                 tokens[part], labels[part] = some_tokens, some_labels
-    assert all(np.all(tokens >= 0) for tokens, _ in steps.values()), "every cell is held by some process"
+    assert all(np.all(tokens >= 0) for tokens, _ in steps.values()), (
+        "every cell is held by some process"
+    )
     return [tuple(steps[number]) for number in sorted(steps)]
 
 

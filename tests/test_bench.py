@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import families
+from jaxsp.model import flops
 from jaxsp.runtime import cluster
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
 from tests import messages
@@ -24,7 +25,19 @@ REPO = pathlib.Path(__file__).parent.parent
 def benchmark(tmp_path_factory):
     """What a benchmark of one model that fits nowhere and one that does wrote, and what it printed."""
     out = tmp_path_factory.mktemp("bench") / "new" / "results.json"
-    words = ["--shapes", "too-big", "tiny", "--lengths", "256", "--documents", "packed", "--steps", "3", "--remat", "full"]
+    words = [
+        "--shapes",
+        "too-big",
+        "tiny",
+        "--lengths",
+        "256",
+        "--documents",
+        "packed",
+        "--steps",
+        "3",
+        "--remat",
+        "full",
+    ]
     words += ["--out", str(out)]
     command = [sys.executable, "-m", "scripts.bench.step", *words]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
@@ -36,14 +49,24 @@ def benchmark(tmp_path_factory):
 @pytest.mark.e2e
 def test_a_file_says_what_was_timed_on_what(benchmark):
     results, _ = benchmark
-    assert results["command"].startswith("python -m scripts.bench.step --shapes too-big tiny --lengths 256 ")
+    assert results["command"].startswith(
+        "python -m scripts.bench.step --shapes too-big tiny --lengths 256 "
+    )
     assert results["jax"] == jax.__version__
     assert set(results) == {
         *("date", "commit", "command", "cases"),
         *("device", "runtime", "driver", "cuda", "cudnn", "jax", "jaxlib", "cuda_plugin", "python"),
     }
     asked = {field.name for field in dataclasses.fields(step.Case)}
-    fixed = {"model", "num_pieces", "max_pieces", "rows_per_step", "num_devices", "compute_dtype", "optimizer"}
+    fixed = {
+        "model",
+        "num_pieces",
+        "max_pieces",
+        "rows_per_step",
+        "num_devices",
+        "compute_dtype",
+        "optimizer",
+    }
     came = {field.name for field in dataclasses.fields(step.Result)} - {"device", "runtime"}
     for case in results["cases"]:
         assert set(case) == asked | fixed | came
@@ -55,7 +78,12 @@ def test_a_case_has_its_numbers(benchmark):
     results, printed = benchmark
     case = results["cases"][1]
     assert case["status"] == report.OK
-    assert (case["shape"], case["row_tokens"], case["num_pieces"], case["steps"]) == ("tiny", 256, 16, 3)
+    assert (case["shape"], case["row_tokens"], case["num_pieces"], case["steps"]) == (
+        "tiny",
+        256,
+        16,
+        3,
+    )
     assert 0 < case["step_s"] <= case["slowest_step_s"]
     assert case["tokens_per_s"] == pytest.approx(256 / case["step_s"])
     assert case["compile_s"] > 0
@@ -63,7 +91,11 @@ def test_a_case_has_its_numbers(benchmark):
     assert case["loss_finite"]
     assert 6 < case["loss"] < 6.5, "ln 512 = 6.24 for random weights"
     assert (case["kernel_used"], case["remat"], case["remat_used"]) == ("blockwise", "full", "full")
-    assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == ("none", "none", 0)
+    assert (case["offload_activations"], case["offload_optimizer"], case["host_gib"]) == (
+        "none",
+        "none",
+        0,
+    )
     assert 0 < case["planned_gib"] < 1
     assert re.search(messages.holding("256 tokens"), case["memory_used"])
     assert case["workspace_gib"] is None, "no cuDNN here"
@@ -91,11 +123,20 @@ def run(monkeypatch, tmp_path, results, *words):
     """Exit code and file of a benchmark whose cases come out as given, or end as a given exception says."""
     results = iter(results)
     monkeypatch.setattr(step, "apart", lambda case, *, seconds: next(results))
-    code = step.main(["--shapes", "tiny", "--lengths", "256", "--out", str(tmp_path / "results.json"), *words])
+    code = step.main(
+        ["--shapes", "tiny", "--lengths", "256", "--out", str(tmp_path / "results.json"), *words]
+    )
     return code, json.loads((tmp_path / "results.json").read_text())
 
 
-GOOD = step.Result(status=report.OK, step_s=0.5, peak_gib=4.0, tflops_per_device=1.0, kernel_used="blockwise", device="cpu")
+GOOD = step.Result(
+    status=report.OK,
+    step_s=0.5,
+    peak_gib=4.0,
+    tflops_per_device=1.0,
+    kernel_used="blockwise",
+    device="cpu",
+)
 
 
 def test_a_case_that_fails_fails_the_benchmark_after_the_others(monkeypatch, tmp_path):
@@ -110,7 +151,8 @@ def test_a_case_that_fails_fails_the_benchmark_after_the_others(monkeypatch, tmp
 
 def test_a_process_that_dies_of_memory_ran_out_of_memory():
     died = step.ended(
-        -6, "I0000 a word before\nF0000 RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nstack"
+        -6,
+        "I0000 a word before\nF0000 RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.\nstack",
     )
     assert (died.status, died.message[:24]) == (report.OUT_OF_MEMORY, "F0000 RESOURCE_EXHAUSTED")
 
@@ -131,14 +173,25 @@ def test_a_comparison_says_how_much_faster(monkeypatch, tmp_path, capsys):
     old = tmp_path / "old.json"
     run(monkeypatch, tmp_path, [dataclasses.replace(GOOD, step_s=1.0, peak_gib=2.0), GOOD])
     (tmp_path / "results.json").rename(old)
-    run(monkeypatch, tmp_path, [GOOD, step.Result(status=report.OUT_OF_MEMORY)], "--compare", str(old))
+    run(
+        monkeypatch,
+        tmp_path,
+        [GOOD, step.Result(status=report.OUT_OF_MEMORY)],
+        "--compare",
+        str(old),
+    )
     numbers = ("1.0000 s", "0.5000 s", "2.00", "2.00")
     says = messages.holding("tiny 256 one auto auto none none", *numbers)
     assert re.match(says, capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
-    results = [GOOD, GOOD, dataclasses.replace(GOOD, mfu=0.5), step.Result(status=report.OUT_OF_MEMORY)]
+    results = [
+        GOOD,
+        GOOD,
+        dataclasses.replace(GOOD, mfu=0.5),
+        step.Result(status=report.OUT_OF_MEMORY),
+    ]
     _, found = run(monkeypatch, tmp_path, results, "--lengths", "256", "512")
     figures = ("0.500 s", "1 TFLOP/s", "50.0 %", "4.0 GiB")
     packed = ("tiny 512 packed", report.OUT_OF_MEMORY)
@@ -148,8 +201,21 @@ def test_a_summary_has_the_longest_rows_of_each_model(monkeypatch, tmp_path):
 
 
 def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
-    used = [dataclasses.replace(GOOD, remat_used=remat, host_gib=1.5) for remat in ("save_attention", "full") for _ in range(4)]
-    words = ["--documents", "one", "--remat", "auto", "full", "--offload-activations", "none", "layer_inputs_and_attention"]
+    used = [
+        dataclasses.replace(GOOD, remat_used=remat, host_gib=1.5)
+        for remat in ("save_attention", "full")
+        for _ in range(4)
+    ]
+    words = [
+        "--documents",
+        "one",
+        "--remat",
+        "auto",
+        "full",
+        "--offload-activations",
+        "none",
+        "layer_inputs_and_attention",
+    ]
     _, found = run(monkeypatch, tmp_path, used, *words, "--offload-optimizer", "state", "none")
     asked = [tuple(case[name] for name in step.LEVERS) for case in found["cases"]]
     assert asked == [
@@ -159,7 +225,7 @@ def test_levers_are_compared_case_by_case(monkeypatch, tmp_path, capsys):
         for optimizer in ("state", "none")
     ]
     lines = capsys.readouterr().out.splitlines()
-    assert "  attention, inputs+attention, optimizer  " in lines[3]
+    assert "  save_attention, inputs+attention, optimizer  " in lines[3]
     assert "  full  " in lines[6]
     assert lines[1].split()[-2:] == ["1.50", "-"], "GiB of the host, and no loss"
     assert "blockwise full, inputs+attention, optimizer 0.500 s" in report.summary(found)
@@ -183,8 +249,12 @@ def test_tiles_and_xla_options_are_compared_case_by_case(monkeypatch, tmp_path, 
     asked = [(case["mlp_tile_tokens"], case["xla_options"]) for case in found["cases"]]
     options = [{"xla_a": True, "xla_b": "text"}, {"xla_a": 4, "xla_b": "text"}]
     assert asked == [(tile, values) for tile in ("auto", 64) for values in options]
-    assert "  loss_tile_tokens=32: xla_a=true: xla_b=text" in capsys.readouterr().out.splitlines()[1]
-    assert "mlp_tile_tokens=64, loss_tile_tokens=32, xla_a=4, xla_b=text 0.5" in report.summary(found)
+    assert (
+        "  loss_tile_tokens=32: xla_a=true: xla_b=text" in capsys.readouterr().out.splitlines()[1]
+    )
+    assert "mlp_tile_tokens=64, loss_tile_tokens=32, xla_a=4, xla_b=text 0.5" in report.summary(
+        found
+    )
 
 
 def test_a_case_s_config_has_its_tiles_and_xla_options(tmp_path):
@@ -224,7 +294,12 @@ def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
     resumed = ["--resume", str(old), *words]
     _, found = run(monkeypatch, tmp_path, [GOOD, GOOD], *resumed)
     ends = [(case["status"], case["step_s"]) for case in found["cases"]]
-    assert ends == [(report.OK, 0.25), (report.OUT_OF_MEMORY, None), (report.OK, 0.5), (report.OK, 0.5)]
+    assert ends == [
+        (report.OK, 0.25),
+        (report.OUT_OF_MEMORY, None),
+        (report.OK, 0.5),
+        (report.OK, 0.5),
+    ]
     _, other = run(monkeypatch, tmp_path, [GOOD] * 4, *resumed, "--remat", "full")
     assert [case["step_s"] for case in other["cases"]] == [0.5] * 4, "other cases are run"
 
@@ -232,14 +307,14 @@ def test_a_resumed_benchmark_keeps_cases_that_ended(monkeypatch, tmp_path):
 def test_four_layers_of_llama_8b_have_its_proportions():
     """Arithmetic for each layer and for the head, as in the whole model."""
 
-    def flops(**fields):
+    def num_flops(**fields):
         model = families.parse_model_config(step.SHAPES["llama8b-4layers"] | fields, field="model")
         return flops.step_flops(model, np.array([32768]))
 
-    whole = flops(num_hidden_layers=32, vocab_size=128256)
-    assert flops() == pytest.approx(whole / 8, rel=1e-3), "norms of layers are not counted"
-    headless = flops(vocab_size=1), flops(num_hidden_layers=32, vocab_size=1)
-    assert headless[0] / flops() == pytest.approx(headless[1] / whole, rel=1e-3)
+    whole = num_flops(num_hidden_layers=32, vocab_size=128256)
+    assert num_flops() == pytest.approx(whole / 8, rel=1e-3), "norms of layers are not counted"
+    headless = num_flops(vocab_size=1), num_flops(num_hidden_layers=32, vocab_size=1)
+    assert headless[0] / num_flops() == pytest.approx(headless[1] / whole, rel=1e-3)
 
 
 def test_rows_are_doubled_until_one_does_not_fit(monkeypatch, tmp_path):
@@ -247,21 +322,37 @@ def test_rows_are_doubled_until_one_does_not_fit(monkeypatch, tmp_path):
     most = {"one": 2048, "packed": 512}
 
     def apart(case, *, seconds):
-        return GOOD if case.row_tokens <= most[case.documents] else step.Result(status=report.OUT_OF_MEMORY, message="too long")
+        return (
+            GOOD
+            if case.row_tokens <= most[case.documents]
+            else step.Result(status=report.OUT_OF_MEMORY, message="too long")
+        )
 
     monkeypatch.setattr(step, "apart", apart)
     out = tmp_path / "results.json"
-    assert step.main(["--shapes", "tiny", "--lengths", "256", "512", "--until-it-fails", "--out", str(out)]) == 0
-    found = [(case["documents"], case["row_tokens"], case["status"]) for case in json.loads(out.read_text())["cases"]]
+    assert (
+        step.main(
+            ["--shapes", "tiny", "--lengths", "256", "512", "--until-it-fails", "--out", str(out)]
+        )
+        == 0
+    )
+    found = [
+        (case["documents"], case["row_tokens"], case["status"])
+        for case in json.loads(out.read_text())["cases"]
+    ]
     lengths = {"one": [256, 512, 1024, 2048, 4096], "packed": [256, 512, 1024]}
     for documents, tried in lengths.items():
         statuses = [report.OK] * (len(tried) - 1) + [report.OUT_OF_MEMORY]
-        assert [case[1:] for case in found if case[0] == documents] == list(zip(tried, statuses, strict=True))
+        assert [case[1:] for case in found if case[0] == documents] == list(
+            zip(tried, statuses, strict=True)
+        )
 
 
 def test_what_cannot_be_done_is_refused_with_the_reason(tmp_path):
     case = step.Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
-    never = dataclasses.replace(case, remat="full", offload_activations="layer_inputs_and_attention")
+    never = dataclasses.replace(
+        case, remat="full", offload_activations="layer_inputs_and_attention"
+    )
     found = step.measure(never, tmp_path)
     assert (found.status, found.step_s) == (report.REFUSED, None)
     fields = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
@@ -282,7 +373,9 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
     lengths = [len(document) for document in step.random_documents(case)]
     assert (len(set(lengths)) > 8, len(lengths), sum(lengths)) == (True, 16, 4096)
     again = step.random_documents(case)
-    assert all((one == other).all() for one, other in zip(step.random_documents(case), again, strict=True))
+    assert all(
+        (one == other).all() for one, other in zip(step.random_documents(case), again, strict=True)
+    )
 
 
 def test_what_is_missing_is_named(monkeypatch):
@@ -317,7 +410,9 @@ def test_packers_are_compared_on_the_same_lengths(tmp_path, capsys, monkeypatch)
     ]
     assert packing.main(words) == 0
     found = json.loads(out.read_text())
-    assert {case["lengths"] for case in found["cases"]} == {kind.name for kind in (packing.MANY, *packing.HARDER)}
+    assert {case["lengths"] for case in found["cases"]} == {
+        kind.name for kind in (packing.MANY, *packing.HARDER)
+    }
     ours = [case for case in found["cases"] if case["packer"].startswith("jaxsp")]
     assert all(case["most"] <= int(case["packer"].split()[1]) for case in ours)
     assert all(case["bound"] <= case["rows"] for case in found["cases"])
@@ -385,12 +480,19 @@ def test_checkpoints_are_timed_and_removed(tmp_path, monkeypatch, capsys):
     for name in ("HIDDEN", "VOCABULARY"):
         monkeypatch.setattr(checkpoints, name, 64)
     out = tmp_path / "checkpoints.json"
-    assert checkpoints.main(["--gigabytes", "0.001", "--saves", "2", "--folder", str(tmp_path), "--out", str(out)]) == 0
+    assert (
+        checkpoints.main(
+            ["--gigabytes", "0.001", "--saves", "2", "--folder", str(tmp_path), "--out", str(out)]
+        )
+        == 0
+    )
     cases = json.loads(out.read_text())["cases"]
     names = ["save, which compiles", "save", "restore", "weights, as for export"]
     assert [case["name"] for case in cases] == names
     assert all(0 < case["blocked_s"] <= case["seconds"] for case in cases)
     assert cases[0]["num_bytes"] == cases[2]["num_bytes"]
-    assert cases[0]["num_bytes"] == pytest.approx(3 * cases[3]["num_bytes"], rel=1e-3), "weights, two averages and counts"
+    assert cases[0]["num_bytes"] == pytest.approx(3 * cases[3]["num_bytes"], rel=1e-3), (
+        "weights, two averages and counts"
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints.json"]
     assert capsys.readouterr().out.splitlines()[0] == checkpoints.HEADER

@@ -20,7 +20,12 @@ TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-TURNS = [("user", "Hi"), ("assistant", "Hello. \U0001f600"), ("user", "<|assistant|>no"), ("assistant", " two\nlines")]
+TURNS = [
+    ("user", "Hi"),
+    ("assistant", "Hello. \U0001f600"),
+    ("user", "<|assistant|>no"),
+    ("assistant", " two\nlines"),
+]
 ANSWERS = sum(len(words.encode()) + len("<|end|>") for role, words in TURNS if role == "assistant")
 
 
@@ -35,7 +40,11 @@ def chat_run(tmp_path_factory):
     config = schema.parse(
         {
             "run": {"directory": str(folder / "run"), "epochs": 2},
-            "model": {"config": batches.SMALL_LLAMA, "tokenizer": "bytes", "compute_dtype": "float32"},
+            "model": {
+                "config": batches.SMALL_LLAMA,
+                "tokenizer": "bytes",
+                "compute_dtype": "float32",
+            },
             "mesh": {"data": 1, "seq": 2},
             "data": {
                 "train": [source],
@@ -64,12 +73,18 @@ def test_what_the_assistant_says_is_learned_and_nothing_else(chat_run):
 def test_the_export_writes_chats_as_they_were_learned(chat_run):
     export.main([str(chat_run / "run"), str(chat_run / "hf")])
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_run / "hf")
-    said = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    said = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert said == "<|user|>Hi<|end|><|assistant|>"
 
 
 def test_a_run_is_evaluated_without_its_template_s_file(chat_run, capsys):
-    words = ["mesh.data=4", "data.on_bad_record=skip", f"data.eval=[{_with_a_bad_record(chat_run)}]"]
+    words = [
+        "mesh.data=4",
+        "data.on_bad_record=skip",
+        f"data.eval=[{_with_a_bad_record(chat_run)}]",
+    ]
     evaluation.main([str(chat_run / "run"), *words])
     said = capsys.readouterr().out
     assert re.search(messages.holding("loss", f"{ANSWERS:,}"), said)

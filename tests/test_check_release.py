@@ -10,7 +10,7 @@ from tests.planner import made
 
 def problems(**changes):
     """Problems found in a plan with these changes."""
-    plan = dataclasses.asdict(made.plan(jax="0.11.2"))
+    plan = dataclasses.asdict(made.plan(jax_version="0.11.2"))
     return check_release.find_problems(plan | changes, release="0.11.2")
 
 
@@ -21,9 +21,9 @@ def test_a_plan_that_fits_and_sends_what_it_should_has_no_problem():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"jax": "0.12.0.1"}, "0.11.2"),
-        ({"fits": False, "short": "74 of 72.8 GiB"}, "74 of 72.8 GiB"),
-        ({"bytes_moved": 2.01e9}, "1.0050"),
+        ({"jax_version": "0.12.0.1"}, "0.11.2"),
+        ({"fits": False, "shortage": "74 of 72.8 GiB"}, "74 of 72.8 GiB"),
+        ({"sent_bytes": 2.01e9}, "1.0050"),
         ({"step_s_estimate": None}, "estimate"),
     ],
     ids=["release", "memory", "bytes", "time"],

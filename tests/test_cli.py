@@ -67,8 +67,13 @@ def test_an_error_of_ours_is_said_in_full(capsys):
 CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:4500"
 
 
-@pytest.mark.parametrize(("num_processes", "flags", "is_short"), [(2, [], True), (2, ["--verbose"], False), (1, [], False)])
-def test_a_lost_connection_to_another_process_is_one_line(monkeypatch, capsys, num_processes, flags, is_short):
+@pytest.mark.parametrize(
+    ("num_processes", "flags", "is_short"),
+    [(2, [], True), (2, ["--verbose"], False), (1, [], False)],
+)
+def test_a_lost_connection_to_another_process_is_one_line(
+    monkeypatch, capsys, num_processes, flags, is_short
+):
     monkeypatch.setattr(distributed, "_this_process", Process(index=0, num_processes=num_processes))
     monkeypatch.setattr(distributed, "abort_job", sys.exit)
     monkeypatch.setattr(sys, "argv", ["train", *flags])
@@ -90,11 +95,13 @@ def test_modules_that_import_transformers_silence_its_advice_to_install_torch(mo
 @pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])
 def test_what_cannot_be_printed_at_the_end_does_not_change_the_code(command):
     """Python would end with 120."""
-    program = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from jaxsp import cli; cli.run({command})"
+    program = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from jaxsp import cli; cli.run_command({command})"
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
-    assert subprocess.run([sys.executable, "-c", program], env=buffered, check=False).returncode == int("/" in command)
+    assert subprocess.run(
+        [sys.executable, "-c", program], env=buffered, check=False
+    ).returncode == int("/" in command)
 
 
 def test_the_code_is_right_though_nobody_hears_the_words():
-    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); from jaxsp import cli; cli.run(lambda _: 1 / 0)"
+    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); from jaxsp import cli; cli.run_command(lambda _: 1 / 0)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1

@@ -11,7 +11,11 @@ from jaxsp.core.errors import UserError
 from jaxsp.measure import BenchmarkResult
 from tests import messages
 
-MESHES = [{"replica": 1, "data": 1, "seq": 2}, {"replica": 1, "data": 2, "seq": 1}, {"replica": 2, "data": 1, "seq": 1}]
+MESHES = [
+    {"replica": 1, "data": 1, "seq": 2},
+    {"replica": 1, "data": 2, "seq": 1},
+    {"replica": 2, "data": 1, "seq": 1},
+]
 
 WORDS = (
     "model.config.num_hidden_layers=1",
@@ -24,7 +28,7 @@ WORDS = (
 
 def measured(**changes):
     fields = {
-        "device": "cpu",
+        "device_kind": "cpu",
         "num_devices": 2,
         "mesh": MESHES[0],
         "num_steps": 2,
@@ -54,7 +58,9 @@ def compared(monkeypatch, *outcomes):
     monkeypatch.setattr(compare, "_run_process", apart)
     monkeypatch.setattr(compare, "_count_devices", lambda config: 2)
     words = ["attention.strategy=ulysses"]
-    return compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
+    return compare.benchmark_meshes(
+        "configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None
+    )
 
 
 def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch):
@@ -67,8 +73,13 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
     monkeypatch.setattr(compare, "_run_process", apart)
     monkeypatch.setattr(compare, "_count_devices", lambda config: 4)
     words = ["attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=1"]
-    compare.benchmark_meshes("configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None)
-    found = {(one.kind, one.ulysses_degree, one.outer, one.kv_heads_per_gather) for one in asked}
+    compare.benchmark_meshes(
+        "configs/quickstart.yaml", words, num_steps=2, num_heads=4, print_line=lambda words: None
+    )
+    found = {
+        (one.strategy, one.ulysses_degree, one.outer_strategy, one.kv_heads_per_gather)
+        for one in asked
+    }
     assert found == {
         ("auto", None, "all_gather", 1),
         ("ulysses", None, "ring", None),
@@ -89,7 +100,9 @@ def test_the_fastest_comes_first_and_what_cannot_run_last_with_its_reason(monkey
 
 
 def test_a_loss_that_differs_is_named_with_its_mesh_and_is_our_error(monkeypatch):
-    found = compared(monkeypatch, measured(), measured(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), measured())
+    found = compared(
+        monkeypatch, measured(), measured(losses=[5.0, 4.0004, 3.0], mesh=MESHES[1]), measured()
+    )
     assert re.search(messages.holding(1, 3), compare.format_table(found).splitlines()[-1])
     differs = ("replica 1 x data 2 x seq 1", "4.0004", "step 2", 4, "replica 1 x data 1 x seq 2")
     with pytest.raises(RuntimeError, match=messages.holding(*differs)):
@@ -97,7 +110,9 @@ def test_a_loss_that_differs_is_named_with_its_mesh_and_is_our_error(monkeypatch
 
 
 def test_rounding_is_no_difference_and_a_count_always_is(monkeypatch):
-    compare.check_losses(compared(monkeypatch, measured(), measured(losses=[5.0, 4.00003, 3.0]), "no"))
+    compare.check_losses(
+        compared(monkeypatch, measured(), measured(losses=[5.0, 4.00003, 3.0]), "no")
+    )
     found = compared(monkeypatch, measured(), measured(num_loss_tokens=[10, 11, 13]), "no")
     differs = ("num_loss_tokens", "[10, 11, 13]", "[10, 11, 12]")
     with pytest.raises(RuntimeError, match=messages.holding(*differs)):
@@ -113,21 +128,38 @@ def test_where_no_mesh_can_run_that_is_the_user_s_to_mend(monkeypatch):
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("asked", "kinds"),
-    [("ulysses", ["ulysses"]), pytest.param("auto", ["all_gather", "ring", "ulysses"], marks=pytest.mark.slow)],
+    [
+        ("ulysses", ["ulysses"]),
+        pytest.param("auto", ["all_gather", "ring", "ulysses"], marks=pytest.mark.slow),
+    ],
 )
 def test_meshes_are_run_and_lose_nothing(tmp_path, capsys, monkeypatch, asked, kinds):
     """As a user asks for it: rows_per_step 2 goes on every mesh of two devices."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # it is compiled again and again
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_backend_optimization_level=0"
+    )  # it is compiled again and again
     written = tmp_path / "meshes.json"
     plan.main(
-        ["configs/quickstart.yaml", *WORDS, f"attention.strategy={asked}", "--meshes", "--measure", "2", "--json", str(written)]
+        [
+            "configs/quickstart.yaml",
+            *WORDS,
+            f"attention.strategy={asked}",
+            "--meshes",
+            "--measure",
+            "2",
+            "--json",
+            str(written),
+        ]
     )
     found = json.loads(written.read_text())["meshes"]
-    ran = sorted((one["mesh"]["replica"], one["mesh"]["data"], one["strategy"].get("strategy")) for one in found)
+    ran = sorted(
+        (one["mesh"]["replica"], one["mesh"]["data"], one["attention_fields"].get("strategy"))
+        for one in found
+    )
     assert ran == [*((1, 1, kind) for kind in kinds), (1, 2, None), (2, 1, None)]
-    assert all(one["measured"]["mesh"] == one["mesh"] for one in found)
-    assert all(len(one["measured"]["losses"]) == 3 and one["off"] < 1e-5 for one in found)
-    assert len({tuple(one["measured"]["num_loss_tokens"]) for one in found}) == 1
+    assert all(one["result"]["mesh"] == one["mesh"] for one in found)
+    assert all(len(one["result"]["losses"]) == 3 and one["loss_error"] < 1e-5 for one in found)
+    assert len({tuple(one["result"]["num_loss_tokens"]) for one in found}) == 1
     said = capsys.readouterr().out
     *_, verdict, _written = said.splitlines()
     assert re.search(messages.holding(len(kinds) + 2), verdict)

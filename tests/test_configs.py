@@ -13,8 +13,13 @@ FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 def test_a_config_is_read_and_its_header_says_how_to_start_it(path):
     config = schema.load(path, [])
     assert config.run.directory.startswith("runs/")
-    header = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-    assert any(f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.") for line in header)
+    header = [
+        line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
+    ]
+    assert any(
+        f"configs/{path.name}" in line and line.startswith("#   python -m jaxsp.")
+        for line in header
+    )
 
 
 def test_no_two_configs_write_to_the_same_directory():

@@ -17,7 +17,11 @@ def asked(version):
     extras = project["optional-dependencies"]
     lines = [*project["dependencies"], *extras["test"], *extras["plan"]]
     found = [requirements.Requirement(line) for line in lines]
-    return [one for one in found if one.marker is None or one.marker.evaluate({"python_version": version})]
+    return [
+        one
+        for one in found
+        if one.marker is None or one.marker.evaluate({"python_version": version})
+    ]
 
 
 def test_there_is_a_file_for_each_python_that_ci_tries():
@@ -37,4 +41,6 @@ def test_a_file_holds_all_that_is_asked_for_within_its_range(path):
     for one in asked(path.stem.removeprefix("python")):
         name = re.sub("[-_.]+", "-", one.name).lower()
         assert name in versions, f"{one} is asked for"
-        assert one.specifier.contains(versions[name], prereleases=True), f"{one}, and {versions[name]}"
+        assert one.specifier.contains(versions[name], prereleases=True), (
+            f"{one}, and {versions[name]}"
+        )

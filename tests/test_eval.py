@@ -16,9 +16,13 @@ from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from tests import messages, tolerances
 
-oracle = pytest.importorskip("tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of")
+oracle = pytest.importorskip(
+    "tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of"
+)
 
-DOCUMENTS = [np.random.default_rng(n).integers(0, 131, n) for n in (2, 7, 33, 90)]  # the last is longer than a row
+DOCUMENTS = [
+    np.random.default_rng(n).integers(0, 131, n) for n in (2, 7, 33, 90)
+]  # the last is longer than a row
 
 
 def checkpoint(folder, name, dtype):
@@ -48,17 +52,29 @@ def losses(model):
 
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
-    expected = losses(checkpoint(tmp_path / "hf", name, "bfloat16" if name == "llama3" else "float32"))
+    expected = losses(
+        checkpoint(tmp_path / "hf", name, "bfloat16" if name == "llama3" else "float32")
+    )
     sets = []
     for number, document in enumerate(DOCUMENTS):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps({"input_ids": document.tolist()}))
-        sets.append({"source": str(tmp_path / f"{number}.jsonl"), "format": "tokens", "name": str(number)})
-    words = ["data.row_tokens=128", "model.compute_dtype=float32", f"data.eval={json.dumps(sets)}", "mesh.data=2", "mesh.seq=4"]
+        sets.append(
+            {"source": str(tmp_path / f"{number}.jsonl"), "format": "tokens", "name": str(number)}
+        )
+    words = [
+        "data.row_tokens=128",
+        "model.compute_dtype=float32",
+        f"data.eval={json.dumps(sets)}",
+        "mesh.data=2",
+        "mesh.seq=4",
+    ]
     evaluation.main([str(tmp_path / "hf"), *words, "--out", str(tmp_path / "eval.jsonl")])
     lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     for line, document, (loss, num_correct) in zip(lines, DOCUMENTS, expected, strict=True):
         assert line["num_loss_tokens"] == len(document) - 1
-        assert line["loss"] == pytest.approx(loss / (len(document) - 1), rel=tolerances.EVAL), len(document)
+        assert line["loss"] == pytest.approx(loss / (len(document) - 1), rel=tolerances.EVAL), len(
+            document
+        )
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
         assert line["token_accuracy"] == pytest.approx(num_correct / (len(document) - 1))
         assert line["step"] == 0
@@ -68,14 +84,19 @@ def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     checkpoint(tmp_path / "hf", "llama3", dtype)
-    (tmp_path / "hf/generation_config.json").write_text('{"eos_token_id": [5, 6], "temperature": 0.25}')
+    (tmp_path / "hf/generation_config.json").write_text(
+        '{"eos_token_id": [5, 6], "temperature": 0.25}'
+    )
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": DOCUMENTS[-1].tolist()}))
     chosen = schema.parse(
         {
             "run": {"directory": str(tmp_path / "run"), "steps": 1},
             "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},
             "mesh": {"data": 2, "seq": 4},
-            "data": {"train": [{"source": str(tmp_path / "a.jsonl"), "format": "tokens"}], "row_tokens": 128},
+            "data": {
+                "train": [{"source": str(tmp_path / "a.jsonl"), "format": "tokens"}],
+                "row_tokens": 128,
+            },
             "batch": {"rows_per_step": 2},
             "optimizer": {"learning_rate": 0.0},
             "logging": {"tensorboard": False},
@@ -97,7 +118,9 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype
         assert found[name].tobytes() == tensor.tobytes(), name
-    assert json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.25, "comes along"
+    assert (
+        json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.25
+    ), "comes along"
 
 
 def test_all_that_is_missing_is_said_at_once(tmp_path):
@@ -105,7 +128,11 @@ def test_all_that_is_missing_is_said_at_once(tmp_path):
     suggestion = "data.eval='[{source: "
     with pytest.raises(UserError, match=messages.holding("data.eval", suggestion)) as found:
         evaluation.main([str(tmp_path), "mesh.sq=4"])
-    assert [problem.split(":")[0] for problem in found.value.problems] == ["mesh.sq = 4", "data.row_tokens", "data.eval"]
+    assert [problem.split(":")[0] for problem in found.value.problems] == [
+        "mesh.sq = 4",
+        "data.row_tokens",
+        "data.eval",
+    ]
 
 
 def test_what_is_nothing_to_evaluate_is_named(tmp_path):

@@ -38,11 +38,22 @@ TWO_LENGTHS = {"row_tokens": [32, 64], "max_segments_per_row": 6, "long_document
 def write_config(folder: pathlib.Path, data: dict) -> None:
     firsts = np.cumsum([1, *LENGTHS])
     records = [
-        json.dumps({"input_ids": list(range(a, b))}) for a, b in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
+        json.dumps({"input_ids": list(range(a, b))})
+        for a, b in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True)
     ]
     (folder / "train.jsonl").write_text("\n".join(records), encoding="utf-8")
-    model = {"model_type": "llama", "vocab_size": int(firsts[-1]), "hidden_size": 16, "num_hidden_layers": 1}
-    model |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 4, "intermediate_size": 16}
+    model = {
+        "model_type": "llama",
+        "vocab_size": int(firsts[-1]),
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+    }
+    model |= {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 4,
+        "intermediate_size": 16,
+    }
     fields = {
         "run": {"directory": str(folder / "run"), "epochs": 1, "save_every": 1},
         "model": {"config": model, "compute_dtype": "float32"},
@@ -67,7 +78,9 @@ def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
         trainer.train(program, material, rich.console.Console(quiet=True))
 
 
-def train_apart(folder: pathlib.Path, log: str, *words: str, processes: int, kill_at: int = 0) -> None:
+def train_apart(
+    folder: pathlib.Path, log: str, *words: str, processes: int, kill_at: int = 0
+) -> None:
     """Trains in so many processes; with `kill_at` each kills itself there, unless JAX ends it for another one's death."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -75,11 +88,33 @@ def train_apart(folder: pathlib.Path, log: str, *words: str, processes: int, kil
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     started = []
     for index in range(processes):
-        command = [sys.executable, "-m", "tests.consumed", str(folder / log), str(kill_at), str(folder / "config.yaml"), *words]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.consumed",
+            str(folder / log),
+            str(kill_at),
+            str(folder / "config.yaml"),
+            *words,
+        ]
         if processes > 1:
-            command += ["--coordinator", address, "--num-processes", str(processes), "--process-id", str(index)]
+            command += [
+                "--coordinator",
+                address,
+                "--num-processes",
+                str(processes),
+                "--process-id",
+                str(index),
+            ]
         started.append(
-            subprocess.Popen(command, cwd=REPO, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            subprocess.Popen(
+                command,
+                cwd=REPO,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
     said = [process.communicate(timeout=300)[0] for process in started]
     codes = {process.returncode for process in started}
@@ -109,7 +144,9 @@ def expected(data: dict) -> str:
     """The slow and obvious hash: all documents written out, without those that are reported dropped."""
     firsts, longest = np.cumsum([1, *LENGTHS]), np.max(data["row_tokens"])
     dropped = data.get("long_documents") == "drop"
-    kept = [np.arange(a, b) for a, b in itertools.pairwise(firsts) if b - a <= longest or not dropped]
+    kept = [
+        np.arange(a, b) for a, b in itertools.pairwise(firsts) if b - a <= longest or not dropped
+    ]
     return hashlib.sha256(np.concatenate(kept).astype(np.int64).tobytes()).hexdigest()
 
 
@@ -134,7 +171,9 @@ LAYOUTS = [
     pytest.param("one", 1, (8, 1), marks=pytest.mark.slow),
     pytest.param("one", 1, (1, 8), marks=pytest.mark.slow),
     pytest.param("one", 2, (2, 4), marks=pytest.mark.slow),
-    pytest.param("one", 2, (1, 8), marks=pytest.mark.slow),  # two processes are in faults/ and test_launch.py
+    pytest.param(
+        "one", 2, (1, 8), marks=pytest.mark.slow
+    ),  # two processes are in faults/ and test_launch.py
     ("two", 1, (1, 8)),
     pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]
@@ -163,8 +202,12 @@ STOPS = [
 """Lengths of rows, layout that is killed, layout that goes on, and its rows_per_step (8 before)."""
 
 
-@pytest.mark.parametrize(("straight", "before", "after", "rows_per_step"), STOPS, indirect=["straight"])
-def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(straight, tmp_path, before, after, rows_per_step):
+@pytest.mark.parametrize(
+    ("straight", "before", "after", "rows_per_step"), STOPS, indirect=["straight"]
+)
+def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(
+    straight, tmp_path, before, after, rows_per_step
+):
     _, data, wanted = straight
     write_config(tmp_path, data)
     train_apart(tmp_path, "killed", *words_of(before[1]), processes=before[0], kill_at=6)

@@ -140,7 +140,9 @@ def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path,
 
 
 @pytest.mark.e2e
-def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(monkeypatch, tmp_path, benchmark):
+def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(
+    monkeypatch, tmp_path, benchmark
+):
     monkeypatch.setattr(gpu_check, "LEAST_S", 2)
     parts = benchmark("slow", sleep=60, seconds=2), benchmark("late")
     began = time.monotonic()
@@ -168,7 +170,9 @@ def pytest_part(tmp_path, monkeypatch):
     def make(text, *, seconds=60):
         (tmp_path / "test_it.py").write_text(text)
         arguments = ("test_it.py", "-p", "scripts.junit_log", "-vv", "-p", "no:cacheprovider")
-        return gpu_check.Part(name="tests", seconds=seconds, module="pytest", arguments=arguments, is_tests=True)
+        return gpu_check.Part(
+            name="tests", seconds=seconds, module="pytest", arguments=arguments, is_tests=True
+        )
 
     return make
 
@@ -177,7 +181,9 @@ def results(out):
     """Tests of the JUnit file, with the tags and messages of what is in them."""
     (file,) = out.glob("*-mine-tests.xml")
     cases = list(ElementTree.parse(file).getroot())
-    return {case.get("name"): [(child.tag, child.get("message")) for child in case] for case in cases}
+    return {
+        case.get("name"): [(child.tag, child.get("message")) for child in case] for case in cases
+    }
 
 
 TESTS = """
@@ -223,7 +229,9 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
         "test_skips": [("skipped", "Skipped: no window")],
         "test_has_a_broken_fixture": [("error", "RuntimeError: CUDA_ERROR_OUT_OF_MEMORY")],
         "test_crashes": [("error", junit_log.RUNNING)],
-        "test_corrupts_the_gpu": [("failure", "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")],
+        "test_corrupts_the_gpu": [
+            ("failure", "RuntimeError: INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")
+        ],
         "test_runs_in_a_new_process": [],
     }
     assert code == 1
@@ -254,7 +262,9 @@ def test_skipping_every_test_is_a_failure(monkeypatch, tmp_path, pytest_part):
 
 def test_a_test_that_crashes_again_and_again_ends_the_stage(monkeypatch, tmp_path, pytest_part):
     """A crash before the first test, such as one on import, would repeat without end."""
-    code, index, line = run_stage(monkeypatch, tmp_path / "out", pytest_part("import os\nos.abort()\n"))
+    code, index, line = run_stage(
+        monkeypatch, tmp_path / "out", pytest_part("import os\nos.abort()\n")
+    )
     assert (code, index["parts"][0]["status"]) == (1, report.FAILED)
     assert re.search(messages.holding("tests", report.FAILED), line)
     assert not re.search(r"\d+ (passed|failed|skipped)", line)

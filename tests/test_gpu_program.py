@@ -38,7 +38,9 @@ def compiled_step(config):
     """The step of a config with a model.config, on as many H100s as its mesh has."""
     model = families.parse_model_config(config.model.config, field="model.config")
     count = config.mesh.data * config.mesh.seq
-    return compiled.compile_config(config, model=model, devices=compiled.make_devices("h100-80gb", count))
+    return compiled.compile_config(
+        config, model=model, devices=compiled.make_devices("h100-80gb", count)
+    )
 
 
 def small_step(slots, **memory):
@@ -61,7 +63,11 @@ def small_step(slots, **memory):
     return compiled_step(config).dump.hlo_text
 
 
-@pytest.fixture(scope="module", params=[64, pytest.param(1, marks=pytest.mark.slow)], ids=["packed", "one document a row"])
+@pytest.fixture(
+    scope="module",
+    params=[64, pytest.param(1, marks=pytest.mark.slow)],
+    ids=["packed", "one document a row"],
+)
 def small(request):
     """Slots of a row, and the compiled step."""
     return request.param, small_step(request.param)
@@ -70,7 +76,9 @@ def small(request):
 def collectives(text: str) -> dict[str, collections.Counter]:
     """Dtypes of the arrays that each kind of collective brings, and how often."""
     found = collections.defaultdict(collections.Counter)
-    for result, kind in re.findall(r"= (\S.*?) (all-to-all|all-gather|reduce-scatter)(?:-start)?\(", text):
+    for result, kind in re.findall(
+        r"= (\S.*?) (all-to-all|all-gather|reduce-scatter)(?:-start)?\(", text
+    ):
         found[kind].update(set(re.findall(r"(\w+)\[\d", result)))
     return found
 
@@ -97,7 +105,9 @@ def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(small):
 
 def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(small):
     slots, text = small
-    expected = 1 if slots == 1 else len(packed.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots))
+    expected = (
+        1 if slots == 1 else len(packed.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots))
+    )
     assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
 
 
@@ -109,7 +119,10 @@ def test_full_calls_cudnn_forward_again_in_the_backward_pass():
 def test_what_is_offloaded_is_in_host_memory_as_large_as_it_is():
     """A device's 2,048 tokens of 1,024 numbers in bfloat16, for each of 4 layers; and what attention gave, as large."""
     text = small_step(1, offload_activations="layer_inputs_and_attention")
-    kept = {tuple(map(int, dims.split(","))) for dims in re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", text)}
+    kept = {
+        tuple(map(int, dims.split(",")))
+        for dims in re.findall(r"bf16\[([\d,]+)\]\{[^}]*S\(5\)\}", text)
+    }
     assert {math.prod(dims) for dims in kept} == {4 * 2048 * 1024}
     assert num_calls(text) == (4 * 3, 4 * 3)
 
@@ -122,17 +135,23 @@ RECIPES = {
 """Published sizes of each recipe's model."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("qwen" in name)) for name in RECIPES]
+)
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
     config = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
     model = families.parse_model_config(config.model.config, field="model.config")
     groups = config.mesh.data
-    plan = planning.plan_step(config, model=model, cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq))
+    plan = planning.plan_step(
+        config, model=model, cluster=compiled.make_cluster("h100-80gb", groups * config.mesh.seq)
+    )
     assert plan.fits
     least, most = re.search(r"Planned\D*(?:(\d+) to )?(\d+) GiB", path.read_text()).groups()
     assert int(least or most) - 0.5 < plan.device_gib < int(most) + 0.5, "of jax 0.10.1 to 0.12"
     # a layer of a microbatch: see the test of the all-to-alls above
     microbatches = config.batch.rows_per_step // (groups * config.batch.rows_per_microbatch)
-    all_to_alls = sum(transfer["runs"] for transfer in plan.transfers if transfer["kind"] == "all-to-all")
+    all_to_alls = sum(
+        transfer["num_runs"] for transfer in plan.transfers if transfer["operation"] == "all-to-all"
+    )
     assert all_to_alls == (6 * model.num_layers * microbatches if config.mesh.seq > 1 else 0)

@@ -25,7 +25,16 @@ pytestmark = pytest.mark.usefixtures("hearing")
 
 REPO = pathlib.Path(__file__).parent.parent
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction", "learning_rate")
+COUNTS = (
+    "step",
+    "epoch",
+    "num_rows",
+    "num_tokens",
+    "num_loss_tokens",
+    "num_tokens_total",
+    "padding_fraction",
+    "learning_rate",
+)
 
 ENDS_WITHIN_S = 30
 """From the failure of one process to the end of the launch."""
@@ -33,12 +42,13 @@ ENDS_WITHIN_S = 30
 PROCESSES = """
 import sys
 from jaxsp import cli, launch
-from jaxsp.core import jobs, processes
-job = [jobs.Process(index=i, num_processes=3, coordinator="127.0.0.1:1", local_index=i, num_local=3) for i in range(3)]
+from jaxsp.runtime import cluster
+places = {"num_processes": 3, "coordinator": "127.0.0.1:1", "num_local_processes": 3}
+job = [cluster.Process(index=i, local_index=i, **places) for i in range(3)]
 def main(_):
-    with launch._Orders() as orders:
-        launch.run([sys.executable, "-c", sys.argv[1]], job, orders)
-cli.run(main)
+    with launch._SignalForwarder() as orders:
+        launch.run_processes([sys.executable, "-c", sys.argv[1]], job, orders)
+cli.run_command(main)
 """
 """Three processes without JAX, which begin at once."""
 
@@ -60,7 +70,9 @@ def start(*words, **options):
 def three(program):
     """Exit code, stdout and stderr of three processes, and the seconds that they took."""
     began = time.monotonic()
-    launcher = start("-c", PROCESSES, BEGINNING + program, text=False)  # as text, \r would become \n
+    launcher = start(
+        "-c", PROCESSES, BEGINNING + program, text=False
+    )  # as text, \r would become \n
     printed, said = (kept.decode() for kept in launcher.communicate(timeout=60))
     return launcher.returncode, printed, said, time.monotonic() - began
 
@@ -69,9 +81,17 @@ def settings(folder, *, name, data, seq, steps=3, devices=8):
     """A small run from text, saved as a file for the command."""
     folder.joinpath("texts").mkdir(exist_ok=True)
     for number, words in enumerate(("one ", "and another ", "the third of them ")):
-        if not (path := folder / f"texts/{number}.txt").exists():  # written again, it would be another text
+        if not (
+            path := folder / f"texts/{number}.txt"
+        ).exists():  # written again, it would be another text
             path.write_text(words * 40, encoding="utf-8")
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+    }
     fields = {
         "run": {"directory": str(folder / name), "steps": steps},
         "model": {
@@ -80,9 +100,17 @@ def settings(folder, *, name, data, seq, steps=3, devices=8):
             "compute_dtype": "float32",
         },
         "mesh": {"data": data, "seq": seq, "virtual_cpu_devices": devices},
-        "data": {"train": [{"source": str(folder / "texts/*.txt"), "format": "text"}], "row_tokens": 64},
+        "data": {
+            "train": [{"source": str(folder / "texts/*.txt"), "format": "text"}],
+            "row_tokens": 64,
+        },
         "batch": {"rows_per_step": 2},
-        "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant", "warmup_steps": 0},
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 0.5,
+            "schedule": "constant",
+            "warmup_steps": 0,
+        },
         "logging": {"tensorboard": False},
     }
     schema.save(schema.parse(fields), folder / f"{name}.yaml")
@@ -100,7 +128,9 @@ def test_two_processes_give_the_numbers_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(tmp_path):
+def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(
+    tmp_path,
+):
     compare_processes(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
 
 
@@ -110,7 +140,11 @@ def compare_processes(tmp_path, meshes):
     first = meshes[0][0]
     for name, data, seq in meshes:
         file, metrics = settings(tmp_path, name=name, data=data, seq=seq)
-        words = ["run.save_every=2"] if name == first else [f"run.resume={tmp_path}/{first}/checkpoints/2"]
+        words = (
+            ["run.save_every=2"]
+            if name == first
+            else [f"run.resume={tmp_path}/{first}/checkpoints/2"]
+        )
         launcher = start("-m", "jaxsp.launch", "--processes", 2, file, *words)
         _, said = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, said
@@ -125,20 +159,36 @@ def compare_processes(tmp_path, meshes):
     assert [line["step"] for line in expected] == [1, 2, 3]
     for name, seen in found.items():
         for line, right in zip(seen, expected if name == first else expected[2:], strict=True):
-            assert {field: line[field] for field in COUNTS} == {field: right[field] for field in COUNTS}, name
+            assert {field: line[field] for field in COUNTS} == {
+                field: right[field] for field in COUNTS
+            }, name
             for field in ("loss", "grad_norm", "token_accuracy"):
-                assert line[field] == pytest.approx(right[field], rel=tolerances.MESH), (name, field)
+                assert line[field] == pytest.approx(right[field], rel=tolerances.MESH), (
+                    name,
+                    field,
+                )
 
 
 @pytest.mark.e2e
 def test_torchrun_starts_a_job(tmp_path):
-    pytest.importorskip("torch", reason="torchrun comes with torch, which this Python has no build of")
+    pytest.importorskip(
+        "torch", reason="torchrun comes with torch, which this Python has no build of"
+    )
     program = tmp_path / "job.py"
     program.write_text(
-        "import os, pathlib, sys, jax\nfrom jaxsp.core import jobs, processes\nprocesses.start(jobs.find(os.environ))\n"
-        "pathlib.Path(sys.argv[1], f'{jax.process_index()} of {jax.process_count()}').touch()\nprocesses.end()\n"
+        "import os, pathlib, sys, jax\nfrom jaxsp.runtime import cluster, distributed\n"
+        "distributed.initialize(cluster.detect_process(os.environ))\n"
+        "pathlib.Path(sys.argv[1], f'{jax.process_index()} of {jax.process_count()}').touch()\ndistributed.shutdown()\n"
     )
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone", program, tmp_path)
+    words = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        2,
+        "--standalone",
+        program,
+        tmp_path,
+    )
     job = start(*words, env=os.environ | {"XLA_FLAGS": ""})
     _, said = job.communicate(timeout=120)
     assert job.returncode == 0, said
@@ -172,11 +222,15 @@ def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
 
 def children(pid):
     """Processes that a process has started."""
-    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    ]
 
 
 def rank_of(pid):
-    return int(re.search(rb"(?:^|\0)RANK=(\d+)", pathlib.Path(f"/proc/{pid}/environ").read_bytes())[1])
+    return int(
+        re.search(rb"(?:^|\0)RANK=(\d+)", pathlib.Path(f"/proc/{pid}/environ").read_bytes())[1]
+    )
 
 
 def alive(pid):
@@ -194,7 +248,9 @@ def test_a_mistake_that_all_processes_find_is_said_once(tmp_path):
     printed, said = launcher.communicate(timeout=100)
     assert launcher.returncode == 2, said
     mistake, end = noise.without(said)
-    assert re.match(messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), mistake)
+    assert re.match(
+        messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), mistake
+    )
     assert re.search(messages.holding("2 processes", "exit code 2"), end)
     assert "devices" not in printed, "nothing was begun"
 
@@ -225,10 +281,10 @@ def test_one_of_several_processes_ends_at_once_with_its_number():
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.core import jobs, processes
-processes._here = jobs.Process(index=3, num_processes=4)
+from jaxsp.runtime import cluster, distributed
+distributed._this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
-cli.run(lambda _: 1 / 0)
+cli.run_command(lambda _: 1 / 0)
 """,
     )
     _, said = failing.communicate(timeout=60)
@@ -279,10 +335,12 @@ say("\\rat 10 %\\rat 100 % of " + rank, "warned")
 
 def test_a_launched_process_finds_its_place():
     _, printed, _, _ = three("""
-from jaxsp.core import jobs, processes
-print(jobs.find(os.environ))
+from jaxsp.runtime import cluster
+print(cluster.detect_process(os.environ))
 """)
-    place = Process(index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local_processes=3)
+    place = Process(
+        index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local_processes=3
+    )
     assert printed == f"{place}\n"
 
 
@@ -322,7 +380,8 @@ def test_a_stop_may_take_its_time_and_is_no_failure(tmp_path):
         BEGINNING
         + f"""
 if rank != "0":
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep({launch.PEER_LINE_DELAY_S} + 2), Path("{tmp_path}", rank).touch(), sys.exit(0)))
+    slow_s = {launch.PEER_LINE_DELAY_S} + 2
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(slow_s), Path("{tmp_path}", rank).touch(), sys.exit(0)))
 Path("{tmp_path}", "ready" + rank).touch()
 time.sleep(100)
 """
@@ -339,7 +398,10 @@ time.sleep(100)
 
 
 def test_a_second_signal_kills(tmp_path):
-    deaf = BEGINNING + f'signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("{tmp_path}", rank).touch(); time.sleep(100)'
+    deaf = (
+        BEGINNING
+        + f'signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("{tmp_path}", rank).touch(); time.sleep(100)'
+    )
     launcher = start("-c", PROCESSES, deaf)
     left = three_of(launcher)
     wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
@@ -363,14 +425,19 @@ def wait_for(done):
     ("program", "again"),
     [
         ('sys.exit(75 if rank == "1" else 1)', True),
-        ('say("E0101 Polled an error from coordination service", "F0101 client.h:80] Terminating"); os.abort()', False),
+        (
+            'say("E0101 Polled an error from coordination service", "F0101 client.h:80] Terminating"); os.abort()',
+            False,
+        ),
         ("os.abort()", False),
         ("sys.exit(1)", False),
         ("", False),
     ],
 )
 def test_what_hangs_is_to_be_started_again_and_nothing_else(program, again):
-    words = PROCESSES.replace("launch.run([", "print(launch.run([").replace("job, orders)", "job, orders))")
+    words = PROCESSES.replace("launch.run_processes([", "print(launch.run_processes([").replace(
+        "job, orders)", "job, orders))"
+    )
     launcher = start("-c", words, BEGINNING + program)
     printed, said = launcher.communicate(timeout=60)
     assert (printed == "True\n") == again, said
@@ -441,10 +508,21 @@ def test_a_launch_on_each_node_makes_one_job(monkeypatch):
     monkeypatch.setattr(launch, "run_processes", lambda _, job, orders: begun.append(job))
     monkeypatch.setattr(cluster, "count_gpus", lambda _: 4)
     for node in "01":
-        launch.main(["--nodes", "2", "--node", node, "--coordinator", "node-0:29500", "configs/quickstart.yaml"])
+        launch.main(
+            [
+                "--nodes",
+                "2",
+                "--node",
+                node,
+                "--coordinator",
+                "node-0:29500",
+                "configs/quickstart.yaml",
+            ]
+        )
     (first, second) = begun
     assert [process.index for process in first + second] == list(range(8))
     assert [process.local_index for process in second] == [0, 1, 2, 3]
-    assert {(process.num_processes, process.num_local, process.coordinator) for process in first + second} == {
-        (8, 4, "node-0:29500")
-    }
+    assert {
+        (process.num_processes, process.num_local_processes, process.coordinator)
+        for process in first + second
+    } == {(8, 4, "node-0:29500")}

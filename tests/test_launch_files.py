@@ -47,7 +47,12 @@ exit "${{codes[0]}}"
 
     def run(*words, codes, tell=None, **environ):
         (tmp_path / "codes").write_text(codes)
-        environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
+        environ = {
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            **environ,
+        }
         running = subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True)
         while tell is not None and not (tmp_path / "ready").exists():
             assert running.poll() is None
@@ -58,7 +63,9 @@ exit "${{codes[0]}}"
             said = running.communicate(timeout=20)[1]
         finally:
             running.kill()
-        called = (tmp_path / "called").read_text().splitlines() if (tmp_path / "called").exists() else []
+        called = (
+            (tmp_path / "called").read_text().splitlines() if (tmp_path / "called").exists() else []
+        )
         return running.returncode, said, called
 
     return run
@@ -70,18 +77,33 @@ def trains(called):
 
 @pytest.mark.parametrize(
     ("codes", "code", "starts"),
-    [("0", 0, 1), ("2", 2, 1), ("1", 1, 1), ("75 134 0", 0, 3), ("137 0", 0, 2), ("75 2", 2, 2), ("75 75 75 75 0", 75, 4)],
+    [
+        ("0", 0, 1),
+        ("2", 2, 1),
+        ("1", 1, 1),
+        ("75 134 0", 0, 3),
+        ("137 0", 0, 2),
+        ("75 2", 2, 2),
+        ("75 75 75 75 0", 75, 4),
+    ],
 )
 def test_slurm_starts_again_what_hangs_and_nothing_else(commands, codes, code, starts):
     ended, _, called = commands(SLURM, "a.yaml", "run.steps=3", codes=codes)
     assert ended == code
-    assert trains(called) == ["python -m jaxsp.train a.yaml run.shutdown_grace=270 run.steps=3"] * starts
+    assert (
+        trains(called)
+        == ["python -m jaxsp.train a.yaml run.shutdown_grace=270 run.steps=3"] * starts
+    )
     assert not any(line.startswith("scontrol") for line in called)
 
 
-@pytest.mark.parametrize(("code", "restarts", "requeued"), [(0, "0", True), (0, "20", False), (1, "0", False)])
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"), [(0, "0", True), (0, "20", False), (1, "0", False)]
+)
 def test_slurm_queues_again_when_the_time_is_up(commands, code, restarts, requeued):
-    ended, _, called = commands(SLURM, "a.yaml", codes=f"stops{code}", tell=signal.SIGUSR1, SLURM_RESTART_COUNT=restarts)
+    ended, _, called = commands(
+        SLURM, "a.yaml", codes=f"stops{code}", tell=signal.SIGUSR1, SLURM_RESTART_COUNT=restarts
+    )
     assert ended == code
     assert len(trains(called)) == 1
     assert ("scontrol requeue 7" in called) == requeued
@@ -109,8 +131,12 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert words[:3] == ["python", "-m", "jaxsp.launch"]
     started = []
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(cluster, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"])
-    monkeypatch.setattr(launch, "run_processes", lambda command, job, orders: started.append((command, job)))
+    monkeypatch.setattr(
+        cluster, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+    )
+    monkeypatch.setattr(
+        launch, "run_processes", lambda command, job, orders: started.append((command, job))
+    )
     launch.main(words[3:])
     ((command, job),) = started
     assert [process.index for process in job] == list(range(8, 16))
@@ -124,12 +150,17 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
 def test_the_pods_meet_at_the_first_of_them():
     job = JOB["template"]["spec"]
     name, port = re.search(r"--coordinator (\S+):(\d+)", CONTAINER["args"][0]).groups()
-    assert name == f"{JOBSET['metadata']['name']}-{JOB['name']}-0-0.{JOBSET['spec']['network']['subdomain']}"
+    assert (
+        name
+        == f"{JOBSET['metadata']['name']}-{JOB['name']}-0-0.{JOBSET['spec']['network']['subdomain']}"
+    )
     assert int(port) in [one["containerPort"] for one in CONTAINER["ports"]]
     nodes = int(re.search(r"--nodes (\d+)", CONTAINER["args"][0])[1])
     assert job["parallelism"] == job["completions"] == nodes
     assert job["completionMode"] == "Indexed"
-    assert {one["name"] for one in CONTAINER["volumeMounts"]} == {one["name"] for one in POD["volumes"]}
+    assert {one["name"] for one in CONTAINER["volumeMounts"]} == {
+        one["name"] for one in POD["volumes"]
+    }
 
 
 def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again():
@@ -137,8 +168,14 @@ def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again()
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
     codes = [cli.EXIT_USER_ERROR, cli.EXIT_NEEDS_ATTENTION]
-    assert rule["onExitCodes"] == {"containerName": CONTAINER["name"], "operator": "In", "values": codes}
-    assert [(one["action"], one["onJobFailureReasons"]) for one in policy["rules"]] == [("FailJobSet", ["PodFailurePolicy"])]
+    assert rule["onExitCodes"] == {
+        "containerName": CONTAINER["name"],
+        "operator": "In",
+        "values": codes,
+    }
+    assert [(one["action"], one["onJobFailureReasons"]) for one in policy["rules"]] == [
+        ("FailJobSet", ["PodFailurePolicy"])
+    ]
     assert policy["maxRestarts"] > 0
     assert POD["restartPolicy"] == "Never"
     assert job["backoffLimit"] == 0
@@ -151,4 +188,6 @@ def test_a_pod_ends_as_the_launcher_does(commands, codes, code):
 
 def test_a_pod_that_is_evicted_has_not_done_its_work(commands):
     words = (*CONTAINER["command"], *CONTAINER["args"])
-    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.EXIT_HUNG
+    assert (
+        commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.EXIT_HUNG
+    )

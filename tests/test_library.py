@@ -36,9 +36,16 @@ def make_folder(path, fields=FIELDS):
     """A Hugging Face folder of random weights, with the tokenizer of bytes."""
     table = decoder.param_table(families.parse_model_config(fields, field="fields"))
     rng = np.random.default_rng(3)
-    master = jax.tree.map(lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table)
+    master = jax.tree.map(
+        lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table
+    )
     weights.export_model(
-        master, table=table, fields=fields, tokenizer=tokenizers.make_byte_tokenizer(), directory=path, dtype="float32"
+        master,
+        table=table,
+        fields=fields,
+        tokenizer=tokenizers.make_byte_tokenizer(),
+        directory=path,
+        dtype="float32",
     )
 
 
@@ -58,7 +65,10 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     """Weights that are sharded and padded come back bit for bit, with the folder's other files."""
     program, master = loaded
     stored = [sharding.choose_placement(row, 8) for row in jax.tree.leaves(program.table)]
-    assert any(place.stored_shape != row.shape for place, row in zip(stored, jax.tree.leaves(program.table), strict=True))
+    assert any(
+        place.stored_shape != row.shape
+        for place, row in zip(stored, jax.tree.leaves(program.table), strict=True)
+    )
     assert dict(program.mesh.shape) == SETTINGS["mesh"]
     assert program.num_steps == 3
     library.save_model(master, tmp_path / "out", program)
@@ -66,20 +76,31 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
     old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (before, after))
     assert batches.same_bits(new, old)
-    assert json.loads((after / "config.json").read_text()) == json.loads((before / "config.json").read_text())
+    assert json.loads((after / "config.json").read_text()) == json.loads(
+        (before / "config.json").read_text()
+    )
     library.save_model(master, tmp_path / "bfloat16", program, dtype="bfloat16")
-    (name,) = {str(tensor.dtype) for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()}
+    (name,) = {
+        str(tensor.dtype)
+        for tensor in safetensors.numpy.load_file(tmp_path / "bfloat16/model.safetensors").values()
+    }
     assert name == "bfloat16"
 
 
 @pytest.mark.skipif(
-    compile_options.parse_version(jax.__version__) < memory_options.MIN_HOST_STATE_RELEASE, reason="needs jax 0.11.1"
+    compile_options.parse_version(jax.__version__) < memory_options.MIN_HOST_STATE_RELEASE,
+    reason="needs jax 0.11.1",
 )
 def test_weights_in_host_memory_are_saved(base, tmp_path):
-    program, master = library.load_model(base, SETTINGS | {"memory": {"offload_optimizer": "state"}})
+    program, master = library.load_model(
+        base, SETTINGS | {"memory": {"offload_optimizer": "state"}}
+    )
     assert any(host_offload.is_on_host(leaf) for leaf in jax.tree.leaves(master))
     library.save_model(master, tmp_path / "out", program)
-    old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (pathlib.Path(base), tmp_path / "out"))
+    old, new = (
+        safetensors.numpy.load_file(path / "model.safetensors")
+        for path in (pathlib.Path(base), tmp_path / "out")
+    )
     assert batches.same_bits(new, old)
 
 
@@ -112,7 +133,9 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
     for rows in found:
         step_pieces = list(pieces(rows))
         assert all(piece in right for piece in step_pieces)
-        assert all(document in step_pieces for document in right), "four rows are at least one epoch"
+        assert all(document in step_pieces for document in right), (
+            "four rows are at least one epoch"
+        )
 
 
 BAD = [
@@ -144,7 +167,8 @@ def test_bad_lists_are_refused(loaded, given, says):
 
 def test_documents_may_come_from_a_generator(loaded):
     of_list, of_generator = (
-        next(library.pack(documents, loaded[0])) for documents in ([[1, 2], [3, 4]], (d for d in [[1, 2], [3, 4]]))
+        next(library.pack(documents, loaded[0]))
+        for documents in ([[1, 2], [3, 4]], (d for d in [[1, 2], [3, 4]]))
     )
     assert np.array_equal(of_list.tokens_BL, of_generator.tokens_BL)
 
@@ -171,7 +195,9 @@ def test_settings_that_do_not_work_are_refused(base):
     """Three rows cannot be shared by two groups of devices; a number of epochs would not be known before packing."""
     with pytest.raises(UserError) as raised:
         library.load_model(base, SETTINGS | {"batch": {"rows_per_step": 3}})
-    assert [problem.partition(" = ")[0] for problem in raised.value.problems] == ["batch.rows_per_step"]
+    assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [
+        "batch.rows_per_step"
+    ]
     with pytest.raises(UserError, match=r"run\.epochs = 2"):
         library.load_model(base, SETTINGS | {"run": {"epochs": 2}})
 
@@ -182,15 +208,21 @@ def test_the_example_trains_and_saves(tmp_path):
     code = textwrap.dedent(library.__doc__.partition("Example:\n")[2])
     make_folder(tmp_path / "models/base", batches.SMALL_LLAMA)
     (tmp_path / "texts.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": "4",
+        "PYTHONPATH": str(pathlib.Path(__file__).parent.parent),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     steps = [line.split() for line in done.stdout.splitlines()]
     assert [int(number) for number, _ in steps] == list(range(1, 11))
     assert float(steps[0][1]) > 5, "ln 257 is 5.5"
     assert float(steps[-1][1]) < float(steps[0][1]) - 0.2
     before, after = (
-        safetensors.numpy.load_file(tmp_path / "models" / name / "model.safetensors") for name in ("base", "tuned")
+        safetensors.numpy.load_file(tmp_path / "models" / name / "model.safetensors")
+        for name in ("base", "tuned")
     )
     assert before.keys() == after.keys()
     assert {str(tensor.dtype) for tensor in after.values()} == {"bfloat16"}

@@ -1,7 +1,7 @@
 """Configs, data and model folders that are broken: exit code 2 and a line that names the culprit, never a traceback.
 
-Through the command itself, in this process. More about single fields is in core/test_config.py, about files of data in
-data/test_files.py, and about model folders in hf/test_folder.py.
+Through the command itself, in this process. More about single fields is in config/test_schema.py, about files of data in
+data/ingest/test_records.py, and about model folders in hf/test_folder.py.
 """
 
 import gzip
@@ -111,7 +111,11 @@ def model(change=None, *, fields=None, without=()):
             "post_attention_layernorm": (size,),
         }
         shapes = {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()}
-        shapes |= {"model.embed_tokens.weight": (vocab, size), "model.norm.weight": (size,), "lm_head.weight": (vocab, size)}
+        shapes |= {
+            "model.embed_tokens.weight": (vocab, size),
+            "model.norm.weight": (size,),
+            "lm_head.weight": (vocab, size),
+        }
         tensors = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
         safetensors.numpy.save_file(tensors, folder / "model.safetensors")
         for name in without:
@@ -163,17 +167,37 @@ TOKENIZER = [*HF, "model.tokenizer=null"]
 
 CASES = {
     # Configs
-    "no file": (lambda: pathlib.Path("config.yaml").unlink(), [], "config.yaml ... configs/quickstart.yaml"),
+    "no file": (
+        lambda: pathlib.Path("config.yaml").unlink(),
+        [],
+        "config.yaml ... configs/quickstart.yaml",
+    ),
     "an empty config": (config(lambda _: b""), [], "config.yaml ... group: {field: value}"),
-    "a config cut short": (config(lambda text: text[:-10] + b"\nrun: {dir"), [], "config.yaml ... YAML"),
-    "a config in UTF-16": (config(lambda text: text.decode().encode("utf-16")), [], "config.yaml ... utf-8"),
-    "a config with NUL bytes": (config(lambda text: text + b"\0"), [], "config.yaml ... YAML ... #x0000"),
+    "a config cut short": (
+        config(lambda text: text[:-10] + b"\nrun: {dir"),
+        [],
+        "config.yaml ... YAML",
+    ),
+    "a config in UTF-16": (
+        config(lambda text: text.decode().encode("utf-16")),
+        [],
+        "config.yaml ... utf-8",
+    ),
+    "a config with NUL bytes": (
+        config(lambda text: text + b"\0"),
+        [],
+        "config.yaml ... YAML ... #x0000",
+    ),
     "a config that is a folder": (
         lambda: pathlib.Path("config.yaml").unlink() or pathlib.Path("config.yaml").mkdir(),
         [],
         "config.yaml ... [Errno 21]",
     ),
-    "a list for a config": (config(lambda _: b"- run\n"), [], "config.yaml ... group: {field: value}"),
+    "a list for a config": (
+        config(lambda _: b"- run\n"),
+        [],
+        "config.yaml ... group: {field: value}",
+    ),
     "a Python object in YAML": (
         config(lambda text: text + b"x: !!python/object/apply:os.system [echo]\n"),
         [],
@@ -183,29 +207,56 @@ CASES = {
         config(
             lambda _: (
                 b"a: &a [x, x, x, x, x, x, x, x, x]\n"
-                + b"".join(b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9)) for n in range(98, 112))
+                + b"".join(
+                    b"%c: &%c [%s]\n" % (n, n, b", ".join([b"*%c" % (n - 1)] * 9))
+                    for n in range(98, 112)
+                )
             )
         ),
         [],
         "config.yaml ... YAML ... 100,000",
     ),
-    "an alias of itself": (config(lambda _: b"run: &a\n  steps: *a\n"), [], "config.yaml ... YAML ... alias"),
-    "brackets without end": (config(lambda _: b"run: " + b"[" * 100_000), [], "config.yaml ... YAML"),
-    "a field twice": (config(lambda text: text + b"run: {steps: 2}\n"), [], "config.yaml ... YAML ... run ... line 25"),
+    "an alias of itself": (
+        config(lambda _: b"run: &a\n  steps: *a\n"),
+        [],
+        "config.yaml ... YAML ... alias",
+    ),
+    "brackets without end": (
+        config(lambda _: b"run: " + b"[" * 100_000),
+        [],
+        "config.yaml ... YAML",
+    ),
+    "a field twice": (
+        config(lambda text: text + b"run: {steps: 2}\n"),
+        [],
+        "config.yaml ... YAML ... run ... line 25",
+    ),
     "a field that does not exist": (None, ["run.stepps=3"], "run.stepps"),
     "a group that is a number": (None, ["optimizer=3"], "optimizer = 3"),
     "a number beyond all bounds": (None, ["run.steps=1e400"], "run.steps = inf"),
     "a number of a thousand digits": (None, ["run.seed=" + "9" * 5000], "run.seed"),
     "no learning rate": (None, ["optimizer.learning_rate=.nan"], "optimizer.learning_rate = nan"),
     "a mesh of more devices than there are": (None, ["mesh.seq=64"], "mesh.seq"),
-    "a directory in a file": (None, ["run.directory=data.jsonl/run"], "run.directory = data.jsonl/run"),
+    "a directory in a file": (
+        None,
+        ["run.directory=data.jsonl/run"],
+        "run.directory = data.jsonl/run",
+    ),
     "a name with a NUL byte": (None, ['run.directory="a\\0b"'], "run.directory"),
     "a checkpoint that is none": (None, ["run.resume=data.jsonl"], "run.resume = data.jsonl"),
     # Data
-    "no data": (lambda: pathlib.Path("data.jsonl").unlink(), [], "data.train.0.source = data.jsonl ... **/*.txt"),
+    "no data": (
+        lambda: pathlib.Path("data.jsonl").unlink(),
+        [],
+        "data.train.0.source = data.jsonl ... **/*.txt",
+    ),
     "an empty file": (data(b""), [], "data.train.0.source = data.jsonl ... record"),
     "a line cut short": (data(LINES[0] + b'\n{"text": "more'), [], "data.jsonl, line 2 ... JSON"),
-    "a line in Latin-1": (data(LINES[0] + b'\n{"text": "caf\xe9"}'), [], "data.jsonl, line 2 ... UTF-8"),
+    "a line in Latin-1": (
+        data(LINES[0] + b'\n{"text": "caf\xe9"}'),
+        [],
+        "data.jsonl, line 2 ... UTF-8",
+    ),
     "lines in UTF-16": (
         data("\n".join(map(bytes.decode, LINES)).encode("utf-16")),
         [],
@@ -214,8 +265,16 @@ CASES = {
     "NUL bytes in lines": (data(LINES[0] + b"\n\0\0\0"), [], "data.jsonl, line 2 ... JSON"),
     "a number for a text": (data(b'{"text": 3}'), [], "data.jsonl, line 1 ... text ... number"),
     "a list for a record": (data(b'["text"]'), [], "data.jsonl, line 1 ... list"),
-    "a record without the field": (data(b'{"content": "x"}'), [], "data.jsonl, line 1 ... fields: {text: content}"),
-    "brackets without end in a line": (data(b'{"text": ' + b"[" * 100_000), [], "data.jsonl, line 1 ... JSON"),
+    "a record without the field": (
+        data(b'{"content": "x"}'),
+        [],
+        "data.jsonl, line 1 ... fields: {text: content}",
+    ),
+    "brackets without end in a line": (
+        data(b'{"text": ' + b"[" * 100_000),
+        [],
+        "data.jsonl, line 1 ... JSON",
+    ),
     "an array without end": (
         data(b'[{"text": "x"}, {"text": "y"}', "a.json"),
         ["data.train.0.source=a.json"],
@@ -231,7 +290,11 @@ CASES = {
         ["data.train.0.format=tokens"],
         "data.jsonl, line 1 ... 257 ... 256",
     ),
-    "tokens below 0": (data(b'{"input_ids": [1, -1]}'), ["data.train.0.format=tokens"], "data.jsonl, line 1 ... -1 ... 256"),
+    "tokens below 0": (
+        data(b'{"input_ids": [1, -1]}'),
+        ["data.train.0.format=tokens"],
+        "data.jsonl, line 1 ... -1 ... 256",
+    ),
     "tokens of 100 digits": (
         data(b'{"input_ids": [1' + b"0" * 100 + b"]}"),
         ["data.train.0.format=tokens"],
@@ -283,14 +346,34 @@ CASES = {
         ["data.train.0.source=a.jsonl.gz"],
         "data.train.0.source = a.jsonl.gz ... record",
     ),
-    "text that is not UTF-8": (data(b"caf\xe9", "a.txt"), ["data.train.0.source=a.txt"], "a.txt ... UTF-8"),
+    "text that is not UTF-8": (
+        data(b"caf\xe9", "a.txt"),
+        ["data.train.0.source=a.txt"],
+        "a.txt ... UTF-8",
+    ),
     "a pickle": (data(b"\x80\x04.", "a.pkl"), ["data.train.0.source=a.pkl"], "a.pkl ... .jsonl"),
     # Model folders
     "no folder": (None, HF, "model.source = hf"),
-    "a folder without config.json": (model(without=["config.json"]), HF, "model.source = hf ... config.json"),
-    "a config.json cut short": (model(file("config.json", b'{"model_type": "ll')), HF, "hf/config.json ... JSON"),
-    "a config.json that is a list": (model(file("config.json", b"[]")), HF, "hf/config.json ... fields"),
-    "a config.json in Latin-1": (model(file("config.json", b'{"a": "\xe9"}')), HF, "hf/config.json ... utf-8"),
+    "a folder without config.json": (
+        model(without=["config.json"]),
+        HF,
+        "model.source = hf ... config.json",
+    ),
+    "a config.json cut short": (
+        model(file("config.json", b'{"model_type": "ll')),
+        HF,
+        "hf/config.json ... JSON",
+    ),
+    "a config.json that is a list": (
+        model(file("config.json", b"[]")),
+        HF,
+        "hf/config.json ... fields",
+    ),
+    "a config.json in Latin-1": (
+        model(file("config.json", b'{"a": "\xe9"}')),
+        HF,
+        "hf/config.json ... utf-8",
+    ),
     "a config.json of no model": (model(file("config.json", b'{"a": 1}')), HF, "model_type"),
     "a model that is not known": (model(fields={"model_type": "bert"}), HF, "model_type = bert"),
     "a model with code of its own": (
@@ -299,9 +382,17 @@ CASES = {
         "model_type = mine",
     ),
     "text for a number": (model(fields={"hidden_size": "many"}), HF, "hidden_size"),
-    "heads that do not divide": (model(fields={"num_key_value_heads": 3}), HF, "num_key_value_heads"),
+    "heads that do not divide": (
+        model(fields={"num_key_value_heads": 3}),
+        HF,
+        "num_key_value_heads",
+    ),
     "a size of 0": (model(fields={"num_hidden_layers": 0}), HF, "num_hidden_layers"),
-    "no weights": (model(without=["model.safetensors"]), HF, "model.source = hf ... model.safetensors ... pytorch_model.bin"),
+    "no weights": (
+        model(without=["model.safetensors"]),
+        HF,
+        "model.source = hf ... model.safetensors ... pytorch_model.bin",
+    ),
     "pickled weights alone": (
         model(file("pytorch_model.bin", b"\x80"), without=["model.safetensors"]),
         HF,
@@ -322,8 +413,16 @@ CASES = {
         HF,
         "model.safetensors.index.json ... tensor",
     ),
-    "an index that is a list": (model(index(["lm_head.weight"])), HF, "model.safetensors.index.json ... tensor"),
-    "an index with a number": (model(index({"lm_head.weight": 3})), HF, "model.safetensors.index.json ... tensor"),
+    "an index that is a list": (
+        model(index(["lm_head.weight"])),
+        HF,
+        "model.safetensors.index.json ... tensor",
+    ),
+    "an index with a number": (
+        model(index({"lm_head.weight": 3})),
+        HF,
+        "model.safetensors.index.json ... tensor",
+    ),
     "a header beyond the file": (
         model(file("model.safetensors", struct.pack("<Q", 10**6) + b"{}")),
         HF,
@@ -350,18 +449,34 @@ CASES = {
         "hf/model.safetensors ... safetensors ... header",
     ),
     "weights cut short": (
-        model(lambda folder, _: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-4])),
+        model(
+            lambda folder, _: (folder / "model.safetensors").write_bytes(
+                (folder / "model.safetensors").read_bytes()[:-4]
+            )
+        ),
         HF,
         "hf/model.safetensors ... 98,052 ... 98,056",
     ),
-    "integers for weights": (model(weights(model__norm__weight=np.zeros(32, np.int32))), HF, "model.norm.weight I32"),
+    "integers for weights": (
+        model(weights(model__norm__weight=np.zeros(32, np.int32))),
+        HF,
+        "model.norm.weight I32",
+    ),
     "a weight of another shape": (
         model(weights(model__norm__weight=np.zeros(31, np.float32))),
         HF,
         "model.norm.weight [31] ... [32]",
     ),
-    "a weight that is missing": (model(weights(model__norm__weight=None)), HF, "missing ... model.norm.weight"),
-    "a weight too many": (model(weights(surplus=np.zeros(3, np.float32))), HF, "model.source = hf ... surplus"),
+    "a weight that is missing": (
+        model(weights(model__norm__weight=None)),
+        HF,
+        "missing ... model.norm.weight",
+    ),
+    "a weight too many": (
+        model(weights(surplus=np.zeros(3, np.float32))),
+        HF,
+        "model.source = hf ... surplus",
+    ),
     "no tokenizer": (model(), TOKENIZER, "model.source = hf ... tokenizer ... model.tokenizer"),
     "a tokenizer cut short": (
         model(file("tokenizer.json", b'{"version": ')),
@@ -370,7 +485,10 @@ CASES = {
     ),
     "a tokenizer with code of its own": (
         model(
-            file("tokenizer_config.json", b'{"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", null]}}')
+            file(
+                "tokenizer_config.json",
+                b'{"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["code.Mine", null]}}',
+            )
         ),
         TOKENIZER,
         "model.source = hf ... tokenizer ... model.tokenizer",

@@ -15,11 +15,14 @@ import numpy as np
 import pytest
 
 from jaxsp.hf import families
+from jaxsp.model import flops
 from scripts.bench import peer_transformers as peer
 from scripts.bench import report, step
 from tests import messages
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is what transformers computes with (extra `test`)")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed: it is what transformers computes with (extra `test`)"
+)
 
 from transformers import utils  # noqa: E402 - says unasked that there is no torch, where there is none
 
@@ -30,7 +33,15 @@ CPU = torch.device("cpu")
 CASE = step.Case(shape="tiny", row_tokens=64, documents="packed", kernel="auto", steps=1)
 
 NUMBERS = {"status": report.OK, "loss": 6.0, "loss_finite": True}
-OURS = step.Result(**NUMBERS, tokens_per_s=300.0, mfu=0.456, peak_gib=1.0, device="cpu", step_s=2.0, tflops_per_device=1.0)
+OURS = step.Result(
+    **NUMBERS,
+    tokens_per_s=300.0,
+    mfu=0.456,
+    peak_gib=1.0,
+    device="cpu",
+    step_s=2.0,
+    tflops_per_device=1.0,
+)
 PEERS = peer.Result(**NUMBERS, tokens_per_s=200.0, mfu=0.304, peak_gib=4.0, attention="sdpa")
 
 
@@ -38,10 +49,24 @@ PEERS = peer.Result(**NUMBERS, tokens_per_s=200.0, mfu=0.304, peak_gib=4.0, atte
 def benchmark(tmp_path_factory):
     """The file that a run on the CPU wrote, and what it printed."""
     out = tmp_path_factory.mktemp("peer") / "new" / "results.json"
-    words = ["--shapes", "tiny", "--lengths", "64", "--documents", "one", "packed", "--steps", "1", "--out", str(out)]
+    words = [
+        "--shapes",
+        "tiny",
+        "--lengths",
+        "64",
+        "--documents",
+        "one",
+        "packed",
+        "--steps",
+        "1",
+        "--out",
+        str(out),
+    ]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "scripts.bench.peer_transformers", *words]
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 
@@ -49,7 +74,10 @@ def benchmark(tmp_path_factory):
 @pytest.mark.slow  # two processes of each side
 def test_both_sides_have_numbers_and_ratios(benchmark):
     results, _ = benchmark
-    assert [(case["documents"], case["row_tokens"]) for case in results["cases"]] == [("one", 64), ("packed", 64)]
+    assert [(case["documents"], case["row_tokens"]) for case in results["cases"]] == [
+        ("one", 64),
+        ("packed", 64),
+    ]
     for case in results["cases"]:
         theirs = case["transformers"]
         assert (case["status"], theirs["status"]) == (report.OK, report.OK)
@@ -61,10 +89,23 @@ def test_both_sides_have_numbers_and_ratios(benchmark):
             assert side["tokens_per_s"] == pytest.approx(64 / side["step_s"])
             assert 0 < side["step_s"] <= side["slowest_step_s"]
             assert side["loss"] == pytest.approx(math.log(512), abs=0.3), "random weights"
-        assert (case["peak_gib"], theirs["peak_gib"], case["memory_ratio"]) == (None, None, None), "a CPU tells no peak"
+        assert (case["peak_gib"], theirs["peak_gib"], case["memory_ratio"]) == (None, None, None), (
+            "a CPU tells no peak"
+        )
     assert (results["device"], results["torch_device"]) == ("cpu", "cpu")
-    assert (results["torch"], results["transformers"]) == (torch.__version__, importlib.metadata.version("transformers"))
-    rows = [{"jaxsp": 64, "jaxsp_is_limit": False, "transformers": 64, "transformers_is_limit": False, "ratio": 1.0}] * 2
+    assert (results["torch"], results["transformers"]) == (
+        torch.__version__,
+        importlib.metadata.version("transformers"),
+    )
+    rows = [
+        {
+            "jaxsp": 64,
+            "jaxsp_is_limit": False,
+            "transformers": 64,
+            "transformers_is_limit": False,
+            "ratio": 1.0,
+        }
+    ] * 2
     asked = [{"shape": "tiny", "documents": documents} for documents in ("one", "packed")]
     assert results["longest"] == [one | tokens for one, tokens in zip(asked, rows, strict=True)]
 
@@ -94,7 +135,9 @@ def logits(model, documents):
 def test_the_peer_keeps_packed_documents_apart(model, changed):
     """With other tokens in a document, it alone has other logits."""
     documents = np.split(np.random.default_rng(3).integers(0, 512, 40), [9, 26])
-    others = [(document + 1) % 512 if at == changed else document for at, document in enumerate(documents)]
+    others = [
+        (document + 1) % 512 if at == changed else document for at, document in enumerate(documents)
+    ]
     lengths = [len(document) for document in documents]
     before, after = (logits(model, rows).split(lengths) for rows in (documents, others))
     same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
@@ -107,7 +150,10 @@ def test_the_peer_learns_of_each_document_what_it_would_learn_of_it_alone(model)
     with torch.no_grad():
         row = model(**peer.inputs(documents, attention="sdpa", device=CPU)).loss
         alone = [document for document in documents if len(document) > 1]
-        sums = [(len(ids) - 1) * model(**peer.inputs([ids], attention="sdpa", device=CPU)).loss for ids in alone]
+        sums = [
+            (len(ids) - 1) * model(**peer.inputs([ids], attention="sdpa", device=CPU)).loss
+            for ids in alone
+        ]
     torch.testing.assert_close(row, sum(sums) / (64 - 16), rtol=1e-6, atol=0)
 
 
@@ -117,18 +163,29 @@ def test_flash_attention_is_told_where_documents_begin():
     assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 3, 8, 10]
     assert (row["max_length_q"], row["max_length_k"]) == (5, 5)
     assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]]
-    assert set(peer.inputs(documents, attention="sdpa", device=CPU)) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert set(peer.inputs(documents, attention="sdpa", device=CPU)) == {
+        "input_ids",
+        "labels",
+        "position_ids",
+        "use_cache",
+    }
 
 
 def test_a_step_computes_layers_twice_and_moves_float32_weights(monkeypatch):
     """By the learning rate, which is what AdamW's first step is, and then by less, as the schedule says."""
     made = []
     random_model = peer.random_model
-    monkeypatch.setattr(peer, "random_model", lambda *words, **how: made.append(random_model(*words, **how)) or made[0])
+    monkeypatch.setattr(
+        peer,
+        "random_model",
+        lambda *words, **how: made.append(random_model(*words, **how)) or made[0],
+    )
     take_step = peer.prepared(CASE, attention="sdpa", device=CPU)
     (model,) = made
     calls = []
-    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda module, given, came: calls.append(came.dtype))
+    model.model.layers[1].mlp.up_proj.register_forward_hook(
+        lambda module, given, came: calls.append(came.dtype)
+    )
     weight = model.model.layers[1].mlp.up_proj.weight
     moves = []
     for _ in range(3):
@@ -151,7 +208,10 @@ def test_running_out_of_memory_is_told_by_the_peer_too(monkeypatch, tmp_path):
 
 def test_another_error_is_no_lack_of_memory(monkeypatch, tmp_path):
     said = iter(
-        [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nStack"), RuntimeError("illegal address")]
+        [
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nStack"),
+            RuntimeError("illegal address"),
+        ]
     )
 
     def fail(case, **how):
@@ -159,7 +219,10 @@ def test_another_error_is_no_lack_of_memory(monkeypatch, tmp_path):
 
     monkeypatch.setattr(peer, "prepared", fail)
     found = peer.measure(CASE, tmp_path)
-    assert (found.status, found.message) == (report.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 2 GiB.")
+    assert (found.status, found.message) == (
+        report.OUT_OF_MEMORY,
+        "CUDA out of memory. Tried to allocate 2 GiB.",
+    )
     with pytest.raises(RuntimeError, match="illegal address"):
         peer.measure(CASE, tmp_path)
 
@@ -167,7 +230,9 @@ def test_another_error_is_no_lack_of_memory(monkeypatch, tmp_path):
 def test_the_best_attention_is_what_is_installed(monkeypatch):
     installed, capability = set(), (9, 0)
     for number in (2, 3):
-        monkeypatch.setattr(utils, f"is_flash_attn_{number}_available", lambda number=number: number in installed)
+        monkeypatch.setattr(
+            utils, f"is_flash_attn_{number}_available", lambda number=number: number in installed
+        )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert peer.best_attention() == "sdpa"
     installed.add(2)
@@ -186,12 +251,19 @@ def run(monkeypatch, tmp_path, apart, *words):
 
     monkeypatch.setattr(step, "apart", measured)
     monkeypatch.setattr(peer, "missing", lambda: None)
-    code = peer.main(["--shapes", "tiny", "--lengths", "64", "--out", str(tmp_path / "results.json"), *words])
+    code = peer.main(
+        ["--shapes", "tiny", "--lengths", "64", "--out", str(tmp_path / "results.json"), *words]
+    )
     return code, json.loads((tmp_path / "results.json").read_text())
 
 
 def test_rows_are_doubled_for_the_side_that_can(monkeypatch, tmp_path, capsys):
-    most = {("jaxsp", "one"): 512, ("transformers", "one"): 128, ("jaxsp", "packed"): 64, ("transformers", "packed"): 0}
+    most = {
+        ("jaxsp", "one"): 512,
+        ("transformers", "one"): 128,
+        ("jaxsp", "packed"): 64,
+        ("transformers", "packed"): 0,
+    }
     tried = []
 
     def apart(case, side):
@@ -210,7 +282,11 @@ def test_rows_are_doubled_for_the_side_that_can(monkeypatch, tmp_path, capsys):
         ("transformers", "packed"): [64],
     }
     last = found["cases"][-1]
-    assert (last["row_tokens"], last["status"], last["transformers"]["status"]) == (1024, report.OUT_OF_MEMORY, report.NOT_RUN)
+    assert (last["row_tokens"], last["status"], last["transformers"]["status"]) == (
+        1024,
+        report.OUT_OF_MEMORY,
+        report.NOT_RUN,
+    )
     printed = capsys.readouterr().out.splitlines()
     ends = (report.OUT_OF_MEMORY, "too long", "transformers", report.NOT_RUN)
     assert re.search(messages.holding("jaxsp", *ends), printed[-3])
@@ -220,10 +296,19 @@ def test_rows_are_doubled_for_the_side_that_can(monkeypatch, tmp_path, capsys):
 
 
 def test_ratios_are_of_ours_over_the_peers(monkeypatch, tmp_path, capsys):
-    _, found = run(monkeypatch, tmp_path, lambda case, side: OURS if side == "jaxsp" else PEERS, "--documents", "one")
+    _, found = run(
+        monkeypatch,
+        tmp_path,
+        lambda case, side: OURS if side == "jaxsp" else PEERS,
+        "--documents",
+        "one",
+    )
     assert [found["cases"][0][name] for name in ("speed_ratio", "memory_ratio")] == [1.5, 0.25]
     line = capsys.readouterr().out.splitlines()[1]
-    assert line.split() == "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa".split()
+    assert (
+        line.split()
+        == "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa".split()
+    )
     assert re.search(messages.holding("1.50", "0.25"), report.summary(found))
 
 
@@ -243,7 +328,9 @@ def test_a_side_that_fails_fails_the_benchmark_after_the_other(monkeypatch, tmp_
 def test_cases_beyond_the_time_are_named(monkeypatch, tmp_path):
     code, found = run(monkeypatch, tmp_path, None, "--seconds", "0")
     assert code == 0
-    assert [report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES] == [report.NOT_RUN] * 4
+    assert [
+        report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES
+    ] == [report.NOT_RUN] * 4
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
@@ -276,15 +363,17 @@ def test_a_resumed_comparison_runs_cases_that_a_side_did_not_end(monkeypatch, tm
 
 def test_the_peer_s_arithmetic_is_counted_as_jaxsp_s(tmp_path):
     found = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
-    flops = found.tflops_per_device * found.step_s * 1e12
+    num_flops = found.tflops_per_device * found.step_s * 1e12
     lengths = np.array([len(document) for document in step.random_documents(CASE)])
     model = families.parse_model_config(step.SHAPES["tiny"], field="tiny")
-    assert flops == pytest.approx(flops.step_flops(model, lengths))
+    assert num_flops == pytest.approx(flops.step_flops(model, lengths))
 
 
 def test_a_side_that_finds_no_device_is_told_in_its_words(monkeypatch, capsys):
     def run(command, **how):
-        return subprocess.CompletedProcess(command, 1, stdout="", stderr="Traceback\nRuntimeError: no driver\n")
+        return subprocess.CompletedProcess(
+            command, 1, stdout="", stderr="Traceback\nRuntimeError: no driver\n"
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     assert peer.main(["--shapes", "tiny"]) == 2

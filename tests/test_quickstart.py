@@ -34,22 +34,35 @@ def quickstart(tmp_path_factory):
         readme,
         re.MULTILINE,
     )
-    command = command.replace("configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart")
+    command = command.replace(
+        "configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart"
+    )
     command = command.replace("runs/quickstart", f"{folder}/quickstart")
     python = str(pathlib.Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": f"{python}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "300", "XLA_FLAGS": ""}
-    done = subprocess.run(command, shell=True, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    environment = {
+        **os.environ,
+        "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+        "COLUMNS": "300",
+        "XLA_FLAGS": "",
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=REPO, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder / "quickstart", done.stdout
 
 
 def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
     directory, _ = quickstart
-    losses = [json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
     _, material = build.build_training(_settings(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
     for document, length in enumerate(material.train_set.documents.lengths):
-        row = PackedRow(document=np.array([document]), offset=np.array([0]), length=np.array([length]))
+        row = PackedRow(
+            document=np.array([document]), offset=np.array([0]), length=np.array([length])
+        )
         tokens = material.train_set.documents.read_slice(row, 0, int(length)).tokens
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
     shares = counts / counts.sum()
@@ -70,17 +83,31 @@ def test_it_says_what_it_does_and_what_to_type_next(quickstart):
     ):
         assert words in " ".join(printed.split()), words
     assert {path.name for path in directory.iterdir()} == {
-        *("config.yaml", "banner.txt", "metrics.jsonl", "eval.jsonl", "tensorboard", "model", "checkpoints", "lock", "hf"),
+        *(
+            "config.yaml",
+            "banner.txt",
+            "metrics.jsonl",
+            "eval.jsonl",
+            "tensorboard",
+            "model",
+            "checkpoints",
+            "lock",
+            "hf",
+        ),
         "heartbeat.json",
     }
 
 
 def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
-    torch = pytest.importorskip("torch", reason="transformers' models need torch, which this Python has no build of")
+    torch = pytest.importorskip(
+        "torch", reason="transformers' models need torch, which this Python has no build of"
+    )
     import transformers
 
     directory, _ = quickstart
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(directory / "hf", output_loading_info=True)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        directory / "hf", output_loading_info=True
+    )
     assert not any(info.values()), info
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
@@ -92,7 +119,9 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     ).batches()
     whole = reader.read_weights(run_paths.find_latest(directory), program.table)
     master = sharding.put_weights(program.table, whole, program.mesh)
-    ours = jax.jit(lambda master, rows: train_step.compute_gradients(program, master, rows).loss)(master, rows)
+    ours = jax.jit(lambda master, rows: train_step.compute_gradients(program, master, rows).loss)(
+        master, rows
+    )
 
     given = {name: array for name, array in vars(rows).items() if array is not None}
     arrays = {name: np.asarray(array).reshape(-1, array.shape[-1]) for name, array in given.items()}
@@ -106,7 +135,9 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
                 for name in ("tokens_BL", "labels_BL", "positions_BL")
             )
             with torch.no_grad():
-                logits = model(input_ids=tokens[None], position_ids=positions[None], use_cache=False).logits[0]
+                logits = model(
+                    input_ids=tokens[None], position_ids=positions[None], use_cache=False
+                ).logits[0]
             total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             count += int((labels != -100).sum())
     assert float(ours) == pytest.approx(total / count, rel=tolerances.FP32_PARITY)

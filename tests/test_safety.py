@@ -24,7 +24,18 @@ from tests import batches, messages
 
 REPO = pathlib.Path(__file__).parent.parent
 
-FORBIDDEN = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "torch", "runpy", "imp"}
+FORBIDDEN = {
+    "pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "torch",
+    "runpy",
+    "imp",
+}
 """Modules that run what they read, or are there to."""
 
 
@@ -32,7 +43,10 @@ def calls(tree):
     """Every call in a file: what is called, as written, and its keyword arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            yield (
+                ast.unparse(node.func),
+                {word.arg: ast.unparse(word.value) for word in node.keywords},
+            )
 
 
 def unsafe(text):
@@ -45,18 +59,27 @@ def unsafe(text):
     for name, words in calls(tree):
         if name in ("eval", "exec", "compile", "__import__") or name in ("os.system", "os.popen"):
             yield f"calls {name}"
-        if words.get("shell") not in (None, "False") or words.get("allow_pickle") not in (None, "False"):
+        if words.get("shell") not in (None, "False") or words.get("allow_pickle") not in (
+            None,
+            "False",
+        ):
             yield f"{name}: shell or allow_pickle"
         if words.get("trust_remote_code") not in (None, "False"):
             yield f"{name}: trust_remote_code"
-        if re.match(r"transformers\.Auto\w+\.from_pretrained$", name) and "trust_remote_code" not in words:
+        if (
+            re.match(r"transformers\.Auto\w+\.from_pretrained$", name)
+            and "trust_remote_code" not in words
+        ):
             yield f"{name}: may ask to run code, without trust_remote_code=False"
         if name == "yaml.load" and "Safe" not in text:
             yield f"{name}: of which loader?"
 
 
 def test_no_module_can_run_what_it_reads():
-    found = {str(path): list(unsafe(path.read_text(encoding="utf-8"))) for path in sorted((REPO / "jaxsp").rglob("*.py"))}
+    found = {
+        str(path): list(unsafe(path.read_text(encoding="utf-8")))
+        for path in sorted((REPO / "jaxsp").rglob("*.py"))
+    }
     assert {path: what for path, what in found.items() if what} == {}
 
 
@@ -98,7 +121,9 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
 def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="chat template"):
-        chat.render_record(CHAT, tokenizer=tokenizers.make_byte_tokenizer(), template=template, train_on="all")
+        chat.render_record(
+            CHAT, tokenizer=tokenizers.make_byte_tokenizer(), template=template, train_on="all"
+        )
     assert not any(tmp_path.iterdir())
 
 
@@ -106,7 +131,9 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
     (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
-    fields = settings(tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]")
+    fields = settings(
+        tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]"
+    )
     with pytest.raises(UserError) as found:
         build.build_training(fields, devices=jax.devices()[:1])
     first, _ = found.value.problems
@@ -114,7 +141,13 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "tag", ["!!python/object/apply:os.system [echo]", "!!python/name:os.system", "!!python/module:os", "!x 1"]
+    "tag",
+    [
+        "!!python/object/apply:os.system [echo]",
+        "!!python/name:os.system",
+        "!!python/module:os",
+        "!x 1",
+    ],
 )
 def test_yaml_makes_plain_values_only(tag):
     with pytest.raises(yaml_io.yaml.YAMLError, match="could not determine a constructor"):
@@ -132,7 +165,9 @@ def test_aliases_are_values_and_not_bombs():
         yaml_io.load("a: &a [*a]")
 
 
-@pytest.mark.parametrize("name", ["../other/data-00000-of-00001.arrow", "/etc/hostname", "a/b.arrow", 3])
+@pytest.mark.parametrize(
+    "name", ["../other/data-00000-of-00001.arrow", "/etc/hostname", "a/b.arrow", 3]
+)
 def test_a_saved_data_set_stays_in_its_folder(tmp_path, name):
     for folder in ("other", "one", "several/train"):
         datasets.Dataset.from_dict({"text": [f"this is {folder}"]}).save_to_disk(tmp_path / folder)
@@ -158,7 +193,10 @@ def settings(folder, *words):
     fields = {
         "run": {"directory": str(folder / "run"), "steps": 4, "save_every": 1},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32", "tokenizer": "bytes"},
-        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "data": {
+            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": 64,
+        },
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
@@ -254,10 +292,14 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
 
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize("proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"])
+@pytest.mark.parametrize(
+    "proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"]
+)
 def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
     documents(tmp_path)
-    schema.save(settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml")
+    schema.save(
+        settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml"
+    )
     own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
     words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
     done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)

@@ -37,7 +37,10 @@ def settings(folder, **changes):
         "run": {"directory": str(folder / "run"), "steps": 2},
         "model": {"config": MODEL, "compute_dtype": "float32"},
         "mesh": {"data": -1, "seq": 1},
-        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 128},
+        "data": {
+            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": 128,
+        },
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.5, "schedule": "constant"},
     }
@@ -58,7 +61,9 @@ def documents(folder, lengths, *, labels=False, seed=0):
         for record in records:
             masked = random.random(len(record["input_ids"])) < 0.4
             record["labels"] = np.where(masked, -100, record["input_ids"]).tolist()
-    (folder / "data.jsonl").write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+    (folder / "data.jsonl").write_text(
+        "\n".join(json.dumps(record) for record in records), encoding="utf-8"
+    )
 
 
 def run(chosen, num_devices):
@@ -76,10 +81,20 @@ def command(module, *arguments, **environment):
     words = [sys.executable, "-m", module, *map(str, arguments)]
     environment = {**os.environ, **environment}
     repo = pathlib.Path(__file__).parent.parent
-    return subprocess.run(words, cwd=repo, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        words, cwd=repo, env=environment, capture_output=True, text=True, check=False
+    )
 
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction")
+COUNTS = (
+    "step",
+    "epoch",
+    "num_rows",
+    "num_tokens",
+    "num_loss_tokens",
+    "num_tokens_total",
+    "padding_fraction",
+)
 
 
 @pytest.mark.e2e
@@ -100,10 +115,14 @@ def test_metrics_do_not_depend_on_the_mesh(tmp_path):
         by_mesh[data, seq], _ = run(chosen, data * seq)
     straight = by_mesh.pop((1, 1))
     assert straight[-1]["num_rows"] < 8, "the last step has empty rows"
-    assert straight[-1]["num_tokens_total"] == 2 * (np.random.default_rng(1).integers(1, 90, 40).sum() + 300)
+    assert straight[-1]["num_tokens_total"] == 2 * (
+        np.random.default_rng(1).integers(1, 90, 40).sum() + 300
+    )
     for lines in by_mesh.values():
         for line, expected in zip(lines, straight, strict=True):
-            assert {name: line[name] for name in COUNTS} == {name: expected[name] for name in COUNTS}
+            assert {name: line[name] for name in COUNTS} == {
+                name: expected[name] for name in COUNTS
+            }
             for name in ("loss", "grad_norm", "token_accuracy", "learning_rate"):
                 assert line[name] == pytest.approx(expected[name], rel=1e-5), name
 
@@ -115,9 +134,18 @@ def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
     for seq in (1, 4):
         directory = str(tmp_path / str(seq))
         lines, _ = run(
-            settings(tmp_path, run__directory=directory, run__steps=4, mesh__seq=seq, optimizer__learning_rate=0), seq
+            settings(
+                tmp_path,
+                run__directory=directory,
+                run__steps=4,
+                mesh__seq=seq,
+                optimizer__learning_rate=0,
+            ),
+            seq,
         )
-        assert sorted((line["num_tokens"], line["num_loss_tokens"]) for line in lines) == [(n, n - 1) for n in range(125, 129)]
+        assert sorted((line["num_tokens"], line["num_loss_tokens"]) for line in lines) == [
+            (n, n - 1) for n in range(125, 129)
+        ]
         losses[seq] = [line["loss"] for line in lines]
     assert losses[4] == pytest.approx(losses[1], rel=1e-6)
 
@@ -126,11 +154,15 @@ def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
 def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
     # with XLA's optimisations, which the other tests do without
     readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m (jaxsp\.train .* run\.directory=(\S+) .*)$", readme, re.MULTILINE)
+    commands = re.findall(
+        r"^python -m (jaxsp\.train .* run\.directory=(\S+) .*)$", readme, re.MULTILINE
+    )
     assert len(commands) == 2
     seen = []
     for words, directory in commands:
-        words = words.replace(directory, str(tmp_path / directory)).replace("run.steps=20", "run.steps=4")
+        words = words.replace(directory, str(tmp_path / directory)).replace(
+            "run.steps=20", "run.steps=4"
+        )
         done = command(*words.split(), XLA_FLAGS="")
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / directory / "metrics.jsonl").read_text().splitlines()
@@ -145,12 +177,21 @@ def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
 def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
     # In a forum thread about another system, 4 devices gave 4 times the loss (1.9432 for 0.4858) and 63,688 tokens
     documents(tmp_path, [15_922])
-    chosen = settings(tmp_path, model__config={**MODEL, "num_hidden_layers": 1}, run__steps=1, data__row_tokens=15_924)
+    chosen = settings(
+        tmp_path,
+        model__config={**MODEL, "num_hidden_layers": 1},
+        run__steps=1,
+        data__row_tokens=15_924,
+    )
     schema.save(chosen, tmp_path / "riddle.yaml")
     seen = {}
     for seq in (1, 4):
         directory = tmp_path / f"1x{seq}"
-        changes = (f"run.directory={directory}", f"mesh.seq={seq}", f"mesh.virtual_cpu_devices={seq}")
+        changes = (
+            f"run.directory={directory}",
+            f"mesh.seq={seq}",
+            f"mesh.virtual_cpu_devices={seq}",
+        )
         done = command("jaxsp.train", tmp_path / "riddle.yaml", *changes, XLA_FLAGS="")
         assert done.returncode == 0, done.stderr
         line = json.loads((directory / "metrics.jsonl").read_text())
@@ -163,7 +204,9 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
 
 @pytest.mark.slow
 def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
-    chosen = settings(tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924)
+    chosen = settings(
+        tmp_path, run__steps=None, run__epochs=1, mesh__seq=4, data__row_tokens=15_924
+    )
     tokens = np.zeros(15_922, np.int32)
     lists = pa.LargeListArray.from_arrays(np.arange(2) * len(tokens), tokens)
     one = datasets.Dataset(pa.table({"tokens": lists}))
@@ -175,15 +218,28 @@ def test_20243_rows_of_one_document_are_20243_steps(tmp_path):
 @pytest.mark.e2e
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_weights(tmp_path):
     documents(tmp_path, [128] * 8)
-    with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")) as stopped:
-        run(settings(tmp_path, run__steps=8, run__log_every=5, optimizer__learning_rate=1e30, optimizer__max_grad_norm=None), 1)
+    with pytest.raises(
+        NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")
+    ) as stopped:
+        run(
+            settings(
+                tmp_path,
+                run__steps=8,
+                run__log_every=5,
+                optimizer__learning_rate=1e30,
+                optimizer__max_grad_norm=None,
+            ),
+            1,
+        )
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
     assert re.search(messages.holding(f"step {broken}"), str(stopped.value))
     (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert int(saved.name) == lines[-1]["step"] == broken + 1, "one more step was under way"
     assert re.search(messages.holding(f"checkpoints/{saved.name}"), str(stopped.value))
-    table = build.build_training(settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1])[0].table
+    table = build.build_training(
+        settings(tmp_path, run__directory=str(tmp_path / "b")), devices=jax.devices()[:1]
+    )[0].table
     weights = reader.read_weights(saved, table)
     assert all(np.isfinite(weight).all() for weight in jax.tree.leaves(weights))
 
@@ -207,7 +263,7 @@ def test_times_of_steps_hold_waits_for_their_rows_but_no_late_reading(tmp_path, 
 
     def late(self):
         """Reads the second step's results when the third has ended."""
-        time.sleep(0.5 if self._num_steps == 1 and self._running else 0.0)
+        time.sleep(0.5 if self._num_finished == 1 and self._previous_step else 0.0)
         catch_up(self)
 
     monkeypatch.setattr(BatchLoader, "read_step", slow)
@@ -238,13 +294,22 @@ def test_all_problems_are_said_at_once_and_nothing_is_written(tmp_path):
         model__config={**MODEL, "model_type": "lama"},
         mesh__data=3,
         mesh__seq=4,
-        data__train=[{"source": str(tmp_path / "a.txt"), "format": "text"}, {"source": str(tmp_path / "b"), "format": "text"}],
+        data__train=[
+            {"source": str(tmp_path / "a.txt"), "format": "text"},
+            {"source": str(tmp_path / "b"), "format": "text"},
+        ],
     )
     with pytest.raises(UserError) as found:
         build.build_training(chosen, devices=jax.devices())
     problems = "\n".join(found.value.problems)
     assert len(found.value.problems) == 5, problems
-    for word in ("model.config.model_type = lama", "mesh.data = 3", "model.tokenizer = null", "data.train.0", "data.train.1"):
+    for word in (
+        "model.config.model_type = lama",
+        "mesh.data = 3",
+        "model.tokenizer = null",
+        "data.train.0",
+        "data.train.1",
+    ):
         assert word in problems
     assert list(tmp_path.iterdir()) == []
 
@@ -276,7 +341,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(("changes", "num_devices", "says"), BAD)
-def test_what_does_not_divide_is_refused_with_values_that_work(tmp_path, changes, num_devices, says):
+def test_what_does_not_divide_is_refused_with_values_that_work(
+    tmp_path, changes, num_devices, says
+):
     documents(tmp_path, [128])
     with pytest.raises(UserError) as found:
         build.build_training(settings(tmp_path, **changes), devices=jax.devices()[:num_devices])
@@ -316,9 +383,13 @@ def test_a_token_outside_the_vocabulary_is_refused(tmp_path):
     [
         (["jaxsp.train", "no-such.yaml"], 2, "no-such.yaml"),
         (["jaxsp.train", "configs/quickstart.yaml", "sp_size=4", "run.stpes=3"], 2, "mesh.seq"),
-        (["jaxsp.train", "tests/core/foreign/axolotl.yaml"], 2, "data.row_tokens=65536"),
+        (["jaxsp.train", "tests/config/foreign/axolotl.yaml"], 2, "data.row_tokens=65536"),
         (["jaxsp.train", "configs/quickstart.yaml", "--lr", "1e-5"], 2, "optimizer.learning_rate="),
-        (["jaxsp.train", "configs/quickstart.yaml", "run.directory=~nosuchuser/x"], 2, "run.directory = ~nosuchuser/x"),
+        (
+            ["jaxsp.train", "configs/quickstart.yaml", "run.directory=~nosuchuser/x"],
+            2,
+            "run.directory = ~nosuchuser/x",
+        ),
         (["jaxsp.export", "no-such-run", "out"], 2, "no-such-run"),
         (["jaxsp.train", "--help"], 0, "optimizer.warmup_steps"),
     ],

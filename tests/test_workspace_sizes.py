@@ -25,7 +25,11 @@ def h100():
 
 
 def test_every_case_is_one_that_cudnn_can_do(h100):
-    assert [case for case in workspace.CASES if cudnn_limits.unsupported_reasons(case.work, devices=[h100])] == []
+    assert [
+        case
+        for case in workspace.CASES
+        if cudnn_limits.unsupported_reasons(case.work, devices=[h100])
+    ] == []
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):

@@ -17,7 +17,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import all_gather, ring, strategies, ulysses, zigzag
-from jaxsp.attention.kernels import blockwise, cudnn, cudnn_calls, cudnn_limits, names, packed, reference, segments
+from jaxsp.attention.kernels import (
+    blockwise,
+    cudnn,
+    cudnn_calls,
+    cudnn_limits,
+    names,
+    packed,
+    reference,
+    segments,
+)
 from jaxsp.attention.kernels.cudnn_limits import Device, KernelWorkload
 from jaxsp.attention.strategies import LayerWorkload, Strategy
 from jaxsp.attention.zigzag import ChunkKernel, ZigzagGroup
@@ -57,7 +66,11 @@ class Attend:
         return self.strategy.outer_degree
 
     def make_segment_tables(
-        self, starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, tokens_per_device: int
+        self,
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        *,
+        tokens_per_device: int,
     ) -> Any:
         """Segment tables that all layers of a microbatch share, to be passed to every call; None if
         the kernel needs none.
@@ -67,7 +80,9 @@ class Attend:
         if self.make_tables_fn is None:
             return None
         with jax.named_scope(SCOPE):
-            return self.make_tables_fn(starts_BM, lengths_BM, row_tokens=tokens_per_device * self.strategy.seq)
+            return self.make_tables_fn(
+                starts_BM, lengths_BM, row_tokens=tokens_per_device * self.strategy.seq
+            )
 
     def __call__(
         self,
@@ -131,8 +146,14 @@ def choose(
     Raises: UserError with every problem: heads that cannot be shared, a kernel that cannot do what is asked, or one whose calls
         alone are larger than a device.
     """
-    asked, heads = config.attention, {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    kind, of_layer = choose_strategy(config, window=window, **heads), _layer_workload(config, **heads)
+    asked, heads = (
+        config.attention,
+        {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim},
+    )
+    kind, of_layer = (
+        choose_strategy(config, window=window, **heads),
+        _layer_workload(config, **heads),
+    )
     work = _kernel_workload(config, kind, of_layer, window=window, devices=devices)
     size = device_bytes or cudnn_limits.min_device_bytes(devices)
     possible = strategies.list_strategies(
@@ -154,7 +175,10 @@ def choose(
     if kernel in ("auto", "cudnn"):
         obstacles = cudnn_limits.unsupported_reasons(work, devices=devices, device_bytes=size)
         if kernel == "cudnn" and obstacles:
-            raise UserError(f"attention.kernel = cudnn: cuDNN {one.reason}. {one.suggestion}" for one in obstacles)
+            raise UserError(
+                f"attention.kernel = cudnn: cuDNN {one.reason}. {one.suggestion}"
+                for one in obstacles
+            )
         kernel = "blockwise" if obstacles else "cudnn"
         why = f"cuDNN {obstacles[0].reason}" if obstacles else ""
     if kernel == "reference" and kind.outer_degree > 1:
@@ -185,7 +209,9 @@ def choose(
             f"{work.num_tokens:,} tokens, cannot be taken in {chunks} parts. Use {errors.format_choices(legal)}, or null."
         )
     split = cudnn_limits.choose_split(work, head_chunks=chunks)
-    if size is not None and (problem := cudnn_limits.describe_shortage(work, split, device_bytes=size)):
+    if size is not None and (
+        problem := cudnn_limits.describe_shortage(work, split, device_bytes=size)
+    ):
         raise UserError(problem)
     return of(
         kernel=kernel,
@@ -200,10 +226,14 @@ def choose(
 def choose_strategy(config: Config, *, window: int | None, **heads: int) -> Strategy:
     """How the devices of a group share attention. Args and Raises: as for `choose`."""
     narrow = window if window is not None and window < config.data.max_row_tokens else None
-    return strategies.choose(config.attention, _layer_workload(config, **heads), seq=config.mesh.seq, window=narrow)
+    return strategies.choose(
+        config.attention, _layer_workload(config, **heads), seq=config.mesh.seq, window=narrow
+    )
 
 
-def sent_bytes(config: Config, strategy: Strategy, *, remat: str | None = None, **heads: int) -> dict[str, int]:
+def sent_bytes(
+    config: Config, strategy: Strategy, *, remat: str | None = None, **heads: int
+) -> dict[str, int]:
     """Bytes that one device sends to others for a layer's attention in a turn, by kind of collective.
 
     Args:
@@ -214,10 +244,14 @@ def sent_bytes(config: Config, strategy: Strategy, *, remat: str | None = None, 
     kept = (
         kept if kept in ulysses.PASSES_BY_REMAT else "save_attention"
     )  # auto, and what keeps more of a layer than its attention
-    return strategies.sent_bytes(strategy, dataclasses.replace(_layer_workload(config, **heads), remat=kept))
+    return strategies.sent_bytes(
+        strategy, dataclasses.replace(_layer_workload(config, **heads), remat=kept)
+    )
 
 
-def _layer_workload(config: Config, *, num_heads: int, num_kv_heads: int, head_dim: int) -> LayerWorkload:
+def _layer_workload(
+    config: Config, *, num_heads: int, num_kv_heads: int, head_dim: int
+) -> LayerWorkload:
     return LayerWorkload(
         num_rows=config.batch.rows_per_microbatch,
         tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
@@ -237,7 +271,9 @@ def _kernel_workload(
     devices: Sequence[Device],
 ) -> KernelWorkload:
     """What the kernel gets at a time: whole rows; or chunks of them, and all the keys before a chunk."""
-    heads, kv_heads = strategies.local_heads(strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
+    heads, kv_heads = strategies.local_heads(
+        strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads
+    )
     num_rows, row_tokens, num_chunks, keys = workload.num_rows, config.data.max_row_tokens, 1, 0
     if strategy.outer_degree > 1:
         window = None  # none that is shorter than a row
@@ -264,27 +300,36 @@ def _kernel_workload(
         ulysses_degree=strategy.ulysses_degree,
         whole_row_tokens=config.data.max_row_tokens,
         is_deterministic=config.run.deterministic,
-        has_score_workspace=cudnn_limits.needs_score_workspace(deterministic=config.run.deterministic, devices=devices),
+        has_score_workspace=cudnn_limits.needs_score_workspace(
+            deterministic=config.run.deterministic, devices=devices
+        ),
     )
 
 
 def describe(choice: AttentionChoice, *, num_heads: int, num_kv_heads: int) -> str:
     """What `make_attend` makes, for people."""
-    kernel = f"{cudnn_calls.describe_version() if choice.kernel == 'cudnn' else choice.kernel} kernel"
+    kernel = (
+        f"{cudnn_calls.describe_version() if choice.kernel == 'cudnn' else choice.kernel} kernel"
+    )
     if choice.head_chunks > 1:
         kernel += f", heads in {choice.head_chunks} parts"
     if choice.lse_bytes >= 64 * 2**20:
         kernel += f", whose log-sum-exps take {choice.lse_bytes / 2**20:,.0f} MiB"
     if choice.window is not None:
         kernel += f", a token sees the last {choice.window:,} of its document, itself among them"
-    why, kind = f" ({choice.kernel} because {choice.fallback_reason})" if choice.fallback_reason else "", choice.strategy
+    why, kind = (
+        f" ({choice.kernel} because {choice.fallback_reason})" if choice.fallback_reason else "",
+        choice.strategy,
+    )
     if kind.seq == 1:
         return f"{kernel}, all heads on each device{why}"
     heads, kv_heads = strategies.local_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)
     gets = f"a device gets {heads} of {num_heads} query heads and {kv_heads} of {num_kv_heads} K/V heads"
     if kind.outer_degree > 1:
         gets += f", and of each row 2 of {2 * kind.outer_degree} chunks"
-    sends = f"it sends {_format_bytes(choice.sent_bytes)} for a layer in a turn where attention is kept"
+    sends = (
+        f"it sends {_format_bytes(choice.sent_bytes)} for a layer in a turn where attention is kept"
+    )
     if choice.alternatives:
         sends += f" (others: {', '.join(f'{words}: {_format_bytes(size)}' for words, size in choice.alternatives)})"
     return f"{kind.description}, {kernel}; {gets}; {sends}{why}"
@@ -314,10 +359,14 @@ def make_attend(
     strategy = strategy or Strategy(seq=seq, ulysses_degree=seq)
     make_tables = None
     if strategy.outer_degree == 1:
-        inner = functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
+        inner = (
+            functools.partial(KERNELS[kernel], window=window) if isinstance(kernel, str) else kernel
+        )
         inside = segments.segment_mask
         if kernel == "cudnn":
-            inner = functools.partial(inner, head_chunks=head_chunks, slot_room=capacity_factor)
+            inner = functools.partial(
+                inner, head_chunks=head_chunks, capacity_factor=capacity_factor
+            )
             make_tables = functools.partial(cudnn.make_tables, capacity_factor=capacity_factor)
     else:
         among = ZigzagGroup(degree=strategy.outer_degree, ulysses_degree=strategy.ulysses_degree)
@@ -327,20 +376,28 @@ def make_attend(
             inner = functools.partial(ring.attend, kernel=parts, group=among)
         else:
             inner = functools.partial(
-                all_gather.attend, kernel=parts, group=among, kv_heads_per_gather=strategy.kv_heads_per_gather
+                all_gather.attend,
+                kernel=parts,
+                group=among,
+                kv_heads_per_gather=strategy.kv_heads_per_gather,
             )
     if kernel != "cudnn":  # it keeps padding out itself, with fewer passes over its inputs
         inner = functools.partial(_mask_padding, kernel=inner, segment_mask_fn=inside)
     if strategy.ulysses_degree > 1:
         neighbours = [
-            list(range(first, first + strategy.ulysses_degree)) for first in range(0, strategy.seq, strategy.ulysses_degree)
+            list(range(first, first + strategy.ulysses_degree))
+            for first in range(0, strategy.seq, strategy.ulysses_degree)
         ]
         groups = neighbours if strategy.outer_degree > 1 else None
-        inner = functools.partial(ulysses.attend, kernel=inner, seq=strategy.ulysses_degree, axis_index_groups=groups)
+        inner = functools.partial(
+            ulysses.attend, kernel=inner, seq=strategy.ulysses_degree, axis_index_groups=groups
+        )
     return Attend(inner, strategy, head_chunks, make_tables)
 
 
-def make_two_chunk_attend(kernel: str, *, head_chunks: int = 1, outer_strategy: str = "ring") -> Attend:
+def make_two_chunk_attend(
+    kernel: str, *, head_chunks: int = 1, outer_strategy: str = "ring"
+) -> Attend:
     """Attention over whole rows on one device as ring and gather compute it: two chunks, and what the second sees of the first.
 
     To try a kernel's parts with, without other devices. Args: outer: ring or gather.
@@ -350,10 +407,14 @@ def make_two_chunk_attend(kernel: str, *, head_chunks: int = 1, outer_strategy: 
     if outer_strategy == "ring":
         inner = functools.partial(ring.attend, kernel=parts, group=alone)
     else:
-        inner = functools.partial(all_gather.attend, kernel=parts, group=alone, kv_heads_per_gather=1)
+        inner = functools.partial(
+            all_gather.attend, kernel=parts, group=alone, kv_heads_per_gather=1
+        )
     if kernel != "cudnn":
         inner = functools.partial(
-            _mask_padding, kernel=inner, segment_mask_fn=functools.partial(zigzag.segment_mask, group=alone)
+            _mask_padding,
+            kernel=inner,
+            segment_mask_fn=functools.partial(zigzag.segment_mask, group=alone),
         )
     return Attend(inner, kind, head_chunks)
 
@@ -379,11 +440,17 @@ def _chunk_kernel(
             f"attention.kernel = {kernel}: computes whole rows alone, and {strategy.name} attention needs parts of them. Use "
             f"{errors.format_choices(modules)}, or attention.strategy=ulysses."
         )
-    functions = {field.name: getattr(modules[kernel], field.name) for field in dataclasses.fields(ChunkKernel)}
+    functions = {
+        field.name: getattr(modules[kernel], field.name)
+        for field in dataclasses.fields(ChunkKernel)
+    }
     if kernel == "cudnn":
-        functions = {name: functools.partial(function, head_chunks=head_chunks) for name, function in functions.items()}
+        functions = {
+            name: functools.partial(function, head_chunks=head_chunks)
+            for name, function in functions.items()
+        }
         for name in ("forward", "backward"):
-            functions[name] = functools.partial(functions[name], slot_room=capacity_factor)
+            functions[name] = functools.partial(functions[name], capacity_factor=capacity_factor)
     return ChunkKernel(**functions)
 
 
@@ -391,7 +458,9 @@ def find_collectives(program: str) -> list[str]:
     """The collective operations of attention in a compiled program's text, a line each."""
     words = ("all-to-all", "all-gather", "collective-permute", "reduce-scatter")
     lines = (line.strip() for line in program.splitlines())
-    return [line for line in lines if f"/{SCOPE}/" in line and any(f" {word}" in line for word in words)]
+    return [
+        line for line in lines if f"/{SCOPE}/" in line and any(f" {word}" in line for word in words)
+    ]
 
 
 def _mask_padding(
@@ -406,6 +475,8 @@ def _mask_padding(
 ) -> Array:
     """The kernel with padding kept out by value, forward and backward: whatever it computes there, even NaN, is dropped."""
     inside_BL11 = segment_mask_fn(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
-    q_BLhK, k_BLgK, v_BLgK = (jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK))
+    q_BLhK, k_BLgK, v_BLgK = (
+        jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK)
+    )
     out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
     return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))

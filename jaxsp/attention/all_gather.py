@@ -70,7 +70,9 @@ def attend(
         kv_heads: K/V heads that are gathered at a time; divides G.
     """
     assert k_BlGK.shape[2] % kv_heads_per_gather == 0
-    return _attend(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group, kv_heads_per_gather)
+    return _attend(
+        q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group, kv_heads_per_gather
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
@@ -99,13 +101,18 @@ def _attend_fwd(
 ) -> tuple[Array, tuple[Array, ...]]:
     B, l, H, _ = q.shape
     todo = _LocalWork.build(group, starts_BM, lengths_BM, l // 2)
-    q_SB2ChK, k_SB2CgK, v_SB2CgK = (_split_head_chunks(x, k.shape[2] // kv_heads_per_gather) for x in (q, k, v))
+    q_SB2ChK, k_SB2CgK, v_SB2CgK = (
+        _split_head_chunks(x, k.shape[2] // kv_heads_per_gather) for x in (q, k, v)
+    )
 
     def lot(q: Array, kv: list[Array], whole: list[Array]) -> tuple[Array, Array]:
         """Output and log-sum-exp of some heads."""
-        own = zigzag.diagonal_forward(kernel, todo.local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv)))
+        own = zigzag.diagonal_forward(
+            kernel, todo.local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv))
+        )
         before = jax.lax.map(
-            lambda of: zigzag.off_diagonal_forward(kernel, of[1], of[0], *whole), (q.swapaxes(0, 1), todo.earlier_blocks)
+            lambda of: zigzag.off_diagonal_forward(kernel, of[1], of[0], *whole),
+            (q.swapaxes(0, 1), todo.earlier_blocks),
         )
         before = PartialAttention(*(zigzag.flatten_chunks(x.swapaxes(0, 1)) for x in before))
         out, lse = zigzag.merge(own, before)
@@ -113,13 +120,21 @@ def _attend_fwd(
 
     out_SRChK, lse_SRhC = _scan_head_chunks(group, lot, [q_SB2ChK], [k_SB2CgK, v_SB2CgK])
     out = _join_head_chunks(out_SRChK.reshape(q_SB2ChK.shape))
-    lse = lse_SRhC.reshape(-1, B, 2, lse_SRhC.shape[2], l // 2).transpose(1, 0, 3, 2, 4).reshape(B, H, l)
+    lse = (
+        lse_SRhC.reshape(-1, B, 2, lse_SRhC.shape[2], l // 2)
+        .transpose(1, 0, 3, 2, 4)
+        .reshape(B, H, l)
+    )
     out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 
 def _attend_bwd(
-    kernel: ChunkKernel, group: ZigzagGroup, kv_heads_per_gather: int, saved: tuple[Array, ...], dout: Array
+    kernel: ChunkKernel,
+    group: ZigzagGroup,
+    kv_heads_per_gather: int,
+    saved: tuple[Array, ...],
+    dout: Array,
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, starts_BM, lengths_BM, out, lse = saved
     B, l, H, _ = q.shape
@@ -128,7 +143,9 @@ def _attend_bwd(
     q_S, k_S, v_S, out_S, dout_S = (_split_head_chunks(x, num_lots) for x in (q, k, v, out, dout))
     lse_SB2hC = lse.reshape(B, num_lots, -1, 2, l // 2).transpose(1, 0, 3, 2, 4)
 
-    def lot(q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], whole: list[Array]) -> tuple[Array, ...]:
+    def lot(
+        q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], whole: list[Array]
+    ) -> tuple[Array, ...]:
         """dq, dk and dv of some heads."""
         queries = [x.swapaxes(0, 1) for x in (q, out, lse, dout)]
 
@@ -142,7 +159,9 @@ def _attend_bwd(
         scattered = _reduce_scatter_dkv(group, dwhole)
         # while these are on their way
         dq, *dkv = zigzag.diagonal_backward(
-            kernel, todo.local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv, out, lse, dout))
+            kernel,
+            todo.local_segments,
+            *(zigzag.flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
         )
         dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
         dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
@@ -163,7 +182,9 @@ class _LocalWork(NamedTuple):
     """Of each of the two chunks, [2, B]: what it sees of all tokens before it."""
 
     @classmethod
-    def build(cls, ring: ZigzagGroup, starts_BM: Array, lengths_BM: Array, chunk_tokens: int) -> "_LocalWork":
+    def build(
+        cls, ring: ZigzagGroup, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
+    ) -> "_LocalWork":
         found = [
             segments.find_off_diagonal_block(
                 starts_BM,
@@ -176,10 +197,15 @@ class _LocalWork(NamedTuple):
             for chunk in ring.chunk_numbers(ring.index)
         ]
         before = OffDiagonalBlock(*(jnp.stack(x) for x in zip(*found, strict=True)))
-        return cls(zigzag.find_local_segments(ring, starts_BM, lengths_BM, chunk_tokens=chunk_tokens), before)
+        return cls(
+            zigzag.find_local_segments(ring, starts_BM, lengths_BM, chunk_tokens=chunk_tokens),
+            before,
+        )
 
 
-def _scan_head_chunks(group: ZigzagGroup, attend_chunk: Any, inputs: list[Array], kv: list[Array]) -> Any:
+def _scan_head_chunks(
+    group: ZigzagGroup, attend_chunk: Any, inputs: list[Array], kv: list[Array]
+) -> Any:
     """What `lot` makes of each lot of heads, while the next one's keys and values are gathered."""
 
     def next_lot(whole: list[Array], of: tuple) -> tuple[list[Array], Any]:
@@ -209,7 +235,9 @@ def _join_head_chunks(x_SB2CxK: Array) -> Array:
 def _all_gather_kv(group: ZigzagGroup, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
     """Whole rows, in their own order, of all devices' chunks; keys and values come in one message, as in `Ring.passed_on`."""
     kv_2B2CgK = jnp.stack(kv_B2CgK)
-    gather = functools.partial(jax.lax.all_gather, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups)
+    gather = functools.partial(
+        jax.lax.all_gather, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
+    )
     kv_P2B2CgK = gather(kv_2B2CgK) if group.degree > 1 else kv_2B2CgK[None]
     whole = []
     for x_PB2CgK in (kv_P2B2CgK[:, 0], kv_P2B2CgK[:, 1]):

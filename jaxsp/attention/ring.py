@@ -27,7 +27,14 @@ from jaxsp.attention.zigzag import ChunkKernel, LocalSegments, PartialAttention,
 
 
 def sent_bytes(
-    *, degree: int, num_rows: int, tokens_per_device: int, num_kv_heads: int, head_dim: int, itemsize: int, remat: str
+    *,
+    degree: int,
+    num_rows: int,
+    tokens_per_device: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    remat: str,
 ) -> dict[str, int]:
     """Bytes that one device sends to the next for a layer in a turn, forward and backward.
 
@@ -67,13 +74,25 @@ def attend(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _attend(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: ChunkKernel, group: ZigzagGroup
+    q: Array,
+    k: Array,
+    v: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    kernel: ChunkKernel,
+    group: ZigzagGroup,
 ) -> Array:
     return _attend_fwd(q, k, v, starts_BM, lengths_BM, kernel, group)[0]
 
 
 def _attend_fwd(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, kernel: ChunkKernel, group: ZigzagGroup
+    q: Array,
+    k: Array,
+    v: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    kernel: ChunkKernel,
+    group: ZigzagGroup,
 ) -> tuple[Array, tuple[Array, ...]]:
     B, l, H, _ = q.shape
     q_B2CHK, *kv = (zigzag.split_chunks(x) for x in (q, k, v))
@@ -82,23 +101,42 @@ def _attend_fwd(
     def visit(sums: _ChunkResults, kv: list[Array], turn: Array | int) -> _ChunkResults:
         """The sums, with what the two chunks get of keys that have come so many devices far."""
         at = pieces_of.ring_step(turn)
-        found = zigzag.off_diagonal_forward(kernel, at.blocks, at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv))
-        of_last, of_either = (PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found)) for number in (0, 1))
+        found = zigzag.off_diagonal_forward(
+            kernel, at.blocks, at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv)
+        )
+        of_last, of_either = (
+            PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found))
+            for number in (0, 1)
+        )
         first = zigzag.merge(sums.first, zigzag.mask_partial(of_either, at.is_earlier))
         return _ChunkResults(
-            first, zigzag.merge(zigzag.merge(sums.last, of_last), zigzag.mask_partial(of_either, ~at.is_earlier))
+            first,
+            zigzag.merge(
+                zigzag.merge(sums.last, of_last), zigzag.mask_partial(of_either, ~at.is_earlier)
+            ),
         )
 
-    def next_turn(carry: tuple[_ChunkResults, list[Array]], turn: Array) -> tuple[tuple[_ChunkResults, list[Array]], None]:
+    def next_turn(
+        carry: tuple[_ChunkResults, list[Array]], turn: Array
+    ) -> tuple[tuple[_ChunkResults, list[Array]], None]:
         sums, kv = carry
         return (visit(sums, kv, turn), group.shift(kv)), None
 
-    own = zigzag.diagonal_forward(kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv)))
-    first, last = (PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own)) for number in (0, 1))
-    between = zigzag.off_diagonal_forward(kernel, pieces_of.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv))
+    own = zigzag.diagonal_forward(
+        kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv))
+    )
+    first, last = (
+        PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own))
+        for number in (0, 1)
+    )
+    between = zigzag.off_diagonal_forward(
+        kernel, pieces_of.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv)
+    )
     sums = _ChunkResults(first, zigzag.merge(last, between))
     if group.degree > 1:
-        (sums, kv), _ = jax.lax.scan(next_turn, (sums, group.shift(kv)), jnp.arange(1, group.degree - 1))
+        (sums, kv), _ = jax.lax.scan(
+            next_turn, (sums, group.shift(kv)), jnp.arange(1, group.degree - 1)
+        )
         sums = visit(sums, kv, group.degree - 1)
     out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
     lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
@@ -111,17 +149,27 @@ def _attend_bwd(
 ) -> tuple[Array, Array, Array, None, None]:
     q, k, v, starts_BM, lengths_BM, out, lse = saved
     B, l, H, _ = q.shape
-    q_B2CHK, k_B2CGK, v_B2CGK, out_B2CHK, dout_B2CHK = (zigzag.split_chunks(x) for x in (q, k, v, out, dout))
+    q_B2CHK, k_B2CGK, v_B2CGK, out_B2CHK, dout_B2CHK = (
+        zigzag.split_chunks(x) for x in (q, k, v, out, dout)
+    )
     lse_B2HC = lse.reshape(B, H, 2, l // 2).swapaxes(1, 2)
     pieces_of = _LocalWork(group, starts_BM, lengths_BM, l // 2)
     done = (out_B2CHK, lse_B2HC, dout_B2CHK)
 
-    def visit(dq: Array, dkv: list[Array], kv: list[Array], turn: Array | int) -> tuple[Array, list[Array]]:
+    def visit(
+        dq: Array, dkv: list[Array], kv: list[Array], turn: Array | int
+    ) -> tuple[Array, list[Array]]:
         """dq of the two chunks, and dk and dv of keys that have come so many devices far, with what they are to each other."""
         at = pieces_of.ring_step(turn)
-        inputs = at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv), *(at.take_queries(x) for x in done)
+        inputs = (
+            at.take_queries(q_B2CHK),
+            *(at.take_keys(x) for x in kv),
+            *(at.take_queries(x) for x in done),
+        )
         dq_more, *dkv_more = zigzag.off_diagonal_backward(kernel, at.blocks, *inputs)
-        return dq + at.sum_queries(dq_more), [x + at.sum_keys(more) for x, more in zip(dkv, dkv_more, strict=True)]
+        return dq + at.sum_queries(dq_more), [
+            x + at.sum_keys(more) for x, more in zip(dkv, dkv_more, strict=True)
+        ]
 
     def next_turn(carry: tuple[Array, list[Array], list[Array]], turn: Array) -> tuple[tuple, None]:
         dq, dkv, kv = carry
@@ -130,7 +178,9 @@ def _attend_bwd(
         return (dq, dkv, come[2:]), None
 
     kv = [k_B2CGK, v_B2CGK]
-    own = zigzag.diagonal_backward(kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *done)))
+    own = zigzag.diagonal_backward(
+        kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *done))
+    )
     dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in own)
     of_chunks = q_B2CHK[:, 1], *(x[:, 0] for x in kv), *(x[:, 1] for x in done)
     dq_last, *dkv_first = zigzag.off_diagonal_backward(kernel, pieces_of.inner_block, *of_chunks)
@@ -174,21 +224,35 @@ class _RingStep:
     blocks: OffDiagonalBlock
 
     def take_queries(self, x_B2: Array) -> Array:
-        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 1], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
+        return zigzag.flatten_chunks(
+            jnp.stack([x_B2[:, 1], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1)
+        )
 
     def take_keys(self, x_B2: Array) -> Array:
-        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 0], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1))
+        return zigzag.flatten_chunks(
+            jnp.stack([x_B2[:, 0], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1)
+        )
 
     def sum_queries(self, x_R: Array) -> Array:
         """Sums for both chunks, of values for the rectangles' queries."""
         of_last, of_either = x_R[0::2], x_R[1::2]
-        return jnp.stack([jnp.where(self.is_earlier, of_either, 0), of_last + jnp.where(self.is_earlier, 0, of_either)], axis=1)
+        return jnp.stack(
+            [
+                jnp.where(self.is_earlier, of_either, 0),
+                of_last + jnp.where(self.is_earlier, 0, of_either),
+            ],
+            axis=1,
+        )
 
     def sum_keys(self, x_R: Array) -> Array:
         """The same for their keys."""
         of_first, of_either = x_R[0::2], x_R[1::2]
         return jnp.stack(
-            [of_first + jnp.where(self.is_earlier, of_either, 0), jnp.where(self.is_earlier, 0, of_either)], axis=1
+            [
+                of_first + jnp.where(self.is_earlier, of_either, 0),
+                jnp.where(self.is_earlier, 0, of_either),
+            ],
+            axis=1,
         )
 
 
@@ -203,7 +267,9 @@ class _LocalWork:
 
     @property
     def local_segments(self) -> LocalSegments:
-        return zigzag.find_local_segments(self.group, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens)
+        return zigzag.find_local_segments(
+            self.group, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens
+        )
 
     @property
     def inner_block(self) -> OffDiagonalBlock:
@@ -216,13 +282,21 @@ class _LocalWork:
         here = self.group.index
         there = (here - hop) % self.group.degree
         earlier = there < here
-        (first, last), (their_first, their_last) = self.group.chunk_numbers(here), self.group.chunk_numbers(there)
+        (first, last), (their_first, their_last) = (
+            self.group.chunk_numbers(here),
+            self.group.chunk_numbers(there),
+        )
         both = (
             self._block(last, their_first),
-            self._block(jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)),
+            self._block(
+                jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)
+            ),
         )
         return _RingStep(
-            earlier, OffDiagonalBlock(*(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*both, strict=True)))
+            earlier,
+            OffDiagonalBlock(
+                *(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*both, strict=True))
+            ),
         )
 
     def _block(self, queries: Array, keys: Array) -> OffDiagonalBlock:

@@ -83,13 +83,19 @@ def sent_bytes(strategy: Strategy, workload: LayerWorkload) -> dict[str, int]:
     """Bytes that one device sends to others for a layer in a turn, forward and backward, by kind of collective."""
     found = {}
     if strategy.ulysses_degree > 1:
-        found["all-to-all"] = ulysses.sent_bytes(seq=strategy.ulysses_degree, **dataclasses.asdict(workload))
+        found["all-to-all"] = ulysses.sent_bytes(
+            seq=strategy.ulysses_degree, **dataclasses.asdict(workload)
+        )
     if strategy.outer_degree > 1:
-        heads, kv_heads = local_heads(strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)
+        heads, kv_heads = local_heads(
+            strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads
+        )
         of = (
             ring.sent_bytes
             if strategy.outer_strategy == "ring"
-            else functools.partial(all_gather.sent_bytes, kv_heads_per_gather=strategy.kv_heads_per_gather)
+            else functools.partial(
+                all_gather.sent_bytes, kv_heads_per_gather=strategy.kv_heads_per_gather
+            )
         )
         found |= of(
             degree=strategy.outer_degree,
@@ -120,14 +126,23 @@ def list_strategies(
     """Every way in which these heads can be shared, from Ulysses alone to none."""
     for inner in legal_ulysses_degrees(seq=seq, num_heads=num_heads):
         kind = Strategy(
-            seq=seq, ulysses_degree=inner, outer_strategy=outer_strategy, kv_heads_per_gather=kv_heads_per_gather or 1
+            seq=seq,
+            ulysses_degree=inner,
+            outer_strategy=outer_strategy,
+            kv_heads_per_gather=kv_heads_per_gather or 1,
         )
         own = local_heads(kind, num_heads=num_heads, num_kv_heads=num_kv_heads)[1]
-        if outer_strategy == "ring" or kind.outer_degree == 1 or own % kind.kv_heads_per_gather == 0:
+        if (
+            outer_strategy == "ring"
+            or kind.outer_degree == 1
+            or own % kind.kv_heads_per_gather == 0
+        ):
             yield kind
 
 
-def choose(requested: AttentionConfig, workload: LayerWorkload, *, seq: int, window: int | None) -> Strategy:
+def choose(
+    requested: AttentionConfig, workload: LayerWorkload, *, seq: int, window: int | None
+) -> Strategy:
     """The kind that a config asks for, or that `auto` means: Ulysses where it can be, else what sends least.
 
     A group of one device shares nothing, whatever is asked for: so a config can be tried on any mesh.
@@ -146,8 +161,14 @@ def choose(requested: AttentionConfig, workload: LayerWorkload, *, seq: int, win
             f"mesh.seq = {seq}: {workload.num_heads} query heads cannot be shared by {seq} devices, and attention.strategy is "
             f"ulysses. Use mesh.seq={errors.format_choices(fits)}{instead}."
         )
-    if window is not None and (requested.strategy not in ("auto", "ulysses") or workload.num_heads % seq):
-        among = requested.strategy if requested.strategy != "auto" else f"{requested.outer_strategy} or hybrid"
+    if window is not None and (
+        requested.strategy not in ("auto", "ulysses") or workload.num_heads % seq
+    ):
+        among = (
+            requested.strategy
+            if requested.strategy != "auto"
+            else f"{requested.outer_strategy} or hybrid"
+        )
         raise UserError(
             f"attention.strategy = {requested.strategy}: the model's tokens see the last {window:,} alone, and {among} attention has no "
             f"windows. Use attention.strategy=ulysses with mesh.seq={errors.format_choices(fits)}."
@@ -155,7 +176,7 @@ def choose(requested: AttentionConfig, workload: LayerWorkload, *, seq: int, win
     if outer == "all_gather" and kind in ("ulysses", "ring"):
         raise UserError(
             f"attention.outer_strategy = all_gather: is of hybrid attention, and attention.strategy is {kind}. Use attention.outer_strategy=ring, which "
-            "changes nothing here, or attention.strategy=hybrid or gather."
+            "changes nothing here, or attention.strategy=hybrid or all_gather."
         )
     if requested.ulysses_degree is not None and kind != "hybrid":
         raise UserError(
@@ -164,21 +185,34 @@ def choose(requested: AttentionConfig, workload: LayerWorkload, *, seq: int, win
         )
     if kind in ("ring", "all_gather"):
         found = [
-            Strategy(seq=seq, ulysses_degree=1, outer_strategy=kind, kv_heads_per_gather=requested.kv_heads_per_gather or 1)
+            Strategy(
+                seq=seq,
+                ulysses_degree=1,
+                outer_strategy=kind,
+                kv_heads_per_gather=requested.kv_heads_per_gather or 1,
+            )
         ]
     elif kind == "hybrid":
         found = _hybrid_candidates(requested, workload, seq)
     else:
-        found = list(list_strategies(seq=seq, outer_strategy=outer, kv_heads_per_gather=None, **heads))
+        found = list(
+            list_strategies(seq=seq, outer_strategy=outer, kv_heads_per_gather=None, **heads)
+        )
         found = [one for one in found if one.outer_degree == 1] or found
     lot = requested.kv_heads_per_gather or 1
     found = [one for one in found if local_heads(one, **heads)[1] % lot == 0] or found
-    best = min(found, key=lambda one: (sum(sent_bytes(one, workload).values()), -one.ulysses_degree))
+    best = min(
+        found, key=lambda one: (sum(sent_bytes(one, workload).values()), -one.ulysses_degree)
+    )
     return _with_kv_heads_per_gather(best, requested, workload)
 
 
-def _hybrid_candidates(requested: AttentionConfig, workload: LayerWorkload, seq: int) -> list[Strategy]:
-    legal = sorted(n for n in legal_ulysses_degrees(seq=seq, num_heads=workload.num_heads) if 1 < n < seq)
+def _hybrid_candidates(
+    requested: AttentionConfig, workload: LayerWorkload, seq: int
+) -> list[Strategy]:
+    legal = sorted(
+        n for n in legal_ulysses_degrees(seq=seq, num_heads=workload.num_heads) if 1 < n < seq
+    )
     if not legal:
         raise UserError(
             f"attention.strategy = hybrid: no number between 1 and mesh.seq = {seq} divides both that and {workload.num_heads} query "
@@ -187,7 +221,7 @@ def _hybrid_candidates(requested: AttentionConfig, workload: LayerWorkload, seq:
     if requested.ulysses_degree is not None and requested.ulysses_degree not in legal:
         raise UserError(
             f"attention.ulysses_degree = {requested.ulysses_degree}: has to divide mesh.seq = {seq} and {workload.num_heads} query heads, "
-            f"and to be neither 1 (attention.strategy=ring or gather) nor {seq} (ulysses). Use {errors.format_choices(legal)}, or null."
+            f"and to be neither 1 (attention.strategy=ring or all_gather) nor {seq} (ulysses). Use {errors.format_choices(legal)}, or null."
         )
     return [
         Strategy(seq=seq, ulysses_degree=n, outer_strategy=requested.outer_strategy)
@@ -196,15 +230,17 @@ def _hybrid_candidates(requested: AttentionConfig, workload: LayerWorkload, seq:
     ]
 
 
-def _with_kv_heads_per_gather(strategy: Strategy, requested: AttentionConfig, workload: LayerWorkload) -> Strategy:
+def _with_kv_heads_per_gather(
+    strategy: Strategy, requested: AttentionConfig, workload: LayerWorkload
+) -> Strategy:
     """The kind with the K/V heads that are gathered at a time. Raises: UserError where they do not divide, or none are."""
     lot = requested.kv_heads_per_gather
     if lot is None:
         return strategy
     if strategy.outer_degree == 1 or strategy.outer_strategy != "all_gather":
         raise UserError(
-            f"attention.kv_heads_per_gather = {lot}: is of gather attention, and this is {strategy.description}. Use "
-            f"attention.kv_heads_per_gather=null, or {'attention.outer_strategy' if strategy.name == 'hybrid' else 'attention.strategy'}=gather."
+            f"attention.kv_heads_per_gather = {lot}: is of all_gather attention, and this is {strategy.description}. Use "
+            f"attention.kv_heads_per_gather=null, or {'attention.outer_strategy' if strategy.name == 'hybrid' else 'attention.strategy'}=all_gather."
         )
     own = local_heads(strategy, num_heads=workload.num_heads, num_kv_heads=workload.num_kv_heads)[1]
     if own % lot:

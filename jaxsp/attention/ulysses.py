@@ -80,8 +80,20 @@ def attend(
     parts = [x.reshape(B, l, seq, -1, K) for x in (q_BlHK, k_BlGK, v_BlGK)]
     mixed_BlXK = jnp.concatenate(parts, axis=3).reshape(B, l, seq * (h + 2 * g), K)
     mixed_BLxK = jax.lax.all_to_all(
-        mixed_BlXK, axes.SEQ, split_axis=2, concat_axis=1, axis_index_groups=axis_index_groups, tiled=True
+        mixed_BlXK,
+        axes.SEQ,
+        split_axis=2,
+        concat_axis=1,
+        axis_index_groups=axis_index_groups,
+        tiled=True,
     )
     q_BLhK, k_BLgK, v_BLgK = jnp.split(mixed_BLxK, [h, h + g], axis=2)
     out_BLhK = kernel(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **shared)
-    return jax.lax.all_to_all(out_BLhK, axes.SEQ, split_axis=1, concat_axis=2, axis_index_groups=axis_index_groups, tiled=True)
+    return jax.lax.all_to_all(
+        out_BLhK,
+        axes.SEQ,
+        split_axis=1,
+        concat_axis=2,
+        axis_index_groups=axis_index_groups,
+        tiled=True,
+    )

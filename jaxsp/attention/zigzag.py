@@ -44,24 +44,39 @@ class ZigzagGroup:
     @property
     def index(self) -> Array:
         """The number of this device among them."""
-        return jax.lax.axis_index(axes.SEQ) // self.ulysses_degree if self.degree > 1 else jnp.int32(0)
+        return (
+            jax.lax.axis_index(axes.SEQ) // self.ulysses_degree if self.degree > 1 else jnp.int32(0)
+        )
 
     @property
     def axis_index_groups(self) -> list[list[int]]:
         """All such groups, by the devices' numbers along `seq`."""
-        return [[outer * self.ulysses_degree + inner for outer in range(self.degree)] for inner in range(self.ulysses_degree)]
+        return [
+            [outer * self.ulysses_degree + inner for outer in range(self.degree)]
+            for inner in range(self.ulysses_degree)
+        ]
 
     def shift(self, arrays: list[Array]) -> list[Array]:
         """The arrays of the device before this one.
 
         They come in one message, because XLA lets one alone travel while something is computed (jax 0.12).
         """
-        pairs = [(a, b) for group in self.axis_index_groups for a, b in zip(group, [*group[1:], group[0]], strict=True)]
+        pairs = [
+            (a, b)
+            for group in self.axis_index_groups
+            for a, b in zip(group, [*group[1:], group[0]], strict=True)
+        ]
         dtypes = {x.dtype for x in arrays}
-        as_one = dtypes.pop() if len(dtypes) == 1 else jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+        as_one = (
+            dtypes.pop()
+            if len(dtypes) == 1
+            else jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
+        )
         words = [jax.lax.bitcast_convert_type(x, as_one) for x in arrays]
         ends = np.cumsum([x.size for x in words]).tolist()[:-1]
-        come = jnp.split(jax.lax.ppermute(jnp.concatenate([x.ravel() for x in words]), axes.SEQ, pairs), ends)
+        come = jnp.split(
+            jax.lax.ppermute(jnp.concatenate([x.ravel() for x in words]), axes.SEQ, pairs), ends
+        )
         return [
             jax.lax.bitcast_convert_type(flat.reshape(word.shape), x.dtype)
             for flat, word, x in zip(come, words, arrays, strict=True)
@@ -99,19 +114,29 @@ def flatten_chunks(x_B2: Array) -> Array:
     return x_B2.reshape(-1, *x_B2.shape[2:])
 
 
-def find_local_segments(group: ZigzagGroup, starts_BM: Array, lengths_BM: Array, *, chunk_tokens: int) -> LocalSegments:
+def find_local_segments(
+    group: ZigzagGroup, starts_BM: Array, lengths_BM: Array, *, chunk_tokens: int
+) -> LocalSegments:
     """The pieces of this device's chunks."""
     found = [
-        segments.clip_to_chunk(starts_BM, lengths_BM, first_token=chunk * chunk_tokens, num_tokens=chunk_tokens)
+        segments.clip_to_chunk(
+            starts_BM, lengths_BM, first_token=chunk * chunk_tokens, num_tokens=chunk_tokens
+        )
         for chunk in group.chunk_numbers(group.index)
     ]
     starts_RM, lengths_RM = (flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*found, strict=True))
-    return LocalSegments(starts_RM, lengths_RM, segments.segment_mask(starts_RM, lengths_RM, chunk_tokens))
+    return LocalSegments(
+        starts_RM, lengths_RM, segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
+    )
 
 
-def segment_mask(starts_BM: Array, lengths_BM: Array, num_tokens: int, *, group: ZigzagGroup) -> Bool[Array, "B l"]:
+def segment_mask(
+    starts_BM: Array, lengths_BM: Array, num_tokens: int, *, group: ZigzagGroup
+) -> Bool[Array, "B l"]:
     """Whether each of this device's tokens belongs to a piece."""
-    inside_RC = find_local_segments(group, starts_BM, lengths_BM, chunk_tokens=num_tokens // 2).mask_RC
+    inside_RC = find_local_segments(
+        group, starts_BM, lengths_BM, chunk_tokens=num_tokens // 2
+    ).mask_RC
     return inside_RC.reshape(len(starts_BM), num_tokens)
 
 
@@ -119,7 +144,9 @@ def diagonal_forward(
     kernel: ChunkKernel, local_segments: LocalSegments, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array
 ) -> PartialAttention:
     """What chunks get of themselves."""
-    out, lse = kernel.forward(q_RCHK, k_RCGK, v_RCGK, local_segments.starts_RM, local_segments.lengths_RM)
+    out, lse = kernel.forward(
+        q_RCHK, k_RCGK, v_RCGK, local_segments.starts_RM, local_segments.lengths_RM
+    )
     return _make_partial(out, lse, local_segments.mask_RC)
 
 
@@ -166,7 +193,9 @@ def off_diagonal_backward(
     return _zero_outside(dq, of_q), _zero_outside(dk, of_k), _zero_outside(dv, of_k)
 
 
-def _compute_if_any(block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Array) -> tuple[Array, ...]:
+def _compute_if_any(
+    block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Array
+) -> tuple[Array, ...]:
     """What the kernel gives, as it gives it, or zeros where no row has anything to do.
 
     What leaves a conditional is written to memory: in float32 it would be twice as much (ring of 8, a million tokens: 3 GiB).
@@ -186,11 +215,15 @@ def merge(one: PartialAttention, other: PartialAttention) -> PartialAttention:
 
 def mask_partial(part: PartialAttention, is_seen: Array) -> PartialAttention:
     """A part that counts only where `seen`, a scalar, is true."""
-    return PartialAttention(jnp.where(is_seen, part.out_BCHK, 0.0), jnp.where(is_seen, part.lse_BHC, _EMPTY_LSE))
+    return PartialAttention(
+        jnp.where(is_seen, part.out_BCHK, 0.0), jnp.where(is_seen, part.lse_BHC, _EMPTY_LSE)
+    )
 
 
 def _make_partial(out_RCHK: Array, lse_RHC: Array, inside_RC: Array) -> PartialAttention:
-    return PartialAttention(_zero_outside(out_RCHK, inside_RC), jnp.where(inside_RC[:, None], lse_RHC, _EMPTY_LSE))
+    return PartialAttention(
+        _zero_outside(out_RCHK, inside_RC), jnp.where(inside_RC[:, None], lse_RHC, _EMPTY_LSE)
+    )
 
 
 def _zero_outside(x_RCXK: Array, inside_RC: Array) -> Float[Array, "R C X K"]:

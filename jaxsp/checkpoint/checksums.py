@@ -35,16 +35,23 @@ def unpadded_shapes(table: layers.Weights, master: layers.Weights, opt: Any) -> 
         own = lambda x: row.stacked_shape if x.shape == weight.shape else x.shape
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(own(x), x.dtype), state)
 
-    weights = jax.tree.map(lambda row, weight: jax.ShapeDtypeStruct(row.stacked_shape, weight.dtype), table, master)
+    weights = jax.tree.map(
+        lambda row, weight: jax.ShapeDtypeStruct(row.stacked_shape, weight.dtype), table, master
+    )
     return {"master": weights, "opt": jax.tree.map(of_state, table, master, opt)}
 
 
 def name_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by their path, as `master/layers/q`."""
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): leaf
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    }
 
 
-def compute_on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+def compute_on_devices(
+    arrays: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
     """The digest of each array as 16 hexadecimal digits, the same in all processes.
 
     Args:   shapes: the logical ones.
@@ -57,7 +64,9 @@ def compute_on_devices(arrays: Mapping[str, Array], shapes: Mapping[str, tuple[i
     return {name: _format_hex(of_array.tolist()) for name, of_array in sums.items()}
 
 
-def compile_programs(arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, jax.stages.Compiled]:
+def compile_programs(
+    arrays: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, jax.stages.Compiled]:
     """Compiles what `on_devices` runs. Arrays of one shape, dtype and sharding share a program.
 
     A weight shares it with its moments: a third of the time of a program for all arrays at once.
@@ -91,7 +100,9 @@ def _format_hex(sums: list[int]) -> str:
 def _compile(like: jax.ShapeDtypeStruct, shape: tuple[int, ...]) -> jax.stages.Compiled:
     place: Any = like.sharding
     everywhere = NamedSharding(place.mesh, PartitionSpec())
-    return jax.jit(_sum_bits, static_argnums=1, out_shardings=everywhere).lower(like, shape).compile()
+    return (
+        jax.jit(_sum_bits, static_argnums=1, out_shardings=everywhere).lower(like, shape).compile()
+    )
 
 
 def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
@@ -101,16 +112,24 @@ def _sum_bits(x: Array, shape: tuple[int, ...]) -> UInt32[Array, "two"]:
     if len(shape) < 3:  # no layers: the whole visits
         return _sum_part(host_offload.to_device(x), shape, first)
     of_layer = lambda number, layer: _sum_part(host_offload.to_device(layer), shape[1:], number)
-    return jax.lax.map(lambda one: of_layer(*one), (jnp.arange(shape[0], dtype=jnp.uint32), x)).sum(0, dtype=jnp.uint32)
+    return jax.lax.map(lambda one: of_layer(*one), (jnp.arange(shape[0], dtype=jnp.uint32), x)).sum(
+        0, dtype=jnp.uint32
+    )
 
 
-def _sum_part(x: Array, shape: tuple[int, ...], first_index: UInt32[Array, ""]) -> UInt32[Array, "two"]:
+def _sum_part(
+    x: Array, shape: tuple[int, ...], first_index: UInt32[Array, ""]
+) -> UInt32[Array, "two"]:
     """Both sums; `first` is the place along the dims before those of `x`."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
     along = [jax.lax.broadcasted_iota(jnp.uint32, x.shape, dim) for dim in range(x.ndim)]
     counts = functools.reduce(
         jnp.logical_and,
-        [place < np.uint32(own) for place, own, stored in zip(along, shape, x.shape, strict=True) if own < stored],
+        [
+            place < np.uint32(own)
+            for place, own, stored in zip(along, shape, x.shape, strict=True)
+            if own < stored
+        ],
         jnp.ones(x.shape, bool),
     )
     both = []
@@ -118,7 +137,11 @@ def _sum_part(x: Array, shape: tuple[int, ...], first_index: UInt32[Array, ""]) 
         place = jnp.broadcast_to(first_index, x.shape)
         for one in along:
             place = place * np.uint32(spread) + one
-        both.append(jnp.sum(jnp.where(counts, _mix_bits(bits, place, factors), np.uint32(0)), dtype=jnp.uint32))
+        both.append(
+            jnp.sum(
+                jnp.where(counts, _mix_bits(bits, place, factors), np.uint32(0)), dtype=jnp.uint32
+            )
+        )
     return jnp.stack(both)
 
 

@@ -23,7 +23,9 @@ def tree_bytes(state: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
-def check(config: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0) -> str | None:
+def check(
+    config: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0
+) -> str | None:
     """Compares the free space of run.directory with the space that the run's checkpoints need.
 
     Args:
@@ -63,7 +65,9 @@ def describe_shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
     if free is None or free >= checkpoint_bytes:
         return ""
     missing = format_bytes(checkpoint_bytes - free)
-    return f" ({format_bytes(checkpoint_bytes)} needed, {format_bytes(free)} free, {missing} missing)"
+    return (
+        f" ({format_bytes(checkpoint_bytes)} needed, {format_bytes(free)} free, {missing} missing)"
+    )
 
 
 def _free_bytes(directory: pathlib.Path) -> int | None:

@@ -89,14 +89,18 @@ def read_meta(checkpoint: pathlib.Path) -> CheckpointMeta:
     except (FileNotFoundError, NotADirectoryError):
         raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata is missing") from None
     except (ValueError, AttributeError) as error:
-        raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata is no JSON: {describe_error(error)}") from None
+        raise DamagedCheckpointError(
+            checkpoint, f"{run_paths.META}/metadata is no JSON: {describe_error(error)}"
+        ) from None
     if digest is None and "num_tokens_total" in fields:
         raise UserError(
             f"{checkpoint}: cannot be read: it is of an earlier version, which kept no digests. Go on with the version that "
             "wrote it, or export its weights with that and begin from them: model.source=FOLDER."
         )
     if digest != _checksum(fields):
-        raise DamagedCheckpointError(checkpoint, f"{run_paths.META}/metadata says other things than were written")
+        raise DamagedCheckpointError(
+            checkpoint, f"{run_paths.META}/metadata says other things than were written"
+        )
     try:
         return CheckpointMeta(**fields)
     except TypeError:
@@ -110,19 +114,28 @@ def read_weights(checkpoint: pathlib.Path, table: layers.Weights) -> layers.Weig
     on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), table)
     stored = _read_item(checkpoint, run_paths.MASTER, ocp.args.PyTreeRestore(restore_args=on_host))
     whole = jax.tree.map(sharding.remove_padding, table, stored)
-    found = {name: checksums.compute_on_host(array) for name, array in checksums.name_leaves({run_paths.MASTER: whole}).items()}
+    found = {
+        name: checksums.compute_on_host(array)
+        for name, array in checksums.name_leaves({run_paths.MASTER: whole}).items()
+    }
     _check_arrays(checkpoint, found, checksums.name_leaves({run_paths.MASTER: whole}))
     return whole
 
 
-def restore_weights(checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights) -> layers.Weights:
+def restore_weights(
+    checkpoint: pathlib.Path, like: layers.Weights, *, table: layers.Weights
+) -> layers.Weights:
     """Master weights, laid out like these shapes with shardings, whatever mesh they were saved on. Raises: Damaged."""
     return _restore_items(checkpoint, {run_paths.MASTER: like}, table)[run_paths.MASTER]
 
 
-def restore(checkpoint: pathlib.Path, like: TrainState, *, table: layers.Weights, num_steps: int) -> TrainState:
+def restore(
+    checkpoint: pathlib.Path, like: TrainState, *, table: layers.Weights, num_steps: int
+) -> TrainState:
     """The whole state, laid out like these shapes, after `num_steps` steps. Raises: Damaged, in all processes."""
-    items = {run_paths.MASTER: like.master} | ({run_paths.OPT: like.opt_state} if jax.tree.leaves(like.opt_state) else {})
+    items = {run_paths.MASTER: like.master} | (
+        {run_paths.OPT: like.opt_state} if jax.tree.leaves(like.opt_state) else {}
+    )
     found = _restore_items(checkpoint, items, table)
     return TrainState(
         master=found[run_paths.MASTER],
@@ -136,7 +149,9 @@ def set_aside(checkpoint: pathlib.Path) -> pathlib.Path:
     aside = checkpoint.parent.parent / run_paths.DAMAGED_DIR
     taken = {path.name for path in aside.glob("*")}
     name = next(
-        name for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6))) if name not in taken
+        name
+        for name in (checkpoint.name, *map(f"{checkpoint.name}-{{}}".format, range(2, 10**6)))
+        if name not in taken
     )
     raise_on_all_processes(checkpoint, lambda: None)  # nobody reads it any more
     if jax.process_index() == 0:
@@ -162,13 +177,20 @@ def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T])
     return result  # type: ignore[return-value]  # it was set, or there is damage
 
 
-def _restore_items(checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights) -> dict[str, Any]:
+def _restore_items(
+    checkpoint: pathlib.Path, items: dict[str, Any], table: layers.Weights
+) -> dict[str, Any]:
     """Items that are laid out like these, and that are what was written."""
 
     def read() -> dict[str, Any]:
         # not strict: the zeros that fill up a dim that does not divide are more or fewer on another mesh
-        place = lambda x: ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False)
-        to = {item: ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(place, like)) for item, like in items.items()}
+        place = lambda x: ocp.ArrayRestoreArgs(
+            sharding=x.sharding, global_shape=x.shape, dtype=x.dtype, strict=False
+        )
+        to = {
+            item: ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(place, like))
+            for item, like in items.items()
+        }
         return {item: _read_item(checkpoint, item, args) for item, args in to.items()}
 
     found = raise_on_all_processes(checkpoint, read)
@@ -177,7 +199,9 @@ def _restore_items(checkpoint: pathlib.Path, items: dict[str, Any], table: layer
     )
     expected = checksums.name_leaves({item: whole[item] for item in items})
     # all processes have read their parts: the sums travel between them
-    sums = checksums.compute_on_devices(checksums.name_leaves(found), {name: like.shape for name, like in expected.items()})
+    sums = checksums.compute_on_devices(
+        checksums.name_leaves(found), {name: like.shape for name, like in expected.items()}
+    )
     raise_on_all_processes(checkpoint, lambda: _check_arrays(checkpoint, sums, expected))
     return found
 
@@ -191,12 +215,15 @@ def _check_arrays(checkpoint: pathlib.Path, found: dict[str, str], arrays: dict[
         one = written[name]
         if (one["dtype"], tuple(one["shape"])) != (str(array.dtype), array.shape):
             raise DamagedCheckpointError(
-                checkpoint, f"{name} was written as {one['dtype']}{one['shape']}, not {array.dtype}{list(array.shape)}"
+                checkpoint,
+                f"{name} was written as {one['dtype']}{one['shape']}, not {array.dtype}{list(array.shape)}",
             )
     if wrong := [name for name, digest in found.items() if digest != written[name]["digest"]]:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         one, was = written[wrong[0]]["digest"], found[wrong[0]]
-        raise DamagedCheckpointError(checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})")
+        raise DamagedCheckpointError(
+            checkpoint, f"{wrong[0]}{more}: bits have changed (digest {was}, and was {one})"
+        )
 
 
 def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore) -> Any:
@@ -228,12 +255,18 @@ def silence_orbax_errors() -> None:
 
     def without_loops(error: "sys.UnraisableHookArgs") -> None:
         code = getattr(error.object, "cr_code", None)
-        if str(error.exc_value) != "Event loop is closed" and (code is None or "orbax" not in code.co_filename):
+        if str(error.exc_value) != "Event loop is closed" and (
+            code is None or "orbax" not in code.co_filename
+        ):
             hook(error)
 
     sys.unraisablehook = without_loops
-    logging.getLogger("absl").addFilter(lambda record: "orbax" not in pathlib.Path(record.pathname).parts)
-    logging.getLogger("asyncio").addFilter(lambda record: "exception was never retrieved" not in record.getMessage())
+    logging.getLogger("absl").addFilter(
+        lambda record: "orbax" not in pathlib.Path(record.pathname).parts
+    )
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "exception was never retrieved" not in record.getMessage()
+    )
 
 
 def _checksum(fields: dict[str, Any]) -> str:

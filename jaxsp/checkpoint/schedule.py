@@ -29,7 +29,14 @@ class CheckpointSchedule:
     FINAL_RETRY_WAITS_S = (5.0, 10.0, 20.0, 25.0)
     """At the end of a run: seconds before the last checkpoint is tried again."""
 
-    def __init__(self, store: CheckpointWriter, config: RunConfig, *, first_step: int, print_line: Callable[[str], None]):
+    def __init__(
+        self,
+        store: CheckpointWriter,
+        config: RunConfig,
+        *,
+        first_step: int,
+        print_line: Callable[[str], None],
+    ):
         self._store, self._config, self._print_line = store, config, print_line
         self._saved_at, self._from_step = time.monotonic(), first_step
         self._next_check_step = first_step + 1
@@ -55,7 +62,10 @@ class CheckpointSchedule:
         Clocks of processes differ: process 0 has the word. To hear it all wait for the step that is running, so it is asked
         half way to when the time should be up, then half way of what is left: a few times for each checkpoint.
         """
-        if self._failed is not None and broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S:
+        if (
+            self._failed is not None
+            and broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S
+        ):
             return True
         if self._config.save_interval is None:
             return evaluator.is_due(self._config.save_steps, step)
@@ -123,11 +133,17 @@ class CheckpointSchedule:
     def _describe_next_attempt(self) -> str:
         if self._retry_waits_s is None:
             return f". Training continues; the next attempt is in at most {self.RETRY_S:g} s"
-        return f". The next attempt is in {self._retry_waits_s[0]:g} s" if self._retry_waits_s else ""
+        return (
+            f". The next attempt is in {self._retry_waits_s[0]:g} s" if self._retry_waits_s else ""
+        )
 
     def _describe_latest(self) -> str:
         steps = self._store.steps
-        return f"The latest complete checkpoint is step {steps[-1]}" if steps else "There is no complete checkpoint yet"
+        return (
+            f"The latest complete checkpoint is step {steps[-1]}"
+            if steps
+            else "There is no complete checkpoint yet"
+        )
 
 
 def broadcast_from_first(value: float) -> float:

@@ -102,10 +102,13 @@ class CheckpointWriter:
         """MiB that all processes have written, when they last agreed."""
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES)
+        arrays = ocp.type_handlers.ArrayHandler(
+            min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES
+        )
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
         self._handlers = {
-            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in (run_paths.MASTER, run_paths.OPT)
+            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+            for name in (run_paths.MASTER, run_paths.OPT)
         }
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
@@ -145,7 +148,9 @@ class CheckpointWriter:
         to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         like = jax.tree.map(to_shape, _items(state))  # the first step takes the arrays' memory
         shapes = {name: leaf.shape for name, leaf in self._unpadded_shapes(state).items()}
-        self._compiling = self._pool.submit(checksums.compile_programs, checksums.name_leaves(like), shapes)
+        self._compiling = self._pool.submit(
+            checksums.compile_programs, checksums.name_leaves(like), shapes
+        )
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
         """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
@@ -180,21 +185,34 @@ class CheckpointWriter:
             self._finalize(meta)
             self.write_s = (self.write_s or 0.0) + time.monotonic() - began
 
-        finish = lambda: self._pool.submit(finish_all) if jax.process_index() == 0 else _run_as_future(lambda: None)
+        finish = lambda: (
+            self._pool.submit(finish_all)
+            if jax.process_index() == 0
+            else _run_as_future(lambda: None)
+        )
 
         def begin() -> None:
             self._before_write()
             _make_dirs(partial, items)
 
         make = _run_as_future(begin)
-        if (outcome := self._advance(_PendingWrite(meta=meta, future=make, next_stage=write))) is not None:
+        if (
+            outcome := self._advance(_PendingWrite(meta=meta, future=make, next_stage=write))
+        ) is not None:
             return outcome
         assert self._pending is not None
-        self._pending = dataclasses.replace(self._pending, then=None if alone else finish)
+        self._pending = dataclasses.replace(self._pending, next_stage=None if alone else finish)
         # orbax writes what is in host memory out of that memory, which the next step takes for the new state
-        return self.poll(wait=any(leaf.sharding.memory_kind == host_offload.MEMORY_KIND for leaf in jax.tree.leaves(items)))
+        return self.poll(
+            wait=any(
+                leaf.sharding.memory_kind == host_offload.MEMORY_KIND
+                for leaf in jax.tree.leaves(items)
+            )
+        )
 
-    def record_eval(self, step: int, loss: float | None, *, early_stopping: dict[str, Any] | None) -> None:
+    def record_eval(
+        self, step: int, loss: float | None, *, early_stopping: dict[str, Any] | None
+    ) -> None:
         """Records the loss of a checkpoint that was evaluated after it was written. Process 0 does it for all.
 
         Args: early_stopping: fields of `early_stopping.State` after that evaluation.
@@ -208,11 +226,17 @@ class CheckpointWriter:
             path = self._directory / str(step)
             meta = reader.read_meta(path)
             meta = dataclasses.replace(
-                meta, eval_loss=loss, eval_set=self._eval_set, has_pending_evaluation=False, early_stopping=early_stopping
+                meta,
+                eval_loss=loss,
+                eval_set=self._eval_set,
+                has_pending_evaluation=False,
+                early_stopping=early_stopping,
             )
             _write_meta(path, meta)
         except (OSError, UserError) as error:
-            distributed.log(f"checkpoint {step}: its loss could not be recorded: {reader.describe_error(error)}")
+            distributed.log(
+                f"checkpoint {step}: its loss could not be recorded: {reader.describe_error(error)}"
+            )
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
         """How the write ended, once, when it has; before that, and where there is none, None. All processes hear the same.
@@ -221,7 +245,9 @@ class CheckpointWriter:
         """
         while (write := self._pending) is not None:
             if wait:
-                concurrent.futures.wait([write.future], timeout=None if jax.process_count() == 1 else POLL_S)
+                concurrent.futures.wait(
+                    [write.future], timeout=None if jax.process_count() == 1 else POLL_S
+                )
             outcome = self._advance(write)
             if outcome is not None or (self._pending is write and not wait):
                 return outcome
@@ -229,19 +255,28 @@ class CheckpointWriter:
 
     def _advance(self, write: _PendingWrite) -> WriteOutcome | None:
         """Ends the write if it has failed somewhere or is whole; else begins its next part if all have done this one."""
-        own = _RUNNING if not write.future.done() else _FAILED if write.future.exception() else _DONE
+        own = (
+            _RUNNING if not write.future.done() else _FAILED if write.future.exception() else _DONE
+        )
         of_all = np.array([own])
         if jax.process_count() > 1:
-            told = multihost_utils.process_allgather(np.array([own, read_bytes_written() // 2**20], np.int32))
+            told = multihost_utils.process_allgather(
+                np.array([own, read_bytes_written() // 2**20], np.int32)
+            )
             of_all, of_all_mib = told[:, 0], int(told[:, 1].sum())
-            if of_all_mib > self._written_mib + 1 and self._status.activity.is_writing:  # more than a progress bar's
+            if (
+                of_all_mib > self._written_mib + 1 and self._status.activity.is_writing
+            ):  # more than a progress bar's
                 self._status.heartbeat()  # what another writes is a sign of life of all that wait for it
             self._written_mib = of_all_mib
         if (of_all == _RUNNING).any():
             return None
         self._pending = None
         if (of_all == _FAILED).any():
-            return WriteOutcome(step=write.meta.step, failure=self._clean_up_failure(write, int(np.argmax(of_all == _FAILED))))
+            return WriteOutcome(
+                step=write.meta.step,
+                failure=self._clean_up_failure(write, int(np.argmax(of_all == _FAILED))),
+            )
         if write.next_stage is None:
             return WriteOutcome(step=write.meta.step, failure=None)
         self._pending = _PendingWrite(meta=write.meta, future=write.next_stage())
@@ -250,7 +285,11 @@ class CheckpointWriter:
     def _clean_up_failure(self, write: _PendingWrite, first: int) -> str:
         """What went wrong; what was written so far is removed, for the room that it takes."""
         index, error = jax.process_index(), write.future.exception()
-        reason = f"process {first} could not write its part" if error is None else _describe_failure(error)
+        reason = (
+            f"process {first} could not write its part"
+            if error is None
+            else _describe_failure(error)
+        )
         if error is not None and index > 0:
             distributed.log(f"checkpoint {write.meta.step}: {reason}")
         if index == 0:
@@ -271,20 +310,25 @@ class CheckpointWriter:
         like, arrays = self._unpadded_shapes(state), checksums.name_leaves(_items(state))
         shapes = {name: leaf.shape for name, leaf in like.items()}
         began = time.monotonic()
-        with self._status.compiling("digests") if self.write_s is None else contextlib.nullcontext():
+        with (
+            self._status.compiling("digests") if self.write_s is None else contextlib.nullcontext()
+        ):
             if self._compiling is not None:
                 self._compiling.result()
             checksums.compile_programs(arrays, shapes)
         self.compile_s = time.monotonic() - began
         found = checksums.compute_on_devices(arrays, shapes)
         return {
-            name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)} for name, leaf in like.items()
+            name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+            for name, leaf in like.items()
         }
 
     async def _copy(self, partial: pathlib.Path, items: dict[str, Any], begun: list[Any]) -> None:
         for name, item in items.items():
             args = ocp.args.PyTreeSave(item)
-            begun += await self._handlers[name].async_save(epath.Path(partial / name), args=args) or []
+            begun += (
+                await self._handlers[name].async_save(epath.Path(partial / name), args=args) or []
+            )
 
     def _finalize(self, meta: CheckpointMeta) -> None:
         """Makes a checkpoint of what all processes have written, and deletes those that are not to be kept."""
@@ -312,11 +356,15 @@ class CheckpointWriter:
         latest, best = policies.LatestN(self._retention.keep_latest), self._retention.keep_best
         policy: Any = latest
         if best:
-            lowest = policies.BestN(get_metric_fn=float, reverse=True, n=best, keep_checkpoints_without_metrics=False)
+            lowest = policies.BestN(
+                get_metric_fn=float, reverse=True, n=best, keep_checkpoints_without_metrics=False
+            )
             policy = policies.AnyPreservationPolicy([latest, lowest])
         # a folder that is called like a step and is none of ours stays
         ours = [
-            path for number in self.steps if ((path := self._directory / str(number)) / run_paths.META / "metadata").is_file()
+            path
+            for number in self.steps
+            if ((path := self._directory / str(number)) / run_paths.META / "metadata").is_file()
         ]
         infos = [_PolicyInfo.read(path, self._eval_set) for path in ours]
         kept = policy.should_preserve(infos, context=policies.PreservationContext())
@@ -337,14 +385,24 @@ class _PolicyInfo:
         loss = None
         with contextlib.suppress(UserError):
             meta = reader.read_meta(path)
-            if loss_set is not None and meta.eval_set is not None and meta.eval_set["digest"] == loss_set["digest"]:
+            if (
+                loss_set is not None
+                and meta.eval_set is not None
+                and meta.eval_set["digest"] == loss_set["digest"]
+            ):
                 loss = meta.eval_loss
-        return cls(step=int(path.name), time=datetime.datetime.fromtimestamp(path.stat().st_mtime), metrics=loss)
+        return cls(
+            step=int(path.name),
+            time=datetime.datetime.fromtimestamp(path.stat().st_mtime),
+            metrics=loss,
+        )
 
 
 def leftover_bytes(directory: pathlib.Path) -> int:
     """Bytes of unfinished checkpoints in a folder, which the next Store deletes."""
-    files = (file for path in filter(_is_unfinished, directory.glob("*")) for file in path.rglob("*"))
+    files = (
+        file for path in filter(_is_unfinished, directory.glob("*")) for file in path.rglob("*")
+    )
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
@@ -367,7 +425,9 @@ def _is_unfinished(path: pathlib.Path) -> bool:
 
 def _items(state: TrainState) -> dict[str, Any]:
     """Items of a checkpoint; a run without optimizer state (sgd) has one."""
-    return {run_paths.MASTER: state.master} | ({run_paths.OPT: state.opt_state} if jax.tree.leaves(state.opt_state) else {})
+    return {run_paths.MASTER: state.master} | (
+        {run_paths.OPT: state.opt_state} if jax.tree.leaves(state.opt_state) else {}
+    )
 
 
 def _make_dirs(partial: pathlib.Path, items: dict[str, Any]) -> None:
@@ -406,7 +466,9 @@ def _sync_dir(folder: pathlib.Path) -> None:
     """Makes new names in a folder outlive a power cut."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some file systems cannot, and keep names safe by themselves
+        with contextlib.suppress(
+            OSError
+        ):  # some file systems cannot, and keep names safe by themselves
             os.fsync(handle)
     finally:
         os.close(handle)

@@ -23,9 +23,15 @@ def describe_fields(root: type[pydantic.BaseModel]) -> str:
 def _describe_section(group: type[pydantic.BaseModel], prefix: str) -> list[str]:
     lines = []
     for name, field in group.model_fields.items():
-        default = "required" if field.is_required() else f"default {yaml_io.format_value(field.get_default())}"
+        default = (
+            "required"
+            if field.is_required()
+            else f"default {yaml_io.format_value(field.get_default())}"
+        )
         meaning = " ".join((field.description or "").split())
-        lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})\n      {meaning}")
+        lines.append(
+            f"{prefix}{name}  ({_type_name(field.annotation)}; {default})\n      {meaning}"
+        )
         for inner in get_args(field.annotation):
             if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
                 lines += _describe_section(inner, f"{prefix}{name}[].")
@@ -106,7 +112,9 @@ def find_counterpart(root: type[pydantic.BaseModel], name: str) -> Counterpart |
     return Counterpart(names=(name,), field=fields[0], takes_value=True)
 
 
-def format_override(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str | None:
+def format_override(
+    root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any
+) -> str | None:
     """Returns `field=value` for another system's option, or None if that value cannot be kept."""
     field = counterpart.field
     if field is None or "=" in field:
@@ -124,7 +132,9 @@ def suggest_override(root: type[pydantic.BaseModel], name: str) -> str | None:
     counterpart = find_counterpart(root, name)
     if counterpart is None or counterpart.field is None:
         return None
-    return counterpart.field if "=" in counterpart.field else format_example(root, counterpart.field)
+    return (
+        counterpart.field if "=" in counterpart.field else format_example(root, counterpart.field)
+    )
 
 
 def coerce_value(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
@@ -146,7 +156,9 @@ def coerce_value(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
     return None
 
 
-def _explain_counterpart(root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any) -> str:
+def _explain_counterpart(
+    root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any
+) -> str:
     """Suggestion for another system's option."""
     if counterpart.field_name is None:
         return counterpart.note
@@ -159,12 +171,17 @@ def _explain_counterpart(root: type[pydantic.BaseModel], counterpart: Counterpar
     if (kept := format_override(root, counterpart, value)) is not None:
         return f"unknown. Use {kept}{note}"
     works = ""
-    if counterpart.takes_value and (text := format_example(root, counterpart.field_name)) is not None:
+    if (
+        counterpart.takes_value
+        and (text := format_example(root, counterpart.field_name)) is not None
+    ):
         works = f", for example {text}"
     return f"unknown. Use {counterpart.field_name}{works}{note}"
 
 
-def _explain_error(root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]) -> str:
+def _explain_error(
+    root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]
+) -> str:
     """One line for a finding about a field that exists."""
     key, value = ".".join(path), found["input"]
     given = _format_setting(key, value)
@@ -195,7 +212,9 @@ def _format_setting(name: str, value: Any) -> str:
     return f"{name} = {yaml_io.format_value(value)}"
 
 
-def _find_section(root: type[pydantic.BaseModel], path: list[str]) -> type[pydantic.BaseModel] | None:
+def _find_section(
+    root: type[pydantic.BaseModel], path: list[str]
+) -> type[pydantic.BaseModel] | None:
     """The class that declares the fields next to the last word of `path`."""
     group: Any = root
     for part in path[:-1]:
@@ -204,7 +223,9 @@ def _find_section(root: type[pydantic.BaseModel], path: list[str]) -> type[pydan
         field = group.model_fields.get(part)
         if field is None:
             return None
-        inner = [arg for arg in (field.annotation, *get_args(field.annotation)) if isinstance(arg, type)]
+        inner = [
+            arg for arg in (field.annotation, *get_args(field.annotation)) if isinstance(arg, type)
+        ]
         group = next((arg for arg in inner if issubclass(arg, pydantic.BaseModel)), None)
         if group is None:
             return None
@@ -253,4 +274,7 @@ def format_example(root: type[pydantic.BaseModel], name: str, value: Any = None)
 
 
 def _list_sections(root: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:
-    return {name: cast(type[pydantic.BaseModel], field.annotation) for name, field in root.model_fields.items()}
+    return {
+        name: cast(type[pydantic.BaseModel], field.annotation)
+        for name, field in root.model_fields.items()
+    }

@@ -49,7 +49,9 @@ class _TableLine:
         return text if len(text) <= _WIDTH else _first_clause(text)
 
 
-def find_foreign_options(root: type[pydantic.BaseModel], fields: Mapping[str, Any]) -> dict[str, Any]:
+def find_foreign_options(
+    root: type[pydantic.BaseModel], fields: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the options of a config that are in no group of jaxsp, with dotted names."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
@@ -97,7 +99,9 @@ def render_page(
     return [
         f"{len(options)} options are not jaxsp's. jaxsp has in their place:",
         *(rows[key].render() for key in table),
-        *_wrap_list("And", (f"{name} -> {row.replacement}" for row in hidden for name in row.names)),
+        *_wrap_list(
+            "And", (f"{name} -> {row.replacement}" for row in hidden for name in row.names)
+        ),
         *_wrap_list("Not needed", not_needed),
         *_wrap_list("Leave out, empty or off", not_used),
         *_wrap_list("Not known", not_known),

@@ -9,7 +9,9 @@ from jaxsp.config import yaml_io
 from jaxsp.core import errors
 
 
-def apply(fields: dict[str, Any], override: str, *, example_override: str = "mesh.seq=4") -> str | None:
+def apply(
+    fields: dict[str, Any], override: str, *, example_override: str = "mesh.seq=4"
+) -> str | None:
     """Sets one `key.path=value` in `fields`, or returns the problem with it.
 
     Args: example: of a word that works, for a word that is none.
@@ -28,7 +30,10 @@ def apply(fields: dict[str, Any], override: str, *, example_override: str = "mes
         index: Any = part
         if isinstance(place, list):
             if not part.isdecimal() or int(part) >= len(place):
-                entries = errors.format_choices(f"{above}.{number}" for number in range(len(place))) or f"{above}=[...]"
+                entries = (
+                    errors.format_choices(f"{above}.{number}" for number in range(len(place)))
+                    or f"{above}=[...]"
+                )
                 return f"{key} = {text}: {above} is a list of {len(place)}. Use {entries}."
             index = int(part)
         elif not isinstance(place, dict):
@@ -45,8 +50,16 @@ def apply(fields: dict[str, Any], override: str, *, example_override: str = "mes
 def check_fields_together(fields: dict[str, Any]) -> list[str]:
     """Problems of several fields together, seen in the raw fields, so that another problem does not hide them."""
     return [
-        *_check_exactly_one(fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"),
-        *_check_exactly_one(fields, "model", ("source", "config"), "says what the model is", "model.source=Qwen/Qwen3-0.6B"),
+        *_check_exactly_one(
+            fields, "run", ("steps", "epochs"), "says how long to train", "run.epochs=1"
+        ),
+        *_check_exactly_one(
+            fields,
+            "model",
+            ("source", "config"),
+            "says what the model is",
+            "model.source=Qwen/Qwen3-0.6B",
+        ),
         *_check_sources(fields),
         *_check_memory(fields.get("memory")),
         *_check_rows(fields.get("data")),
@@ -116,7 +129,9 @@ def _check_evaluation(run: Any, data: Any) -> list[str]:
     if not isinstance(run, dict) or names:
         return []
     if run.get("eval_at_start") is True:
-        return [f"run.eval_at_start = true: there is no data set to evaluate on. {_EVAL_SUGGESTION}"]
+        return [
+            f"run.eval_at_start = true: there is no data set to evaluate on. {_EVAL_SUGGESTION}"
+        ]
     return []
 
 
@@ -216,11 +231,15 @@ def _check_sources(fields: dict[str, Any]) -> list[str]:
         for name in ("train", "eval")
         if isinstance(group := data.get(name), list)
     }
-    weighted = {name: [one.get("weight") is not None for one in group] for name, group in sources.items()}
+    weighted = {
+        name: [one.get("weight") is not None for one in group] for name, group in sources.items()
+    }
     found = []
     if any(weighted.get("eval", [])):
         number = weighted["eval"].index(True)
-        found.append(f"data.eval.{number}.weight: every data set is evaluated by itself, as a whole. Leave it out.")
+        found.append(
+            f"data.eval.{number}.weight: every data set is evaluated by itself, as a whole. Leave it out."
+        )
     if any(weighted.get("train", [])):
         if not all(weighted["train"]):
             number = weighted["train"].index(False)
@@ -242,15 +261,23 @@ def _check_sources(fields: dict[str, Any]) -> list[str]:
     return found
 
 
-def _check_exactly_one(fields: dict[str, Any], group: str, names: tuple[str, str], role: str, example: str) -> list[str]:
+def _check_exactly_one(
+    fields: dict[str, Any], group: str, names: tuple[str, str], role: str, example: str
+) -> list[str]:
     """The problem of two fields of a group of which exactly one has to be given."""
     fields_of = fields.get(group)
     if not isinstance(fields_of, dict):
         return []
     there = [name for name in names if fields_of.get(name) is not None]
     if not there:
-        return [f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."]
+        return [
+            f"{group}.{names[0]}, {group}.{names[1]}: both missing. One of them {role}, for example {example}."
+        ]
     if len(there) == 2:
-        said = ", ".join(f"{group}.{name} = {yaml_io.format_value(fields_of[name])}" for name in names)
-        return [f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null or {group}.{names[1]}=null."]
+        said = ", ".join(
+            f"{group}.{name} = {yaml_io.format_value(fields_of[name])}" for name in names
+        )
+        return [
+            f"{said}: only one of them {role}. Leave one out, or write {group}.{names[0]}=null or {group}.{names[1]}=null."
+        ]
     return []

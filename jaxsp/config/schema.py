@@ -22,7 +22,9 @@ class ConfigSection(pydantic.BaseModel):
     A field without a default that works for everyone carries an example, for the end of an error's sentence.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
 
 
 MAX_COUNT = 2**31 - 1
@@ -110,7 +112,9 @@ class RunConfig(ConfigSection):
     On Hopper, cuDNN needs memory for it that is quadratic in the row length: 4 GiB per head for rows of 32,768 tokens with
     several documents. Where that does not fit, attention.kernel=auto means blockwise, which is much slower."""
 
-    xla_options: Annotated[dict[str, bool | int | float | str], with_examples("{xla_gpu_memory_limit_slop_factor: 90}")] = {}
+    xla_options: Annotated[
+        dict[str, bool | int | float | str], with_examples("{xla_gpu_memory_limit_slop_factor: 90}")
+    ] = {}
     """XLA's options for compiling the step, beside those that the banner names or in their place; they win over XLA_FLAGS.
     Names as in XLA_FLAGS, without the dashes."""
 
@@ -119,7 +123,11 @@ class RunConfig(ConfigSection):
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _check_save_every(cls, value: Any) -> Any:
-        if value is None or is_count(value) or (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m|epoch", value)):
+        if (
+            value is None
+            or is_count(value)
+            or (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m|epoch", value))
+        ):
             return value
         raise ValueError("must be a number of steps, minutes such as 30m, epoch, or null")
 
@@ -159,7 +167,9 @@ class ModelSourceConfig(ConfigSection):
     source: Annotated[str | None, with_examples("Qwen/Qwen3-0.6B", min_length=1)] = None
     """A Hugging Face folder, or a model's name on the hub: its config.json, safetensors weights and tokenizer. Give this
     or config."""
-    config: Annotated[dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")] = None
+    config: Annotated[
+        dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")
+    ] = None
     """Fields of a Hugging Face config.json, with model_type (llama, mistral, qwen2 or qwen3); the weights start random."""
     tokenizer: Annotated[str | None, with_examples("bytes")] = None
     """`bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer; null: the source's own. `tokens`
@@ -220,7 +230,9 @@ class SourceConfig(ConfigSection):
     """A file or a glob: .jsonl or .json (lines, or one array), .csv, .tsv or plain text (one document a file), also as .gz or
     .zst; .parquet or .arrow; a folder saved by `datasets`; or a data set's name on the hub. `{stdlib}` stands for the folder of
     Python's own library."""
-    format: Annotated[Literal["text", "messages", "prompt_completion", "tokens"], with_examples("text")]
+    format: Annotated[
+        Literal["text", "messages", "prompt_completion", "tokens"], with_examples("text")
+    ]
     """What a record holds, as in TRL. text: `text`. messages: `messages`, each with `role` and `content`, perhaps with
     `tools`. prompt_completion: `prompt` and `completion`, both text or both messages. tokens: `input_ids` and perhaps `labels`
     (not shifted, -100: no loss). An assistant message with `weight: 0` or `train: false` has no
@@ -237,7 +249,9 @@ class SourceConfig(ConfigSection):
     """Which configuration of a hub data set, where it has several."""
     revision: Annotated[str | None, with_examples("main", min_length=1)] = None
     """Branch, tag or commit of a hub data set; null: the newest."""
-    fields: Annotated[dict[str, str], with_examples("{messages: conversations, role: from, content: value}")] = {}
+    fields: Annotated[
+        dict[str, str], with_examples("{messages: conversations, role: from, content: value}")
+    ] = {}
     """What the records call the fields of the format (text; messages or prompt and completion, tools, chat_template_kwargs;
     input_ids, labels), and those of a message (role, content), where they have other names."""
     roles: Annotated[dict[str, str], with_examples("{human: user, gpt: assistant}")] = {}
@@ -248,10 +262,14 @@ class DataConfig(ConfigSection):
     """What is learned from, and how it is cut into rows."""
 
     train: Annotated[
-        tuple[SourceConfig, ...], with_examples("[{source: notes/*.txt, format: text}]", min_length=1, strict=False)
+        tuple[SourceConfig, ...],
+        with_examples("[{source: notes/*.txt, format: text}]", min_length=1, strict=False),
     ]
     """The training documents."""
-    eval: Annotated[tuple[SourceConfig, ...], with_examples("[{source: held-out/*.txt, format: text}]", strict=False)] = ()
+    eval: Annotated[
+        tuple[SourceConfig, ...],
+        with_examples("[{source: held-out/*.txt, format: text}]", strict=False),
+    ] = ()
     """Data sets to evaluate on, each by itself."""
     eval_fraction: Annotated[float | None, with_examples(0.05, gt=0, lt=1)] = None
     """Fraction of the training documents to hold out as an eval set named held_out, in addition to
@@ -292,9 +310,19 @@ class DataConfig(ConfigSection):
         longest = max(lengths)
         if any(longest % length for length in lengths):
             # the nearest that divide it
-            small = [part for part in range(1, min(math.isqrt(longest), 10**6) + 1) if longest % part == 0]
-            parts = [part for part in (*small, *(longest // part for part in small)) if part < longest]
-            near = {min(parts, key=lambda part: max(part / length, length / part)) for length in lengths if length < longest}
+            small = [
+                part
+                for part in range(1, min(math.isqrt(longest), 10**6) + 1)
+                if longest % part == 0
+            ]
+            parts = [
+                part for part in (*small, *(longest // part for part in small)) if part < longest
+            ]
+            near = {
+                min(parts, key=lambda part: max(part / length, length / part))
+                for length in lengths
+                if length < longest
+            }
             raise ValueError(
                 f"every step has the same tokens: the longest has to be a multiple of each. Use {[*sorted(near), longest]}"
             )
@@ -303,7 +331,11 @@ class DataConfig(ConfigSection):
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths of rows, the shortest first."""
-        return tuple(sorted(self.row_tokens)) if isinstance(self.row_tokens, tuple) else (self.row_tokens,)
+        return (
+            tuple(sorted(self.row_tokens))
+            if isinstance(self.row_tokens, tuple)
+            else (self.row_tokens,)
+        )
 
     @property
     def max_row_tokens(self) -> int:
@@ -358,7 +390,9 @@ class OptimizerConfig(ConfigSection):
     @classmethod
     def _check_warmup_fraction(cls, value: Any) -> Any:
         if is_count(value):
-            raise ValueError(f"must be less than 1. For a number of steps, set optimizer.warmup_steps={value}")
+            raise ValueError(
+                f"must be less than 1. For a number of steps, set optimizer.warmup_steps={value}"
+            )
         return value
 
     def num_warmup_steps(self, num_steps: int) -> int:
@@ -382,7 +416,9 @@ class MemoryConfig(ConfigSection):
     ] = "none"
     """What waits in host memory for the backward pass. residual: each layer's input. layer_inputs_and_attention: what attention
     gives too."""
-    offload_optimizer: Annotated[Literal["none", "state", "state_and_gradients"], with_examples("state")] = "none"
+    offload_optimizer: Annotated[
+        Literal["none", "state", "state_and_gradients"], with_examples("state")
+    ] = "none"
     """What lies in host memory between the steps. state: float32 weights and the optimizer's averages, of which a layer at a
     time visits its device; a copy in the compute dtype stays there. state_and_gradients: finished gradients too. Needs jax
     0.11.1 or later."""
@@ -424,7 +460,9 @@ class LoggingConfig(ConfigSection):
 
     tensorboard: bool = True
     """Write the numbers of metrics.jsonl and eval.jsonl for TensorBoard too."""
-    profile_steps: Annotated[tuple[PositiveCount, PositiveCount] | None, with_examples("[3, 5]", strict=False)] = None
+    profile_steps: Annotated[
+        tuple[PositiveCount, PositiveCount] | None, with_examples("[3, 5]", strict=False)
+    ] = None
     """First and last step of a trace by JAX's profiler, in run.directory/profile; for XProf or Perfetto."""
 
     @pydantic.field_validator("profile_steps", mode="before")
@@ -499,7 +537,9 @@ def read(path: str | pathlib.Path) -> dict[str, Any]:
     try:
         fields = yaml_io.load(text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
-        raise UserError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
+        raise UserError(
+            f"{path}: cannot be read as YAML: {' '.join(str(error).split())}."
+        ) from None
     if not isinstance(fields, dict):
         problem = f"{path}: holds no `group: {{field: value}}` pairs. {_suggest_start()}"
         raise UserError([problem, *_render_starter()])

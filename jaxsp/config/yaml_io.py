@@ -17,7 +17,9 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is there twice", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key.value} is there twice", key.start_mark
+                )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -27,7 +29,11 @@ class _Dumper(yaml.SafeDumper):
 
 
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789"))
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("+-0123456789"),
+    )
 
 
 def load(text: str) -> Any:
@@ -54,11 +60,15 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
     if id(node) in known:
         size = known[id(node)]
         if size is None:
-            raise yaml.constructor.ConstructorError(None, None, "an alias stands inside what it stands for", node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "an alias stands inside what it stands for", node.start_mark
+            )
         return size
     known[id(node)], size = None, 1
     if isinstance(node, yaml.MappingNode):
-        size += sum(_count_values(key, known) + _count_values(value, known) for key, value in node.value)
+        size += sum(
+            _count_values(key, known) + _count_values(value, known) for key, value in node.value
+        )
     elif isinstance(node, yaml.SequenceNode):
         size += sum(_count_values(one, known) for one in node.value)
     if size > _MAX_VALUES:
@@ -78,7 +88,9 @@ def format_value(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
     try:
-        text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+        text = yaml.dump(
+            value, Dumper=_Dumper, default_flow_style=True, width=10**9, allow_unicode=True
+        )
     except yaml.YAMLError:
         text = repr(value)
     return shorten(" ".join(text.removesuffix("...\n").split()))

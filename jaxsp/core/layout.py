@@ -40,7 +40,9 @@ def spans(begin: int, end: int, *, row_tokens: int, degree: int) -> list[tuple[i
 
 def token_order(row_tokens: int, degree: int) -> np.ndarray:
     """The token of each place. Shapes: [row_tokens]."""
-    return np.concatenate([np.arange(*span) for span in spans(0, row_tokens, row_tokens=row_tokens, degree=degree)])
+    return np.concatenate(
+        [np.arange(*span) for span in spans(0, row_tokens, row_tokens=row_tokens, degree=degree)]
+    )
 
 
 def place_of_token(row_tokens: int, degree: int) -> np.ndarray:

@@ -34,7 +34,9 @@ def expand_home(text: str) -> pathlib.Path:
         ) from None
     longest = max((os.fsencode(part) for part in path.parts), key=len, default=b"")
     if len(longest) > _MAX_NAME_BYTES:
-        raise ValueError(f"has a name of {len(longest)} bytes; a file's name has at most {_MAX_NAME_BYTES}. Correct the path")
+        raise ValueError(
+            f"has a name of {len(longest)} bytes; a file's name has at most {_MAX_NAME_BYTES}. Correct the path"
+        )
     return path
 
 
@@ -54,6 +56,8 @@ def check_folder(path: pathlib.Path, *, field: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        raise UserError(f"{field} = {path}: cannot be used: {error.strerror}. Name another folder.") from None
+        raise UserError(
+            f"{field} = {path}: cannot be used: {error.strerror}. Name another folder."
+        ) from None
     if is_file:
         raise UserError(f"{field} = {path}: is a file. Name a folder.")

@@ -44,7 +44,9 @@ _WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
     "mistral": Family(
-        architecture="MistralForCausalLM", required_fields=("num_key_value_heads",), window_fields=("sliding_window",)
+        architecture="MistralForCausalLM",
+        required_fields=("num_key_value_heads",),
+        window_fields=("sliding_window",),
     ),
     "qwen2": Family(
         architecture="Qwen2ForCausalLM",
@@ -148,7 +150,9 @@ def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
     return _parse_fields(fields, field)[0]
 
 
-def make_config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]) -> dict[str, Any]:
+def make_config_json(
+    fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
+) -> dict[str, Any]:
     """What an export's config.json holds, readable by transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`,
     `rope_scaling`, `torch_dtype`: it would fall back to its default rotation without them).
 
@@ -166,13 +170,18 @@ def make_config_json(fields: dict[str, Any], *, dtype: str, token_ids: dict[str,
         "architectures": [FAMILIES[fields["model_type"]].architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
-        "rope_parameters": {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})},
+        "rope_parameters": {
+            "rope_theta": config.rope_theta,
+            **(scaling or {"rope_type": "default"}),
+        },
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
     }
 
 
-def choose_token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def choose_token_ids(
+    fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
+) -> dict[str, Any]:
     """Ids of special tokens: the tokenizer's, else those given in the config, else null; a list that has it stays whole.
 
     Never a family's default: Llama's eos_token_id = 2 is a byte like any other in a tokenizer of bytes.
@@ -184,7 +193,9 @@ def choose_token_ids(fields: dict[str, Any], tokenizer: "transformers.PreTrained
     return found
 
 
-def _parse_fields(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
+def _parse_fields(
+    fields: dict[str, Any], path: str
+) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
     """Our config, and transformers' own, whose defaults ours takes."""
     import huggingface_hub.errors
     import transformers
@@ -205,11 +216,15 @@ def _parse_fields(fields: dict[str, Any], path: str) -> tuple[ModelConfig, "tran
     problems = problems or _head_problems(fields, path)
     if problems:
         raise UserError(problems)
-    passed = {name: fields[name] for name in (*_PASSED_FIELDS, *family.window_fields) if name in fields}
+    passed = {
+        name: fields[name] for name in (*_PASSED_FIELDS, *family.window_fields) if name in fields
+    }
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}") from None
+        raise UserError(
+            f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}"
+        ) from None
     given = resolved.to_dict()
     rope = given["rope_parameters"]
     attention_bias = given.get("attention_bias", False)
@@ -241,7 +256,9 @@ def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
     Groups of the rotation are copied too, because transformers fills in the very dicts that it is given.
     """
     groups = {
-        str(name): _drop_nulls(value) if name in rotation.FIELDS and isinstance(value, dict) else value
+        str(name): _drop_nulls(value)
+        if name in rotation.FIELDS and isinstance(value, dict)
+        else value
         for name, value in fields.items()
     }
     return {name: value for name, value in groups.items() if value is not None}
@@ -260,7 +277,11 @@ def _find_family(fields: dict[str, Any], path: str) -> Family:
 
 
 def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    required = [name for name in _SIZE_EXAMPLES if name not in _DERIVED_SIZES or name in family.required_fields]
+    required = [
+        name
+        for name in _SIZE_EXAMPLES
+        if name not in _DERIVED_SIZES or name in family.required_fields
+    ]
     return [
         f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZE_EXAMPLES[name]}."
         for name in required
@@ -284,7 +305,10 @@ def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
         "initializer_range": share,
         **dict.fromkeys(_SWITCH_FIELDS, switch),
         **dict.fromkeys(_TOKEN_ID_FIELDS, ids),
-        "sliding_window": (lambda x: x is None or whole[0](x), "must be a whole number from 1, or null"),
+        "sliding_window": (
+            lambda x: x is None or whole[0](x),
+            "must be a whole number from 1, or null",
+        ),
         "use_sliding_window": switch,
         "max_window_layers": (values.is_integer, "must be a whole number"),
     }
@@ -295,7 +319,9 @@ def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
     ]
 
 
-def _feature_problems(fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str) -> list[str]:
+def _feature_problems(
+    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
+) -> list[str]:
     """Fields that ask for what we do not implement, and those that nobody knows."""
     read = {*_PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - (
         {*_SWITCH_FIELDS} - {*family.bias_fields, "tie_word_embeddings"}
@@ -309,7 +335,9 @@ def _feature_problems(fields: dict[str, Any], family: Family, defaults: dict[str
             fitting, reason = _SUPPORTED_VALUES[name]
             if value not in fitting:
                 ways_out = [f"Use {values.format_value(one)}" for one in fitting] or ["Write null"]
-                problems.append(f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}.")
+                problems.append(
+                    f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}."
+                )
         elif name == "layer_types":
             # looked at in _window
             if not isinstance(value, list) or not {*map(str, value)} <= {*_LAYER_TYPES}:
@@ -317,15 +345,25 @@ def _feature_problems(fields: dict[str, Any], family: Family, defaults: dict[str
                     f"{given}: is not implemented: layers have {errors.format_choices(_LAYER_TYPES)} here. Leave it out."
                 )
         elif name == "architectures" and value != [family.architecture]:
-            problems.append(f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out.")
+            problems.append(
+                f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out."
+            )
         elif name not in read and (name not in defaults or value != defaults[name]):
             # a field of another family is no typing error
-            hint = "" if name in _PASSED_FIELDS else errors.did_you_mean(name, sorted({*read, *_SWITCH_FIELDS}))
-            problems.append(f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}")
+            hint = (
+                ""
+                if name in _PASSED_FIELDS
+                else errors.did_you_mean(name, sorted({*read, *_SWITCH_FIELDS}))
+            )
+            problems.append(
+                f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}"
+            )
     return problems
 
 
-def _parse_window(fields: dict[str, Any], family: Family, given: dict[str, Any], path: str) -> int | None:
+def _parse_window(
+    fields: dict[str, Any], family: Family, given: dict[str, Any], path: str
+) -> int | None:
     """The window of every layer.
 
     Args:
@@ -359,12 +397,16 @@ def _head_problems(fields: dict[str, Any], path: str) -> list[str]:
     heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
     kv_heads, head_dim = fields.get("num_key_value_heads") or heads, fields.get("head_dim")
     if heads % kv_heads:
-        divisors = errors.format_choices(number for number in range(1, heads + 1) if heads % number == 0)
+        divisors = errors.format_choices(
+            number for number in range(1, heads + 1) if heads % number == 0
+        )
         problems.append(
             f"{path}.num_key_value_heads = {kv_heads}: must divide num_attention_heads, which is {heads}. Use {divisors}."
         )
     if head_dim is None and hidden % heads:
-        problems.append(f"{path}.hidden_size = {hidden}: must be a multiple of num_attention_heads, which is {heads}.")
+        problems.append(
+            f"{path}.hidden_size = {hidden}: must be a multiple of num_attention_heads, which is {heads}."
+        )
     elif (head_dim or hidden // heads) % 2:
         problems.append(
             f"{path}.head_dim = {head_dim or hidden // heads}: must be even: elements are rotated in pairs. Use 64 or 128."

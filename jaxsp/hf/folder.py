@@ -87,7 +87,9 @@ def find(
     path = paths.expand_user(source, field=field)
     asked = f"{field} = {source}"
     if path.exists() and not path.is_dir():
-        raise UserError(f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}.")
+        raise UserError(
+            f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}."
+        )
     on_hub = not path.is_dir()
     if on_hub and paths.is_path(source):
         raise UserError(f"{asked}: {_missing_problem(path)}")
@@ -104,10 +106,18 @@ def find(
                 raise
             raise HubError(f"{asked}: {_missing_problem(path)}", reason=error.reason) from None
     if not (path / "config.json").is_file():
-        complete = f" If a download was cut short, complete it with: hf download {source}." if on_hub else ""
-        raise UserError(f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}")
+        complete = (
+            f" If a download was cut short, complete it with: hf download {source}."
+            if on_hub
+            else ""
+        )
+        raise UserError(
+            f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}"
+        )
     fields = read_json(path / "config.json", error_prefix=asked)
-    return ModelFolder(source=source, field=field, path=path, config_fields=fields, is_on_hub=on_hub)
+    return ModelFolder(
+        source=source, field=field, path=path, config_fields=fields, is_on_hub=on_hub
+    )
 
 
 def has_parent(source: str) -> bool:
@@ -175,15 +185,21 @@ def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again.") from None
+        raise UserError(
+            f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again."
+        ) from None
     if not isinstance(fields, dict):
         raise UserError(f"{error_prefix}: {path} holds no fields. Copy or download it again.")
     return fields
 
 
-def copy_small_files(folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()) -> None:
+def copy_small_files(
+    folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()
+) -> None:
     """Copies everything that belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
-    for path in sorted(path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()):
+    for path in sorted(
+        path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()
+    ):
         name = path.relative_to(folder)
         if str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -191,13 +207,17 @@ def copy_small_files(folder: pathlib.Path, directory: pathlib.Path, *, exclude: 
             shutil.copyfile(path, directory / name)
 
 
-def _download(source: str, names: Iterable[str], *, field: str, revision: str | None) -> pathlib.Path:
+def _download(
+    source: str, names: Iterable[str], *, field: str, revision: str | None
+) -> pathlib.Path:
     """The snapshot of a hub model in the cache, with the files of these names or patterns, as far as there are any."""
     asked = f"{field} = {source}"
     no_folder = "there is no such folder"
     example = "Give a folder with config.json, or a name such as Qwen/Qwen3-0.6B."
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names)))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names))
+        )
     except hub.HFValidationError:
         raise UserError(f"{asked}: {_missing_problem(pathlib.Path(source).expanduser())}") from None
     except hub.GatedRepoError:
@@ -220,14 +240,23 @@ def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
     cause = error.__cause__ if is_local and error.__cause__ else error
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
         reason = f"the hub refuses: {_first_line(cause)}"
-        return HubError(f"{asked}: {reason}. Log in with a token that may read it: hf auth login.", reason=reason)
+        return HubError(
+            f"{asked}: {reason}. Log in with a token that may read it: hf auth login.",
+            reason=reason,
+        )
     if not is_local:
         problem = f"{asked}: cannot be downloaded: {_first_line(cause)}. Try again: completed files are kept."
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # of this machine's disk
             return UserError(problem)
         return HubError(problem, reason=f"the download failed: {_first_line(cause)}")
-    is_offline = isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
-    reason = "HF_HUB_OFFLINE is set" if is_offline else f"the hub cannot be reached ({_first_line(cause)})"
+    is_offline = (
+        isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
+    )
+    reason = (
+        "HF_HUB_OFFLINE is set"
+        if is_offline
+        else f"the hub cannot be reached ({_first_line(cause)})"
+    )
     advice = "Unset it" if is_offline else "Try again"
     return HubError(
         f"{asked}: there is no such folder, the hub's cache does not hold it (or not all of it), and {reason}. "

@@ -25,12 +25,16 @@ def find_problems(fields: dict[str, Any], path: str) -> list[str]:
         if not given:
             continue
         if not isinstance(given, dict):
-            problems.append(f"{where} = {values.format_value(given)}: must be a group of fields, or null.")
+            problems.append(
+                f"{where} = {values.format_value(given)}: must be a group of fields, or null."
+            )
             continue
         given = outside | given
         kinds = [given.pop(name) for name in ("rope_type", "type") if name in given] or ["default"]
         if any(kind not in ("default", "llama3") or kind != kinds[0] for kind in kinds):
-            problems.append(f"{where}.rope_type = {errors.format_choices(kinds)}: is not implemented. Use default or llama3.")
+            problems.append(
+                f"{where}.rope_type = {errors.format_choices(kinds)}: is not implemented. Use default or llama3."
+            )
             continue
         meanings[form] = (kinds[0], given)
         problems += _group_problems(given, kinds[0], where)
@@ -58,9 +62,13 @@ def _group_problems(given: dict[str, Any], kind: str, where: str) -> list[str]:
     for name in numbers:
         number: Any = given.get(name)
         if name not in given and name != "rope_theta":
-            problems.append(f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions.")
+            problems.append(
+                f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions."
+            )
         elif name in given and (
-            not values.is_number(number) or number <= 0 or (name == _LLAMA3_FIELDS[-1] and not values.is_integer(number))
+            not values.is_number(number)
+            or number <= 0
+            or (name == _LLAMA3_FIELDS[-1] and not values.is_integer(number))
         ):
             problems.append(
                 f"{where}.{name} = {values.format_value(number)}: must be a {'whole ' * (name == _LLAMA3_FIELDS[-1])}number above 0."
@@ -75,4 +83,8 @@ def _group_problems(given: dict[str, Any], kind: str, where: str) -> list[str]:
 
 def parse_llama3(given: dict[str, Any]) -> Llama3Rope | None:
     """The stretching that transformers' `rope_parameters` ask for; None if none."""
-    return Llama3Rope(**{name: given[name] for name in _LLAMA3_FIELDS}) if given["rope_type"] == "llama3" else None
+    return (
+        Llama3Rope(**{name: given[name] for name in _LLAMA3_FIELDS})
+        if given["rope_type"] == "llama3"
+        else None
+    )

@@ -15,7 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(jnp.bfloat16)}
+DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(jnp.bfloat16),
+}
 """What jaxsp reads, by safetensors' names; float32 holds all of them exactly."""
 
 _MAX_HEADER_BYTES = 10**8
@@ -46,18 +50,24 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else _MAX_HEADER_BYTES + 1
             if start == b"version ":  # git-lfs.github.com/spec/v1
-                raise BadFileError("is a pointer of git-lfs, not the file itself: git lfs pull fetches it")
+                raise BadFileError(
+                    "is a pointer of git-lfs, not the file itself: git lfs pull fetches it"
+                )
             if length > _MAX_HEADER_BYTES:
                 raise BadFileError("is no safetensors file")
             text = file.read(length)
     except OSError as error:
         raise BadFileError(f"cannot be read: {error}") from None
     if len(text) < length:
-        raise BadFileError(f"is cut short: {size:,} bytes, of which the header alone needs {8 + length:,}")
+        raise BadFileError(
+            f"is cut short: {size:,} bytes, of which the header alone needs {8 + length:,}"
+        )
     try:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
-        found = {name: _parse_entry(path, entry, begin=8 + length) for name, entry in entries.items()}
+        found = {
+            name: _parse_entry(path, entry, begin=8 + length) for name, entry in entries.items()
+        }
         end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadFileError("is no safetensors file: its header is damaged") from None
@@ -86,7 +96,9 @@ def read_slice(tensor: StoredTensor, index: tuple[slice, ...]) -> np.ndarray:
         try:
             with tensor.file.open("rb", buffering=0) as file:
                 for place in np.ndindex(taken.shape[:cut]):
-                    elements = begin + sum(at * stride for at, stride in zip(place, strides, strict=False))
+                    elements = begin + sum(
+                        at * stride for at, stride in zip(place, strides, strict=False)
+                    )
                     file.seek(tensor.offset + elements * taken.itemsize)
                     _read_into(file, taken[(*place, ...)])
         except OSError as error:

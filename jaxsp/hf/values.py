@@ -5,7 +5,9 @@ from typing import Any
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # not for NaN either
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    )  # not for NaN either
 
 
 def is_integer(value: Any) -> bool:

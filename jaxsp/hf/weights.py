@@ -54,14 +54,19 @@ class WeightReader:
             layer: None for a tensor that exists once.
             index: a slice for each dim of `row.shape`.
         """
-        return self.read_slice(self.tensors[param.hf_name if layer is None else param.hf_name.format(layer=layer)], index)
+        return self.read_slice(
+            self.tensors[param.hf_name if layer is None else param.hf_name.format(layer=layer)],
+            index,
+        )
 
     def read_slice(self, tensor: "StoredTensor", index: tuple[slice, ...]) -> np.ndarray:
         """As `read`, of any tensor."""
         try:
             return tensors.read_slice(tensor, index)
         except BadFileError as error:
-            raise UserError(f"{self.error_prefix}: {tensor.file} {error}. Copy or download it again.") from None
+            raise UserError(
+                f"{self.error_prefix}: {tensor.file} {error}. Copy or download it again."
+            ) from None
 
 
 def open_folder(source: ModelFolder, table: layers.Weights) -> WeightReader:
@@ -96,10 +101,14 @@ def _read_headers(source: ModelFolder, asked: str) -> dict[str, StoredTensor]:
     """All tensors of all files by name. Raises: UserError for files that are missing, damaged, or not what the index says."""
     weight_map = None
     if (source.path / folder.INDEX_FILE).is_file():
-        weight_map = folder.read_json(source.path / folder.INDEX_FILE, error_prefix=asked).get("weight_map")
+        weight_map = folder.read_json(source.path / folder.INDEX_FILE, error_prefix=asked).get(
+            "weight_map"
+        )
         names = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
         if not all(isinstance(name, str) and pathlib.PurePath(name).name == name for name in names):
-            raise UserError(f"{asked}: {folder.INDEX_FILE} does not say which tensor is in which file. Download it again.")
+            raise UserError(
+                f"{asked}: {folder.INDEX_FILE} does not say which tensor is in which file. Download it again."
+            )
     shards = sorted(set((weight_map or {}).values()))
     source.download_files([_SINGLE_FILE, *shards])
     if (source.path / _SINGLE_FILE).is_file():
@@ -158,22 +167,36 @@ def _tensor_shapes(table: layers.Weights) -> dict[str, tuple[int, ...]]:
     rows = jax.tree.leaves(table)
     once = {row.hf_name: row.shape for row in rows if row.num_layers is None}
     stacked = [row for row in rows if row.num_layers is not None]
-    return once | {row.hf_name.format(layer=layer): row.shape for row in stacked for layer in range(row.num_layers)}
+    return once | {
+        row.hf_name.format(layer=layer): row.shape
+        for row in stacked
+        for layer in range(row.num_layers)
+    }
 
 
-def _find_differences(found: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], asked: str) -> list[str]:
+def _find_differences(
+    found: dict[str, StoredTensor], shapes: dict[str, tuple[int, ...]], asked: str
+) -> list[str]:
     """A line for each kind of difference between what is there and what the model needs."""
     both = [name for name in shapes if name in found]
     missing = [name for name in shapes if name not in found]
-    surplus = sorted(name for name in found if name not in shapes and not name.endswith(_IGNORED_SUFFIX))
+    surplus = sorted(
+        name for name in found if name not in shapes and not name.endswith(_IGNORED_SUFFIX)
+    )
     misshapen = [
         f"{name} {list(found[name].shape)} instead of {list(shapes[name])}"
         for name in both
         if found[name].shape != shapes[name]
     ]
-    others = [f"{name} {found[name].dtype}" for name in both if found[name].dtype not in tensors.DTYPES]
+    others = [
+        f"{name} {found[name].dtype}" for name in both if found[name].dtype not in tensors.DTYPES
+    ]
     belongs = "Use the config.json that belongs to these weights"
-    tied = ", or tie_word_embeddings: true in it if the model's head is its embedding" if missing == [_HEAD_NAME] else ""
+    tied = (
+        ", or tie_word_embeddings: true in it if the model's head is its embedding"
+        if missing == [_HEAD_NAME]
+        else ""
+    )
     return [
         f"{asked}: {words} {_abbreviate(names)}. {way_out}."
         for names, words, way_out in (
@@ -197,7 +220,10 @@ def _is_same_tensor(reader: WeightReader, one: StoredTensor, other: StoredTensor
     rows, columns = one.shape
     step = max(_COMPARE_ELEMENTS // columns, 1)
     parts = [(slice(start, start + step), slice(None)) for start in range(0, rows, step)]
-    return all(reader.read_slice(one, part).tobytes() == reader.read_slice(other, part).tobytes() for part in parts)
+    return all(
+        reader.read_slice(one, part).tobytes() == reader.read_slice(other, part).tobytes()
+        for part in parts
+    )
 
 
 def _abbreviate(names: list[str]) -> str:
@@ -215,7 +241,9 @@ class _ExportTensor(NamedTuple):
     def to_numpy(self, dtype: np.dtype) -> np.ndarray:
         stored = self.array if self.layer is None else self.array[self.layer]
         array = np.asarray(stored.astype(dtype))[tuple(slice(size) for size in self.param.shape)]
-        assert array.shape == self.param.shape, f"{self.param.hf_name}: {array.shape} is not {self.param.shape}"
+        assert array.shape == self.param.shape, (
+            f"{self.param.hf_name}: {array.shape} is not {self.param.shape}"
+        )
         # safetensors writes the memory behind a view as it lies there
         return np.ascontiguousarray(array)
 
@@ -247,19 +275,29 @@ def export_model(
     # rename would not replace a link
     target = pathlib.Path(directory).resolve()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{directory}: exists already. Name a new or an empty folder, or remove it.")
+        raise UserError(
+            f"{directory}: exists already. Name a new or an empty folder, or remove it."
+        )
     token_ids = families.choose_token_ids(fields, tokenizer)
     config = families.make_config_json(fields, dtype=dtype, token_ids=token_ids)
     incomplete = target.with_name(f"{target.name}.incomplete-{secrets.token_hex(4)}")
     try:
         incomplete.mkdir(parents=True)
         _write_json(incomplete / "config.json", config)
-        _write_json(incomplete / "generation_config.json", {name: ids for name, ids in token_ids.items() if ids is not None})
+        _write_json(
+            incomplete / "generation_config.json",
+            {name: ids for name, ids in token_ids.items() if ids is not None},
+        )
         if small_files is not None:
             folder.copy_small_files(small_files, incomplete, exclude=("config.json",))
         elif tokenizer is not None:
             tokenizer.save_pretrained(incomplete)
-        _write_weights(incomplete, _list_tensors(master, table), dtype=jnp.dtype(dtype), max_shard_size=max_shard_size)
+        _write_weights(
+            incomplete,
+            _list_tensors(master, table),
+            dtype=jnp.dtype(dtype),
+            max_shard_size=max_shard_size,
+        )
         incomplete.rename(target)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(f"{directory}: cannot be written: {error}.") from error
@@ -270,19 +308,30 @@ def export_model(
 def _list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _ExportTensor]:
     """All tensors by their Hugging Face name; a layer's are neighbours, so that they mostly share a file."""
     leaves = list(zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True))
-    found = {row.hf_name: _ExportTensor(row, array, None) for row, array in leaves if row.num_layers is None}
+    found = {
+        row.hf_name: _ExportTensor(row, array, None)
+        for row, array in leaves
+        if row.num_layers is None
+    }
     stacks = [(row, array) for row, array in leaves if row.num_layers is not None]
     for layer in range(stacks[0][0].num_layers):
-        found |= {row.hf_name.format(layer=layer): _ExportTensor(row, stack, layer) for row, stack in stacks}
+        found |= {
+            row.hf_name.format(layer=layer): _ExportTensor(row, stack, layer)
+            for row, stack in stacks
+        }
     return found
 
 
 def _write_weights(
-    target: pathlib.Path, tensors: dict[str, _ExportTensor], *, dtype: np.dtype, max_shard_size: str | int
+    target: pathlib.Path,
+    tensors: dict[str, _ExportTensor],
+    *,
+    dtype: np.dtype,
+    max_shard_size: str | int,
 ) -> None:
     plan = huggingface_hub.split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.row.size * dtype.itemsize,
+        get_storage_size=lambda tensor: tensor.param.size * dtype.itemsize,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -295,7 +344,10 @@ def _write_weights(
         # before the next file's weights are fetched
         del shard
     if plan.is_sharded:
-        _write_json(target / folder.INDEX_FILE, {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        _write_json(
+            target / folder.INDEX_FILE,
+            {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename},
+        )
 
 
 def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:

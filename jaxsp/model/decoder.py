@@ -25,9 +25,14 @@ def param_table(config: ModelConfig) -> layers.Weights:
     """
 
     def stacked(row: Parameter) -> Parameter:
-        return dataclasses.replace(row, hf_name="model.layers.{layer}." + row.hf_name, num_layers=config.num_layers)
+        return dataclasses.replace(
+            row, hf_name="model.layers.{layer}." + row.hf_name, num_layers=config.num_layers
+        )
 
-    return {**_declared_params(EmbedNormHead(config)), "layers": jax.tree.map(stacked, _declared_params(DecoderLayer(config)))}
+    return {
+        **_declared_params(EmbedNormHead(config)),
+        "layers": jax.tree.map(stacked, _declared_params(DecoderLayer(config))),
+    }
 
 
 def lm_head(weights: layers.Weights) -> Any:
@@ -58,21 +63,23 @@ def hidden_states(
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
     tiled = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
     before, after = _layer_graphdefs(config)
-    tables = attend.make_segment_tables(batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1])
+    tables = attend.make_segment_tables(
+        batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
+    )
 
     def layer(x_BlD: Array, shards: layers.Weights) -> tuple[Array, None]:
         x_BlD = remat.name_layer_input(x_BlD)
         q_BlHK, k_BlGK, v_BlGK = tiled(
             lambda weights, *inputs: nnx.merge(before, weights)(*inputs),
-            params["layers"]["before"],
-            shards["before"],
+            params["layers"]["pre_attention"],
+            shards["pre_attention"],
             (x_BlD, batch.positions_BL),
         )
         out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, batch.starts_BM, batch.lengths_BM, tables)
         x_BlD = tiled(
             lambda weights, *inputs: nnx.merge(after, weights)(*inputs),
-            params["layers"]["after"],
-            shards["after"],
+            params["layers"]["post_attention"],
+            shards["post_attention"],
             (x_BlD, out_BlHK),
         )
         return x_BlD, None
@@ -98,7 +105,9 @@ def embed_tokens(
         # The zeros must wait for dx. Otherwise XLA fills them before the layers' backward pass, where memory is fullest (2 GiB
         # for a vocabulary of 128,256)
         zero, dx_BlD = jax.lax.optimization_barrier((jnp.float32(0), dx_BlD))
-        gradient_VD = jnp.broadcast_to(zero, param.shape).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
+        gradient_VD = (
+            jnp.broadcast_to(zero, param.shape).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
+        )
         return (gather.reduce_scatter(param, gradient_VD),)
 
     embed.defvjp(lambda shard: (embed(shard), None), backward)
@@ -118,4 +127,8 @@ def _norm_graphdef(config: ModelConfig) -> nnx.GraphDef:
 
 def _declared_params(module: nnx.Module) -> layers.Weights:
     state = nnx.split(module)[1]
-    return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.row, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
+    return nnx.to_pure_dict(
+        jax.tree.map(
+            lambda leaf: leaf.param, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
+        )
+    )

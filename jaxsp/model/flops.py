@@ -20,7 +20,9 @@ def step_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
     table = decoder.param_table(model)
     stacked = [row for row in jax.tree.leaves(table["layers"]) if row.is_matrix]
     matrices = sum(row.size * row.num_layers for row in stacked) + decoder.lm_head(table).size
-    return 3 * (2 * matrices * float(segment_lengths.sum()) + attention_flops(model, segment_lengths))
+    return 3 * (
+        2 * matrices * float(segment_lengths.sum()) + attention_flops(model, segment_lengths)
+    )
 
 
 def attention_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:

@@ -72,23 +72,29 @@ class Gather(Protocol):
 
 def _declare_param(param: Parameter) -> nnx.Param:
     """A weight without a value: modules are skeletons, merged with arrays when they are called."""
-    return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), row=param)
+    return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), param=param)
 
 
 class Linear(nnx.Module):
     """x -> x W^T + b."""
 
     def __init__(self, dim_in: int, dim_out: int, *, hf_name: str, bias: bool, config: ModelConfig):
-        matrix = Parameter(shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range)
+        matrix = Parameter(
+            shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range
+        )
         self.weight = _declare_param(matrix)
-        self.bias = _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")) if bias else None
+        self.bias = (
+            _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")) if bias else None
+        )
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
         if self.bias is None:
             return y
         # In float32, so that the bias's gradient, a sum over tokens, is summed in float32
-        return (y.astype(jnp.float32) + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)).astype(y.dtype)
+        return (
+            y.astype(jnp.float32) + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+        ).astype(y.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -125,7 +131,11 @@ class PreAttention(nnx.Module):
     ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
         heads = (*x_BlD.shape[:2], -1, self.config.head_dim)
         x_BlD, turn = self.norm(x_BlD), rope_angles(positions_Bl, self.config)
-        q, k, v = self.q(x_BlD).reshape(heads), self.k(x_BlD).reshape(heads), self.v(x_BlD).reshape(heads)
+        q, k, v = (
+            self.q(x_BlD).reshape(heads),
+            self.k(x_BlD).reshape(heads),
+            self.v(x_BlD).reshape(heads),
+        )
         q = q if self.q_norm is None else self.q_norm(q)
         k = k if self.k_norm is None else self.k_norm(k)
         return apply_rope(q, turn), apply_rope(k, turn), v
@@ -146,7 +156,10 @@ class MLP(nnx.Module):
         self.down = linear(F, D, hf_name="mlp.down_proj")
 
     def __call__(self, x: Float[Array, "B l D"]) -> Float[Array, "B l D"]:
-        gate, up = (checkpoint_name(y, name) for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True))
+        gate, up = (
+            checkpoint_name(y, name)
+            for y, name in zip((self.gate(x), self.up(x)), MLP_CHECKPOINT_NAMES, strict=True)
+        )
         return self.down(jax.nn.silu(gate) * up)
 
 
@@ -156,11 +169,15 @@ class PostAttention(nnx.Module):
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
         q_dim = config.num_heads * config.head_dim
-        self.o = Linear(q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias, config=config)
+        self.o = Linear(
+            q_dim, D, hf_name="self_attn.o_proj", bias=config.output_bias, config=config
+        )
         self.norm = RMSNorm(D, hf_name="post_attention_layernorm", eps=config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def __call__(self, x_BlD: Float[Array, "B l D"], out_BlHK: Float[Array, "B l H K"]) -> Float[Array, "B l D"]:
+    def __call__(
+        self, x_BlD: Float[Array, "B l D"], out_BlHK: Float[Array, "B l H K"]
+    ) -> Float[Array, "B l D"]:
         x_BlD = x_BlD + self.o(out_BlHK.reshape(*x_BlD.shape[:2], -1))
         return x_BlD + self.mlp(self.norm(x_BlD))
 
@@ -178,11 +195,17 @@ class EmbedNormHead(nnx.Module):
 
     def __init__(self, config: ModelConfig):
         matrix = Parameter(
-            shape=(config.vocab_size, config.hidden_size), hf_name="model.embed_tokens.weight", std=config.initializer_range
+            shape=(config.vocab_size, config.hidden_size),
+            hf_name="model.embed_tokens.weight",
+            std=config.initializer_range,
         )
         self.embedding = _declare_param(matrix)
         self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
-        self.head = None if config.tie_embeddings else _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
+        self.head = (
+            None
+            if config.tie_embeddings
+            else _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,16 +228,24 @@ def rope_angles(positions_Bl: Int32[Array, "B l"], config: ModelConfig) -> RopeA
     """
     tables = _rope_tables(config)
     coarse, fine = jnp.divmod(positions_Bl, jnp.int32(ROPE_TABLE_STRIDE))
-    cos_a, sin_a, cos_b, sin_b = (jnp.asarray(t)[i] for t, i in zip(tables, (coarse, coarse, fine, fine), strict=True))
+    cos_a, sin_a, cos_b, sin_b = (
+        jnp.asarray(t)[i] for t, i in zip(tables, (coarse, coarse, fine, fine), strict=True)
+    )
     return RopeAngles(cos=cos_a * cos_b - sin_a * sin_b, sin=sin_a * cos_b + cos_a * sin_b)
 
 
 @functools.lru_cache(maxsize=4)
 def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     frequencies = rope_frequencies(config)
-    coarse = np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None] * ROPE_TABLE_STRIDE * frequencies[None]
+    coarse = (
+        np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None]
+        * ROPE_TABLE_STRIDE
+        * frequencies[None]
+    )
     fine = np.arange(ROPE_TABLE_STRIDE)[:, None] * frequencies[None]
-    cos_a, sin_a, cos_b, sin_b = (f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin))
+    cos_a, sin_a, cos_b, sin_b = (
+        f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin)
+    )
     return cos_a, sin_a, cos_b, sin_b
 
 
@@ -236,7 +267,9 @@ def rope_frequencies(config: ModelConfig) -> np.ndarray:
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
-def apply_rope(x_BlHK: Float[Array, "B l heads K"], angles: RopeAngles) -> Float[Array, "B l heads K"]:
+def apply_rope(
+    x_BlHK: Float[Array, "B l heads K"], angles: RopeAngles
+) -> Float[Array, "B l heads K"]:
     """Rotates the pairs (i, i + K/2) of each head, in float32; Hugging Face's order of the elements."""
     cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
     a, b = jnp.split(x_BlHK.astype(jnp.float32), 2, axis=-1)

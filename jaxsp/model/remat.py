@@ -73,7 +73,11 @@ def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Calla
     )
 
     def should_save(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return True if policy.remat == "none" and primitive.name in _SAVED_PRIMITIVES else named(primitive, *avals, **params)
+        return (
+            True
+            if policy.remat == "none" and primitive.name in _SAVED_PRIMITIVES
+            else named(primitive, *avals, **params)
+        )
 
     # CSE would not undo what is done in another iteration of the scan
     return jax.checkpoint(function, policy=should_save, prevent_cse=False)

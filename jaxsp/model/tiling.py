@@ -25,7 +25,12 @@ def floor_power_of_two(limit: int) -> int:
 
 
 def choose_mlp_tile(
-    *, num_tokens: int, intermediate_size: int, hidden_size: int, itemsize: int, max_bytes: int = MLP_TILE_BYTES[0]
+    *,
+    num_tokens: int,
+    intermediate_size: int,
+    hidden_size: int,
+    itemsize: int,
+    max_bytes: int = MLP_TILE_BYTES[0],
 ) -> int:
     """Tokens of a tile of a layer's projections and MLP whose activations take at most `max_bytes`.
 
@@ -33,7 +38,8 @@ def choose_mlp_tile(
     the model's in float32.
     """
     return choose_dividing_tile(
-        num_tokens, floor_power_of_two(max_bytes // (6 * intermediate_size * itemsize + 20 * hidden_size))
+        num_tokens,
+        floor_power_of_two(max_bytes // (6 * intermediate_size * itemsize + 20 * hidden_size)),
     )
 
 
@@ -83,27 +89,39 @@ def apply_in_tiles(
         return flat.reshape(num_tiles, 1, tile_tokens, *flat.shape[1:])
 
     def joined(x: Array) -> Array:
-        return x.reshape(num_tiles * tile_tokens, *x.shape[3:])[:tokens].reshape(*lead, *x.shape[3:])
+        return x.reshape(num_tiles * tile_tokens, *x.shape[3:])[:tokens].reshape(
+            *lead, *x.shape[3:]
+        )
 
     @jax.custom_vjp
     def total(shards: Any, arrays: tuple[Array, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
-        _, found = _scan_tiles(lambda _, xs: (None, function(weights, *xs)), None, jax.tree.map(cut, arrays))
+        _, found = _scan_tiles(
+            lambda _, xs: (None, function(weights, *xs)), None, jax.tree.map(cut, arrays)
+        )
         return jax.tree.map(joined, found)
 
-    def backward(saved: tuple[Any, tuple[Array, ...]], dresults: Any) -> tuple[Any, tuple[Array | None, ...]]:
+    def backward(
+        saved: tuple[Any, tuple[Array, ...]], dresults: Any
+    ) -> tuple[Any, tuple[Array | None, ...]]:
         shards, arrays = saved
         weights = jax.tree.map(gather.all_gather, params, shards)
 
-        def one(sums: layers.Weights, of_tile: tuple[Any, Any]) -> tuple[layers.Weights, list[Array]]:
+        def one(
+            sums: layers.Weights, of_tile: tuple[Any, Any]
+        ) -> tuple[layers.Weights, list[Array]]:
             xs, dresults = of_tile
             _, pull = jax.vjp(function, weights, *xs)
             dweights, *dxs = pull(dresults)
-            sums = jax.tree.map(lambda total, of_tile: total + of_tile.astype(jnp.float32), sums, dweights)
+            sums = jax.tree.map(
+                lambda total, of_tile: total + of_tile.astype(jnp.float32), sums, dweights
+            )
             return sums, [dx for dx, is_float in zip(dxs, floats, strict=True) if is_float]
 
         zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, jnp.float32), params)
-        sums, found = _scan_tiles(one, zeros, (jax.tree.map(cut, arrays), jax.tree.map(cut, dresults)))
+        sums, found = _scan_tiles(
+            one, zeros, (jax.tree.map(cut, arrays), jax.tree.map(cut, dresults))
+        )
         of_floats = map(joined, found)
         return jax.tree.map(gather.reduce_scatter, params, sums), tuple(
             next(of_floats) if is_float else None for is_float in floats
@@ -113,7 +131,9 @@ def apply_in_tiles(
     return total(shards, arrays)
 
 
-def _scan_tiles(compute_tile: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tiles: Any) -> tuple[Any, Any]:
+def _scan_tiles(
+    compute_tile: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tiles: Any
+) -> tuple[Any, Any]:
     """What jax.lax.scan gives; not to be differentiated.
 
     XLA fills the memory of a scan's results with zeros long before the scan begins: 5 GiB for the gradient of a layer's input,
@@ -122,7 +142,9 @@ def _scan_tiles(compute_tile: Callable[[Any, Any], tuple[Any, Any]], carry: Any,
     first, *_ = jax.tree.leaves(tiles)
     shapes = jax.eval_shape(compute_tile, carry, jax.tree.map(lambda x: x[0], tiles))[1]
     tiles, zero = jax.lax.optimization_barrier((tiles, jnp.zeros((), jnp.float32)))
-    results = jax.tree.map(lambda like: jnp.full((len(first), *like.shape), zero.astype(like.dtype)), shapes)
+    results = jax.tree.map(
+        lambda like: jnp.full((len(first), *like.shape), zero.astype(like.dtype)), shapes
+    )
 
     def at(i: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, results = state

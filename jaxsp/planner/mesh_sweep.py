@@ -33,7 +33,8 @@ def describe_strategy(kind: dict[str, Any]) -> str:
     words = [
         kind.get("strategy"),
         kind.get("ulysses_degree"),
-        "all_gather" * (kind.get("outer_strategy") == "all_gather" and kind["strategy"] == "hybrid"),
+        "all_gather"
+        * (kind.get("outer_strategy") == "all_gather" and kind["strategy"] == "hybrid"),
     ]
     return " ".join(str(word) for word in words if word) or "none shared"
 
@@ -56,7 +57,9 @@ def list_strategies(config: Config, *, seq: int, num_heads: int) -> list[dict[st
         return [{}]
     if asked.strategy != "auto":
         return [{"strategy": asked.strategy}]
-    inner = [n for n in strategies.legal_ulysses_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq]
+    inner = [
+        n for n in strategies.legal_ulysses_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq
+    ]
     none = {"ulysses_degree": None, "outer_strategy": "ring", "kv_heads_per_gather": None}
     gathered = {"outer_strategy": "all_gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
     between = gathered if asked.outer_strategy == "all_gather" else {}
@@ -94,20 +97,29 @@ def plan_meshes(
     Args:   say: called with each as it is planned.
     """
     found = []
-    for mesh, kind in list_combinations(config, num_devices=cluster.num_devices, num_heads=model.num_heads):
+    for mesh, kind in list_combinations(
+        config, num_devices=cluster.num_devices, num_heads=model.num_heads
+    ):
         try:
             plan = planning.plan_step(
-                with_mesh(config, mesh, kind), model=model, cluster=cluster, document_tokens=document_tokens
+                with_mesh(config, mesh, kind),
+                model=model,
+                cluster=cluster,
+                document_tokens=document_tokens,
             )
             shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=plan, problem="")
         except UserError as error:
-            shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=None, problem=str(error).splitlines()[0])
+            shape = MeshPlan(
+                mesh=mesh, attention_fields=kind, plan=None, problem=str(error).splitlines()[0]
+            )
         found.append(shape)
         on_result(shape)
     return sort_by_rank(found)
 
 
-def list_combinations(config: Config, *, num_devices: int, num_heads: int) -> list[tuple[dict[str, int], dict[str, Any]]]:
+def list_combinations(
+    config: Config, *, num_devices: int, num_heads: int
+) -> list[tuple[dict[str, int], dict[str, Any]]]:
     """Every mesh of so many devices with each of its kinds."""
     return [
         (mesh, kind)
@@ -130,12 +142,19 @@ def sort_by_rank(found: Sequence[MeshPlan]) -> list[MeshPlan]:
         time = 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
         return number.get(id(shape), math.inf), shape.mesh[axes.SEQ], time
 
-    return sorted(found, key=lambda shape: (shape.plan is None, not (shape.plan and shape.plan.fits), key(shape)))
+    return sorted(
+        found,
+        key=lambda shape: (shape.plan is None, not (shape.plan and shape.plan.fits), key(shape)),
+    )
 
 
 def compute_ranks(found: Sequence[MeshPlan]) -> dict[int, int]:
     """Rank of each shape that fits, from 1, by its id; those within SAME_TIME of the fastest of a rank share it."""
-    there = [(plan.step_s_estimate or plan.device_gib, shape) for shape in found if (plan := shape.plan) and plan.fits]
+    there = [
+        (plan.step_s_estimate or plan.device_gib, shape)
+        for shape in found
+        if (plan := shape.plan) and plan.fits
+    ]
     numbers: dict[int, int] = {}
     rank, fastest = 0, 0.0
     for time, shape in sorted(there, key=lambda pair: pair[0]):

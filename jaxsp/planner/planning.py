@@ -129,10 +129,16 @@ def plan_step(
     """
     began = time.perf_counter()
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    heads = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
     found, degree = memory_options.find_problems(config, platform="gpu"), None
     try:
-        degree = attention.choose_strategy(config, window=model.sliding_window, **heads).outer_degree
+        degree = attention.choose_strategy(
+            config, window=model.sliding_window, **heads
+        ).outer_degree
     except UserError as problem:
         found.extend(problem.problems)
     found.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
@@ -150,7 +156,9 @@ def plan_step(
         raise UserError(found)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
     device_bytes = int(cluster.memory_limit.device)
-    program, choice = compiled.build_program(config, model=model, devices=devices, device_bytes=device_bytes)
+    program, choice = compiled.build_program(
+        config, model=model, devices=devices, device_bytes=device_bytes
+    )
     fitted = memory_fit.fit(
         program,
         limit=memory_fit.subtract_reserves(program, cluster.memory_limit),
@@ -159,7 +167,9 @@ def plan_step(
         measure=budget.measure_step,
     )
     memory_options.check_offloads(fitted.program, fitted.memory_use)
-    return _build_plan(fitted, config=config, site=cluster, document_tokens=document_tokens, began=began)
+    return _build_plan(
+        fitted, config=config, site=cluster, document_tokens=document_tokens, began=began
+    )
 
 
 def _build_plan(
@@ -170,16 +180,28 @@ def _build_plan(
     document_tokens: int | None,
     began: float,
 ) -> Plan:
-    step, program, needs, room, gib = fitted.executable, fitted.program, fitted.memory_use, fitted.memory_limit, memory_fit.GIB
+    step, program, needs, room, gib = (
+        fitted.executable,
+        fitted.program,
+        fitted.memory_use,
+        fitted.memory_limit,
+        memory_fit.GIB,
+    )
     found = budget.break_down_peak(step)
-    sent = comms.parse_collectives(step.written.text)
+    sent = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
     length = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
     pieces = roofline.make_segment_lengths(
-        rows=config.batch.rows_per_step, row_tokens=config.data.max_row_tokens, document_tokens=length
+        rows=config.batch.rows_per_step,
+        row_tokens=config.data.max_row_tokens,
+        document_tokens=length,
     )
     expected = roofline.estimate_step(
-        step, sent, ceilings=site.gpu.ceilings, node_devices=site.node_devices, segment_lengths=pieces
+        step,
+        sent,
+        ceilings=site.gpu.ceilings,
+        node_devices=site.node_devices,
+        segment_lengths=pieces,
     )
     needed = flops.step_flops(program.model, pieces) / program.mesh.size
     step_s = expected.step_s if expected else None
@@ -196,11 +218,11 @@ def _build_plan(
         rows_per_microbatch=config.batch.rows_per_microbatch,
         max_segments_per_row=config.data.max_segments_per_row,
         document_tokens=length,
-        strategy=step.choice.kind.words,
-        attention_bytes=step.choice.bytes,
-        alternative_bytes=dict(step.choice.others),
+        strategy=step.choice.strategy.description,
+        attention_bytes=step.choice.sent_bytes,
+        alternative_bytes=dict(step.choice.alternatives),
         kernel=step.choice.kernel,
-        cudnn_obstacle=step.choice.why,
+        cudnn_obstacle=step.choice.fallback_reason,
         head_chunks=step.choice.head_chunks,
         remat=program.remat_policy.remat,
         mlp_tile_tokens=min(program.mlp_tile, program.tokens_per_device),
@@ -210,10 +232,13 @@ def _build_plan(
         offload_optimizer=config.memory.offload_optimizer,
         fits=not fitted.shortage,
         memory_bottleneck="device"
-        if device_is_short or (needs.host <= room.host and needs.device_total / room.device >= needs.host / room.host)
+        if device_is_short
+        or (needs.host <= room.host and needs.device_total / room.device >= needs.host / room.host)
         else "host",
         shortage=fitted.shortage,
-        suggestions=memory_options.suggest_changes(dataclasses.replace(program, config=config), is_device_short=device_is_short)
+        suggestions=memory_options.suggest_changes(
+            dataclasses.replace(program, config=config), is_device_short=device_is_short
+        )
         if fitted.shortage
         else [],
         device_gib=needs.device_total / gib,
@@ -221,8 +246,11 @@ def _build_plan(
         host_gib=needs.host * site.node_devices / gib,
         host_limit_gib=room.host * site.node_devices / gib,
         host_pool_gib=_pinned_pool_bytes(fitted, room) * site.node_devices / gib,
-        memory={name: size / gib for name, size in found.device.items()} | {budget.RESERVED: reserved / gib},
-        host_memory={name: size * site.node_devices / gib for name, size in found.host.items() if size},
+        memory={name: size / gib for name, size in found.device.items()}
+        | {budget.RESERVED: reserved / gib},
+        host_memory={
+            name: size * site.node_devices / gib for name, size in found.host.items() if size
+        },
         causes=[
             {
                 "name": cause.name,
@@ -253,8 +281,12 @@ def _pinned_pool_bytes(fitted: CompiledStep, room: MemoryLimit) -> float:
     """Bytes of pinned host memory for each device."""
     if not fitted.memory_use.host:
         return 0.0
-    limit = min(room.host, memory_fit.pool_bytes(memory_fit.program_offloaded_bytes(fitted.program)))
-    return max(float(fitted.memory_use.host), device_mesh.pinned_pool_size(fitted.memory_use.host, limit))
+    limit = min(
+        room.host, memory_fit.pool_bytes(memory_fit.program_offloaded_bytes(fitted.program))
+    )
+    return max(
+        float(fitted.memory_use.host), device_mesh.pinned_pool_size(fitted.memory_use.host, limit)
+    )
 
 
 def _compare_collectives(
@@ -267,12 +299,22 @@ def _compare_collectives(
     found: dict[str, dict[str, Any]] = {}
     for one in comms.sum_by_axes(sent, sizes):
         of_kind = found.setdefault(
-            one.operation, {"kind": one.operation, "axes": [], "bytes": 0.0, "formula": formula.get(one.operation, 0.0)}
+            one.operation,
+            {
+                "kind": one.operation,
+                "axes": [],
+                "bytes": 0.0,
+                "formula": formula.get(one.operation, 0.0),
+            },
         )
         of_kind["axes"].append(" x ".join(one.axes))
         of_kind["bytes"] += one.num_bytes
     for of_kind in found.values():
-        own = [one for one in expected.transfers if one.operation == of_kind["kind"]] if expected else []
+        own = (
+            [one for one in expected.transfers if one.operation == of_kind["kind"]]
+            if expected
+            else []
+        )
         of_kind["seconds"] = sum(one.seconds for one in own) if expected else None
         of_kind["waited_s"] = sum(one.exposed_s for one in own) if expected else None
     return list(found.values())

@@ -40,7 +40,9 @@ _FORMATS = (".png", ".svg", ".pdf")
 def check_output(file: pathlib.Path) -> None:
     """Raises: UserError where this is no picture's name, or nothing to draw it with is installed."""
     if file.suffix not in _FORMATS:
-        raise UserError(f"--plot = {file}: is no picture's name. Use one that ends with {errors.format_choices(_FORMATS)}.")
+        raise UserError(
+            f"--plot = {file}: is no picture's name. Use one that ends with {errors.format_choices(_FORMATS)}."
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f"--plot = {file}: pictures are drawn by matplotlib, which is not installed. Use pip install matplotlib."
@@ -58,7 +60,9 @@ def plot_lengths(found: Sequence[Plan], file: pathlib.Path, *, title: str) -> No
     """
     ordered = sorted(found, key=lambda plan: plan.row_tokens)
     if len(ordered) < 2:
-        raise UserError(f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out.")
+        raise UserError(
+            f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out."
+        )
     last = ordered[-1]
     has_host = max(plan.host_gib for plan in ordered) >= 0.05
     figure, panels = _make_panels(2 if has_host else 1)
@@ -120,7 +124,9 @@ def _is_tiled(plan: Plan, name: str) -> bool:
     return getattr(plan, name) * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_per_microbatch
 
 
-def _scale_memory(plan: Plan, parts: Mapping[str, float], row_tokens: float | int) -> dict[str, float]:
+def _scale_memory(
+    plan: Plan, parts: Mapping[str, float], row_tokens: float | int
+) -> dict[str, float]:
     """Memory by cause for a row of another length: an estimate for the same program."""
     factor = row_tokens / plan.row_tokens
     constant = (*search.CONSTANT_CATEGORIES, budget.RESERVED)
@@ -180,7 +186,9 @@ def _mark_program_changes(panels: Sequence[Any], cliffs: Sequence[_ProgramChange
                 ha="center",
                 fontsize=9,
             )
-        place = f"{format_tokens(cliff.before.row_tokens)} and {format_tokens(cliff.after.row_tokens)}"
+        place = (
+            f"{format_tokens(cliff.before.row_tokens)} and {format_tokens(cliff.after.row_tokens)}"
+        )
         notes.append(f"{number} (between {place}): {', '.join(cliff.changes)}")
     return notes
 
@@ -225,11 +233,14 @@ def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) ->
     """Memory by cause and expected time of a step on each mesh that can be planned, the best on top."""
     there = [(shape, shape.plan) for shape in reversed(found) if shape.plan is not None]
     if not there:
-        raise UserError(f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table.")
+        raise UserError(
+            f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table."
+        )
     figure, panels = _make_panels(2)
     # lines of a mesh differ by their kinds of attention
     names = [
-        " x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {mesh_sweep.describe_strategy(shape.attention_fields)}"
+        " x ".join(str(shape.mesh[axis]) for axis in axes.ALL)
+        + f"  {mesh_sweep.describe_strategy(shape.attention_fields)}"
         for shape, _ in there
     ]
     left = [0.0] * len(there)
@@ -239,8 +250,12 @@ def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) ->
             panels[0].barh(names, sizes, left=left, color=_COLORS[cause], label=cause)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     plan = there[0][1]
-    panels[0].axvline(plan.device_limit_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5)
-    panels[0].set_xlabel(f"GiB of each {plan.device_type}, when it is fullest; line: all that it has")
+    panels[0].axvline(
+        plan.device_limit_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5
+    )
+    panels[0].set_xlabel(
+        f"GiB of each {plan.device_type}, when it is fullest; line: all that it has"
+    )
     panels[0].set_ylabel("replica x data x seq, attention")
     times = [plan.step_s_estimate or 0.0 for _, plan in there]
     colors = ["#2f6690" if plan.fits else "#cccccc" for _, plan in there]
@@ -304,6 +319,11 @@ def _save(figure: Any, panels: list[Any], file: pathlib.Path, *, title: str) -> 
     for panel in panels:
         entries |= dict(zip(*reversed(panel.get_legend_handles_labels()), strict=True))
     names = [cause for cause in _COLORS if cause in entries]
-    figure.legend([entries[name] for name in reversed(names)], list(reversed(names)), loc="outside right center", frameon=False)
+    figure.legend(
+        [entries[name] for name in reversed(names)],
+        list(reversed(names)),
+        loc="outside right center",
+        frameon=False,
+    )
     figure.suptitle(title, fontsize=11)
     figure.savefig(file, dpi=120)

@@ -12,7 +12,9 @@ CACHE_HIT_S = 1.0
 class Progress:
     """A count of results, such as `3 of 12, about 2 min left`."""
 
-    def __init__(self, total: int, *, is_exact: bool = True, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, total: int, *, is_exact: bool = True, clock: Callable[[], float] = time.monotonic
+    ):
         """Starts the first result.
 
         Args:

@@ -50,7 +50,9 @@ def _format_attention(plan: Plan) -> str:
     parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
     if not plan.strategy:
         return f"{kernel}{parts}"
-    others = ", ".join(f"{words} {size / 1e6:,.1f} MB" for words, size in plan.alternative_bytes.items())
+    others = ", ".join(
+        f"{words} {size / 1e6:,.1f} MB" for words, size in plan.alternative_bytes.items()
+    )
     others = f" (alternatives: {others})" if others else ""
     size = f"{plan.attention_bytes / 1e6:,.1f} MB per layer and microbatch"
     sends = f"each device sends {size} if attention is not recomputed{others}"
@@ -61,8 +63,17 @@ def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
     """Memory by cause, largest first."""
     causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
     lines = [("memory", "GiB on each device at its peak, by cause")]
-    lines += [("", f"{size:8.2f}  {name}: {budget.CATEGORIES[name]}") for name, size in causes if size >= 0.005]
-    lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {gpus.GPUS[plan.device_type].memory_bytes / 2**30:.2f}"))
+    lines += [
+        ("", f"{size:8.2f}  {name}: {budget.CATEGORIES[name]}")
+        for name, size in causes
+        if size >= 0.005
+    ]
+    lines.append(
+        (
+            "",
+            f"{sum(plan.memory.values()):8.2f}  of {gpus.GPUS[plan.device_type].memory_bytes / 2**30:.2f}",
+        )
+    )
     if plan.host_gib >= 0.005:
         causes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
@@ -75,7 +86,12 @@ def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
     """Bytes sent by collectives and host copies, and their time that nothing overlaps."""
     lines = []
     if plan.collectives:
-        lines.append(("sent", "GB by each device in a step: program, formula, ratio; seconds (estimates): all, not overlapped"))
+        lines.append(
+            (
+                "sent",
+                "GB by each device in a step: program, formula, ratio; seconds (estimates): all, not overlapped",
+            )
+        )
         for one in plan.collectives:
             ratio = f"{one['bytes'] / one['formula']:.2f}" if one["formula"] else "    "
             sizes = f"{one['bytes'] / 1e9:10.3f} {one['formula'] / 1e9:10.3f}  {ratio}"
@@ -83,7 +99,12 @@ def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
             lines.append(("", f"{sizes} {times}  {one['kind']} along {' and '.join(one['axes'])}"))
     if plan.host_copy_bytes is not None and max(plan.host_copy_bytes) > 0:
         from_host, to_host = plan.host_copy_bytes
-        lines.append(("", f"each device copies {from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it"))
+        lines.append(
+            (
+                "",
+                f"each device copies {from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it",
+            )
+        )
     return lines
 
 
@@ -93,9 +114,18 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     if plan.hardware_flops is not None:
         executed = f", {plan.hardware_flops / 1e12:,.0f} executed ({plan.hardware_flops / plan.model_flops:.2f} times)"
     words = f"{plan.model_flops / 1e12:,.0f} TFLOP needed of each device in a step{executed}"
-    lines = [("arithmetic", f"{words}, if rows are filled with documents of {plan.document_tokens:,} tokens")]
+    lines = [
+        (
+            "arithmetic",
+            f"{words}, if rows are filled with documents of {plan.document_tokens:,} tokens",
+        )
+    ]
     lines.append(("time", format_time(plan)))
-    lines += [("", f"{size:8.3f}  {name}") for name, size in plan.seconds_estimate.items() if size >= 0.0005]
+    lines += [
+        ("", f"{size:8.3f}  {name}")
+        for name, size in plan.seconds_estimate.items()
+        if size >= 0.0005
+    ]
     if tokens is not None and plan.tokens_per_s_estimate is not None:
         lines.append(("cost", format_cost(plan, tokens)))
     return lines
@@ -105,7 +135,11 @@ def format_fit(plan: Plan) -> str:
     """Verdict on the memory of a plan: yes or no, the limiting resource, and suggestions if it does
     not fit."""
     device = f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f} GiB on each device"
-    host = f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory" if plan.host_gib >= 0.05 else ""
+    host = (
+        f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory"
+        if plan.host_gib >= 0.05
+        else ""
+    )
     if plan.fits:
         return f"yes: {device}{host}; {plan.memory_bottleneck} memory is nearest to full"
     ways = f"{', '.join(plan.suggestions[:-1])}{' or ' * (len(plan.suggestions) > 1)}{plan.suggestions[-1]}"
@@ -114,9 +148,15 @@ def format_fit(plan: Plan) -> str:
 
 def format_time(plan: Plan) -> str:
     """The estimated time of a step, its range, and what limits it."""
-    if plan.step_s_estimate is None or plan.tokens_per_s_estimate is None or plan.mfu_estimate is None:
+    if (
+        plan.step_s_estimate is None
+        or plan.tokens_per_s_estimate is None
+        or plan.mfu_estimate is None
+    ):
         return "no estimate: the published rates are for bfloat16 and cuDNN attention"
-    low, high = (durations.describe(factor * plan.step_s_estimate) for factor in roofline.LIKELY_RANGE)
+    low, high = (
+        durations.describe(factor * plan.step_s_estimate) for factor in roofline.LIKELY_RANGE
+    )
     return (
         f"about {durations.describe(plan.step_s_estimate)} a step (likely {low} to {high}), "
         f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
@@ -131,7 +171,9 @@ def format_cost(plan: Plan, tokens: float) -> str:
     low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE)
     hours = [format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
     days = [format_amount(seconds / 86400) for seconds in (low, high)]
-    return f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
+    return (
+        f"{tokens:,.0f} tokens take {hours[0]} to {hours[1]} GPU-hours, {days[0]} to {days[1]} days"
+    )
 
 
 def format_amount(number: float) -> str:
@@ -142,10 +184,14 @@ def format_amount(number: float) -> str:
 def format_comparison(found: Sequence[Plan], *, tokens: float | None) -> str:
     """Table of plans of one config for several GPUs and row lengths."""
     head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
-    head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + ([] if tokens is None else ["GPU-hours*"])
+    head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + (
+        [] if tokens is None else ["GPU-hours*"]
+    )
     rows = []
     for plan in found:
-        is_tiled = plan.mlp_tile_tokens * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_per_microbatch
+        is_tiled = (
+            plan.mlp_tile_tokens * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_per_microbatch
+        )
         hours = None
         if tokens is not None and plan.tokens_per_s_estimate is not None:
             hours = tokens / plan.tokens_per_s_estimate * plan.num_devices / 3600
@@ -162,7 +208,9 @@ def format_comparison(found: Sequence[Plan], *, tokens: float | None) -> str:
             format_number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
             plan.time_bottleneck or "-",
         ]
-        rows.append(row + ([] if tokens is None else ["-" if hours is None else format_amount(hours)]))
+        rows.append(
+            row + ([] if tokens is None else ["-" if hours is None else format_amount(hours)])
+        )
     low, high = roofline.LIKELY_RANGE
     return f"{format_table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was measured"
 
@@ -222,14 +270,19 @@ def format_longest(found: LongestRow, *, seconds: float) -> str:
 def format_ranking(found: Sequence[MeshPlan]) -> str:
     """Planned meshes as a table, in the order of `shapes.ranked`."""
     ranks = mesh_sweep.compute_ranks(found)
-    of_mesh, of_time = ("replica", "data", "seq", "attention"), ("step*", "tokens/s*", "MFU* %", "rank")
+    of_mesh, of_time = (
+        ("replica", "data", "seq", "attention"),
+        ("step*", "tokens/s*", "MFU* %", "rank"),
+    )
     head = (*of_mesh, "fits", "device GiB", "host GiB", "remat", "kernel", *of_time)
     rows = []
     for shape in found:
         sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)
         plan = shape.plan
         if plan is None:
-            rows.append((*sizes, mesh_sweep.describe_strategy(shape.attention_fields), shape.problem))
+            rows.append(
+                (*sizes, mesh_sweep.describe_strategy(shape.attention_fields), shape.problem)
+            )
             continue
         rows.append(
             (
@@ -242,7 +295,9 @@ def format_ranking(found: Sequence[MeshPlan]) -> str:
                 plan.kernel,
                 "-" if plan.step_s_estimate is None else durations.describe(plan.step_s_estimate),
                 format_number(plan.tokens_per_s_estimate, "{:,.0f}"),
-                format_number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
+                format_number(
+                    None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"
+                ),
                 str(ranks.get(id(shape), "-")),
             )
         )
@@ -286,5 +341,13 @@ def _wrap(label: str, words: str) -> str:
     """A label and what it says, under each other where that is long; numbers stay in their columns."""
     indent = " " * _LABEL_WIDTH
     if not label:
-        return textwrap.fill(words, 130, initial_indent=indent, subsequent_indent=indent + " " * 10, replace_whitespace=False)
-    return textwrap.fill(words, 130, initial_indent=f"{label:<{_LABEL_WIDTH}}", subsequent_indent=indent)
+        return textwrap.fill(
+            words,
+            130,
+            initial_indent=indent,
+            subsequent_indent=indent + " " * 10,
+            replace_whitespace=False,
+        )
+    return textwrap.fill(
+        words, 130, initial_indent=f"{label:<{_LABEL_WIDTH}}", subsequent_indent=indent
+    )

@@ -61,7 +61,11 @@ class LongestRow:
 
 
 def find_longest_row(
-    config: Config, *, model: ModelConfig, cluster: Cluster, on_result: Callable[[TriedLength], None] = lambda _: None
+    config: Config,
+    *,
+    model: ModelConfig,
+    cluster: Cluster,
+    on_result: Callable[[TriedLength], None] = lambda _: None,
 ) -> LongestRow:
     """The longest rows that a config's levers and mesh have room for, each of one document, to PRECISION.
 
@@ -94,7 +98,10 @@ def find_longest_row(
         if plan is not None and plan.host_limit_gib < 0:  # for rows of any length
             return LongestRow(tried=[tried[row_tokens]])
         below = max((length for length, one in tried.items() if not one.problem), default=0)
-        above = min((length for length, one in tried.items() if one.problem and length > below), default=None)
+        above = min(
+            (length for length, one in tried.items() if one.problem and length > below),
+            default=None,
+        )
         if above is not None and (above - below <= unit or above <= below * (1 + PRECISION)):
             further = _find_next_split(config, model, cluster, beyond=above, unit=unit)
             if further is None or further in tried:
@@ -111,7 +118,9 @@ def find_longest_row(
             row_tokens = min(row_tokens, above - unit)
 
 
-def _find_next_split(config: Config, model: ModelConfig, site: Cluster, *, beyond: int, unit: int) -> int | None:
+def _find_next_split(
+    config: Config, model: ModelConfig, site: Cluster, *, beyond: int, unit: int
+) -> int | None:
     """Finds the shortest row, up to twice `beyond`, for which cuDNN's work is split into more
     calls; None if there is none.
 
@@ -121,7 +130,9 @@ def _find_next_split(config: Config, model: ModelConfig, site: Cluster, *, beyon
 
     def split(row_tokens: int) -> tuple[int, int]:
         try:
-            choice = compiled.build_program(with_row_tokens(config, row_tokens), model=model, devices=devices)[1]
+            choice = compiled.build_program(
+                with_row_tokens(config, row_tokens), model=model, devices=devices
+            )[1]
         except UserError:
             return 0, 0
         # more chunks, or slots with less room
@@ -138,7 +149,9 @@ def _find_next_split(config: Config, model: ModelConfig, site: Cluster, *, beyon
 
 def with_row_tokens(config: Config, row_tokens: int) -> Config:
     """The config with rows of another length."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"row_tokens": row_tokens})})
+    return config.model_copy(
+        update={"data": config.data.model_copy(update={"row_tokens": row_tokens})}
+    )
 
 
 def _estimate_limit(tried: dict[int, TriedLength], below: int, above: int | None) -> float:

@@ -38,8 +38,13 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     devices = mesh.devices.flatten()
     table = program.table
 
-    placed = [(row, sharding.choose_placement(row, device_mesh.num_shards(mesh))) for row in jax.tree.leaves(table)]
-    repeated = sum(4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None)
+    placed = [
+        (row, sharding.choose_placement(row, device_mesh.num_shards(mesh)))
+        for row in jax.tree.leaves(table)
+    ]
+    repeated = sum(
+        4 * row.size * (row.num_layers or 1) for row, place in placed if place.dim is None
+    )
     lie = f"{repeated / 2**20:.1f} MiB of small weights on every device, the rest sharded"
     lie = lie if device_mesh.num_shards(mesh) > 1 else "whole on every device"
     held = (
@@ -55,7 +60,9 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     per_epoch = summary.num_steps_per_epoch(inputs.train_set, config)
     epoch = "" if per_epoch is None else f"; an epoch is {format_count(per_epoch, 'step')}"
     shorter = [config.with_row_tokens(length) for length in reversed(config.data.row_lengths[:-1])]
-    others = "".join(f" or {one.batch.rows_per_step:,} of {one.data.max_row_tokens:,}" for one in shorter)
+    others = "".join(
+        f" or {one.batch.rows_per_step:,} of {one.data.max_row_tokens:,}" for one in shorter
+    )
     heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
     settings = config.optimizer
     num_warmup_steps = settings.num_warmup_steps(program.num_steps)
@@ -109,7 +116,11 @@ def _describe_evaluation(inputs: RunInputs, run: RunConfig) -> list[tuple[str, s
     is_first = run.eval_at_start and not inputs.start.is_resume_in(pathlib.Path(run.directory))
     times = ["before the first step"] if is_first else []
     if run.eval_every is not None:
-        times.append("after every epoch" if run.eval_every == "epoch" else f"every {format_count(run.eval_every, 'step')}")
+        times.append(
+            "after every epoch"
+            if run.eval_every == "epoch"
+            else f"every {format_count(run.eval_every, 'step')}"
+        )
     sets_and_patience = ", ".join(sets)
     if run.early_stopping_patience is not None:
         sets_and_patience += f"; stops after {run.early_stopping_patience} without improvement"
@@ -126,7 +137,10 @@ def describe_documents(data: PackedDataset) -> str:
 def _describe_outputs(program: Program, inputs: RunInputs) -> str:
     config = program.config
     every = config.run.save_every
-    when = {int: f"every {every} steps and at the end", str: f"every {str(every)[:-1]} minutes and at the end"}
+    when = {
+        int: f"every {every} steps and at the end",
+        str: f"every {str(every)[:-1]} minutes and at the end",
+    }
     if every == "epoch":
         when[str] = "after every epoch"
     parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(inputs.eval_sets)
@@ -141,19 +155,35 @@ def _note_long_documents(*, model_fields: dict, longest: int) -> list[tuple[str,
     most = model_fields.get("max_position_embeddings")
     if most is None or longest <= most:
         return []
-    return [("note", f"the longest document has {longest:,} tokens, and the model's max_position_embeddings is {most:,}")]
+    return [
+        (
+            "note",
+            f"the longest document has {longest:,} tokens, and the model's max_position_embeddings is {most:,}",
+        )
+    ]
 
 
 def summarize_run(
-    program: Program, first: MetricsLine, last: MetricsLine, *, recent_losses: Sequence[float], seconds: float
+    program: Program,
+    first: MetricsLine,
+    last: MetricsLine,
+    *,
+    recent_losses: Sequence[float],
+    seconds: float,
 ) -> list[tuple[str, str]]:
     """The summary, with the next command to type."""
     directory = program.config.run.directory
-    num_steps, num_tokens = last.step - first.step + 1, last.num_tokens_total - first.num_tokens_total + first.num_tokens
+    num_steps, num_tokens = (
+        last.step - first.step + 1,
+        last.num_tokens_total - first.num_tokens_total + first.num_tokens,
+    )
     at_first = "none" if first.loss is None else f"{first.loss:.4f}"
     at_last = f"{sum(recent_losses) / len(recent_losses):.4f}" if recent_losses else "none"
     return [
-        ("trained", f"{format_count(num_steps, 'step')}, {format_count(num_tokens, 'token')} in {durations.describe(seconds)}"),
+        (
+            "trained",
+            f"{format_count(num_steps, 'step')}, {format_count(num_tokens, 'token')} in {durations.describe(seconds)}",
+        ),
         (
             "loss",
             f"{at_first} at step {first.step}, {at_last} in the mean of the last {format_count(len(recent_losses), 'step')}",
@@ -231,7 +261,9 @@ class Progress:
             self._printed = now
             numbers.append(f"grad norm {_format_number(line.grad_norm, '.3g')}")
             times = [f"elapsed {durations.describe(elapsed_s)}", *left]
-            self.print_line("  ".join([f"step {line.step}/{self._num_steps}", *numbers, speed, *times]))
+            self.print_line(
+                "  ".join([f"step {line.step}/{self._num_steps}", *numbers, speed, *times])
+            )
 
     def print_line(self, words: str) -> None:
         """Prints a line: above the bar on a terminal, otherwise after the time of day.

@@ -114,7 +114,9 @@ class MetricsWriter:
         if jax.process_index() == 0:
             if NONFINITE_FILE not in self._files:
                 self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
-            self._files[NONFINITE_FILE].add(json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n")
+            self._files[NONFINITE_FILE].add(
+                json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n"
+            )
 
     def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
         if name in self._files:
@@ -170,5 +172,7 @@ class ProfilerTrace:
 
 def peak_gib(devices: list[jax.Device]) -> float | None:
     """The most memory one of these devices had in use, ever; None where devices do not say."""
-    peaks: list[Any] = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    peaks: list[Any] = [
+        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
+    ]
     return max(peaks) / 2**30 if all(peak is not None for peak in peaks) else None

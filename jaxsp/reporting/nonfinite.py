@@ -47,7 +47,9 @@ class NonfiniteTracker:
     def _max_steps(self) -> int:
         return 0 if self._config.on_nonfinite == "stop" else self._config.max_nonfinite_steps
 
-    def record_step(self, step: int, metrics: StepMetrics, pipeline: BatchLoader, step_index: int) -> None:
+    def record_step(
+        self, step: int, metrics: StepMetrics, pipeline: BatchLoader, step_index: int
+    ) -> None:
         """Notes a step. Args: index: of the step in the feed."""
         self._steps.append(step)
         if jax.process_index() > 0:  # what follows takes its time
@@ -81,7 +83,12 @@ class NonfiniteTracker:
 def _document_fields(segments: Sequence[StepSegment]) -> dict[str, Any]:
     """The fields `rows` and `documents` of a line."""
     documents = [
-        {"row": one.row_index, **dataclasses.asdict(one.origin), "first_token": one.offset, "tokens": one.num_tokens}
+        {
+            "row": one.row_index,
+            **dataclasses.asdict(one.origin),
+            "first_token": one.offset,
+            "tokens": one.num_tokens,
+        }
         for one in segments
     ]
     return {"rows": sorted({one.row_index for one in segments}), "documents": documents}

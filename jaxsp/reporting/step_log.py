@@ -61,9 +61,21 @@ class EndTime:
 class StepLog:
     """Turns finished steps into lines of metrics.jsonl and into progress."""
 
-    def __init__(self, program: Program, inputs: RunInputs, writer: MetricsWriter, progress: Progress, status: RunStatus):
+    def __init__(
+        self,
+        program: Program,
+        inputs: RunInputs,
+        writer: MetricsWriter,
+        progress: Progress,
+        status: RunStatus,
+    ):
         self._status = status
-        self._program, self._inputs, self._writer, self._progress = program, inputs, writer, progress
+        self._program, self._inputs, self._writer, self._progress = (
+            program,
+            inputs,
+            writer,
+            progress,
+        )
         self._began = self._ended = time.perf_counter()
         self._batch_requested_at = self._batch_ready_at = self._began
         self._previous_step: DispatchedStep | None = None
@@ -121,17 +133,24 @@ class StepLog:
         ended = max(running.end_time.get(), self._ended + 1e-6)
         step_s = ended - self._ended
         # rows that arrive while the step before runs cost nothing
-        data_wait_s = max(0.0, running.batch_ready_at - max(running.batch_requested_at, self._ended))
+        data_wait_s = max(
+            0.0, running.batch_ready_at - max(running.batch_requested_at, self._ended)
+        )
         self._ended = ended
         self._num_finished += 1
         self._status.finished(self._num_finished, step_s)
         self._num_tokens += int(numbers.num_tokens)
-        if not numbers.finite:
+        if not numbers.is_finite:
             config, material = self._program.config, self._inputs
             feed = material.train_set.make_loader(
-                config, self._program.mesh, material.schedule, layout_degree=self._program.attend.layout_degree
+                config,
+                self._program.mesh,
+                material.schedule,
+                layout_degree=self._program.attend.layout_degree,
             )
-            self.nonfinite.record_step(self._num_finished, numbers, feed, self._num_finished - material.start.step - 1)
+            self.nonfinite.record_step(
+                self._num_finished, numbers, feed, self._num_finished - material.start.step - 1
+            )
             if self.can_continue:
                 self._progress.print_line(
                     f"step {self._num_finished}  IS LEFT OUT: not finite; {metrics.NONFINITE_FILE} names its documents"
@@ -142,7 +161,7 @@ class StepLog:
         if self.last_line.loss is not None:
             self.recent_losses.append(self.last_line.loss)
         due = evaluator.is_due(self._program.config.run.log_every, self._num_finished)
-        if due or not numbers.finite or self._num_finished == self._program.num_steps:
+        if due or not numbers.is_finite or self._num_finished == self._program.num_steps:
             self._writer.write_step(self.last_line)
             self.checkpoint_wait_s = None
         self._progress.show_step(self.last_line)
@@ -164,26 +183,38 @@ class StepLog:
         """Tokens of the recorded steps."""
         return self._num_tokens
 
-    def _build_line(self, running: DispatchedStep, numbers: StepMetrics, *, step_s: float, data_wait_s: float) -> MetricsLine:
+    def _build_line(
+        self, running: DispatchedStep, numbers: StepMetrics, *, step_s: float, data_wait_s: float
+    ) -> MetricsLine:
         config, mesh, counts = self._program.config, self._program.mesh, running.counts
         num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
-        tflops = flops.step_flops(self._program.model, counts.segment_lengths) / step_s / num_devices / 1e12
+        tflops = (
+            flops.step_flops(self._program.model, counts.segment_lengths)
+            / step_s
+            / num_devices
+            / 1e12
+        )
         peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
         return MetricsLine(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,
             loss=_finite_or_none(numbers.loss) if numbers.num_loss_tokens else None,
-            token_accuracy=float(numbers.token_accuracy) if numbers.num_loss_tokens and numbers.is_finite else None,
+            token_accuracy=float(numbers.token_accuracy)
+            if numbers.num_loss_tokens and numbers.is_finite
+            else None,
             grad_norm=_finite_or_none(numbers.grad_norm),
             learning_rate=float(numbers.learning_rate),
             num_rows=int(numbers.num_rows),
             num_tokens=num_tokens,
             num_loss_tokens=int(numbers.num_loss_tokens),
             num_tokens_total=self._num_tokens,
-            num_tokens_by_source=dict(zip(self._source_names, counts.tokens_per_source, strict=True)),
+            num_tokens_by_source=dict(
+                zip(self._source_names, counts.tokens_per_source, strict=True)
+            ),
             row_tokens=counts.row_tokens,
-            padding_fraction=1 - num_tokens / (config.batch.rows_per_step * config.data.max_row_tokens),
+            padding_fraction=1
+            - num_tokens / (config.batch.rows_per_step * config.data.max_row_tokens),
             attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=data_wait_s,

@@ -20,15 +20,27 @@ class TensorBoardWriter:
 
     def __init__(self, directory: pathlib.Path, *, from_step: int):
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = AppendFile(directory / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}")
+        self._file = AppendFile(
+            directory
+            / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        )
         self._add_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
         # events of these steps that are there already do not count
         begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._add_event(event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=begins))
+        self._add_event(
+            event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=begins)
+        )
 
     def add_scalars(self, scalars: dict[str, float], *, step: int) -> None:
-        values = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)))
+        values = [
+            summary_pb2.Summary.Value(tag=name, simple_value=value)
+            for name, value in scalars.items()
+        ]
+        self._add_event(
+            event_pb2.Event(
+                wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)
+            )
+        )
 
     def sync(self) -> None:
         """As that of `records.Lines`."""
@@ -41,4 +53,6 @@ class TensorBoardWriter:
         """A record of TensorFlow's: its length, that one's checksum, the event, and its checksum."""
         data = event.SerializeToString()
         length, checksum = struct.pack("<Q", len(data)), record_writer.masked_crc32c
-        self._file.add(length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data)))
+        self._file.add(
+            length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data))
+        )

@@ -68,11 +68,17 @@ def build_training(
     resume.check_same_checkpoint(config.run, found, problems)
     if found is not None:
         meta = reader.raise_on_all_processes(found, functools.partial(reader.read_meta, found))
-    if found is not None and meta is not None and meta.config["model"] == config.model.model_dump(mode="json"):
+    if (
+        found is not None
+        and meta is not None
+        and meta.config["model"] == config.model.model_dump(mode="json")
+    ):
         # what the run keeps of its model is enough: where it came from may be gone, or out of reach
         kept = resume.find_model_dir(found)
         fields = None if kept is None else meta.model
-    asked = resolve_config(config, devices=devices, problems=problems, hf_config=fields, run_model_dir=kept)
+    asked = resolve_config(
+        config, devices=devices, problems=problems, hf_config=fields, run_model_dir=kept
+    )
     data, config = asked.train, asked.program.config
     assert data is not None, "it was asked for"
     start = StartPoint()
@@ -80,7 +86,9 @@ def build_training(
         start = resume.make_start_point(meta, found, config, model=asked.program.model, data=data)
     run = config.run
     if run.steps is not None:
-        schedule = data.make_schedule(config, consumed=start.rows_consumed, num_steps=max(run.steps - start.step, 0))
+        schedule = data.make_schedule(
+            config, consumed=start.rows_consumed, num_steps=max(run.steps - start.step, 0)
+        )
     else:
         schedule = data.make_schedule(config, consumed=start.rows_consumed, epochs=run.epochs)
     num_steps = start.step + len(schedule)
@@ -91,7 +99,13 @@ def build_training(
         )
     program = dataclasses.replace(asked.program, num_steps=num_steps)
     seed, table, mesh = config.run.seed, program.table, program.mesh
-    make = functools.partial(sharding.random_weights, table, seed=seed, mesh=mesh, is_offloaded=program.has_offloaded_state)
+    make = functools.partial(
+        sharding.random_weights,
+        table,
+        seed=seed,
+        mesh=mesh,
+        is_offloaded=program.has_offloaded_state,
+    )
     origin = f"random weights, seed {seed}"
     if found is not None:
         origin = f"step {start.step} of {found}"
@@ -121,7 +135,13 @@ def make_weight_loader(program: Program, source: ModelFolder) -> functools.parti
     Raises: UserError for tensors and files that are missing, damaged or not the model's.
     """
     read = weights.open_folder(source, program.table).read
-    return functools.partial(sharding.load_weights, program.table, program.mesh, read, is_offloaded=program.has_offloaded_state)
+    return functools.partial(
+        sharding.load_weights,
+        program.table,
+        program.mesh,
+        read,
+        is_offloaded=program.has_offloaded_state,
+    )
 
 
 def resolve_config(
@@ -150,16 +170,22 @@ def resolve_config(
             source = folder.find(config.model.source)
         hf_config = hf_config or (source.config_fields if source else config.model.config)
         assert hf_config is not None, "core.config asks for one of them"
-        model = families.parse_model_config(hf_config, field=str(source.path / "config.json") if source else "model.config")
+        model = families.parse_model_config(
+            hf_config, field=str(source.path / "config.json") if source else "model.config"
+        )
     with problems.collect():
         sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
     # documents may be held out of the training sources
     needs_train = for_training or config.data.eval_fraction is not None
     asked = [("data.train", config.data.train)] if needs_train else []
     asked += [("data.eval", config.data.eval)]
-    named = [(f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)]
+    named = [
+        (f"{group}.{number}", one) for group, all_of in asked for number, one in enumerate(all_of)
+    ]
     not_found = config.model.source is not None and hf_config is None
-    if config.model.tokenizer is not None or (not not_found and any(one.format != "tokens" for _, one in named)):
+    if config.model.tokenizer is not None or (
+        not not_found and any(one.format != "tokens" for _, one in named)
+    ):
         with problems.collect():
             tokenizer = load_tokenizer(config, source, run_model_dir)
             if model is not None and len(tokenizer) > model.vocab_size:
@@ -182,19 +208,34 @@ def resolve_config(
             _check_unique_names(field, group)
     with problems.collect():
         sources.check_no_duplicates(
-            {field: one for field, one in named if field in records and field.startswith("data.train.")}
+            {
+                field: one
+                for field, one in named
+                if field in records and field.startswith("data.train.")
+            }
         )
     if model is not None:
         with problems.collect():
-            heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+            heads = {
+                "num_heads": model.num_heads,
+                "num_kv_heads": model.num_kv_heads,
+                "head_dim": model.head_dim,
+            }
             # one kernel for all lengths of rows: where cuDNN serves but some, none of them
-            of_lengths = [config.with_row_tokens(length) for length in reversed(config.data.row_lengths)]
-            kernels = [attention.choose(one, devices=devices, window=model.sliding_window, **heads) for one in of_lengths]
+            of_lengths = [
+                config.with_row_tokens(length) for length in reversed(config.data.row_lengths)
+            ]
+            kernels = [
+                attention.choose(one, devices=devices, window=model.sliding_window, **heads)
+                for one in of_lengths
+            ]
             kernel = next((one for one in kernels if one.kernel != "cudnn"), kernels[0])
     problems += memory_options.find_problems(config, platform=devices[0].platform)
     if sizes is not None:
         degree = kernel.strategy.outer_degree if kernel is not None else None
-        problems += device_mesh.find_division_problems(config, sizes, degree=degree, with_training=for_training)
+        problems += device_mesh.find_division_problems(
+            config, sizes, degree=degree, with_training=for_training
+        )
     problems.raise_if_any()
     assert model is not None
     assert sizes is not None
@@ -203,7 +244,9 @@ def resolve_config(
         cache_path = paths.expand_user(cache, field="logging.compilation_cache")
         jax.config.update("jax_compilation_cache_dir", str(cache_path))
 
-    tokenize = functools.partial(text.tokenize_dataset, data=config.data, tokenizer=tokenizer, vocab_size=model.vocab_size)
+    tokenize = functools.partial(
+        text.tokenize_dataset, data=config.data, tokenizer=tokenizer, vocab_size=model.vocab_size
+    )
     tokenized = {}
     for field, one in named:
         with problems.collect():
@@ -239,7 +282,9 @@ def resolve_config(
             long_documents=config.data.long_documents,
             field=field,
         )
-        weights = [one.weight for one in members.values() if one.weight is not None and not use_held_out]
+        weights = [
+            one.weight for one in members.values() if one.weight is not None and not use_held_out
+        ]
         weights = weights if len(weights) > 1 else []  # all tokens are of the only one in any case
         digests = [tokenized[member].digest for member in members]
         if chosen is not None:
@@ -247,7 +292,9 @@ def resolve_config(
                 held_out.digest_split(digest, mask, is_held_out=use_held_out)
                 for digest, mask in zip(digests, chosen, strict=True)
             ]
-        return dataset.pack_documents(name, documents, packed, digests=digests, source_weights=weights or None)
+        return dataset.pack_documents(
+            name, documents, packed, digests=digests, source_weights=weights or None
+        )
 
     evals = [
         data_set(one.name or one.source, {field: one}, f"{field}.source", longest_only)
@@ -255,7 +302,16 @@ def resolve_config(
         if field.startswith("data.eval")
     ]
     if chosen is not None:
-        evals.append(data_set(held_out.EVAL_SET_NAME, members, "data.eval_fraction", longest_only, chosen, use_held_out=True))
+        evals.append(
+            data_set(
+                held_out.EVAL_SET_NAME,
+                members,
+                "data.eval_fraction",
+                longest_only,
+                chosen,
+                use_held_out=True,
+            )
+        )
     attend = attention.make_chosen_attend(kernel)
     program = Program(
         config=config,
@@ -283,17 +339,27 @@ def load_tokenizer(
     Raises: UserError where there is none.
     """
     named = config.model.tokenizer
-    if named != tokenizers.BYTE_TOKENIZER and kept is not None and (kept / "tokenizer_config.json").is_file():
+    if (
+        named != tokenizers.BYTE_TOKENIZER
+        and kept is not None
+        and (kept / "tokenizer_config.json").is_file()
+    ):
         return tokenizers.load(str(kept))
     if named is None and source is None:
-        raise UserError("model.tokenizer = null: text needs one. Use bytes, or a folder or hub name.")
+        raise UserError(
+            "model.tokenizer = null: text needs one. Use bytes, or a folder or hub name."
+        )
     if named is not None:
         return tokenizers.load(named)
     assert source is not None
-    return tokenizers.load(str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer")
+    return tokenizers.load(
+        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
+    )
 
 
-def _save_model_files(asked: ResolvedConfig, kept: pathlib.Path | None, directory: pathlib.Path) -> None:
+def _save_model_files(
+    asked: ResolvedConfig, kept: pathlib.Path | None, directory: pathlib.Path
+) -> None:
     directory.mkdir(exist_ok=True)
     if kept is not None:
         if not kept.samefile(directory):
@@ -308,7 +374,9 @@ def _inline_chat_template(config: Config) -> Config:
     """The config with the chat template itself in place of its file, so that a run has all it needs. Raises: UserError."""
     if config.data.chat_template is None:
         return config
-    data = config.data.model_copy(update={"chat_template": chat.resolve_template(config.data.chat_template)})
+    data = config.data.model_copy(
+        update={"chat_template": chat.resolve_template(config.data.chat_template)}
+    )
     return config.model_copy(update={"data": data})
 
 

@@ -35,16 +35,29 @@ def print_preview(config: Config, console: rich.console.Console) -> None:
     problems, tokenizer = ProblemCollector(), None
     named, model = config.model.tokenizer, config.model.source
     if named is not None or any(source.format != "tokens" for source in config.data.train):
-        tokenizer = build.load_tokenizer(config, folder.find(model) if named is None and model is not None else None, None)
+        tokenizer = build.load_tokenizer(
+            config, folder.find(model) if named is None and model is not None else None, None
+        )
     for number, source in enumerate(config.data.train):
         with problems.collect():
-            _print_source(source, config.data, tokenizer, console, field=f"data.train.{number}.source")
+            _print_source(
+                source, config.data, tokenizer, console, field=f"data.train.{number}.source"
+            )
     problems.raise_if_any()
 
 
-def _print_source(source: SourceConfig, data: DataConfig, tokenizer: Any, console: rich.console.Console, *, field: str) -> None:
+def _print_source(
+    source: SourceConfig,
+    data: DataConfig,
+    tokenizer: Any,
+    console: rich.console.Console,
+    *,
+    field: str,
+) -> None:
     records = sources.read(source, data=data, field=field)
-    place, tokens, labels = tokenize.encode_first_record(records, source=source, data=data, tokenizer=tokenizer, field=field)
+    place, tokens, labels = tokenize.encode_first_record(
+        records, source=source, data=data, tokenizer=tokenizer, field=field
+    )
     learned = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
     learned[:1] = False  # no token comes before it that it could be told from
     legend = _highlight("like this" if learned.any() else "nothing", console)
@@ -72,7 +85,9 @@ def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
     """The text of tokens, with special tokens; their numbers, where there is no tokenizer."""
     if tokenizer is None:
         return "".join(f" {token}" for token in tokens)
-    return tokenizer.decode(tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        tokens.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
 def _highlight(words: str, console: rich.console.Console) -> rich.text.Text:

@@ -24,7 +24,13 @@ from jaxsp.runtime import run_dir as lock
 from jaxsp.runtime import run_paths
 from jaxsp.training.inputs import StartPoint
 
-_TOKEN_FIELDS = ("data.train", "data.eval_fraction", "data.chat_template", "model.tokenizer", "model.source")
+_TOKEN_FIELDS = (
+    "data.train",
+    "data.eval_fraction",
+    "data.chat_template",
+    "model.tokenizer",
+    "model.source",
+)
 """Fields, or how they begin, that make other tokens."""
 
 _NEUTRAL_FIELDS = (
@@ -71,12 +77,18 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     if not there.is_dir():
         raise UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a.")
-    has_files = directory.is_dir() and any(path.name not in lock.BOOKKEEPING_FILES for path in directory.iterdir())
+        raise UserError(
+            f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a."
+        )
+    has_files = directory.is_dir() and any(
+        path.name not in lock.BOOKKEEPING_FILES for path in directory.iterdir()
+    )
     begun_from = _read_first_resume(directory)
     if run.resume in ("auto", begun_from):  # the same command again goes on, wherever it began
         if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
-            raise UserError(f"{asked}: holds files, but no run. Name a folder that is new or empty.")
+            raise UserError(
+                f"{asked}: holds files, but no run. Name a folder that is new or empty."
+            )
         found = run_paths.find_latest_in_run(directory, exclude=skip)
         aside = directory / run_paths.DAMAGED_DIR
         if found is None and aside.is_dir():
@@ -118,7 +130,9 @@ def _read_first_resume(directory: pathlib.Path) -> str | None:
     return None if named in ("auto", "never") else named
 
 
-def check_same_checkpoint(run: RunConfig, found: pathlib.Path | None, problems: Sequence[str]) -> None:
+def check_same_checkpoint(
+    run: RunConfig, found: pathlib.Path | None, problems: Sequence[str]
+) -> None:
     """Settles between processes where the run begins. Called by all of them.
 
     Args:   problems: why this process knows no beginning.
@@ -126,10 +140,21 @@ def check_same_checkpoint(run: RunConfig, found: pathlib.Path | None, problems: 
     """
     if jax.process_count() == 1:
         return
-    own = _NO_START if problems else 0 if found is None else int(found.name) if found.name.isdecimal() else -1
+    own = (
+        _NO_START
+        if problems
+        else 0
+        if found is None
+        else int(found.name)
+        if found.name.isdecimal()
+        else -1
+    )
     of_all = multihost_utils.process_allgather(np.int32(own))
     if (of_all == _NO_START).any():
-        raise UserError(problems or f"run.directory = {run.directory}: process {of_all.argmin()} says why it does not begin.")
+        raise UserError(
+            problems
+            or f"run.directory = {run.directory}: process {of_all.argmin()} says why it does not begin."
+        )
     steps = np.unique(of_all)
     if len(steps) > 1:
         raise UserError(
@@ -160,7 +185,12 @@ def find_model_dir(found: pathlib.Path) -> pathlib.Path | None:
 
 
 def make_start_point(
-    meta: CheckpointMeta, found: pathlib.Path, config: Config, *, model: ModelConfig, data: PackedDataset
+    meta: CheckpointMeta,
+    found: pathlib.Path,
+    config: Config,
+    *,
+    model: ModelConfig,
+    data: PackedDataset,
 ) -> StartPoint:
     """Where a run goes on from a checkpoint. Raises: UserError where that is of another model, or of other rows."""
     way_out = (
@@ -169,16 +199,27 @@ def make_start_point(
     )
     saved, problems = schema.parse(meta.config), []
     was = families.parse_model_config(meta.model, field="model.config")
-    for name in (field.name for field in dataclasses.fields(model) if getattr(model, field.name) != getattr(was, field.name)):
+    for name in (
+        field.name
+        for field in dataclasses.fields(model)
+        if getattr(model, field.name) != getattr(was, field.name)
+    ):
         said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
         problems.append(f"model: {said}. {way_out}")
     if saved.optimizer.name != config.optimizer.name:
-        problems.append(f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}")
-    rows, changed = {int(length): count for length, count in meta.rows_consumed.items()}, _list_changes(saved, config)
+        problems.append(
+            f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}"
+        )
+    rows, changed = (
+        {int(length): count for length, count in meta.rows_consumed.items()},
+        _list_changes(saved, config),
+    )
     if others := dataset.describe_changes(meta.data, data.fingerprint(config)):
         what, then = "; ".join(others), config.run.on_data_change
         same_lengths = saved.data.row_lengths == config.data.row_lengths
-        consumed = " and ".join(f"{count:,} rows of {length:,} tokens" for length, count in rows.items())
+        consumed = " and ".join(
+            f"{count:,} rows of {length:,} tokens" for length, count in rows.items()
+        )
         if then == "error":
             fields = [change for change in changed if change.startswith(_TOKEN_FIELDS)]
             because = f" (changed: {', '.join(fields)})" if fields else ""
@@ -190,9 +231,14 @@ def make_start_point(
         elif then == "restart":
             rows, changed = {}, (*changed, f"{what}: begins with the first of the new rows")
         elif not same_lengths:
-            problems.append(f"{what}: run.on_data_change = continue: rows of other lengths cannot be counted on. Use restart.")
+            problems.append(
+                f"{what}: run.on_data_change = continue: rows of other lengths cannot be counted on. Use restart."
+            )
         else:
-            changed = (*changed, f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})")
+            changed = (
+                *changed,
+                f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})",
+            )
     if problems:
         raise UserError(problems)
     return StartPoint(
@@ -216,15 +262,29 @@ def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
         for field in before | now
         if before.get(field) != now.get(field) and field not in not_said
     }
-    others = [field for field in words if field.startswith(_NEUTRAL_FIELDS) and field != "memory.grad_reduce_dtype"]
+    others = [
+        field
+        for field in words
+        if field.startswith(_NEUTRAL_FIELDS) and field != "memory.grad_reduce_dtype"
+    ]
     altering = tuple(word for field, word in words.items() if field not in others)
     rest = " and ".join(words[field] for field in others)
-    return (*altering, f"{rest} (which alter{'s' * (len(others) == 1)} nothing that is learned)") if others else altering
+    return (
+        (*altering, f"{rest} (which alter{'s' * (len(others) == 1)} nothing that is learned)")
+        if others
+        else altering
+    )
 
 
 def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
     """Each value of nested fields, with its name as in `key.path=value`."""
-    inner = fields.items() if isinstance(fields, dict) else enumerate(fields) if isinstance(fields, list) else ()
+    inner = (
+        fields.items()
+        if isinstance(fields, dict)
+        else enumerate(fields)
+        if isinstance(fields, list)
+        else ()
+    )
     for name, value in inner:
         yield from _flatten(value, f"{field}.{name}" if field else str(name))
     if not isinstance(fields, dict | list):

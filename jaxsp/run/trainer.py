@@ -56,12 +56,16 @@ def train(
     folder = pathlib.Path(config.run.directory)
     _check_agreement(program, inputs)
     if start.step >= program.num_steps:
-        console.print(f"{folder}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer.")
+        console.print(
+            f"{folder}: has all its {program.num_steps} steps. Raise run.steps or run.epochs to train longer."
+        )
         return
 
     loss_set = _ranking_eval_set(program, inputs)
     is_own = start.is_resume_in(folder)
-    early_stopping = EarlyStopping(config.run, loss_set, resumed_state=start.early_stopping if is_own else None)
+    early_stopping = EarlyStopping(
+        config.run, loss_set, resumed_state=start.early_stopping if is_own else None
+    )
     if early_stopping.should_stop():
         console.print(
             f"{folder}: stopped early at step {start.step}: {early_stopping.reason}. "
@@ -84,10 +88,14 @@ def train(
     else:
         like = train_step.abstract_inputs(program)[0]
         state = reader.restore(start.checkpoint, like, table=program.table, num_steps=start.step)
-    feed = inputs.train_set.make_loader(config, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree)
+    feed = inputs.train_set.make_loader(
+        config, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree
+    )
     if verbose:
         console.print(
-            "\n".join([f"step {start.step + 1}:", *summary.describe_assignments(feed.assign_rows(0))]),
+            "\n".join(
+                [f"step {start.step + 1}:", *summary.describe_assignments(feed.assign_rows(0))]
+            ),
             highlight=False,
             soft_wrap=True,
         )
@@ -95,7 +103,9 @@ def train(
     evaluate = Evaluator(program, inputs.eval_sets)
 
     # From here on there is a run
-    lock = run_dir.create(folder, config, banner_text=banner.format_pairs(lines), keep_model=inputs.write_model)
+    lock = run_dir.create(
+        folder, config, banner_text=banner.format_pairs(lines), keep_model=inputs.write_model
+    )
 
     # Steps; the numbers of one are fetched when the next is under way
     with (
@@ -124,7 +134,9 @@ def train(
             with pace.compiling("the evaluation"):
                 evaluate.compile()
             when = f"before step {number + 1}" if number == start.step else f"after step {number}"
-            pace.begin(f"the evaluation {when}", expected_s=pace.step_s, duration_s=pace.evaluation_s)
+            pace.begin(
+                f"the evaluation {when}", expected_s=pace.step_s, duration_s=pace.evaluation_s
+            )
             asked, losses = time.perf_counter(), {}
             for result in evaluate.run(state.master, num_steps=number, on_batch=pace.heartbeat):
                 losses[result.data] = result.loss
@@ -144,13 +156,17 @@ def train(
             losses = evaluated(start.step)
             if is_own:
                 assert loss_set is not None, "something was evaluated"
-                store.record_eval(start.step, losses[loss_set["name"]], early_stopping=early_stopping.state)
+                store.record_eval(
+                    start.step, losses[loss_set["name"]], early_stopping=early_stopping.state
+                )
         if early_stopping.should_stop():  # by the evaluation that a stop did not wait for
             progress.print_line(f"stopped early after step {start.step}: {early_stopping.reason}")
             return
         owes_evaluation = stops_early = False
         log = StepLog(program, inputs, writer, progress, pace)
-        checkpoints = CheckpointSchedule(store, config.run, first_step=start.step, print_line=progress.print_line)
+        checkpoints = CheckpointSchedule(
+            store, config.run, first_step=start.step, print_line=progress.print_line
+        )
         pace.waiting_for_step(start.step)
         with log.measure_batch_wait():
             following = next(steps, None)
@@ -173,8 +189,14 @@ def train(
             pace.checkpoint_s = store.write_s
             last = following is None
             ends_epoch = not last and _is_epoch_end(inputs, config.run, number)
-            saves = checkpoints.is_due(number) or last or (ends_epoch and config.run.save_every == "epoch")
-            evaluates = evaluate.is_due(number) or last or (ends_epoch and config.run.eval_every == "epoch")
+            saves = (
+                checkpoints.is_due(number)
+                or last
+                or (ends_epoch and config.run.save_every == "epoch")
+            )
+            evaluates = (
+                evaluate.is_due(number) or last or (ends_epoch and config.run.eval_every == "epoch")
+            )
             ranks = saves and config.checkpoint.keep_best > 0
             if evaluates or (ranks and config.run.eval_every is None):
                 early_stopping.expect_evaluation()
@@ -190,8 +212,12 @@ def train(
             if evaluates and log.can_continue and (last or preemption.should_dispatch(number + 1)):
                 losses, owes_evaluation = evaluated(number), False
                 stops_early = early_stopping.should_stop()
-            if saves or stops_early:  # after the results, which would be lost if the run was killed between the two
-                pace.begin(f"the checkpoint of step {number}", expected_s=pace.step_s, is_writing=True)
+            if (
+                saves or stops_early
+            ):  # after the results, which would be lost if the run was killed between the two
+                pace.begin(
+                    f"the checkpoint of step {number}", expected_s=pace.step_s, is_writing=True
+                )
                 meta = dataclasses.replace(
                     _meta(program, inputs, log),
                     eval_loss=losses.get(loss_set["name"]) if loss_set else None,
@@ -207,13 +233,17 @@ def train(
         pace.begin("the last checkpoint", expected_s=pace.step_s, is_writing=True)
         owes_evaluation |= config.checkpoint.keep_best > 0  # each checkpoint is to have a loss
         meta = dataclasses.replace(
-            _meta(program, inputs, log), has_pending_evaluation=owes_evaluation, early_stopping=early_stopping.state
+            _meta(program, inputs, log),
+            has_pending_evaluation=owes_evaluation,
+            early_stopping=early_stopping.state,
         )
         checkpoints.finish(state, meta)
 
     # What is left behind
     if not log.can_continue:
-        raise NeedsAttentionError(log.nonfinite.stop_message(saved_step=checkpoints.last_saved_step))
+        raise NeedsAttentionError(
+            log.nonfinite.stop_message(saved_step=checkpoints.last_saved_step)
+        )
     if stops_early and checkpoints.last_saved_step < program.num_steps:
         with distributed.ignore_broken_pipe():
             console.print(
@@ -231,7 +261,11 @@ def train(
         banner.print_pairs(
             console,
             banner.summarize_run(
-                program, log.first_line, log.last_line, recent_losses=log.recent_losses, seconds=log.elapsed_s
+                program,
+                log.first_line,
+                log.last_line,
+                recent_losses=log.recent_losses,
+                seconds=log.elapsed_s,
             ),
         )
 
@@ -258,15 +292,24 @@ def _is_epoch_end(material: RunInputs, run: RunConfig, number: int) -> bool:
     return material.train_set.is_epoch_end(material.schedule, number - material.start.step)
 
 
-def _compile_steps(program: Program, material: RunInputs, console: rich.console.Console) -> dict[int, jax.stages.Compiled]:
+def _compile_steps(
+    program: Program, material: RunInputs, console: rich.console.Console
+) -> dict[int, jax.stages.Compiled]:
     """Compiles the step for each row length, and reserves the host memory that it offloads to."""
     compiled, host_bytes = {}, 0
     lengths = [stream.row_tokens for stream in material.train_set.streams]
     for number, row_tokens in enumerate(lengths, 1):
         which = f" for rows of {row_tokens:,} tokens" if len(lengths) > 1 else ""
-        began, of_length = time.perf_counter(), dataclasses.replace(program, config=program.config.with_row_tokens(row_tokens))
-        with console.status(f"compiling the step{which}{f', {number} of {len(lengths)}' if which else ''}"):
-            ready = memory_options.compile_fitting_step(of_length, workspace_bytes=material.attention_choice.workspace_bytes)
+        began, of_length = (
+            time.perf_counter(),
+            dataclasses.replace(program, config=program.config.with_row_tokens(row_tokens)),
+        )
+        with console.status(
+            f"compiling the step{which}{f', {number} of {len(lengths)}' if which else ''}"
+        ):
+            ready = memory_options.compile_fitting_step(
+                of_length, workspace_bytes=material.attention_choice.workspace_bytes
+            )
         seconds = time.perf_counter() - began
         console.print(
             f"the step{which} was compiled in {durations.describe(round(seconds, 1))}; {memory_options.describe_compiled(ready)}",
@@ -313,8 +356,12 @@ def _check_agreement(program: Program, material: RunInputs) -> None:
     told.append(("the config", repr(config)))
     told.append(("XLA_FLAGS", repr(program.compile_options)))
     told.append(("attention (the devices' memory or versions)", repr(material.attention_choice)))
-    hashes = [np.frombuffer(hashlib.sha256(words.encode()).digest()[:8], np.int32) for _, words in told]
-    own = np.concatenate([[start.step, sum(start.rows_consumed.values())], *hashes]).astype(np.int32)
+    hashes = [
+        np.frombuffer(hashlib.sha256(words.encode()).digest()[:8], np.int32) for _, words in told
+    ]
+    own = np.concatenate([[start.step, sum(start.rows_consumed.values())], *hashes]).astype(
+        np.int32
+    )
     of_all = multihost_utils.process_allgather(own)
     differs = (of_all != of_all[0]).any(0)
     if differs[:2].any():

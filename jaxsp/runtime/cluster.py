@@ -39,11 +39,19 @@ def detect_process(
 
     Raises: UserError for numbers that cannot be, and where something is missing.
     """
-    said = {"--coordinator": coordinator, "--num-processes": num_processes, "--process-id": process_index}
+    said = {
+        "--coordinator": coordinator,
+        "--num-processes": num_processes,
+        "--process-id": process_index,
+    }
     if given := {name: str(value) for name, value in said.items() if value is not None}:
         _require_all(given, tuple(said), "Give all three.")
         count, own = _parse_count_and_index(given, "--num-processes", "--process-id")
-        return Process(index=own, num_processes=count, coordinator=check_address("--coordinator", given["--coordinator"]))
+        return Process(
+            index=own,
+            num_processes=count,
+            coordinator=check_address("--coordinator", given["--coordinator"]),
+        )
     variables = {name: value for name, value in environ.items() if value}
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _detect_torchrun(variables)
@@ -64,7 +72,9 @@ def detect_process(
 def count_gpus(environ: Mapping[str, str]) -> int:
     """NVIDIA GPUs that JAX would use here, counted without waking JAX."""
     dev = pathlib.Path("/dev")
-    there = len([*dev.glob("nvidia[0-9]*")]) or int((dev / "dxg").exists())  # dxg: under WSL, which does not say how many
+    there = len([*dev.glob("nvidia[0-9]*")]) or int(
+        (dev / "dxg").exists()
+    )  # dxg: under WSL, which does not say how many
     if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -72,10 +82,14 @@ def count_gpus(environ: Mapping[str, str]) -> int:
         return there
     names = [name.strip() for name in visible.split(",")]
     # as CUDA reads it: a name that cannot be, such as -1, ends the list
-    return next((place for place, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return next(
+        (place for place, name in enumerate(names) if not name or name.startswith("-")), len(names)
+    )
 
 
-def count_local_processes(process: Process, environ: Mapping[str, str], *, devices_per_process: int = 1) -> int:
+def count_local_processes(
+    process: Process, environ: Mapping[str, str], *, devices_per_process: int = 1
+) -> int:
     """Number of processes on this node.
 
     Args: num_devices: GPUs of each process, for jobs that do not state the number of processes.
@@ -135,7 +149,9 @@ def _detect_torchrun(variables: Mapping[str, str]) -> Process:
         num_processes=count,
         coordinator=coordinator,
         local_index=_parse_int(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else None,
-        num_local_processes=_parse_int(variables, "LOCAL_WORLD_SIZE", minimum=1) if "LOCAL_WORLD_SIZE" in variables else None,
+        num_local_processes=_parse_int(variables, "LOCAL_WORLD_SIZE", minimum=1)
+        if "LOCAL_WORLD_SIZE" in variables
+        else None,
     )
 
 
@@ -147,7 +163,10 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
     if count == 1:
         return Process()
     num_local, local = _parse_count_and_index(variables, *names[2:])
-    uri = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))", variables.get("OMPI_MCA_orte_hnp_uri", ""))
+    uri = re.match(
+        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^],]+))",
+        variables.get("OMPI_MCA_orte_hnp_uri", ""),
+    )
     if "MASTER_ADDR" in variables or "MASTER_PORT" in variables:
         coordinator = _parse_master(variables)
     elif uri:
@@ -159,12 +178,24 @@ def _detect_open_mpi(variables: Mapping[str, str]) -> Process:
             f"OMPI_COMM_WORLD_SIZE = {count}: mpirun does not say where process 0 listens. Say it for all: "
             "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 python -m jaxsp.train ..."
         )
-    return Process(index=own, num_processes=count, coordinator=coordinator, local_index=local, num_local_processes=num_local)
+    return Process(
+        index=own,
+        num_processes=count,
+        coordinator=coordinator,
+        local_index=local,
+        num_local_processes=num_local,
+    )
 
 
 def _detect_slurm(variables: Mapping[str, str]) -> Process:
     """Source: port by the job's number, as jax's slurm_cluster; the step's is added, since steps of a job run side by side."""
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID")
+    names = (
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_JOB_ID",
+    )
     count = _parse_int(variables, names[0], minimum=1)
     if count == 1:
         return Process()
@@ -176,11 +207,15 @@ def _detect_slurm(variables: Mapping[str, str]) -> Process:
         # node[001-004,7],other or rack[0-1]n[0-3]: the first name of the first entry
         first = re.match(r"(?:[^,[]|\[[^]]*\])+", variables["SLURM_STEP_NODELIST"])
         host = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0] if first else "")
-        number = _parse_int(variables, "SLURM_JOB_ID") + 7 * _parse_int({"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID")
+        number = _parse_int(variables, "SLURM_JOB_ID") + 7 * _parse_int(
+            {"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID"
+        )
         coordinator = _format_address(host, _choose_port(number))
     per_node = [
         int(tasks)
-        for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for tasks, nodes in re.findall(
+            r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )
         for _ in range(int(nodes or 1))
     ]
     node = _parse_int({"SLURM_NODEID": "0", **variables}, "SLURM_NODEID")
@@ -189,20 +224,28 @@ def _detect_slurm(variables: Mapping[str, str]) -> Process:
         num_processes=count,
         coordinator=coordinator,
         # each task sees its own GPUs alone then, and uses all of them
-        local_index=None if "SLURM_GPUS_PER_TASK" in variables else _parse_int(variables, "SLURM_LOCALID"),
+        local_index=None
+        if "SLURM_GPUS_PER_TASK" in variables
+        else _parse_int(variables, "SLURM_LOCALID"),
         num_local_processes=per_node[node] if node < len(per_node) else None,
     )
 
 
-def _require_all(variables: Mapping[str, str], names: tuple[str, ...] | list[str], suggestion: str) -> None:
+def _require_all(
+    variables: Mapping[str, str], names: tuple[str, ...] | list[str], suggestion: str
+) -> None:
     """Raises: UserError if some of the names are not set."""
     missing = [name for name in names if name not in variables]
     if missing:
         said = ", ".join(f"{name} = {variables[name]}" for name in names if name in variables)
-        raise UserError(f"{said}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. {suggestion}")
+        raise UserError(
+            f"{said}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. {suggestion}"
+        )
 
 
-def _parse_count_and_index(variables: Mapping[str, str], count_name: str, index_name: str) -> tuple[int, int]:
+def _parse_count_and_index(
+    variables: Mapping[str, str], count_name: str, index_name: str
+) -> tuple[int, int]:
     """How many there are, and which of them this is."""
     count, index = _parse_int(variables, count_name, minimum=1), _parse_int(variables, index_name)
     if index >= count:
@@ -215,12 +258,16 @@ def _parse_count_and_index(variables: Mapping[str, str], count_name: str, index_
 def _parse_int(variables: Mapping[str, str], name: str, *, minimum: int = 0) -> int:
     text = variables[name]
     if not (text.isascii() and text.isdecimal()) or int(text) < minimum:
-        raise UserError(f"{name} = {text}: must be a whole number, {minimum} or more, for example {name}={minimum + 1}.")
+        raise UserError(
+            f"{name} = {text}: must be a whole number, {minimum} or more, for example {name}={minimum + 1}."
+        )
     return int(text)
 
 
 def _parse_master(variables: Mapping[str, str]) -> str:
-    _require_all(variables, _TORCHRUN[:2], "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500.")
+    _require_all(
+        variables, _TORCHRUN[:2], "Set both, for example MASTER_ADDR=node-0 MASTER_PORT=29500."
+    )
     port = variables["MASTER_PORT"]
     return check_address("MASTER_ADDR:MASTER_PORT", _format_address(variables["MASTER_ADDR"], port))
 
@@ -233,7 +280,9 @@ def check_address(name: str, text: str) -> str:
     """A coordinator's host and port, as they are. Raises: UserError if they are none."""
     host, _, port = text.rpartition(":")
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port) < 2**16:
-        raise UserError(f"{name} = {text}: must be a host and a port from 1 to 65535, for example node-0:29500.")
+        raise UserError(
+            f"{name} = {text}: must be a host and a port from 1 to 65535, for example node-0:29500."
+        )
     return text
 
 

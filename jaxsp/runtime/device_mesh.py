@@ -42,7 +42,11 @@ _PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 
 
 def choose_platform(
-    *, virtual_cpu_devices: int | None, num_processes: int = 1, num_local_processes: int = 1, max_pool_bytes: int | None = None
+    *,
+    virtual_cpu_devices: int | None,
+    num_processes: int = 1,
+    num_local_processes: int = 1,
+    max_pool_bytes: int | None = None,
 ) -> None:
     """Where there is no NVIDIA GPU, takes the CPU, split into so many devices. Call before JAX counts devices.
 
@@ -53,7 +57,9 @@ def choose_platform(
             available.
     Raises: UserError if the processes cannot share them.
     """
-    _raise_memory_limits(os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes)
+    _raise_memory_limits(
+        os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes
+    )
     no_gpu = cluster.count_gpus(os.environ) == 0
     if no_gpu and not os.environ.get("JAX_PLATFORMS"):
         # an installed CUDA plugin would look for a GPU, and print a traceback when it finds none
@@ -93,14 +99,17 @@ def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
     environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()
 
 
-def _raise_memory_limits(environ: MutableMapping[str, str], *, num_local_processes: int, max_pool_bytes: int | None) -> None:
+def _raise_memory_limits(
+    environ: MutableMapping[str, str], *, num_local_processes: int, max_pool_bytes: int | None
+) -> None:
     """Raises JAX's limits to the available memory. Its default for pinned host memory is 64 GiB per
     device."""
     if not {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"} & environ.keys():
         environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRACTION)
     if _PINNED_LIMIT_VARIABLE not in environ:
         room = host_bytes_per_device(
-            num_processes=num_local_processes, num_devices=max(1, cluster.count_gpus(environ) // num_local_processes)
+            num_processes=num_local_processes,
+            num_devices=max(1, cluster.count_gpus(environ) // num_local_processes),
         )
         limit = int(room / 2**30)
         if max_pool_bytes is not None:
@@ -112,12 +121,21 @@ def _raise_memory_limits(environ: MutableMapping[str, str], *, num_local_process
 
 def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
     """Fraction of a GPU's memory that is JAX's."""
-    return float(environ.get("XLA_CLIENT_MEM_FRACTION", environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION)))
+    return float(
+        environ.get(
+            "XLA_CLIENT_MEM_FRACTION",
+            environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_MEMORY_FRACTION),
+        )
+    )
 
 
 def pinned_pool_limit(environ: Mapping[str, str]) -> float:
     """Bytes of pinned host memory that XLA's pool may hold for each device; infinite if nothing limits it."""
-    return float(environ[_PINNED_LIMIT_VARIABLE]) * 2**30 if _PINNED_LIMIT_VARIABLE in environ else math.inf
+    return (
+        float(environ[_PINNED_LIMIT_VARIABLE]) * 2**30
+        if _PINNED_LIMIT_VARIABLE in environ
+        else math.inf
+    )
 
 
 def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:
@@ -125,7 +143,9 @@ def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:
 
     Args: num_processes: on the node, each with `num_devices` devices.
     """
-    return usable_host_bytes(cluster.host_memory_bytes(), num_processes=num_processes) / (num_processes * num_devices)
+    return usable_host_bytes(cluster.host_memory_bytes(), num_processes=num_processes) / (
+        num_processes * num_devices
+    )
 
 
 def usable_host_bytes(total_bytes: int | float, *, num_processes: int) -> float:
@@ -171,10 +191,18 @@ def find_division_problems(
     found = []
     seq = sizes[axes.SEQ]
     for row_tokens in config.data.row_lengths:
-        parts, what = (2 * seq, "parts, two for each device (mesh.seq)") if (degree or 1) > 1 else (seq, "shares (mesh.seq)")
+        parts, what = (
+            (2 * seq, "parts, two for each device (mesh.seq)")
+            if (degree or 1) > 1
+            else (seq, "shares (mesh.seq)")
+        )
         if row_tokens % parts:
-            near = errors.format_choices(_nearest_multiples(row_tokens, parts if degree else 2 * seq))
-            found.append(f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}.")
+            near = errors.format_choices(
+                _nearest_multiples(row_tokens, parts if degree else 2 * seq)
+            )
+            found.append(
+                f"data.row_tokens = {row_tokens}: cannot be cut into {parts} equal {what}. Use {near}."
+            )
     per_step, at_once = config.batch.rows_per_step, config.batch.rows_per_microbatch
     groups = sizes[axes.REPLICA] * sizes[axes.DATA]
     if with_training and per_step % (groups * at_once):

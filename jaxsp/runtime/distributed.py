@@ -77,7 +77,9 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     joined = threading.Event()
     # in a thread: jax ends the process when its own time is up, and nothing can catch that
-    threading.Thread(target=_limit_join_time, args=(process, joined, timeout_s), daemon=True).start()
+    threading.Thread(
+        target=_limit_join_time, args=(process, joined, timeout_s), daemon=True
+    ).start()
     host = process.coordinator.rpartition(":")[0]
     num_gpus = cluster.count_gpus(os.environ)
     gpus = cluster.choose_local_gpus(process, num_gpus)
@@ -91,12 +93,16 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
             local_device_ids=gpus,
             cluster_detection_method="deactivate",
             # a job of one node listens to nobody else; jax would listen on every network
-            coordinator_bind_address=process.coordinator if host in ("127.0.0.1", "localhost") else None,
+            coordinator_bind_address=process.coordinator
+            if host in ("127.0.0.1", "localhost")
+            else None,
             initialization_timeout=int(timeout_s) + 60,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
-    except jax.errors.JaxRuntimeError as error:  # the others wait until their time is up, and say so
+    except (
+        jax.errors.JaxRuntimeError
+    ) as error:  # the others wait until their time is up, and say so
         raise UserError(
             f"{process.coordinator}: the processes cannot meet there: {str(error).splitlines()[0]}. Name a host of process 0 "
             "and a port that is free."
@@ -162,11 +168,15 @@ def ignore_broken_pipe() -> Iterator[None]:
 
 def log(text: str) -> None:
     """Says something on stderr, each line under this process's number; of process 0, as it is."""
-    text = textwrap.indent(text.rstrip(), line_prefix(_this_process.index), lambda _: _this_process.index > 0)
+    text = textwrap.indent(
+        text.rstrip(), line_prefix(_this_process.index), lambda _: _this_process.index > 0
+    )
     with ignore_broken_pipe():
         # on a terminal, in place of the progress bar and ^C, which are drawn without a line break
         begin = _ERASE_LINE if os.isatty(2) else ""
-        os.write(2, f"{begin}{text}\n".encode())  # at once, whatever the main thread is in the middle of
+        os.write(
+            2, f"{begin}{text}\n".encode()
+        )  # at once, whatever the main thread is in the middle of
 
 
 def log_stacks() -> None:
@@ -211,7 +221,10 @@ def _announce_exit(code: int, farewell: str) -> None:
 
     try:
         publish(farewell, str(code))
-        while _this_process.index == 0 and len(published(_FAILED) | published(_EXITED)) < _this_process.num_processes:
+        while (
+            _this_process.index == 0
+            and len(published(_FAILED) | published(_EXITED)) < _this_process.num_processes
+        ):
             time.sleep(POLL_INTERVAL_S / 5)
     except jax.errors.JaxRuntimeError:
         pass  # process 0 is gone already, and JAX ends whom it has left
@@ -225,7 +238,12 @@ def find_failed_peer() -> tuple[int, int] | None:
 
     try:
         return min(
-            ((index, int(code)) for index, code in published(_FAILED).items() if index != _this_process.index), default=None
+            (
+                (index, int(code))
+                for index, code in published(_FAILED).items()
+                if index != _this_process.index
+            ),
+            default=None,
         )
     except jax.errors.JaxRuntimeError:
         return None  # process 0 is gone, without a word
@@ -274,8 +292,16 @@ def _get_kv_client() -> Any:
 
 def _limit_join_time(process: Process, joined: threading.Event, seconds: float) -> None:
     """Says what is waited for, and ends the process when the time is up."""
-    others = f"the other {process.num_processes - 1}" if process.num_processes > 2 else "the other process"
-    whom = f"{others} to come to {process.coordinator}" if process.index == 0 else f"process 0 at {process.coordinator}"
+    others = (
+        f"the other {process.num_processes - 1}"
+        if process.num_processes > 2
+        else "the other process"
+    )
+    whom = (
+        f"{others} to come to {process.coordinator}"
+        if process.index == 0
+        else f"process 0 at {process.coordinator}"
+    )
     name = f"process {process.index} of {process.num_processes}"
     if joined.wait(seconds / 8):
         return

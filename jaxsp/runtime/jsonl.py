@@ -41,13 +41,17 @@ class AppendFile:
         """Makes all that was added outlive a power cut. Raises: OSError where it finds no room."""
         self._write()
         if self._pending:
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, and {self._path.name} waits for it")
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, and {self._path.name} waits for it"
+            )
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._write()
         if self._pending:
-            _print_error(f"{self._path}: {len(self._pending):,} bytes of it ARE LOST, the disk is still full")
+            _print_error(
+                f"{self._path}: {len(self._pending):,} bytes of it ARE LOST, the disk is still full"
+            )
         self._file.close()
 
     def _write(self) -> None:
@@ -61,7 +65,9 @@ class AppendFile:
                 raise
             self._file.truncate(self._end)  # what is there of a record
             if not self._is_full:
-                _print_error(f"{self._path} CANNOT BE WRITTEN: {error.strerror}. What belongs there waits for room")
+                _print_error(
+                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. What belongs there waits for room"
+                )
             self._is_full = True
             return
         if self._is_full:

@@ -100,7 +100,9 @@ class Preemption:
         while not self._closed.is_set():
             try:
                 self._poll_events()
-            except jax.errors.JaxRuntimeError:  # process 0 does not answer; where it is gone, JAX ends this one
+            except (
+                jax.errors.JaxRuntimeError
+            ):  # process 0 does not answer; where it is gone, JAX ends this one
                 time.sleep(distributed.POLL_INTERVAL_S)
 
     def _poll_events(self) -> None:
@@ -110,11 +112,17 @@ class Preemption:
                 if number in SIGNALS:
                     self._handle_signal(signal.Signals(number))
             minutes = self._config.stop_after
-            if self.reason is None and minutes is not None and time.monotonic() - self._start_time >= 60 * minutes:
+            if (
+                self.reason is None
+                and minutes is not None
+                and time.monotonic() - self._start_time >= 60 * minutes
+            ):
                 self._request_stop(f"{_STOP_AFTER} = {minutes:g}")
             if self.reason is None and (asked := distributed.published(_STOP_KEY)):
                 index, reason = min(asked.items())
-                self._hold_dispatch(reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}")
+                self._hold_dispatch(
+                    reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}"
+                )
             if self.reason is not None and self._stop_step is None and not self._closed.is_set():
                 self._decide_stop_step()
 
@@ -146,7 +154,11 @@ class Preemption:
         with self._condition:
             self.reason = reason
             # let go, and not sent yet
-            more = max(0, self._num_allowed - self.status.num_dispatched) if self._num_allowed is not None else 0
+            more = (
+                max(0, self._num_allowed - self.status.num_dispatched)
+                if self._num_allowed is not None
+                else 0
+            )
             self._progress = ProcessProgress(
                 num_dispatched=self._num_allowed,
                 remaining_s=self.status.remaining_s() + more * self.status.step_s,
@@ -159,14 +171,21 @@ class Preemption:
     def _decide_stop_step(self) -> None:
         """When all have told where they are: where to stop, or to leave at once. All see the same, and decide alike."""
         assert self._progress is not None, "it was told"
-        told = {index: ProcessProgress(**json.loads(place)) for index, place in distributed.published(_PROGRESS_KEY).items()}
-        if distributed.is_connected() and distributed.this_process().index not in told:  # there was nobody to tell yet
+        told = {
+            index: ProcessProgress(**json.loads(place))
+            for index, place in distributed.published(_PROGRESS_KEY).items()
+        }
+        if (
+            distributed.is_connected() and distributed.this_process().index not in told
+        ):  # there was nobody to tell yet
             distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self._progress)))
             return
         places = told if distributed.is_connected() else {0: self._progress}
         if distributed.is_connected() and len(places) < distributed.this_process().num_processes:
             return
-        sent = [place.num_dispatched for place in places.values() if place.num_dispatched is not None]
+        sent = [
+            place.num_dispatched for place in places.values() if place.num_dispatched is not None
+        ]
         if not sent:
             self._exit("before the first step: nothing is lost")
         last = max(sent)
@@ -193,7 +212,11 @@ class Preemption:
         if found is None:
             return f"No checkpoint has been written yet: the {_count_steps(last, 'begun so far')} lost."
         since = last - int(found.name)
-        lost = f"The {_count_steps(since, f'since the checkpoint of step {found.name}')} lost" if since else "Nothing is lost"
+        lost = (
+            f"The {_count_steps(since, f'since the checkpoint of step {found.name}')} lost"
+            if since
+            else "Nothing is lost"
+        )
         return f"{lost}; the same command goes on from there."
 
     def _exit(self, words: str) -> None:

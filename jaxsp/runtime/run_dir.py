@@ -62,14 +62,18 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
             made = _create_dirs(folder)
             lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"run.directory = {folder}: cannot be made: {error.strerror}. Name another.") from None
+            raise UserError(
+                f"run.directory = {folder}: cannot be made: {error.strerror}. Name another."
+            ) from None
         stack.callback(os.close, lock)
         _acquire(folder, lock)
         stack.callback(_remove_created, folder, made)
         _locked_dirs.add(resolved)
         stack.callback(_locked_dirs.discard, resolved)
         with _report_write_errors(folder):
-            yaml_io.write_atomic(folder / HOLDER_FILE, json.dumps(_holder_fields(config_path)) + "\n")
+            yaml_io.write_atomic(
+                folder / HOLDER_FILE, json.dumps(_holder_fields(config_path)) + "\n"
+            )
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 
@@ -103,7 +107,9 @@ def _report_write_errors(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another.") from None
+        raise UserError(
+            f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another."
+        ) from None
 
 
 def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
@@ -125,10 +131,16 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
     if not holder:
         return
     if holder.get("host") != platform.node():
-        print(f"{folder}: waits {HEARTBEAT_TIMEOUT_S:g} s for a sign of {_describe_holder(holder)}", flush=True)
+        print(
+            f"{folder}: waits {HEARTBEAT_TIMEOUT_S:g} s for a sign of {_describe_holder(holder)}",
+            flush=True,
+        )
         if _is_alive(folder / HEARTBEAT_FILE):
             raise _in_use_error(folder, holder)
-    print(f"{folder}: the run of {_describe_holder(holder)} was cut off; this one takes over", flush=True)
+    print(
+        f"{folder}: the run of {_describe_holder(holder)} was cut off; this one takes over",
+        flush=True,
+    )
 
 
 def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
@@ -178,7 +190,11 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
     """Makes a folder. Gives what was not there before: files of NOT_A_RUN, and folders, the deepest first."""
-    made = [path for path in (*(folder / name for name in BOOKKEEPING_FILES), folder, *folder.parents) if not path.exists()]
+    made = [
+        path
+        for path in (*(folder / name for name in BOOKKEEPING_FILES), folder, *folder.parents)
+        if not path.exists()
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     return made
 

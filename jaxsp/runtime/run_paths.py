@@ -17,11 +17,17 @@ MASTER, OPT, META = "master", "opt", "meta"
 
 def list_steps(folder: pathlib.Path) -> list[int]:
     """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
-    names = [path.name for path in folder.glob("*") if path.name.isdecimal() and path.is_dir() and not _is_run_dir(path)]
+    names = [
+        path.name
+        for path in folder.glob("*")
+        if path.name.isdecimal() and path.is_dir() and not _is_run_dir(path)
+    ]
     return sorted(int(name) for name in names if name == str(int(name)))
 
 
-def find_latest(path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+def find_latest(
+    path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
+) -> pathlib.Path | None:
     """Finds the latest checkpoint of a run's directory, or the checkpoint that is named.
 
     Args:    without: checkpoints to skip.
@@ -29,13 +35,17 @@ def find_latest(path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = (
     """
     directory = pathlib.Path(path).resolve()
     is_numbered = directory.name.isdecimal() and directory.parent.name == CHECKPOINTS_DIR
-    has_items = (directory / META).is_dir() and (directory.name.isdecimal() or (directory / MASTER).is_dir())
+    has_items = (directory / META).is_dir() and (
+        directory.name.isdecimal() or (directory / MASTER).is_dir()
+    )
     if (is_numbered or has_items) and not _is_run_dir(directory):
         return directory if directory.is_dir() and directory not in exclude else None
     return find_latest_in_run(directory, exclude=exclude) or _latest_in(directory, exclude)
 
 
-def find_latest_in_run(directory: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
+def find_latest_in_run(
+    directory: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
+) -> pathlib.Path | None:
     """Finds the latest checkpoint of a run's directory, whatever the directory is called."""
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 

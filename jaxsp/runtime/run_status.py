@@ -54,7 +54,9 @@ class RunStatus:
         """What the last evaluation took."""
         self._running: dict[int, int] = {}
         """Row lengths of the steps that were sent and have not ended."""
-        self._durations_s: dict[int, collections.deque[float]] = collections.defaultdict(lambda: collections.deque(maxlen=20))
+        self._durations_s: dict[int, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=20)
+        )
         """Seconds of the last steps, by their row length."""
 
     def begin(
@@ -70,7 +72,11 @@ class RunStatus:
         until = None if duration_s is None else time.monotonic() + duration_s
         with self._lock:
             self.activity = Activity(
-                description=description, is_watched=is_watched, expected_s=expected_s, is_writing=is_writing, expected_end=until
+                description=description,
+                is_watched=is_watched,
+                expected_s=expected_s,
+                is_writing=is_writing,
+                expected_end=until,
             )
 
     @contextlib.contextmanager
@@ -97,7 +103,9 @@ class RunStatus:
         self._running[step] = row_tokens
         if len(self._running) == 1:  # since the step before ended, it was waited for
             with self._lock:
-                self.activity = dataclasses.replace(self.activity, expected_s=self._expected_step_s(step))
+                self.activity = dataclasses.replace(
+                    self.activity, expected_s=self._expected_step_s(step)
+                )
 
     def finished(self, step: int, seconds: float) -> None:
         """Notes that a step has ended, and how long it took."""
@@ -107,7 +115,9 @@ class RunStatus:
     @property
     def step_s(self) -> float:
         """What the last steps took, at the middle of those of the row length that takes longest; 0 before the first."""
-        return max((statistics.median([*took]) for took in [*self._durations_s.values()]), default=0.0)
+        return max(
+            (statistics.median([*took]) for took in [*self._durations_s.values()]), default=0.0
+        )
 
     @property
     def is_slow(self) -> bool:
@@ -123,7 +133,11 @@ class RunStatus:
         if self.activity.expected_end is not None:
             return max(0.0, self.activity.expected_end - time.monotonic())
         expected = [self._expected_step_s(step) or 0.0 for step in [*self._running]]
-        return max(0.0, sum(expected) - (time.monotonic() - self.activity.last_progress)) if expected else 0.0
+        return (
+            max(0.0, sum(expected) - (time.monotonic() - self.activity.last_progress))
+            if expected
+            else 0.0
+        )
 
     def _expected_step_s(self, step: int) -> float | None:
         """The middle of what steps with rows as long took; before the step is sent, of those that take longest."""

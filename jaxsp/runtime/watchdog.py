@@ -42,11 +42,15 @@ class Watchdog:
         self._config, self._status, self._has_heartbeat = config, status, has_heartbeat
         self._path = pathlib.Path(config.directory) / run_dir.HEARTBEAT_FILE
         timeout = config.step_timeout
-        self._interval_s = HEARTBEAT_INTERVAL_S if timeout is None else min(HEARTBEAT_INTERVAL_S, 60 * timeout / 4)
+        self._interval_s = (
+            HEARTBEAT_INTERVAL_S if timeout is None else min(HEARTBEAT_INTERVAL_S, 60 * timeout / 4)
+        )
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if has_heartbeat:  # another thread: a disk that does not answer holds it
-            self._threads.append(threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True))
+            self._threads.append(
+                threading.Thread(target=self._run_heartbeat, name="heartbeat", daemon=True)
+            )
         self._bytes_written = 0
         self._is_broken = False
 
@@ -55,7 +59,12 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -68,7 +77,11 @@ class Watchdog:
             return math.inf
         if self._config.step_timeout is not None:
             return 60 * self._config.step_timeout
-        return math.inf if activity.expected_s is None else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
+        return (
+            math.inf
+            if activity.expected_s is None
+            else max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
+        )
 
     def _watch(self) -> None:
         looked = time.monotonic()
@@ -87,13 +100,20 @@ class Watchdog:
 
     def _check_activity(self) -> None:
         doing = self._status.activity
-        before, self._bytes_written = self._bytes_written, run_status.read_bytes_written() if doing.is_writing else 0
+        before, self._bytes_written = (
+            self._bytes_written,
+            run_status.read_bytes_written() if doing.is_writing else 0,
+        )
         if doing.is_writing and self._bytes_written > before + _MIN_WRITTEN_BYTES:
             self._status.heartbeat()
             return
         silent_s, limit_s = time.monotonic() - doing.last_progress, self.timeout_s(doing)
         if silent_s > limit_s:
-            by = "run.step_timeout" if self._config.step_timeout is not None else f"{TIMEOUT_FACTOR} times the usual"
+            by = (
+                "run.step_timeout"
+                if self._config.step_timeout is not None
+                else f"{TIMEOUT_FACTOR} times the usual"
+            )
             silent, limit = (durations.describe(round(value)) for value in (silent_s, limit_s))
             words = (
                 f"{doing.description}: no sign of life for {silent}, and {limit} are too many ({by}). Where each thread "
@@ -123,7 +143,9 @@ class Watchdog:
             self._is_broken = False
         except OSError as error:
             if not self._is_broken:
-                distributed.log(f"{self._path}: cannot be written: {error.strerror}; the run goes on without a heartbeat")
+                distributed.log(
+                    f"{self._path}: cannot be written: {error.strerror}; the run goes on without a heartbeat"
+                )
             self._is_broken = True
 
 

@@ -102,7 +102,10 @@ def choose_options(
     parts = []
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     if on_gpu:
-        known = next((one for one in TESTED_RELEASES if one.first <= parse_version(version) <= one.last), None)
+        known = next(
+            (one for one in TESTED_RELEASES if one.first <= parse_version(version) <= one.last),
+            None,
+        )
         if known is None:
             parts.append(f"defaults, because options were not tested with jaxlib {version}")
         else:
@@ -130,10 +133,16 @@ def choose_options(
     elif deterministic:
         parts.append("run.deterministic has no effect: CPUs are always deterministic")
     if asked:
-        parts.append(f"run.xla_options: {', '.join(f'{name}={_format_value(value)}' for name, value in asked.items())}")
+        parts.append(
+            f"run.xla_options: {', '.join(f'{name}={_format_value(value)}' for name, value in asked.items())}"
+        )
     if by_flags:
         parts.append(f"XLA_FLAGS: {', '.join(by_flags)}")
-    return CompileOptions(options=ours | asked, description="; ".join(parts), is_deterministic=deterministic and on_gpu)
+    return CompileOptions(
+        options=ours | asked,
+        description="; ".join(parts),
+        is_deterministic=deterministic and on_gpu,
+    )
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax.stages.Compiled:
@@ -141,7 +150,9 @@ def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax
     if options.is_deterministic:
         _make_cudnn_deterministic(lowered)
     try:
-        return lowered.compile(compiler_options=cast(Any, options.options))  # numbers too, whatever its annotation says
+        return lowered.compile(
+            compiler_options=cast(Any, options.options)
+        )  # numbers too, whatever its annotation says
     except jax.errors.JaxRuntimeError as error:
         found = re.search(r"(No such compile option: '|While setting option )(\w+)", str(error))
         if found is None:
@@ -150,7 +161,9 @@ def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax
         given = options.options.get(name)
         field = f"run.xla_options.{name} = {repr(given) if isinstance(given, str) else _format_value(given)}"
         if found[1].startswith("No such"):
-            raise UserError(f"{field}: XLA of jaxlib {jaxlib.__version__} has no such option. Leave it out.") from None
+            raise UserError(
+                f"{field}: XLA of jaxlib {jaxlib.__version__} has no such option. Leave it out."
+            ) from None
         rule = str(error).rpartition(" is ")[2].strip().rstrip(".")
         raise UserError(
             f"{field}: is {rule}. Flags are true or false without quotes, not 1 or 0; enums are names in full, such as "
@@ -169,7 +182,9 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
 
     def fix(op: Any) -> Any:
         attributes = op.attributes
-        if op.name == "stablehlo.custom_call" and re.match(_BACKWARD_CALL_TARGET, attributes["call_target_name"].value):
+        if op.name == "stablehlo.custom_call" and re.match(
+            _BACKWARD_CALL_TARGET, attributes["call_target_name"].value
+        ):
             told = json.loads(attributes["backend_config"].value)
             told["cudnn_fmha_backend_config"]["force_deterministic"] = True
             attributes["backend_config"] = ir.StringAttr.get(json.dumps(told))
@@ -188,7 +203,9 @@ def _flag_names(flags: str) -> list[str]:
 
     The variable holds flags or the name of a file of flags.
     """
-    flags = " ".join(flag for flag in flags.split() if flag not in device_mesh.collective_timeout_flags())
+    flags = " ".join(
+        flag for flag in flags.split() if flag not in device_mesh.collective_timeout_flags()
+    )
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())
         flags = file.read_text(encoding="utf-8") if file.is_file() else ""

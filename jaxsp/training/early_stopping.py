@@ -55,8 +55,13 @@ class EarlyStopping:
             return
         assert eval_set is not None, "config asks for an eval set"
         self._state = EarlyStoppingState(data=eval_set["name"], digest=eval_set["digest"])
-        if resumed_state is not None and EarlyStoppingState(**resumed_state).digest == self._state.digest:
-            self._state = dataclasses.replace(EarlyStoppingState(**resumed_state), data=self._state.data)
+        if (
+            resumed_state is not None
+            and EarlyStoppingState(**resumed_state).digest == self._state.digest
+        ):
+            self._state = dataclasses.replace(
+                EarlyStoppingState(**resumed_state), data=self._state.data
+            )
 
     @property
     def state(self) -> dict[str, Any] | None:
@@ -75,9 +80,13 @@ class EarlyStopping:
         self._state = dataclasses.replace(self._state, is_due=False)
         loss, best = losses[self._state.data], self._state.best_loss
         if loss is not None and (best is None or loss < best - self._min_delta):
-            self._state = dataclasses.replace(self._state, best_loss=loss, best_step=step, num_since_best=0)
+            self._state = dataclasses.replace(
+                self._state, best_loss=loss, best_step=step, num_since_best=0
+            )
         else:
-            self._state = dataclasses.replace(self._state, num_since_best=self._state.num_since_best + 1)
+            self._state = dataclasses.replace(
+                self._state, num_since_best=self._state.num_since_best + 1
+            )
 
     def should_stop(self) -> bool:
         """True if the run must stop. Process 0 decides; all processes must call this together."""

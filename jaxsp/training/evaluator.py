@@ -101,9 +101,13 @@ class Evaluator:
             for part in _fetch_one_behind(totals(master, rows) for rows, _ in feed.batches()):
                 parts.append(part)
                 on_batch()
-            sums = {name: sum(float(getattr(part, name)) for part in parts) for name in ("loss", "num_correct")}
+            sums = {
+                name: sum(float(getattr(part, name)) for part in parts)
+                for name in ("loss", "num_correct")
+            }
             counts = {
-                name: sum(int(getattr(part, name)) for part in parts) for name in ("num_rows", "num_tokens", "num_loss_tokens")
+                name: sum(int(getattr(part, name)) for part in parts)
+                for name in ("num_rows", "num_tokens", "num_loss_tokens")
             }
             loss = sums["loss"] / counts["num_loss_tokens"]
             yield EvalResult(

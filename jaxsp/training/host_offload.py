@@ -60,7 +60,9 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, _HOST), tree)
 
 
-def update_each_layer(param: Parameter, function: Callable[..., Any], target: Any, *read: Any) -> Any:
+def update_each_layer(
+    param: Parameter, function: Callable[..., Any], target: Any, *read: Any
+) -> Any:
     """`written` after function(written, *read) for each layer of a weight, one after another, in place.
 
     Shapes: leaves are stacked, [N, ...], where the weight is; the function sees one layer, on the device, and what it returns
@@ -75,9 +77,15 @@ def update_each_layer(param: Parameter, function: Callable[..., Any], target: An
         return jax.tree.map(back, function(*to_device((target, *read))), target)
 
     def at(i: Array, written: Any) -> Any:
-        of_layer = to_device(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), (written, *read)))
+        of_layer = to_device(
+            jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), (written, *read)
+            )
+        )
         return jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_index_in_dim(old, back(new, old), i, 0), written, function(*of_layer)
+            lambda old, new: jax.lax.dynamic_update_index_in_dim(old, back(new, old), i, 0),
+            written,
+            function(*of_layer),
         )
 
     return jax.lax.fori_loop(0, param.num_layers, at, target)

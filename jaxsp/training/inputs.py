@@ -32,7 +32,10 @@ class StartPoint:
 
     def is_resume_in(self, directory: pathlib.Path) -> bool:
         """True if the run resumes from a checkpoint of its own, in `directory`."""
-        return self.checkpoint is not None and self.checkpoint.parent.resolve() == (directory / CHECKPOINTS_DIR).resolve()
+        return (
+            self.checkpoint is not None
+            and self.checkpoint.parent.resolve() == (directory / CHECKPOINTS_DIR).resolve()
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

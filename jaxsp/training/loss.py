@@ -41,7 +41,12 @@ class LossSums(NamedTuple):
 
 def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = MAX_LOGIT_BYTES[-1]) -> int:
     """Tokens of a tile whose logits take at most `max_bytes`."""
-    return min(num_tokens, tiling.choose_dividing_tile(num_tokens, tiling.floor_power_of_two(max_bytes // (4 * vocab_size))))
+    return min(
+        num_tokens,
+        tiling.choose_dividing_tile(
+            num_tokens, tiling.floor_power_of_two(max_bytes // (4 * vocab_size))
+        ),
+    )
 
 
 def sum_token_losses(
@@ -66,7 +71,9 @@ def sum_token_losses(
     """
     tokens = hidden_BlD.shape[0] * hidden_BlD.shape[1]
     num_tiles = -(-tokens // tile)
-    labels_TX = jnp.pad(labels_Bl.reshape(-1), (0, num_tiles * tile - tokens), constant_values=NO_LABEL)
+    labels_TX = jnp.pad(
+        labels_Bl.reshape(-1), (0, num_tiles * tile - tokens), constant_values=NO_LABEL
+    )
     labels_TX = labels_TX.reshape(num_tiles, tile)
     weights_TX = None
     if weights_Bl is not None:
@@ -80,27 +87,37 @@ def sum_token_losses(
     def forward(hidden_BlD: Array, shard: Any) -> tuple[LossSums, Array | None]:
         head_VD = gather.all_gather(head, shard)
 
-        def one(sums: LossSums, tile: tuple[Array, Array, Array | None]) -> tuple[LossSums, Array | None]:
+        def one(
+            sums: LossSums, tile: tuple[Array, Array, Array | None]
+        ) -> tuple[LossSums, Array | None]:
             hidden_XD, labels_X, weights_X = tile
             logits_XV, has_label_X = _logits(hidden_XD, head_VD), labels_X != NO_LABEL
             known_labels_X = jnp.where(has_label_X, labels_X, 0)
             if token_loss is None:
                 lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
-                losses_X = lse_X - jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)[:, 0]
+                losses_X = (
+                    lse_X - jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)[:, 0]
+                )
             else:
                 lse_X = None
                 losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
             loss = _apply_weights(losses_X, has_label_X, weights_X).sum()
-            correct = (has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)).sum(dtype=jnp.int32)
+            correct = (has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)).sum(
+                dtype=jnp.int32
+            )
             return LossSums(sums.loss + loss, sums.num_correct + correct), lse_X
 
-        return jax.lax.scan(one, LossSums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX, weights_TX))
+        return jax.lax.scan(
+            one, LossSums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX, weights_TX)
+        )
 
     @jax.custom_vjp
     def total(hidden_BlD: Array, shard: Any) -> LossSums:
         return forward(hidden_BlD, shard)[0]
 
-    def total_fwd(hidden_BlD: Array, shard: Any) -> tuple[LossSums, tuple[Array, Any, Array | None]]:
+    def total_fwd(
+        hidden_BlD: Array, shard: Any
+    ) -> tuple[LossSums, tuple[Array, Any, Array | None]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
@@ -108,22 +125,33 @@ def sum_token_losses(
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
 
-        def one(dhead_VD: Array, tile: tuple[Array, Array, Array | None, Array | None]) -> tuple[Array, Array]:
+        def one(
+            dhead_VD: Array, tile: tuple[Array, Array, Array | None, Array | None]
+        ) -> tuple[Array, Array]:
             hidden_XD, labels_X, weights_X, lse_X = tile
             logits_XV = _logits(hidden_XD, head_VD)
             if token_loss is None:
                 assert lse_X is not None
-                dlogits_XV = jnp.exp(logits_XV - lse_X[:, None]) - jax.nn.one_hot(labels_X, head.shape[0], dtype=jnp.float32)
+                dlogits_XV = jnp.exp(logits_XV - lse_X[:, None]) - jax.nn.one_hot(
+                    labels_X, head.shape[0], dtype=jnp.float32
+                )
             else:
                 known_labels_X = jnp.where(labels_X != NO_LABEL, labels_X, 0)
-                losses_X, pull = jax.vjp(lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV)
+                losses_X, pull = jax.vjp(
+                    lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X),
+                    logits_XV,
+                )
                 (dlogits_XV,) = pull(jnp.ones_like(losses_X))
             has_label_X1 = (labels_X != NO_LABEL)[:, None]
             weights_X1 = None if weights_X is None else weights_X[:, None]
             dlogits_XV = _apply_weights(dlogits_XV * dsums.loss, has_label_X1, weights_X1)
             dlogits_XV = dlogits_XV.astype(head_VD.dtype)
-            dhidden_XD = jnp.einsum("XV,VD->XD", dlogits_XV, head_VD, preferred_element_type=jnp.float32)
-            dhead_VD += jnp.einsum("XV,XD->VD", dlogits_XV, hidden_XD, preferred_element_type=jnp.float32)
+            dhidden_XD = jnp.einsum(
+                "XV,VD->XD", dlogits_XV, head_VD, preferred_element_type=jnp.float32
+            )
+            dhead_VD += jnp.einsum(
+                "XV,XD->VD", dlogits_XV, hidden_XD, preferred_element_type=jnp.float32
+            )
             return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
 
         tiles = (cut(hidden_BlD), labels_TX, weights_TX, lse_TX)

@@ -125,7 +125,9 @@ def fit(
         keeps = candidate.remat_policy.is_attention_saved
         if not is_last and formula > MAX_PREDICTED_RATIO * limit.device:
             if keeps:
-                why_full = f"keeping attention's output needs about {format_bytes(formula)} on each device"
+                why_full = (
+                    f"keeping attention's output needs about {format_bytes(formula)} on each device"
+                )
             continue
         run = compile_step(candidate)
         needs = measure(run)
@@ -158,7 +160,9 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
         for mlp_tile in mlp_tiles:
             for loss_tile in program.loss_tiles if is_memory_known else [program.loss_tile]:
-                yield replace_memory(program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile)
+                yield replace_memory(
+                    program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile
+                )
 
 
 def _remat_candidates(program: Program, *, is_memory_known: bool) -> list[str]:
@@ -201,7 +205,9 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     of_layer = (0 if memory.offload_activations != "none" else stream) + (
         results if how.is_attention_saved and not how.is_attention_offloaded else 0
     )
-    if how.remat in ("save_attention_and_mlp", "none") and program.mlp_tile >= tokens:  # activations of tiles are not kept
+    if (
+        how.remat in ("save_attention_and_mlp", "none") and program.mlp_tile >= tokens
+    ):  # activations of tiles are not kept
         of_layer += 2 * tokens * F * itemsize
     if how.remat == "none":
         of_layer += tokens * (heads * model.head_dim + D) * itemsize
@@ -214,7 +220,9 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     tile = min(program.mlp_tile, tokens)
     after = 3 * D * F + D * model.num_heads * model.head_dim
     if tile < tokens:
-        mlp = 4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize + (itemsize + 4) * after
+        mlp = (
+            4 * tile * F * itemsize + 2 * stream + 5 * tile * D * itemsize + (itemsize + 4) * after
+        )
     else:
         mlp = 4 * tile * F * itemsize + 6 * stream + itemsize * after + 5 * D * F
     weights = sum(row.size for row in jax.tree.leaves(program.table["layers"]))
@@ -241,7 +249,10 @@ def _state_bytes(program: Program) -> tuple[int, int]:
     memory, per_weight = program.config.memory, _bytes_per_weight(program)
     state = gradients = 0
     for row in jax.tree.leaves(program.table):
-        shard, away = _shard_size(row, program), program.has_offloaded_state and host_offload.should_offload(row)
+        shard, away = (
+            _shard_size(row, program),
+            program.has_offloaded_state and host_offload.should_offload(row),
+        )
         state += 0 if away else per_weight * shard
         if away and row.num_layers and memory.offload_optimizer == "state":
             state += program.dtype.itemsize * shard
@@ -294,10 +305,14 @@ def find_limits(program: Program) -> MemoryLimit:
 
 @functools.cache
 def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
-    known = [limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))]
+    known = [
+        limit for device in devices if (limit := (device.memory_stats() or {}).get("bytes_limit"))
+    ]
     if not known:
         return MemoryLimit(math.inf, math.inf)
-    num_local = cluster.count_local_processes(distributed.this_process(), os.environ, devices_per_process=len(devices))
+    num_local = cluster.count_local_processes(
+        distributed.this_process(), os.environ, devices_per_process=len(devices)
+    )
     host_room = device_mesh.host_bytes_per_device(num_processes=num_local, num_devices=len(devices))
     return MemoryLimit(min(known), host_room, device_mesh.pinned_pool_limit(os.environ))
 
@@ -310,7 +325,12 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
     memory.
     """
     # the rest of the device is for CUDA and NCCL
-    missing = max(0.0, CUDA_BYTES + nccl_bytes(program) - limits.device * (1 / device_mesh.gpu_memory_fraction(os.environ) - 1))
+    missing = max(
+        0.0,
+        CUDA_BYTES
+        + nccl_bytes(program)
+        - limits.device * (1 / device_mesh.gpu_memory_fraction(os.environ) - 1),
+    )
     device = limits.device * (1 - FRAGMENTATION_FRACTION) - missing
     return MemoryLimit(device, limits.host - checkpoint_bytes(program), limits.pool)
 
@@ -321,7 +341,11 @@ def nccl_bytes(program: Program) -> float:
     peers = min(kind.ulysses_degree, device_mesh.DEVICES_PER_NODE) - 1
     remote_peers = max(0, kind.ulysses_degree - device_mesh.DEVICES_PER_NODE)
     buffers = len(list_communicators(program.mesh.shape, kind)) * COMMUNICATOR_BYTES
-    return buffers + ALL_TO_ALL_BYTES * peers / (device_mesh.DEVICES_PER_NODE - 1) + REMOTE_PEER_BYTES * remote_peers
+    return (
+        buffers
+        + ALL_TO_ALL_BYTES * peers / (device_mesh.DEVICES_PER_NODE - 1)
+        + REMOTE_PEER_BYTES * remote_peers
+    )
 
 
 def list_communicators(sizes: Mapping[str, int], strategy: Strategy) -> set[frozenset[int]]:
@@ -365,7 +389,9 @@ class OffloadedBytes(NamedTuple):
         return sum(self)
 
 
-def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int, seq: int) -> OffloadedBytes:
+def offloaded_bytes(
+    model: ModelConfig, config: Config, *, num_shards: int, seq: int
+) -> OffloadedBytes:
     """Arrays in host memory with a config, if weights are sharded over `num_shards` devices and
     rows over `seq`."""
     memory, itemsize = config.memory, np.dtype(config.model.compute_dtype).itemsize
@@ -373,11 +399,17 @@ def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int, seq:
     if memory.offload_activations == "layer_inputs_and_attention":
         per_token += model.num_heads * (model.head_dim * itemsize + 4)
     tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch // seq
-    away = [row for row in jax.tree.leaves(decoder.param_table(model)) if host_offload.should_offload(row)]
+    away = [
+        row
+        for row in jax.tree.leaves(decoder.param_table(model))
+        if host_offload.should_offload(row)
+    ]
     away = [] if memory.offload_optimizer == "none" else away
     weights = sum(4 * sharding.shard_size(row, num_shards) for row in away)
     gradients = sum(4 * sharding.shard_size(row, num_shards) for row in away if row.num_layers)
-    rows_at_a_time = config.batch.rows_per_microbatch * config.mesh.replica * max(1, num_shards // seq)
+    rows_at_a_time = (
+        config.batch.rows_per_microbatch * config.mesh.replica * max(1, num_shards // seq)
+    )
     if config.batch.rows_per_step > rows_at_a_time:
         gradients *= 2  # a microbatch's, and their sums
     return OffloadedBytes(
@@ -397,7 +429,12 @@ def pool_bytes(offloaded: OffloadedBytes) -> int:
 def program_offloaded_bytes(program: Program) -> OffloadedBytes:
     """Arrays that a program keeps in host memory."""
     shape = program.mesh.shape
-    return offloaded_bytes(program.model, program.config, num_shards=device_mesh.num_shards(program.mesh), seq=shape[axes.SEQ])
+    return offloaded_bytes(
+        program.model,
+        program.config,
+        num_shards=device_mesh.num_shards(program.mesh),
+        seq=shape[axes.SEQ],
+    )
 
 
 # Memory of a compiled step
@@ -418,8 +455,16 @@ def read_memory_use(executable: jax.stages.Compiled, workspace_bytes: int) -> Me
         + getattr(found, f"{where}temp_size_in_bytes")
         for where in ("", "host_")
     )
-    workspace = cudnn_calls.read_workspace_bytes(executable.as_text() or "") if workspace_bytes else None
-    return MemoryUse(device, of_host, workspace_bytes if workspace is None else 0, workspace or 0, workspace_bytes)
+    workspace = (
+        cudnn_calls.read_workspace_bytes(executable.as_text() or "") if workspace_bytes else None
+    )
+    return MemoryUse(
+        device,
+        of_host,
+        workspace_bytes if workspace is None else 0,
+        workspace or 0,
+        workspace_bytes,
+    )
 
 
 def max_over_processes(memory_use: MemoryUse) -> MemoryUse:
@@ -437,11 +482,11 @@ def describe_shortage(memory_use: MemoryUse, limit: MemoryLimit) -> str:
     """Describes what does not fit; empty if everything fits."""
     if memory_use.device_total > limit.device:
         cudnn = (
-            f" (about {format_bytes(memory_use.uncounted_workspace)} of it for cuDNN)" if memory_use.uncounted_workspace else ""
+            f" (about {format_bytes(memory_use.uncounted_workspace)} of it for cuDNN)"
+            if memory_use.uncounted_workspace
+            else ""
         )
-        return (
-            f"{format_bytes(memory_use.device_total)} on each device{cudnn}, but only {format_bytes(limit.device)} is available"
-        )
+        return f"{format_bytes(memory_use.device_total)} on each device{cudnn}, but only {format_bytes(limit.device)} is available"
     if limit.host < 0:
         return f"{format_bytes(memory_use.host - limit.host)} more host memory per device than is available, with a checkpoint's copy"
     if memory_use.host > limit.pinned:

@@ -24,7 +24,10 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
     """Reasons that a config's memory options do not work with this release of JAX on these
     devices."""
     memory, found = config.memory, []
-    if memory.offload_activations == "layer_inputs_and_attention" and config.attention.kernel == "reference":
+    if (
+        memory.offload_activations == "layer_inputs_and_attention"
+        and config.attention.kernel == "reference"
+    ):
         found.append(
             "memory.offload_activations = layer_inputs_and_attention: attention.kernel = reference, which is for tests, keeps its "
             "scores and names nothing else. Use memory.offload_activations=layer_inputs, or another attention.kernel."
@@ -71,13 +74,19 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
     limits = memory_fit.find_limits(program)
     room = memory_fit.subtract_reserves(program, limits)
     found = memory_fit.fit(
-        program, limit=room, workspace_bytes=workspace_bytes, compile_step=train_step.compile, measure=measure
+        program,
+        limit=room,
+        workspace_bytes=workspace_bytes,
+        compile_step=train_step.compile,
+        measure=measure,
     )
     check_offloads(found.program, found.memory_use)
     # a step is not refused because of margins and estimates only
     if found.memory_use.device > limits.device or found.memory_use.host > limits.pinned:
         ways = suggest_changes(program, is_device_short=found.memory_use.device_total > room.device)
-        raise UserError(f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}.")
+        raise UserError(
+            f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}."
+        )
     return found
 
 
@@ -87,10 +96,18 @@ def suggest_changes(program: Program, *, is_device_short: bool) -> list[str]:
     config = program.config
     memory = config.memory
     if not is_device_short and memory.offload_activations == memory.offload_optimizer == "none":
-        return ["nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"]
-    changes = _device_memory_changes(program) if is_device_short else _host_memory_changes(config.memory)
+        return [
+            "nodes with more memory: a checkpoint's copy of the weights and the optimizer state has to fit"
+        ]
+    changes = (
+        _device_memory_changes(program) if is_device_short else _host_memory_changes(config.memory)
+    )
     platform = "gpu"  # only GPUs have a known size
-    works = [change for change in changes if not find_problems(_replace_memory(config, change), platform=platform)]
+    works = [
+        change
+        for change in changes
+        if not find_problems(_replace_memory(config, change), platform=platform)
+    ]
     ways = [f"memory.{name}={value}" for change in works for name, value in change.items()]
     if is_device_short:
         ways += _batch_changes(program)
@@ -105,7 +122,10 @@ def _device_memory_changes(program: Program) -> list[dict[str, str]]:
     memory = program.config.memory
     states = ("none", "state", "state_and_gradients")
     changes = []
-    if memory.remat not in ("auto", "full") and memory.offload_activations != "layer_inputs_and_attention":
+    if (
+        memory.remat not in ("auto", "full")
+        and memory.offload_activations != "layer_inputs_and_attention"
+    ):
         changes.append({"remat": "auto"})
     if memory.offload_activations == "none":
         changes.append({"offload_activations": "layer_inputs"})
@@ -123,10 +143,18 @@ def _host_memory_changes(memory: MemoryConfig) -> list[dict[str, str]]:
     """Changes of memory options that reduce memory of the host, each by one level."""
     changes = []
     if memory.offload_activations != "none":
-        below = "layer_inputs" if memory.offload_activations == "layer_inputs_and_attention" else "none"
+        below = (
+            "layer_inputs" if memory.offload_activations == "layer_inputs_and_attention" else "none"
+        )
         changes.append({"offload_activations": below})
     if memory.offload_optimizer != "none":
-        changes.append({"offload_optimizer": "state" if memory.offload_optimizer == "state_and_gradients" else "none"})
+        changes.append(
+            {
+                "offload_optimizer": "state"
+                if memory.offload_optimizer == "state_and_gradients"
+                else "none"
+            }
+        )
     return changes
 
 
@@ -136,10 +164,14 @@ def _batch_changes(program: Program) -> list[str]:
     rows = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch
     if config.batch.rows_per_microbatch > 1:
         ways.append("batch.rows_per_microbatch=1")
-    if config.batch.rows_per_step > rows:  # with one microbatch, gradients exist only in the backward pass
+    if (
+        config.batch.rows_per_step > rows
+    ):  # with one microbatch, gradients exist only in the backward pass
         ways.append(f"batch.rows_per_step={rows}")
     if config.data.max_segments_per_row > 1:
-        ways.append(f"data.max_segments_per_row={1 if config.data.max_segments_per_row <= 8 else 8}")
+        ways.append(
+            f"data.max_segments_per_row={1 if config.data.max_segments_per_row <= 8 else 8}"
+        )
     return ways
 
 
@@ -151,20 +183,28 @@ def _can_split_rows(program: Program, seq: int) -> bool:
     """Whether so many devices could share rows by the attention that the config asks for."""
     config, model = program.config, program.model
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    heads = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
     try:
         kind = attention.choose_strategy(config, window=model.sliding_window, **heads)
     except UserError:
         return False
     sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
-    return not device_mesh.find_division_problems(config, sizes, degree=kind.outer_degree, with_training=False)
+    return not device_mesh.find_division_problems(
+        config, sizes, degree=kind.outer_degree, with_training=False
+    )
 
 
 def describe(program: Program) -> str:
     """Describes the memory options of a run; those that are `auto` are not decided yet."""
     memory, parts = program.config.memory, []
     if "auto" in (memory.mlp_tile_tokens, memory.loss_tile_tokens):
-        parts.append(f"{program.tokens_per_device:,} tokens per device, in tiles only if the step does not fit otherwise")
+        parts.append(
+            f"{program.tokens_per_device:,} tokens per device, in tiles only if the step does not fit otherwise"
+        )
     else:
         parts.append(f"{program.tokens_per_device:,} tokens per device: {_describe_tiles(program)}")
     recomputed = {
@@ -175,9 +215,16 @@ def describe(program: Program) -> str:
         "auto": "layers are recomputed in the backward pass, as far as needed to fit",
     }
     parts.append(
-        recomputed["save_attention" if memory.remat == "auto" and program.remat_policy.is_attention_offloaded else memory.remat]
+        recomputed[
+            "save_attention"
+            if memory.remat == "auto" and program.remat_policy.is_attention_offloaded
+            else memory.remat
+        ]
     )
-    offloaded = {"layer_inputs": "layer inputs", "layer_inputs_and_attention": "layer inputs and attention outputs"}
+    offloaded = {
+        "layer_inputs": "layer inputs",
+        "layer_inputs_and_attention": "layer inputs and attention outputs",
+    }
     if memory.offload_activations != "none":
         parts.append(f"{offloaded[memory.offload_activations]} offloaded to host memory")
     if program.has_offloaded_state:
@@ -188,12 +235,19 @@ def describe(program: Program) -> str:
 
 def describe_compiled(compiled: CompiledStep) -> str:
     """Describes the memory of a compiled step, and the memory options that were chosen for it."""
-    size, needs, room, program = memory_fit.format_bytes, compiled.memory_use, compiled.memory_limit, compiled.program
+    size, needs, room, program = (
+        memory_fit.format_bytes,
+        compiled.memory_use,
+        compiled.memory_limit,
+        compiled.program,
+    )
     parts = [f"{size(needs.device)} on each device"]
     if needs.uncounted_workspace:
         parts[0] += f" and about {size(needs.uncounted_workspace)} for cuDNN"
     if needs.workspace:
-        parts[0] += f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimated_workspace)})"
+        parts[0] += (
+            f" ({size(needs.workspace)} of it cuDNN's workspace, estimated {size(needs.estimated_workspace)})"
+        )
     if math.isfinite(room.device):
         parts[0] += f" of {size(room.device)} available"
     if needs.host:
@@ -214,7 +268,10 @@ def describe_compiled(compiled: CompiledStep) -> str:
 
 def _describe_tiles(program: Program) -> str:
     """Describes the tile sizes of the layers and of the loss."""
-    layers, loss = (_describe_tile(tile, program.tokens_per_device) for tile in (program.mlp_tile, program.loss_tile))
+    layers, loss = (
+        _describe_tile(tile, program.tokens_per_device)
+        for tile in (program.mlp_tile, program.loss_tile)
+    )
     return f"layers {layers}, loss {loss}"
 
 
@@ -229,11 +286,19 @@ def _describe_traffic(program: Program) -> str:
     size = memory_fit.format_bytes
     num_microbatches = program.num_microbatches
     if program.config.memory.offload_optimizer == "state":
-        there, what = weights + state, "float32 weights and moments" if found.moments else "float32 weights"
+        there, what = (
+            weights + state,
+            "float32 weights and moments" if found.moments else "float32 weights",
+        )
         back = state
     else:
         # weights forward and backward, gradients summed, finished, measured, used
-        there = 2 * num_microbatches * weights + (num_microbatches - 1) * 2 * weights + 3 * weights + state
+        there = (
+            2 * num_microbatches * weights
+            + (num_microbatches - 1) * 2 * weights
+            + 3 * weights
+            + state
+        )
         back = num_microbatches * weights + (num_microbatches - 1) * weights + weights + state
         what = "float32 weights, moments and gradients"
     return f"{what} in host memory; each step copies {size(there)} to each device and {size(back)} back"

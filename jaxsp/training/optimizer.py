@@ -15,7 +15,9 @@ from jaxsp.model.layers import Parameter
 from jaxsp.training import host_offload
 
 
-def build_schedule(config: OptimizerConfig, num_steps: int) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
+def build_schedule(
+    config: OptimizerConfig, num_steps: int
+) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
     """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
     peak, warmup = config.learning_rate, config.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
@@ -59,7 +61,9 @@ class _WeightAndState:
     state: Any
 
 
-def map_weights_and_state(table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any) -> tuple[Any, Any]:
+def map_weights_and_state(
+    table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any
+) -> tuple[Any, Any]:
     """The trees of first and of second results of a function of each weight: of its row, and its part of each tree."""
     both = jax.tree.map(lambda row, *parts: _WeightAndState(*function(row, *parts)), table, *trees)
     return jax.tree.map(lambda x: x.weight, both), jax.tree.map(lambda x: x.state, both)

@@ -44,7 +44,13 @@ Arrays and workspaces of the check take a few hundred MiB. The device's peak mem
 
 _ROW_TOKENS = 1024
 _SEGMENTS = (
-    ((0, 300), (300, 1), (301, 211), (520, 129), (700, 260)),  # lengths for two calls of cuDNN, padding in between and behind
+    (
+        (0, 300),
+        (300, 1),
+        (301, 211),
+        (520, 129),
+        (700, 260),
+    ),  # lengths for two calls of cuDNN, padding in between and behind
     ((5, 690), (695, 300)),
 )
 _MAX_SEGMENTS = 6
@@ -57,7 +63,9 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     Every process tries its own device, and none waits for another.
     Raises: UserError where something is wrong, with a way out.
     """
-    device = next(one for one in program.mesh.devices.flat if one.process_index == jax.process_index())
+    device = next(
+        one for one in program.mesh.devices.flat if one.process_index == jax.process_index()
+    )
     if device.platform == "cpu":
         return []
     memory, model = program.config.memory, program.model
@@ -65,19 +73,27 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     if choice.kernel == "cudnn":
         began = time.perf_counter()
         alike: dict[str, Any] = {
-            "sharing": model.num_heads // model.num_kv_heads,
+            "heads_per_kv_head": model.num_heads // model.num_kv_heads,
             "num_kv_heads": min(2, max(1, model.num_kv_heads // choice.strategy.ulysses_degree)),
             "head_dim": model.head_dim,
-            "max_pieces": program.config.data.max_segments_per_row,
+            "max_segments": program.config.data.max_segments_per_row,
             "dtype": program.dtype,
             "device": device,
         }
         raise_on_attention_error(
-            measure_attention_error(choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike), device
+            measure_attention_error(
+                choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike
+            ),
+            device,
         )
         if choice.strategy.outer_degree > 1:
-            alike |= {"head_chunks": choice.head_chunks, "halves": choice.strategy.outer_strategy}
-            raise_on_attention_error(measure_attention_error(choice.kernel, window=None, **alike), device)
+            alike |= {
+                "head_chunks": choice.head_chunks,
+                "outer_strategy": choice.strategy.outer_strategy,
+            }
+            raise_on_attention_error(
+                measure_attention_error(choice.kernel, window=None, **alike), device
+            )
         done.append(
             f"self-check: {cudnn_calls.describe_version()} attention agrees with the blockwise kernel "
             f"on this device ({_format_elapsed(began)})"
@@ -85,7 +101,9 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     if memory.offload_activations != "none":
         began = time.perf_counter()
         _check_offloading(program, device)
-        done.append(f"self-check: gradients are the same with and without offloaded activations ({_format_elapsed(began)})")
+        done.append(
+            f"self-check: gradients are the same with and without offloaded activations ({_format_elapsed(began)})"
+        )
     return done
 
 
@@ -124,12 +142,22 @@ def measure_attention_error(
     starts_BM, lengths_BM = arguments[1]
     inputs, slots = jax.device_put(arguments, device)
 
-    def results(kernel: str | Callable[..., Array], computes_in: jnp.dtype) -> dict[str, np.ndarray]:
+    def results(
+        kernel: str | Callable[..., Array], computes_in: jnp.dtype
+    ) -> dict[str, np.ndarray]:
         compiled = compile_attention(
-            kernel, inputs, slots, dtype=computes_in, window=window, head_chunks=head_chunks, outer_strategy=outer_strategy
+            kernel,
+            inputs,
+            slots,
+            dtype=computes_in,
+            window=window,
+            head_chunks=head_chunks,
+            outer_strategy=outer_strategy,
         )
         fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
-        return dict(zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True))
+        return dict(
+            zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True)
+        )
 
     found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
     piece_BL = np.full((len(starts_BM), _ROW_TOKENS), -1)
@@ -182,13 +210,22 @@ def make_attention_inputs(
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns q, k, v and the output's gradient, and starts and lengths, of small packed rows."""
     pieces = _SEGMENTS if max_segments > 1 else (((0, _ROW_TOKENS - 100),), ((0, _ROW_TOKENS),))
-    starts_BM, lengths_BM = (np.zeros((len(pieces), min(max_segments, _MAX_SEGMENTS)), np.int32) for _ in range(2))
+    starts_BM, lengths_BM = (
+        np.zeros((len(pieces), min(max_segments, _MAX_SEGMENTS)), np.int32) for _ in range(2)
+    )
     for row, of_row in enumerate(pieces):
         for slot, (start, length) in enumerate(of_row[: starts_BM.shape[1]]):
             starts_BM[row, slot], lengths_BM[row, slot] = start, length
     rng = np.random.default_rng(0)
-    heads = (heads_per_kv_head * num_kv_heads, num_kv_heads, num_kv_heads, heads_per_kv_head * num_kv_heads)
-    drawn = (rng.standard_normal((len(pieces), _ROW_TOKENS, x, head_dim), np.float32) for x in heads)
+    heads = (
+        heads_per_kv_head * num_kv_heads,
+        num_kv_heads,
+        num_kv_heads,
+        heads_per_kv_head * num_kv_heads,
+    )
+    drawn = (
+        rng.standard_normal((len(pieces), _ROW_TOKENS, x, head_dim), np.float32) for x in heads
+    )
     return [np.asarray(x, dtype) for x in drawn], [starts_BM, lengths_BM]
 
 
@@ -218,10 +255,14 @@ def compile_attention(
         )
     if outer_strategy and kernel == "cudnn":
         attend = attention.make_two_chunk_attend(
-            "cudnn", head_chunks=1 if outer_strategy == "all_gather" else chunks, outer_strategy=outer_strategy
+            "cudnn",
+            head_chunks=1 if outer_strategy == "all_gather" else chunks,
+            outer_strategy=outer_strategy,
         )
     else:
-        attend = attention.make_attend(kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks)
+        attend = attention.make_attend(
+            kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks
+        )
 
     def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
         *qkv, dout = (x.astype(dtype) for x in inputs)
@@ -233,7 +274,9 @@ def compile_attention(
 
 def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.Device) -> None:
     """Raises: UserError where a difference is larger than rounding explains."""
-    wrong = {name: value for name, value in attention_errors.items() if not value <= ATTENTION_TOLERANCE}
+    wrong = {
+        name: value for name, value in attention_errors.items() if not value <= ATTENTION_TOLERANCE
+    }
     if wrong:
         said = ", ".join(f"{name} by {value:.3g}" for name, value in wrong.items())
         raise UserError(
@@ -246,7 +289,9 @@ def _check_offloading(program: Program, device: jax.Device) -> None:
     """Raises: UserError if gradients are wrong, with a suggestion that was tested on this
     device."""
     prefetch = {
-        name: value for name, value in program.compile_options.options.items() if name in compile_options.PREFETCH_FROM_HOST
+        name: value
+        for name, value in program.compile_options.options.items()
+        if name in compile_options.PREFETCH_FROM_HOST
     }
     candidates = [program.remat_policy]
     if program.config.memory.remat == "auto" and not program.remat_policy.is_attention_offloaded:
@@ -255,7 +300,9 @@ def _check_offloading(program: Program, device: jax.Device) -> None:
         difference = measure_offload_error(how, device=device, options=prefetch)
         without = difference
         if not difference <= OFFLOAD_TOLERANCE and any(prefetch.values()):
-            without = measure_offload_error(how, device=device, options=dict.fromkeys(prefetch, False))
+            without = measure_offload_error(
+                how, device=device, options=dict.fromkeys(prefetch, False)
+            )
         raise_on_offload_error(difference, device, without_prefetch=without)
 
 
@@ -266,7 +313,9 @@ def measure_offload_error(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     tokens: int = 4096,
     width: int = 1024,
-    checkpoint_layer: Callable[[Callable[..., Any], RematPolicy], Callable[..., Any]] = remat.checkpoint_layer,
+    checkpoint_layer: Callable[
+        [Callable[..., Any], RematPolicy], Callable[..., Any]
+    ] = remat.checkpoint_layer,
 ) -> float:
     """How far gradients of a small stack of layers are from those without offload, relative.
 
@@ -279,7 +328,9 @@ def measure_offload_error(
     arguments = jax.device_put(make_offload_inputs(tokens=tokens, width=width), device)
 
     def gradients(how: RematPolicy) -> list[np.ndarray]:
-        compiled = compile_offload_gradients(how, *arguments, options=options, checkpoint_layer=checkpoint_layer)
+        compiled = compile_offload_gradients(
+            how, *arguments, options=options, checkpoint_layer=checkpoint_layer
+        )
         return [np.asarray(x) for x in compiled(*arguments)]
 
     found, right = gradients(policy), gradients(RematPolicy(remat=policy.remat))
@@ -301,7 +352,9 @@ def compile_offload_gradients(
     weights_NDD: Any,
     *,
     options: Mapping[str, Any] = types.MappingProxyType({}),
-    checkpoint_layer: Callable[[Callable[..., Any], RematPolicy], Callable[..., Any]] = remat.checkpoint_layer,
+    checkpoint_layer: Callable[
+        [Callable[..., Any], RematPolicy], Callable[..., Any]
+    ] = remat.checkpoint_layer,
 ) -> jax.stages.Compiled:
     """Compiles the gradients of the small stack of layers as a function of `offload_arguments`.
 
@@ -325,7 +378,9 @@ def compile_offload_gradients(
     return lowered.compile(compiler_options={**_NO_AUTOTUNING, **options})
 
 
-def raise_on_offload_error(offload_error: float, device: jax.Device, *, without_prefetch: float = math.inf) -> None:
+def raise_on_offload_error(
+    offload_error: float, device: jax.Device, *, without_prefetch: float = math.inf
+) -> None:
     """Raises: UserError if gradients differ.
 
     Args: without_prefetch: the difference if activations are not prefetched.
@@ -343,9 +398,7 @@ def raise_on_offload_error(offload_error: float, device: jax.Device, *, without_
 
 
 def _versions(device: jax.Device) -> str:
-    return (
-        f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on {device.device_kind}"
-    )
+    return f"This is jax {jax.__version__}, jaxlib {jaxlib.__version__}, {cudnn_calls.describe_version()} on {device.device_kind}"
 
 
 def _format_elapsed(began: float) -> str:

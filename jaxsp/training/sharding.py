@@ -61,7 +61,11 @@ def choose_placement(param: Parameter, num_shards: int) -> Placement:
 def shard_size(param: Parameter, num_shards: int) -> int:
     """Elements of a weight that a device holds, all layers together."""
     placed = choose_placement(param, num_shards)
-    return (param.num_layers or 1) * math.prod(placed.stored_shape) // (1 if placed.dim is None else num_shards)
+    return (
+        (param.num_layers or 1)
+        * math.prod(placed.stored_shape)
+        // (1 if placed.dim is None else num_shards)
+    )
 
 
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
@@ -80,7 +84,11 @@ def partition_specs(table: layers.Weights, num_shards: int) -> Any:
 def named_sharding(param: Parameter, mesh: Mesh, *, is_offloaded: bool = False) -> NamedSharding:
     """Where the stacked array of a weight is between steps, and what the optimizer keeps of the same shape."""
     place = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    return place.with_memory_kind(host_offload.MEMORY_KIND) if is_offloaded and host_offload.should_offload(param) else place
+    return (
+        place.with_memory_kind(host_offload.MEMORY_KIND)
+        if is_offloaded and host_offload.should_offload(param)
+        else place
+    )
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
@@ -95,7 +103,9 @@ def remove_padding(param: Parameter, stored: Any) -> Any:
     return stored[(..., *(slice(size) for size in param.shape))]
 
 
-def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded: bool = False) -> layers.Weights:
+def random_weights(
+    table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded: bool = False
+) -> layers.Weights:
     """Random master weights, float32, each on its devices; the same numbers on every mesh."""
     num_shards = device_mesh.num_shards(mesh)
 
@@ -103,9 +113,13 @@ def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded
         # A name's checksum, so that a weight does not change when another is added
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(row.hf_name.encode()))
         added = tuple(padding(row, len(row.stacked_shape), num_shards))
-        return _build_draw(row.stacked_shape, row.mean, row.std, added, named_sharding(row, mesh, is_offloaded=is_offloaded))(
-            key
-        )
+        return _build_draw(
+            row.stacked_shape,
+            row.mean,
+            row.std,
+            added,
+            named_sharding(row, mesh, is_offloaded=is_offloaded),
+        )(key)
 
     # one after another: those of a large model need not fit a device together
     return jax.tree.map(one, table)
@@ -113,17 +127,25 @@ def random_weights(table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded
 
 @functools.cache  # most weights of a model look like another one of it
 def _build_draw(
-    shape: tuple[int, ...], mean: float, std: float, added: tuple[tuple[int, int], ...], home: NamedSharding
+    shape: tuple[int, ...],
+    mean: float,
+    std: float,
+    added: tuple[tuple[int, int], ...],
+    home: NamedSharding,
 ) -> Callable[[Array], Array]:
     """Draws a weight with a key."""
 
     def draw(key: Array) -> Array:
-        return jnp.pad(mean + std * jax.random.normal(key, shape) if std else jnp.full(shape, mean), added)
+        return jnp.pad(
+            mean + std * jax.random.normal(key, shape) if std else jnp.full(shape, mean), added
+        )
 
     return jax.jit(draw, out_shardings=home)
 
 
-def put_weights(table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, is_offloaded: bool = False) -> layers.Weights:
+def put_weights(
+    table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, is_offloaded: bool = False
+) -> layers.Weights:
     """Master weights made of whole arrays in host memory, each on its devices."""
     num_shards = device_mesh.num_shards(mesh)
 
@@ -134,7 +156,9 @@ def put_weights(table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, is_
     return jax.tree.map(one, table, whole)
 
 
-def load_weights(table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is_offloaded: bool = False) -> layers.Weights:
+def load_weights(
+    table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is_offloaded: bool = False
+) -> layers.Weights:
     """Master weights made of slices that `read` returns, each on its devices.
 
     A process reads what its own devices hold and nothing else, and each part once, however many devices hold it.
@@ -157,7 +181,9 @@ def load_weights(table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is
         for spans, devices in owners.items():
             shard = _read_shard(row, spans, read_slice)
             # a copy may read its source after the call has returned
-            places = [SingleDeviceSharding(device, memory_kind=over.memory_kind) for device in devices]
+            places = [
+                SingleDeviceSharding(device, memory_kind=over.memory_kind) for device in devices
+            ]
             shards += jax.block_until_ready([jax.device_put(shard, place) for place in places])
         return jax.make_array_from_single_device_arrays(shape, over, shards)
 
@@ -224,7 +250,11 @@ class Gather:
 
     def make_grad_slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
         """Where the gradients of these values go."""
-        return jax.tree.map(lambda row, value: self._move_gradient(row, jnp.zeros(value.shape, jnp.float32)), table, values)
+        return jax.tree.map(
+            lambda row, value: self._move_gradient(row, jnp.zeros(value.shape, jnp.float32)),
+            table,
+            values,
+        )
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
         """Shards in the compute dtype on the device, of those in host memory; each layer's float32 is there for a moment."""
@@ -256,10 +286,16 @@ class Gather:
         """This device's shard of the gradient's sum over all shards; of a whole weight, this device's own gradient."""
         dim = choose_placement(param, self.num_shards).dim
         if dim is None:
-            return Shard(value=None, grad_slot=self._move_gradient(param, gradient.astype(jnp.float32)))
-        stored = jnp.pad(gradient.astype(self.reduce_dtype), padding(param, gradient.ndim, self.num_shards))
+            return Shard(
+                value=None, grad_slot=self._move_gradient(param, gradient.astype(jnp.float32))
+            )
+        stored = jnp.pad(
+            gradient.astype(self.reduce_dtype), padding(param, gradient.ndim, self.num_shards)
+        )
         with jax.named_scope(WEIGHTS_SCOPE):
-            own = jax.lax.psum_scatter(stored, axes.SHARDS, scatter_dimension=dim, tiled=True).astype(jnp.float32)
+            own = jax.lax.psum_scatter(
+                stored, axes.SHARDS, scatter_dimension=dim, tiled=True
+            ).astype(jnp.float32)
         return Shard(value=None, grad_slot=self._move_gradient(param, own))
 
     def __call__(self, params: Any, shards: Any) -> Any:
@@ -269,23 +305,32 @@ class Gather:
     def _gather_param(self, row: Parameter, shard: Shard) -> Array:
         join = jax.custom_vjp(functools.partial(self.all_gather, row))
         join.defvjp(
-            lambda shard: (self.all_gather(row, shard), None), lambda _, gradient: (self.reduce_scatter(row, gradient),)
+            lambda shard: (self.all_gather(row, shard), None),
+            lambda _, gradient: (self.reduce_scatter(row, gradient),),
         )
         return join(shard)
 
     def _move_gradient(self, row: Parameter, gradient: Array) -> Array:
         # a tied embedding has two gradients in a turn, and sums are made on the device
-        there = self.gradients_on_host and row.num_layers is not None and host_offload.should_offload(row)
+        there = (
+            self.gradients_on_host
+            and row.num_layers is not None
+            and host_offload.should_offload(row)
+        )
         return host_offload.to_host(gradient) if there else gradient
 
-    def accumulate(self, params: list[Parameter], sums: list[Array], gradients: list[Array]) -> list[Array]:
+    def accumulate(
+        self, params: list[Parameter], sums: list[Array], gradients: list[Array]
+    ) -> list[Array]:
         """Adds gradients to `sums` in host memory, in place. Devices hold one layer at a time."""
         return [
             host_offload.update_each_layer(row, jnp.add, total, gradient)
             for row, total, gradient in zip(params, sums, gradients, strict=True)
         ]
 
-    def reduce(self, table: layers.Weights, gradients: layers.Weights, divisor: Array) -> layers.Weights:
+    def reduce(
+        self, table: layers.Weights, gradients: layers.Weights, divisor: Array
+    ) -> layers.Weights:
         """The gradients of the whole mesh, divided: each summed once over every axis that its weight is not sharded on."""
 
         def one(row: Parameter, gradient: Array) -> Array:
@@ -293,7 +338,12 @@ class Gather:
 
             def finished(gradient: Array) -> Array:
                 with jax.named_scope(WEIGHTS_SCOPE):
-                    return jax.lax.psum(gradient, tuple(axis for axis in axes.ALL if axis not in cut_over)) / divisor
+                    return (
+                        jax.lax.psum(
+                            gradient, tuple(axis for axis in axes.ALL if axis not in cut_over)
+                        )
+                        / divisor
+                    )
 
             return (
                 host_offload.update_each_layer(row, finished, gradient)
@@ -317,7 +367,13 @@ class WeightTraffic:
 
 
 def weight_traffic(
-    table: layers.Weights, *, num_shards: int, num_replicas: int, compute_dtype: Any, reduce_dtype: Any, num_microbatches: int
+    table: layers.Weights,
+    *,
+    num_shards: int,
+    num_replicas: int,
+    compute_dtype: Any,
+    reduce_dtype: Any,
+    num_microbatches: int,
 ) -> WeightTraffic:
     """What `Gather` sends in a step: stacked weights are joined forward and again backward, whatever is computed again.
 
@@ -332,7 +388,9 @@ def weight_traffic(
             sums += 4 * size * 2 * (1 - 1 / (num_shards * num_replicas))
             continue
         received = num_microbatches * size * (1 - 1 / num_shards)
-        gathers += received * jnp.dtype(compute_dtype).itemsize * (1 if row.num_layers is None else 2)
+        gathers += (
+            received * jnp.dtype(compute_dtype).itemsize * (1 if row.num_layers is None else 2)
+        )
         scatters += received * jnp.dtype(reduce_dtype).itemsize
         sums += 4 * size / num_shards * 2 * (1 - 1 / num_replicas)
     return WeightTraffic(all_gathers=gathers, reduce_scatters=scatters, all_reduces=sums)

@@ -128,7 +128,9 @@ class Program:
     @property
     def compile_options(self) -> CompileOptions:
         """Compile options."""
-        return compile_options.choose_options(self.config, mesh=self.mesh, is_tiled=self.mlp_tile < self.tokens_per_device)
+        return compile_options.choose_options(
+            self.config, mesh=self.mesh, is_tiled=self.mlp_tile < self.tokens_per_device
+        )
 
     @property
     def has_offloaded_state(self) -> bool:
@@ -138,14 +140,20 @@ class Program:
     @property
     def tokens_per_device(self) -> int:
         """Tokens of a device in a turn of the longest rows."""
-        return self.config.data.max_row_tokens * self.config.batch.rows_per_microbatch // self.mesh.shape[axes.SEQ]
+        return (
+            self.config.data.max_row_tokens
+            * self.config.batch.rows_per_microbatch
+            // self.mesh.shape[axes.SEQ]
+        )
 
     @property
     def num_microbatches(self) -> int:
         """Number of microbatches in a step."""
         config = self.config.batch
         rows_per_turn = device_mesh.num_groups(self.mesh) * config.rows_per_microbatch
-        return batch.num_microbatches(rows_per_step=config.rows_per_step, global_microbatch_rows=rows_per_turn)
+        return batch.num_microbatches(
+            rows_per_step=config.rows_per_step, global_microbatch_rows=rows_per_turn
+        )
 
     @property
     def mlp_tiles(self) -> list[int]:
@@ -154,7 +162,10 @@ class Program:
         asked = self.config.memory.mlp_tile_tokens
         if asked != "auto":
             return [min(asked, self.tokens_per_device)]
-        sizes = {"intermediate_size": self.model.intermediate_size, "hidden_size": self.model.hidden_size}
+        sizes = {
+            "intermediate_size": self.model.intermediate_size,
+            "hidden_size": self.model.hidden_size,
+        }
         sizes |= {"num_tokens": self.tokens_per_device, "itemsize": self.dtype.itemsize}
         tiles = (tiling.choose_mlp_tile(**sizes, max_bytes=most) for most in tiling.MLP_TILE_BYTES)
         return [self.tokens_per_device, *(tile for tile in tiles if tile < self.tokens_per_device)]
@@ -190,7 +201,9 @@ class Program:
 
 def random_state(program: Program, *, seed: int) -> TrainState:
     """Random weights and an empty optimizer, each on its devices."""
-    master = sharding.random_weights(program.table, seed=seed, mesh=program.mesh, is_offloaded=program.has_offloaded_state)
+    master = sharding.random_weights(
+        program.table, seed=seed, mesh=program.mesh, is_offloaded=program.has_offloaded_state
+    )
     return init_state(program, master)
 
 
@@ -201,11 +214,15 @@ def init_state(program: Program, master: layers.Weights) -> TrainState:
     def begin(row: Parameter, like: jax.ShapeDtypeStruct, opt: Any) -> Any:
         places = jax.tree.map(lambda x: x.sharding, opt)
         empty = functools.partial(jnp.zeros, like.shape, like.dtype)
-        return jax.jit(lambda: optimizer.init(program.config.optimizer, row, empty()), out_shardings=places)()
+        return jax.jit(
+            lambda: optimizer.init(program.config.optimizer, row, empty()), out_shardings=places
+        )()
 
     # one after another: those of a large model need not fit a device together
     opt = jax.tree.map(begin, program.table, like.master, like.opt_state)
-    return TrainState(master=master, opt_state=opt, step=jax.device_put(jnp.int32(0), like.step.sharding))
+    return TrainState(
+        master=master, opt_state=opt, step=jax.device_put(jnp.int32(0), like.step.sharding)
+    )
 
 
 def abstract_weights(program: Program) -> layers.Weights:
@@ -229,8 +246,12 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     def state_of(row: Parameter, weight: jax.ShapeDtypeStruct) -> Any:
         """An optimizer's averages lie where their weight lies."""
         state = jax.eval_shape(lambda w: optimizer.init(config.optimizer, row, w), weight)
-        places = jax.tree.map(lambda x: weight.sharding if x.shape == weight.shape else everywhere, state)
-        return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places)
+        places = jax.tree.map(
+            lambda x: weight.sharding if x.shape == weight.shape else everywhere, state
+        )
+        return jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), state, places
+        )
 
     master = abstract_weights(program)
     opt = jax.tree.map(state_of, table, master)
@@ -238,13 +259,17 @@ def abstract_inputs(program: Program) -> tuple[TrainState, Batch]:
     widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: config.data.max_segments_per_row}
     rows: dict[str, Any] = {
         name: jax.ShapeDtypeStruct(
-            (program.num_microbatches, slots, widths[spec]), jnp.int32, sharding=NamedSharding(mesh, spec)
+            (program.num_microbatches, slots, widths[spec]),
+            jnp.int32,
+            sharding=NamedSharding(mesh, spec),
         )
         for name, spec in SPECS.items()
     }
     if program.has_weights:
         labels = rows["labels_BL"]
-        rows["weights_BL"] = jax.ShapeDtypeStruct(labels.shape, jnp.float32, sharding=labels.sharding)
+        rows["weights_BL"] = jax.ShapeDtypeStruct(
+            labels.shape, jnp.float32, sharding=labels.sharding
+        )
     step: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     return TrainState(master=master, opt_state=opt, step=step), Batch(**rows)
 
@@ -269,7 +294,10 @@ def compute_gradients(program: Program, master: layers.Weights, batch: Batch) ->
         # The backward pass adds a layer's gradient into these as soon as it has it. Added up after the backward pass, the
         # gradients of all layers would be on the device twice (8B on 8 GPUs: 3.5 GiB more). References to host memory do
         # not exist.
-        targets = jax.tree.map(lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot), slots)
+        targets = jax.tree.map(
+            lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
+            slots,
+        )
 
         def microbatch(rows: Batch) -> tuple[tuple[Array, Array], list[Array]]:
             """Sums of the rows' losses and correct tokens, and those gradients that wait in host memory."""
@@ -280,7 +308,9 @@ def compute_gradients(program: Program, master: layers.Weights, batch: Batch) ->
             loss_sum, backward, num_correct = jax.vjp(microbatch_loss, slots, has_aux=True)
             (found,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
             # Gradients that went into references are placeholders here
-            return (loss_sum, num_correct), [leaf for leaf in jax.tree.leaves(found) if isinstance(leaf, Array)]
+            return (loss_sum, num_correct), [
+                leaf for leaf in jax.tree.leaves(found) if isinstance(leaf, Array)
+            ]
 
         def next_microbatch(sums: tuple, rows: Batch) -> tuple[tuple, None]:
             counts, grads = microbatch(rows)
@@ -294,23 +324,34 @@ def compute_gradients(program: Program, master: layers.Weights, batch: Batch) ->
             ((loss_sum, num_correct), on_host), _ = jax.lax.scan(next_microbatch, zeros, rows)
         rest = iter(on_host)
         grads = jax.tree.map(
-            lambda slot, target: next(rest) if host_offload.is_on_host(slot) else jax.freeze(target), slots, targets
+            lambda slot, target: (
+                next(rest) if host_offload.is_on_host(slot) else jax.freeze(target)
+            ),
+            slots,
+            targets,
         )
 
         sums = _sum_over_mesh(loss_sum, num_correct, rows)
         divisor = jnp.maximum(sums["num_loss_tokens"], 1).astype(jnp.float32)
         if "loss_weight" in sums:
             divisor = jnp.where(sums["loss_weight"] > 0, sums["loss_weight"], 1.0)
-        return sums | {"loss": sums["loss"] / divisor, "gradients": gather.reduce(table, grads, divisor)}
+        return sums | {
+            "loss": sums["loss"] / divisor,
+            "gradients": gather.reduce(table, grads, divisor),
+        }
 
     weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
-    return StepGradients(**_run_on_mesh(program, local, master, batch, out_specs={"gradients": weight_specs}))
+    return StepGradients(
+        **_run_on_mesh(program, local, master, batch, out_specs={"gradients": weight_specs})
+    )
 
 
 def _host_leaves(slots: layers.Weights, tree: Any) -> list[Any]:
     """The leaves of a tree whose gradients wait in host memory."""
     return [
-        leaf for slot, leaf in zip(jax.tree.leaves(slots), jax.tree.leaves(tree), strict=True) if host_offload.is_on_host(slot)
+        leaf
+        for slot, leaf in zip(jax.tree.leaves(slots), jax.tree.leaves(tree), strict=True)
+        if host_offload.is_on_host(slot)
     ]
 
 
@@ -329,7 +370,9 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
     return StepTotals(**_run_on_mesh(program, local, master, batch, out_specs={}))
 
 
-def _sum_microbatch_loss(program: Program, shards: layers.Weights, batch: Batch) -> tuple[Array, Array]:
+def _sum_microbatch_loss(
+    program: Program, shards: layers.Weights, batch: Batch
+) -> tuple[Array, Array]:
     """Sum of the token losses of this device's part of a turn, and how many labels were the likeliest token."""
     head = decoder.lm_head(program.table)
     hidden_BlD = decoder.hidden_states(
@@ -378,7 +421,12 @@ def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[st
 
 
 def _run_on_mesh(
-    program: Program, local: Callable, master: layers.Weights, batch: Batch, *, out_specs: dict[str, Any]
+    program: Program,
+    local: Callable,
+    master: layers.Weights,
+    batch: Batch,
+    *,
+    out_specs: dict[str, Any],
 ) -> dict[str, Any]:
     """What `local` makes of each device's shards and rows: the fields of Totals, equal everywhere, and those of `out_specs`."""
     weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
@@ -406,7 +454,11 @@ def build_step(program: Program) -> jax.stages.Wrapped:
     def step(state: TrainState, rows: Batch) -> tuple[TrainState, StepMetrics]:
         state = _set_memory_kinds(program, state)
         done = compute_gradients(program, state.master, rows)
-        squares = jax.tree.map(lambda row, g: host_offload.sum_layers(row, lambda g: jnp.sum(g * g), g), table, done.gradients)
+        squares = jax.tree.map(
+            lambda row, g: host_offload.sum_layers(row, lambda g: jnp.sum(g * g), g),
+            table,
+            done.gradients,
+        )
         norm = jnp.sqrt(sum(jax.tree.leaves(squares), start=jnp.float32(0)))
         limit = config.max_grad_norm
         scale = jnp.float32(1) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
@@ -416,9 +468,18 @@ def build_step(program: Program) -> jax.stages.Wrapped:
         has_loss = done.num_loss_tokens > 0 if done.loss_weight is None else done.loss_weight > 0
         accept = finite & has_loss
         master, opt = optimizer.update(
-            config, table, done.gradients, state.opt_state, state.master, learning_rate=rate, grad_scale=scale, accept=accept
+            config,
+            table,
+            done.gradients,
+            state.opt_state,
+            state.master,
+            learning_rate=rate,
+            grad_scale=scale,
+            accept=accept,
         )
-        accuracy = done.num_correct.astype(jnp.float32) / jnp.maximum(done.num_loss_tokens, 1).astype(jnp.float32)
+        accuracy = done.num_correct.astype(jnp.float32) / jnp.maximum(
+            done.num_loss_tokens, 1
+        ).astype(jnp.float32)
         metrics = StepMetrics(
             loss=done.loss,
             token_accuracy=accuracy,
@@ -433,7 +494,9 @@ def build_step(program: Program) -> jax.stages.Wrapped:
         return TrainState(master=master, opt_state=opt, step=state.step + 1), metrics
 
     everywhere = NamedSharding(program.mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=(_shardings(abstract_inputs(program)[0]), everywhere))
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(_shardings(abstract_inputs(program)[0]), everywhere)
+    )
 
 
 def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
@@ -448,14 +511,19 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
             lambda x: host_offload.to_host(x) if x.shape == weight.shape else x, opt
         )
 
-    master, opt = optimizer.map_weights_and_state(program.table, of_weight, state.master, state.opt_state)
+    master, opt = optimizer.map_weights_and_state(
+        program.table, of_weight, state.master, state.opt_state
+    )
     return dataclasses.replace(state, master=master, opt_state=opt)
 
 
 def compile(program: Program) -> jax.stages.Compiled:
     """The step compiled; raises what `check` and `xla.compiled` raise."""
     return check_collectives(
-        program, compile_options.compile_lowered(build_step(program).lower(*abstract_inputs(program)), program.compile_options)
+        program,
+        compile_options.compile_lowered(
+            build_step(program).lower(*abstract_inputs(program)), program.compile_options
+        ),
     )
 
 
@@ -463,8 +531,12 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
     """`totals` compiled, from master weights and a step's rows; raises what `compile` raises."""
     state, rows = abstract_inputs(program)
     everywhere = NamedSharding(program.mesh, PartitionSpec())
-    lowered = jax.jit(functools.partial(compute_totals, program), out_shardings=everywhere).lower(state.master, rows)
-    return check_collectives(program, compile_options.compile_lowered(lowered, program.compile_options))
+    lowered = jax.jit(functools.partial(compute_totals, program), out_shardings=everywhere).lower(
+        state.master, rows
+    )
+    return check_collectives(
+        program, compile_options.compile_lowered(lowered, program.compile_options)
+    )
 
 
 def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:

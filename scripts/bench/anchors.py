@@ -95,7 +95,7 @@ class Run:
     model: Mapping[str, Any]
     """Fields of the model's config.json."""
     device: str
-    """From gpus.KINDS."""
+    """From gpus.GPUS."""
     num_devices: int
     data: int
     """Devices along the mesh axis `data`."""
@@ -382,13 +382,18 @@ def plan(run: Run) -> Plan:
                 "row_tokens": run.row_tokens,
                 "max_segments_per_row": 1,
             },
-            "batch": {"rows_per_step": run.rows_per_step, "rows_per_microbatch": run.rows_per_microbatch},
+            "batch": {
+                "rows_per_step": run.rows_per_step,
+                "rows_per_microbatch": run.rows_per_microbatch,
+            },
             "optimizer": {"learning_rate": 1e-5},
             "memory": dict(run.memory),
         }
     )
     model = families.parse_model_config(dict(run.model), field=run.name)
-    return planning.plan_step(config, model=model, cluster=compiled.make_cluster(run.device, run.num_devices))
+    return planning.plan_step(
+        config, model=model, cluster=compiled.make_cluster(run.device, run.num_devices)
+    )
 
 
 def compare(run: Run, planned: Plan) -> Anchor:

@@ -66,7 +66,9 @@ class Case:
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.batches", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench.batches",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=400_000_000, help="of all documents")
     parser.add_argument("--seconds", type=float, default=5, help="of dataset[i]")
@@ -77,7 +79,9 @@ def main(arguments: list[str]) -> int:
     cases = []
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:
         for name, (draw, labels) in DOCUMENTS.items():
-            documents = write(pathlib.Path(folder) / f"{len(cases)}.arrow", given.tokens, draw, labels=labels)
+            documents = write(
+                pathlib.Path(folder) / f"{len(cases)}.arrow", given.tokens, draw, labels=labels
+            )
             for mesh, (data, seq) in MESHES.items():
                 cases.append(epoch(feed(documents, data, seq), f"{name}: {mesh}"))
                 print(row(cases[-1]), flush=True)
@@ -95,13 +99,21 @@ def main(arguments: list[str]) -> int:
 
 def row(case: Case) -> str:
     """A case as a line under HEADER."""
-    memory = "-" if case.anonymous_mib is None else " ".join(f"{size:,.0f}" for size in case.anonymous_mib)
+    memory = (
+        "-"
+        if case.anonymous_mib is None
+        else " ".join(f"{size:,.0f}" for size in case.anonymous_mib)
+    )
     speed = f"{case.tokens_per_s / 1e6:.1f}"
     return _LINE.format(case.name, f"{case.num_tokens:,}", f"{case.seconds:.2f}", speed, memory)
 
 
 def write(
-    file: pathlib.Path, num_tokens: int, draw: Callable[[np.random.Generator], float], *, labels: bool
+    file: pathlib.Path,
+    num_tokens: int,
+    draw: Callable[[np.random.Generator], float],
+    *,
+    labels: bool,
 ) -> datasets.Dataset:
     """Random documents in an Arrow file, mapped into memory, with at least as many tokens in all."""
     random = np.random.default_rng(0)
@@ -114,8 +126,14 @@ def write(
             while ends[-1] < min(CHUNK_TOKENS, num_tokens - written):
                 ends.append(ends[-1] + int(draw(random)))
             tokens = random.integers(0, 100_000, ends[-1], dtype=np.int32)
-            marks = np.where(random.random(len(tokens), np.float32) < 0.5, tokens, np.int32(-100)) if labels else tokens
-            columns = [pa.LargeListArray.from_arrays(np.array(ends), one) for one in (tokens, marks)]
+            marks = (
+                np.where(random.random(len(tokens), np.float32) < 0.5, tokens, np.int32(-100))
+                if labels
+                else tokens
+            )
+            columns = [
+                pa.LargeListArray.from_arrays(np.array(ends), one) for one in (tokens, marks)
+            ]
             stream.write_batch(pa.record_batch(columns[: len(names)], names))
             written += len(tokens)
     return datasets.Dataset.from_file(str(file))
@@ -137,7 +155,9 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    mesh = device_mesh.make_mesh({"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq])
+    mesh = device_mesh.make_mesh(
+        {"replica": 1, "data": data, "seq": seq}, jax.devices()[: data * seq]
+    )
     packed = dataset.pack_documents("train", Documents([documents]), config, digests=["unused"])
     return packed.make_loader(config, mesh, packed.make_schedule(config, epochs=1), layout_degree=1)
 
@@ -145,7 +165,11 @@ def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
 def epoch(steps: BatchLoader, name: str) -> Case:
     """All batches of a pipeline, each waited for."""
     num_tokens, memory = 0, []
-    watched = (1, steps.num_steps // 2, steps.num_steps - 1)  # the last is read ahead when the one before it is there
+    watched = (
+        1,
+        steps.num_steps // 2,
+        steps.num_steps - 1,
+    )  # the last is read ahead when the one before it is there
     began = time.perf_counter()
     for number, (batch, counts) in enumerate(steps.batches()):
         jax.block_until_ready(batch)
@@ -160,7 +184,9 @@ def one_by_one(documents: datasets.Dataset, name: str, seconds: float) -> Case:
     num_tokens, memory = 0, [anonymous_mib()]
     began = time.perf_counter()
     for index in np.random.default_rng(0).permutation(len(documents)).tolist():
-        num_tokens += len(np.array(documents[index]["tokens"], np.int32))  # a copy, as a batch has to be
+        num_tokens += len(
+            np.array(documents[index]["tokens"], np.int32)
+        )  # a copy, as a batch has to be
         if time.perf_counter() - began > seconds:
             break
     took = time.perf_counter() - began
@@ -177,7 +203,11 @@ def anonymous_mib() -> float | None:
 def _case(name: str, num_tokens: int, seconds: float, memory: list[float | None]) -> Case:
     known = tuple(size for size in memory if size is not None)
     return Case(
-        name=name, num_tokens=num_tokens, seconds=seconds, tokens_per_s=num_tokens / seconds, anonymous_mib=known or None
+        name=name,
+        num_tokens=num_tokens,
+        seconds=seconds,
+        tokens_per_s=num_tokens / seconds,
+        anonymous_mib=known or None,
     )
 
 

@@ -50,11 +50,15 @@ class Case:
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench.checkpoints",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of weights and averages")
     parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--folder", help="where checkpoints are written, and removed; default: the temporary folder")
+    parser.add_argument(
+        "--folder", help="where checkpoints are written, and removed; default: the temporary folder"
+    )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
     device_mesh.choose_platform(virtual_cpu_devices=8)
@@ -66,7 +70,12 @@ def main(arguments: list[str]) -> int:
         for case in _times(program, folder, given.saves):
             cases.append(case)
             print(
-                _LINE.format(case.name, f"{case.num_bytes / 1e9:.2f}", f"{case.seconds:.2f}", f"{case.blocked_s:.2f}"),
+                _LINE.format(
+                    case.name,
+                    f"{case.num_bytes / 1e9:.2f}",
+                    f"{case.seconds:.2f}",
+                    f"{case.blocked_s:.2f}",
+                ),
                 flush=True,
             )
     finally:
@@ -75,13 +84,20 @@ def main(arguments: list[str]) -> int:
         found = [dataclasses.asdict(case) for case in cases]
         packages = ("jax", "orbax-checkpoint", "tensorstore")
         sizes = {"num_devices": jax.device_count(), "device": jax.devices()[0].device_kind}
-        machine.write(given.out, "scripts.bench.checkpoints", arguments, packages, **sizes, cases=found)
+        machine.write(
+            given.out, "scripts.bench.checkpoints", arguments, packages, **sizes, cases=found
+        )
     return 0
 
 
 def _program(gigabytes: float) -> Program:
     """A Llama of so many layers that its weights and averages have the size."""
-    llama = {"model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN}
+    llama = {
+        "model_type": "llama",
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 4 * HIDDEN,
+    }
     of_layer, of_rest = 12 * HIDDEN**2 * 4 // 3, 2 * VOCABULARY * HIDDEN
     layers = max(1, round((gigabytes * 1e9 / 12 - of_rest) / of_layer))
     llama |= {"num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 8}
@@ -105,17 +121,23 @@ def _program(gigabytes: float) -> Program:
 
 def _times(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
     state = jax.block_until_ready(train_step.random_state(program, seed=0))
-    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt)))
-    with CheckpointWriter(folder, table=program.table, retention=CheckpointConfig(keep_latest=1)) as saved:
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt_state)))
+    with CheckpointWriter(
+        folder, table=program.table, retention=CheckpointConfig(keep_latest=1)
+    ) as saved:
         for number in range(1, num_saves + 1):
-            meta = CheckpointMeta(config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0)
+            meta = CheckpointMeta(
+                config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
+            )
             began = time.perf_counter()
             outcome = saved.save(state, meta)
             blocked_s = time.perf_counter() - began
             outcome = outcome or saved.poll(wait=True)
             assert outcome == WriteOutcome(step=number, failure=None)
             name = "save" if number > 1 else "save, which compiles"
-            yield Case(name=name, num_bytes=whole, seconds=time.perf_counter() - began, blocked_s=blocked_s)
+            yield Case(
+                name=name, num_bytes=whole, seconds=time.perf_counter() - began, blocked_s=blocked_s
+            )
     newest, like = folder / str(num_saves), train_step.abstract_inputs(program)[0]
     began = time.perf_counter()
     jax.block_until_ready(reader.restore(newest, like, table=program.table, num_steps=num_saves))

@@ -86,11 +86,15 @@ def commit() -> str | None:
     """The commit that is checked out, with a word if files differ from it; None where this is no git repository."""
     head = _printed("git", "rev-parse", "--short=12", "HEAD")
     # results of earlier checks are changes, but not of what is measured
-    differing = _printed("git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!scripts/bench/*.md")
+    differing = _printed(
+        "git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!scripts/bench/*.md"
+    )
     return head and head + "-changed" * bool(differing)
 
 
-def write(path: pathlib.Path, module: str, arguments: Sequence[str], packages: Sequence[str], **found: Any) -> None:
+def write(
+    path: pathlib.Path, module: str, arguments: Sequence[str], packages: Sequence[str], **found: Any
+) -> None:
     """Writes what a benchmark of this processor found, with all that it depends on."""
     head = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

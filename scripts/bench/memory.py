@@ -104,15 +104,29 @@ class Found:
 def main(arguments: list[str]) -> int:
     """The command; 1 if a cell came to no answer."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--levers", nargs="+", choices=LEVERS, default=tuple(LEVERS), metavar="NAME", help=", ".join(LEVERS))
     parser.add_argument(
-        "--tokens", nargs="+", type=int, help="of a row; default: 131,072 to 5,242,880 on 8 devices, 524,288 and 655,360 on one"
+        "--levers",
+        nargs="+",
+        choices=LEVERS,
+        default=tuple(LEVERS),
+        metavar="NAME",
+        help=", ".join(LEVERS),
+    )
+    parser.add_argument(
+        "--tokens",
+        nargs="+",
+        type=int,
+        help="of a row; default: 131,072 to 5,242,880 on 8 devices, 524,288 and 655,360 on one",
     )
     parser.add_argument("--devices", nargs="+", type=int, choices=TOKENS, default=tuple(TOKENS))
     parser.add_argument("--documents", type=int, default=64, help="data.max_segments_per_row")
-    parser.add_argument("--cell-seconds", type=float, default=600, help="a cell that takes longer is ended")
+    parser.add_argument(
+        "--cell-seconds", type=float, default=600, help="a cell that takes longer is ended"
+    )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
     cells = [
@@ -131,7 +145,14 @@ def main(arguments: list[str]) -> int:
             packages = ["jax", "jaxlib", "jax-cuda12-plugin"]
             about = {"device": DEVICE, "device_gib": DEVICE_GIB, "host_gib": HOST_GIB}
             machine.write(
-                given.out, "scripts.bench.memory", arguments, packages, **about, model=MODEL, levers=LEVERS, cells=results
+                given.out,
+                "scripts.bench.memory",
+                arguments,
+                packages,
+                **about,
+                model=MODEL,
+                levers=LEVERS,
+                cells=results,
             )
     return int(any(result["status"] in (report.FAILED, report.TIMED_OUT) for result in results))
 
@@ -218,11 +239,24 @@ def apart(cell: Cell, *, seconds: float) -> Found:
     """Compiles a cell in a process of its own, ended after so many seconds."""
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:
         written = pathlib.Path(folder) / "result.json"
-        command = [sys.executable, "-m", "scripts.bench.memory", ALONE, json.dumps(dataclasses.asdict(cell)), str(written)]
+        command = [
+            sys.executable,
+            "-m",
+            "scripts.bench.memory",
+            ALONE,
+            json.dumps(dataclasses.asdict(cell)),
+            str(written),
+        ]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         try:
             done = subprocess.run(
-                command, cwd=machine.REPO, env=environment, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False
+                command,
+                cwd=machine.REPO,
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return Found(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
@@ -235,7 +269,9 @@ def apart(cell: Cell, *, seconds: float) -> Found:
 def alone(cell: str, written: str) -> None:
     """The process of one cell, from its words on the command line."""
     found = planned(Cell(**json.loads(cell)))
-    pathlib.Path(written).write_text(json.dumps(dataclasses.asdict(found), allow_nan=False), encoding="utf-8")
+    pathlib.Path(written).write_text(
+        json.dumps(dataclasses.asdict(found), allow_nan=False), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

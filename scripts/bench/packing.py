@@ -38,7 +38,9 @@ NUM_BINS = 64
 
 _LINE = "{:<20} {:<31} {:>10} {:>8} {:>8} {:>10} {:>8} {:>8} {:>6}"
 
-HEADER = _LINE.format("lengths", "packer", "documents", "s", "s for 1M", "full %", "rows", "bound", "most")
+HEADER = _LINE.format(
+    "lengths", "packer", "documents", "s", "s for 1M", "full %", "rows", "bound", "most"
+)
 """s for 1M: in proportion, where fewer were packed. bound: no packer makes fewer rows. most: documents in a row, or parts."""
 
 
@@ -76,19 +78,31 @@ Packed = tuple[float, np.ndarray]
 
 def lognormal(mean: float) -> Callable[[np.random.Generator, int], np.ndarray]:
     """Lengths with sigma 1 and, before they are clipped to 1 to 32,768, this mean."""
-    return lambda random, count: np.clip(random.lognormal(np.log(mean) - 0.5, 1, count).astype(np.int64), 1, 32768)
+    return lambda random, count: np.clip(
+        random.lognormal(np.log(mean) - 0.5, 1, count).astype(np.int64), 1, 32768
+    )
 
 
 MANY = Lengths(name="mean 1,000", row_tokens=32768, draw=lognormal(1000))
 
 HARDER = (
     Lengths(name="chats, mean 280", row_tokens=32768, draw=lognormal(280)),
-    Lengths(name="1 to a row", row_tokens=32768, draw=lambda random, count: random.integers(1, 32769, count)),
-    Lengths(name="0.4 to 0.7 of a row", row_tokens=32768, draw=lambda random, count: random.integers(13108, 22938, count)),
+    Lengths(
+        name="1 to a row",
+        row_tokens=32768,
+        draw=lambda random, count: random.integers(1, 32769, count),
+    ),
+    Lengths(
+        name="0.4 to 0.7 of a row",
+        row_tokens=32768,
+        draw=lambda random, count: random.integers(13108, 22938, count),
+    ),
     Lengths(
         name="50 to 500,000",  # each order of magnitude as often as the next
         row_tokens=131072,
-        draw=lambda random, count: np.exp(random.uniform(np.log(50), np.log(500_000), count)).astype(np.int64),
+        draw=lambda random, count: np.exp(
+            random.uniform(np.log(50), np.log(500_000), count)
+        ).astype(np.int64),
     ),
 )
 
@@ -96,12 +110,26 @@ HARDER = (
 def main(arguments: list[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m scripts.bench.packing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of a thousand tokens in the mean")
-    parser.add_argument("--grain-documents", type=int, nargs="+", default=[20_000, 100_000], help="as many of these for grain")
-    parser.add_argument("--trl-documents", type=int, default=200_000, help="as many of these for TRL")
-    parser.add_argument("--harder-documents", type=int, default=20_000, help="of each of the other lengths")
+    parser.add_argument(
+        "--documents", type=int, default=1_000_000, help="of a thousand tokens in the mean"
+    )
+    parser.add_argument(
+        "--grain-documents",
+        type=int,
+        nargs="+",
+        default=[20_000, 100_000],
+        help="as many of these for grain",
+    )
+    parser.add_argument(
+        "--trl-documents", type=int, default=200_000, help="as many of these for TRL"
+    )
+    parser.add_argument(
+        "--harder-documents", type=int, default=20_000, help="of each of the other lengths"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="of ours")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
@@ -122,18 +150,32 @@ def run(given: argparse.Namespace) -> Iterator[Case]:
     """Every packer on the lengths that it is for."""
     for kind, count, for_grain, for_trl in [
         (MANY, given.documents, given.grain_documents, given.trl_documents),
-        *((kind, given.harder_documents, [given.harder_documents], given.harder_documents) for kind in HARDER),
+        *(
+            (kind, given.harder_documents, [given.harder_documents], given.harder_documents)
+            for kind in HARDER
+        ),
     ]:
         lengths = kind.draw(np.random.default_rng(0), count)
         for cap in CAPS:
-            yield measured(kind, lengths, f"jaxsp, {cap} at most", ours, cap, given.repeats, cap=cap)
+            yield measured(
+                kind, lengths, f"jaxsp, {cap} at most", ours, cap, given.repeats, cap=cap
+            )
         for name, few in itertools.product(("FirstFit", "BestFit"), for_grain):
             yield measured(kind, lengths[:few], f"grain {name}, {NUM_BINS} rows", grains, name)
-        for name, batch_size in (("1,000 at a time", 1000), ("all at once", None)) if _trl() else ():
+        for name, batch_size in (
+            (("1,000 at a time", 1000), ("all at once", None)) if _trl() else ()
+        ):
             yield measured(kind, lengths[:for_trl], f"trl best fit, {name}", trls, batch_size)
 
 
-def measured(kind: Lengths, lengths: np.ndarray, packer: str, pack: Callable[..., Packed], *how: Any, cap: int = 0) -> Case:
+def measured(
+    kind: Lengths,
+    lengths: np.ndarray,
+    packer: str,
+    pack: Callable[..., Packed],
+    *how: Any,
+    cap: int = 0,
+) -> Case:
     """What comes of `pack(lengths, row_tokens, *how)`."""
     seconds, counts = pack(lengths, kind.row_tokens, *how)
     return Case(
@@ -151,7 +193,9 @@ def measured(kind: Lengths, lengths: np.ndarray, packer: str, pack: Callable[...
 
 def row(case: Case) -> str:
     """A case as a line under HEADER."""
-    scaled = "" if case.documents == 1_000_000 else f"~{case.seconds * 1_000_000 / case.documents:.1f}"
+    scaled = (
+        "" if case.documents == 1_000_000 else f"~{case.seconds * 1_000_000 / case.documents:.1f}"
+    )
     return _LINE.format(
         case.lengths,
         case.packer,
@@ -178,7 +222,9 @@ def ours(lengths: np.ndarray, row_tokens: int, cap: int, repeats: int) -> Packed
 def grains(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
     """grain's packer of that name. It cuts no documents: it is given pieces."""
     zeros = np.zeros(row_tokens, np.int8)
-    source = grain.MapDataset.source(pieces(lengths, row_tokens).tolist()).map(lambda length: {"tokens": zeros[:length]})
+    source = grain.MapDataset.source(pieces(lengths, row_tokens).tolist()).map(
+        lambda length: {"tokens": zeros[:length]}
+    )
     packer = getattr(grain.experimental, f"{name}PackIterDataset")
     rows = packer(
         source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
@@ -198,11 +244,15 @@ def trls(lengths: np.ndarray, row_tokens: int, batch_size: int | None) -> Packed
     strategy = "bfd_split" if lengths.max() > row_tokens else "bfd"  # which cuts long documents off
     how = {"batch_size": batch_size, "keep_in_memory": True, "load_from_cache_file": False}
     documents = _zeros(lengths)
-    trl.pack_dataset(_zeros(lengths[:10]), row_tokens, strategy, how)  # it imports what it needs when it is first called
+    trl.pack_dataset(
+        _zeros(lengths[:10]), row_tokens, strategy, how
+    )  # it imports what it needs when it is first called
     began = time.perf_counter()
     rows = trl.pack_dataset(documents, row_tokens, strategy, how)
     seconds = time.perf_counter() - began
-    return seconds, np.concatenate([pc.list_value_length(chunk) for chunk in rows.data["seq_lengths"].chunks])
+    return seconds, np.concatenate(
+        [pc.list_value_length(chunk) for chunk in rows.data["seq_lengths"].chunks]
+    )
 
 
 def _zeros(lengths: np.ndarray) -> datasets.Dataset:
@@ -231,9 +281,17 @@ def bound(lengths: np.ndarray, row_tokens: int, cap: int) -> int:
     best = max(-(-int(sums[-1]) // row_tokens), -(-len(lengths) // cap))
     half = np.searchsorted(lengths, row_tokens // 2, side="right")
     for size in np.unique(np.linspace(1, row_tokens // 2, 1000).astype(int)):
-        small, large = np.searchsorted(lengths, size), np.searchsorted(lengths, row_tokens - size, side="right")
+        small, large = (
+            np.searchsorted(lengths, size),
+            np.searchsorted(lengths, row_tokens - size, side="right"),
+        )
         left = (large - half) * row_tokens - (sums[large] - sums[half])
-        best = max(best, len(lengths) - int(half) + max(0, -(-int(sums[half] - sums[small] - left) // row_tokens)))
+        best = max(
+            best,
+            len(lengths)
+            - int(half)
+            + max(0, -(-int(sums[half] - sums[small] - left) // row_tokens)),
+        )
     return best
 
 

@@ -83,7 +83,9 @@ def main(arguments: list[str]) -> int:
     """The command; 1 if a case failed or took too long on either side, 2 where the two cannot be compared."""
     parser = step.options(MODULE, __doc__)
     choices = ("auto", *FLASH, "sdpa", "flex_attention")
-    parser.add_argument("--attention", choices=choices, default="auto", help="attn_implementation of transformers")
+    parser.add_argument(
+        "--attention", choices=choices, default="auto", help="attn_implementation of transformers"
+    )
     given = parser.parse_args(arguments)
     problem = missing()
     if problem is not None:
@@ -91,7 +93,11 @@ def main(arguments: list[str]) -> int:
         return 2
     installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
     versions = {name: installed.get(name) for name in ("transformers", *FLASH.values())}
-    found = versions | {"torch": None, "torch_device": None} | step.opened(MODULE, arguments, given.commit)
+    found = (
+        versions
+        | {"torch": None, "torch_device": None}
+        | step.opened(MODULE, arguments, given.commit)
+    )
     earlier = step.resumed(given.resume, found)
     print(report.BOTH, flush=True)
     began = time.monotonic()
@@ -114,7 +120,9 @@ def main(arguments: list[str]) -> int:
     return int(bool(ends & {report.FAILED, report.TIMED_OUT}))
 
 
-def compared(case: step.Case, sides: Sequence[str], found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+def compared(
+    case: step.Case, sides: Sequence[str], found: dict[str, Any], given: argparse.Namespace
+) -> dict[str, Any]:
     """Runs a case on these sides and returns its record; `found` gets the devices and versions."""
     ours, peers = step.Result(status=report.NOT_RUN), Result(status=report.NOT_RUN)
     if "jaxsp" in sides:
@@ -122,7 +130,12 @@ def compared(case: step.Case, sides: Sequence[str], found: dict[str, Any], given
     if "transformers" in sides:
         same = dataclasses.replace(case, kernel=given.attention)
         peers = step.apart(same, seconds=given.case_seconds, module=MODULE, kind=Result)
-    for name, result in (("device", ours), ("runtime", ours), ("torch", peers), ("torch_device", peers)):
+    for name, result in (
+        ("device", ours),
+        ("runtime", ours),
+        ("torch", peers),
+        ("torch_device", peers),
+    ):
         found[name] = found[name] or getattr(result, name)
     return record(case, ours, peers)
 
@@ -130,7 +143,9 @@ def compared(case: step.Case, sides: Sequence[str], found: dict[str, Any], given
 def missing() -> str | None:
     """Why the two cannot be compared here; None if they can."""
     if importlib.util.find_spec("torch") is None:
-        return "Python has no torch, which transformers computes with. Install it: pip install torch."
+        return (
+            "Python has no torch, which transformers computes with. Install it: pip install torch."
+        )
     command = [sys.executable, "-m", MODULE, DEVICES]
     done = subprocess.run(command, cwd=machine.REPO, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -143,7 +158,9 @@ def differing(ours: str, peers: str) -> str | None:
     """What to do where one side has a GPU and the other has none; None where they have the same."""
     if (ours == "cpu") == (peers == "cpu"):
         return None
-    way_out = "Use JAX_PLATFORMS=cuda and jax[cuda13]" if ours == "cpu" else "Install torch for CUDA"
+    way_out = (
+        "Use JAX_PLATFORMS=cuda and jax[cuda13]" if ours == "cpu" else "Install torch for CUDA"
+    )
     return f"JAX uses {ours} and PyTorch {peers}: ratios between them would mean nothing. {way_out}, or the CPU for both."
 
 
@@ -180,10 +197,14 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     gpu = torch.cuda.is_available()
     attention = best_attention() if case.kernel == "auto" else case.kernel
     name = torch.cuda.get_device_name() if gpu else "cpu"
-    found = Result(status=report.OK, attention=attention, torch=str(torch.__version__), torch_device=name)
+    found = Result(
+        status=report.OK, attention=attention, torch=str(torch.__version__), torch_device=name
+    )
     seconds = []
     try:
-        take_step = prepared(case, attention=attention, device=torch.device("cuda" if gpu else "cpu"))
+        take_step = prepared(
+            case, attention=attention, device=torch.device("cuda" if gpu else "cpu")
+        )
         for _ in range(step.WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
             loss = take_step()
@@ -193,11 +214,13 @@ def measure(case: step.Case, folder: pathlib.Path) -> Result:
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not any(words in str(error) for words in EXHAUSTED):
             raise
-        return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+        return dataclasses.replace(
+            found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0]
+        )
     timed = seconds[step.WARM_UP_STEPS :]
     last = loss.item()
     step_s = statistics.median(timed)
-    tflops = step.flops(case) / step_s / 1e12
+    tflops = step.case_flops(case) / step_s / 1e12
     peak = flops.peak_tflops(name)
     return dataclasses.replace(
         found,
@@ -232,9 +255,13 @@ def prepared(case: step.Case, *, attention: str, device: Any) -> Callable[[], An
     model = random_model(step.SHAPES[case.shape], attention=attention, device=device)
     row = inputs(step.random_documents(case), attention=attention, device=device)
     how = OptimizerConfig(**step.OPTIMIZER)
-    assert (how.name, how.schedule, how.weight_decay) == ("adamw", "cosine", 0), "with decay, norms would decay too"
+    assert (how.name, how.schedule, how.weight_decay) == ("adamw", "cosine", 0), (
+        "with decay, norms would decay too"
+    )
     betas = (how.beta1, how.beta2)
-    optimizer = torch.optim.AdamW(model.parameters(), how.learning_rate, betas, how.eps, how.weight_decay, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), how.learning_rate, betas, how.eps, how.weight_decay, fused=True
+    )
     num_steps = step.WARM_UP_STEPS + case.steps
     rates = transformers.get_cosine_schedule_with_warmup(optimizer, how.warmup_steps, num_steps)
 
@@ -258,9 +285,14 @@ def random_model(fields: dict[str, Any], *, attention: str, device: Any) -> Any:
 
     config = transformers.AutoConfig.for_model(**fields)
     with device:
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=torch.float32
+        )
     # the second is its older name, of which newer versions warn
-    checkpoint = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    checkpoint = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     checkpoint({"use_reentrant": False})
     return model.train()
 
@@ -276,7 +308,9 @@ def inputs(documents: list[np.ndarray], *, attention: str, device: Any) -> dict[
 
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=attention in FLASH)
     row = collate([{"input_ids": document.tolist()} for document in documents])
-    return {name: value.to(device) if hasattr(value, "to") else value for name, value in row.items()} | {"use_cache": False}
+    return {
+        name: value.to(device) if hasattr(value, "to") else value for name, value in row.items()
+    } | {"use_cache": False}
 
 
 if __name__ == "__main__":

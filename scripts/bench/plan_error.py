@@ -67,7 +67,9 @@ def main(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("measured", type=pathlib.Path, metavar="MEASURED.json")
-    parser.add_argument("--seconds", type=float, default=3600, help="no plan starts after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="no plan starts after this time"
+    )
     parser.add_argument("--commit", help="commit to record, outside of a git checkout")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)

@@ -10,7 +10,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = "ok", "out of memory", "refused", "failed", "timed out", "not run"
+OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = (
+    "ok",
+    "out of memory",
+    "refused",
+    "failed",
+    "timed out",
+    "not run",
+)
 """What can come of a case. Refused: jaxsp says that it cannot be done."""
 
 FINAL = (OK, OUT_OF_MEMORY, REFUSED)
@@ -85,10 +92,16 @@ def row(case: dict[str, Any]) -> str:
         number(case["loss"], "{:.4f}"),
     )
     kernel = case["kernel_used"] or case["kernel"]
-    line = _LINE.format(case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers)
+    line = _LINE.format(
+        case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers
+    )
     not_finite = "loss is not finite" * (case["loss_finite"] is False)
     status = case["status"] * (case["status"] != OK)
-    words = [word for word in (*_settings(case), status, case["message"], not_finite, case["why_not_cudnn"]) if word]
+    words = [
+        word
+        for word in (*_settings(case), status, case["message"], not_finite, case["why_not_cudnn"])
+        if word
+    ]
     return f"{line}  {': '.join(words)}".rstrip()
 
 
@@ -101,7 +114,11 @@ def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
         if was is None or case["status"] != OK:
             continue
         faster = f"{was['step_s']:.4f} s -> {case['step_s']:.4f} s, {was['step_s'] / case['step_s']:.2f} times as fast"
-        memory = f", {case['peak_gib'] / was['peak_gib']:.2f} times the memory" if case["peak_gib"] and was["peak_gib"] else ""
+        memory = (
+            f", {case['peak_gib'] / was['peak_gib']:.2f} times the memory"
+            if case["peak_gib"] and was["peak_gib"]
+            else ""
+        )
         lines.append(f"{' '.join(_key(case))}: {faster}{memory}")
     return "\n".join(lines if len(lines) > 1 else [*lines, "no case has numbers in both"])
 
@@ -114,19 +131,31 @@ def summary(results: dict[str, Any]) -> str:
         case["shape"]: max(c["row_tokens"] for c in results["cases"] if c["shape"] == case["shape"])
         for case in results["cases"]
     }
-    return "; ".join(_figures(case) for case in results["cases"] if case["row_tokens"] == longest[case["shape"]])
+    return "; ".join(
+        _figures(case) for case in results["cases"] if case["row_tokens"] == longest[case["shape"]]
+    )
 
 
 def both(case: dict[str, Any]) -> str:
     """A case of both sides as a line under BOTH, with what went wrong behind it."""
     forms = {"tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
-    numbers = [number(of(case, side)[name], form).rstrip("%") for side in SIDES for name, form in forms.items()]
+    numbers = [
+        number(of(case, side)[name], form).rstrip("%")
+        for side in SIDES
+        for name, form in forms.items()
+    ]
     ratios = [number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
     used = case["transformers"]["attention"] or "-"
-    line = _BOTH.format(case["shape"], case["row_tokens"], case["documents"], *numbers, *ratios, used)
+    line = _BOTH.format(
+        case["shape"], case["row_tokens"], case["documents"], *numbers, *ratios, used
+    )
     for side in SIDES:
         came = of(case, side)
-        wrong = came["status"] if came["status"] != OK else "loss is not finite" * (came["loss_finite"] is False)
+        wrong = (
+            came["status"]
+            if came["status"] != OK
+            else "loss is not finite" * (came["loss_finite"] is False)
+        )
         line += f"  {': '.join(filter(None, (side, wrong, came['message'])))}" * bool(wrong)
     return line
 
@@ -143,18 +172,27 @@ def longest(cases: Sequence[dict[str, Any]]) -> list[Longest]:
         did: dict[str, int | None] = {}
         limits = {}
         for side in SIDES:
-            own = [case for case in cases if (case["shape"], case["documents"]) == (shape, documents)]
+            own = [
+                case for case in cases if (case["shape"], case["documents"]) == (shape, documents)
+            ]
             ends = [(of(case, side)["status"], case["row_tokens"]) for case in own]
             did[side] = max((tokens for end, tokens in ends if end == OK), default=None)
-            limits[f"{side}_is_limit"] = any(end == OUT_OF_MEMORY and tokens > (did[side] or 0) for end, tokens in ends)
-        found.append(Longest(shape=shape, documents=documents, **did, **limits, ratio=ratio(*did.values())))
+            limits[f"{side}_is_limit"] = any(
+                end == OUT_OF_MEMORY and tokens > (did[side] or 0) for end, tokens in ends
+            )
+        found.append(
+            Longest(shape=shape, documents=documents, **did, **limits, ratio=ratio(*did.values()))
+        )
     return found
 
 
 def words(one: Longest) -> str:
     """The longest rows of a shape as a line."""
     sides = ((one.jaxsp, one.jaxsp_is_limit), (one.transformers, one.transformers_is_limit))
-    ours, peers = (f"{tokens:,} tokens{'' if limit else ' or more'}" if tokens else "none" for tokens, limit in sides)
+    ours, peers = (
+        f"{tokens:,} tokens{'' if limit else ' or more'}" if tokens else "none"
+        for tokens, limit in sides
+    )
     times = f", {one.ratio:.2f} times as long" if one.ratio else ""
     return f"longest row, {one.shape} {one.documents}: jaxsp {ours}, transformers {peers}{times}"
 
@@ -171,7 +209,9 @@ def _figures(case: dict[str, Any]) -> str:
     mfu = "" if case["mfu"] is None else f" (MFU {100 * case['mfu']:.1f} %)"
     peak = "" if case["peak_gib"] is None else f", {case['peak_gib']:.1f} GiB"
     how = f"{case['kernel_used']} {', '.join([_levers(case), *_settings(case)])}"
-    figures = f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+    figures = (
+        f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
+    )
     return f"{figures}, {_against_peer(case)}" if "transformers" in case else figures
 
 
@@ -191,13 +231,22 @@ def _levers(case: dict[str, Any]) -> str:
 def _settings(case: dict[str, Any]) -> list[str]:
     """Tile sizes and XLA options that differ from the defaults, as field=value; files before 2026-11-23 have none."""
     tiles = {name: case.get(name, AUTO) for name in TILES}
-    config = {name: value for name, value in tiles.items() if value != AUTO} | case.get("xla_options", {})
+    config = {name: value for name, value in tiles.items() if value != AUTO} | case.get(
+        "xla_options", {}
+    )
     return [f"{name}={str(value).lower()}" for name, value in config.items()]
 
 
 def _key(case: dict[str, Any]) -> tuple[str, ...]:
     levers = (case[name] for name in ("remat", "offload_activations", "offload_optimizer"))
-    return (case["shape"], str(case["row_tokens"]), case["documents"], case["kernel"], *levers, *_settings(case))
+    return (
+        case["shape"],
+        str(case["row_tokens"]),
+        case["documents"],
+        case["kernel"],
+        *levers,
+        *_settings(case),
+    )
 
 
 def number(value: float | None, form: str, *, times: int = 1) -> str:

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.step --out scripts/bench/results/today.json
     python -m scripts.bench.step --shapes qwen3-0.6b --lengths 32768 --compare scripts/bench/results/yesterday.json
-    python -m scripts.bench.step --documents one --lengths 8192 --until-it-fails --remat attention full
+    python -m scripts.bench.step --documents one --lengths 8192 --until-it-fails --remat save_attention full
     python -m scripts.bench.step --mlp-tile-tokens auto 8192 --xla-option xla_gpu_autotune_level=0 xla_gpu_autotune_level=4
 
 Each case (a model, a row length, a row of one document or of 16, memory options and XLA options) runs in a process of its own,
@@ -39,7 +39,13 @@ from jaxsp.config.schema import Config
 from jaxsp.model import flops
 from scripts.bench import machine, report
 
-LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 5e5}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rope_theta": 5e5,
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b-4layers": {
@@ -164,7 +170,8 @@ class Result:
     host_gib: float | None = None
     """What the compiled step says that it takes of the host."""
     memory_limit_gib: float | None = None
-    """What JAX may use of the device: core.mesh.GPU_SHARE of it unless XLA_CLIENT_MEM_FRACTION says otherwise."""
+    """What JAX may use of the device: runtime.device_mesh.GPU_MEMORY_FRACTION of it unless XLA_CLIENT_MEM_FRACTION says
+    otherwise."""
     loss: float | None = None
     loss_finite: bool | None = None
     device: str | None = None
@@ -180,7 +187,9 @@ def main(arguments: list[str]) -> int:
     was asked.
     """
     parser = options(MODULE, __doc__)
-    parser.add_argument("--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file")
+    parser.add_argument(
+        "--compare", type=pathlib.Path, metavar="OLD.json", help="prints ratios to an earlier file"
+    )
     given = parser.parse_args(arguments)
     cases, found = collections.deque(asked(given)), opened(MODULE, arguments, given.commit)
     earlier = resumed(given.resume, found)
@@ -191,12 +200,23 @@ def main(arguments: list[str]) -> int:
         came = finished(case, earlier)
         if came is None:
             in_time = time.monotonic() - began < given.seconds
-            result = apart(case, seconds=given.case_seconds) if in_time else Result(status=report.NOT_RUN)
-            found["device"], found["runtime"] = found["device"] or result.device, found["runtime"] or result.runtime
+            result = (
+                apart(case, seconds=given.case_seconds)
+                if in_time
+                else Result(status=report.NOT_RUN)
+            )
+            found["device"], found["runtime"] = (
+                found["device"] or result.device,
+                found["runtime"] or result.runtime,
+            )
             came = record(case, result)
         found["cases"].append(came)
         print(report.row(came), flush=True)
-        if given.until_it_fails and case.row_tokens >= max(given.lengths) and came["status"] == report.OK:
+        if (
+            given.until_it_fails
+            and case.row_tokens >= max(given.lengths)
+            and came["status"] == report.OK
+        ):
             cases.append(dataclasses.replace(case, row_tokens=2 * case.row_tokens))
         write(given.out, found)
     if given.compare:
@@ -207,16 +227,39 @@ def main(arguments: list[str]) -> int:
 def options(module: str, description: str | None) -> argparse.ArgumentParser:
     """What can be asked of a benchmark of steps: which cases, in what time, and where to write what comes of them."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {module}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=GPU_SHAPES, metavar="NAME", help=", ".join(SHAPES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=(8192, 32768), metavar="TOKENS", help="of a row")
-    parser.add_argument("--documents", nargs="+", choices=NUM_PIECES, default=tuple(NUM_PIECES), help="of a row")
-    parser.add_argument("--until-it-fails", action="store_true", help="doubles the longest row while a case has numbers")
-    parser.add_argument("--kernel", choices=_values("attention", "kernel"), default="auto", help="attention.kernel")
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=SHAPES,
+        default=GPU_SHAPES,
+        metavar="NAME",
+        help=", ".join(SHAPES),
+    )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, default=(8192, 32768), metavar="TOKENS", help="of a row"
+    )
+    parser.add_argument(
+        "--documents", nargs="+", choices=NUM_PIECES, default=tuple(NUM_PIECES), help="of a row"
+    )
+    parser.add_argument(
+        "--until-it-fails",
+        action="store_true",
+        help="doubles the longest row while a case has numbers",
+    )
+    parser.add_argument(
+        "--kernel", choices=_values("attention", "kernel"), default="auto", help="attention.kernel"
+    )
     for lever in LEVERS:
         parser.add_argument(
-            f"--{lever.replace('_', '-')}", nargs="+", choices=_values("memory", lever), default=None, help=f"memory.{lever}"
+            f"--{lever.replace('_', '-')}",
+            nargs="+",
+            choices=_values("memory", lever),
+            default=None,
+            help=f"memory.{lever}",
         )
     for tile in report.TILES:
         parser.add_argument(
@@ -237,8 +280,12 @@ def options(module: str, description: str | None) -> argparse.ArgumentParser:
         help="run.xla_options; several values of one name are separate cases",
     )
     parser.add_argument("--steps", type=int, default=10, help="timed, after warm-up")
-    parser.add_argument("--case-seconds", type=float, default=300, help="a case that takes longer is ended")
-    parser.add_argument("--seconds", type=float, default=3600, help="cases that would begin later are not run")
+    parser.add_argument(
+        "--case-seconds", type=float, default=300, help="a case that takes longer is ended"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="cases that would begin later are not run"
+    )
     parser.add_argument("--commit", help="for the file, where this is no git repository")
     parser.add_argument(
         "--resume",
@@ -265,7 +312,10 @@ def asked(given: argparse.Namespace) -> Iterator[Case]:
 
 def _combinations(values_of: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """Every choice of one value for each name."""
-    return [dict(zip(values_of, values, strict=True)) for values in itertools.product(*values_of.values())]
+    return [
+        dict(zip(values_of, values, strict=True))
+        for values in itertools.product(*values_of.values())
+    ]
 
 
 def _tile(text: str) -> int | str:
@@ -301,7 +351,9 @@ def resumed(old: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, A
     if old is None:
         return []
     earlier = json.loads(old.read_text(encoding="utf-8"))
-    found.update({name: value for name, value in earlier.items() if name in found and found[name] is None})
+    found.update(
+        {name: value for name, value in earlier.items() if name in found and found[name] is None}
+    )
     return earlier["cases"]
 
 
@@ -310,8 +362,14 @@ def finished(case: Case, earlier: Sequence[dict[str, Any]]) -> dict[str, Any] | 
     side."""
     fields = dataclasses.asdict(case)
     for came in earlier:
-        statuses = [report.of(came, side)["status"] for side in report.SIDES if side == "jaxsp" or side in came]
-        if set(statuses) <= set(report.FINAL) and fields == {name: came.get(name) for name in fields}:
+        statuses = [
+            report.of(came, side)["status"]
+            for side in report.SIDES
+            if side == "jaxsp" or side in came
+        ]
+        if set(statuses) <= set(report.FINAL) and fields == {
+            name: came.get(name) for name in fields
+        }:
             return came
     return None
 
@@ -328,7 +386,12 @@ def record(case: Case, result: Result) -> dict[str, Any]:
     found = dataclasses.asdict(result)
     del found["device"], found["runtime"]
     pieces = {"num_pieces": NUM_PIECES[case.documents], "max_pieces": MAX_PIECES[case.documents]}
-    fixed = {"rows_per_step": 1, "num_devices": 1, "compute_dtype": "bfloat16", "optimizer": "adamw"}
+    fixed = {
+        "rows_per_step": 1,
+        "num_devices": 1,
+        "compute_dtype": "bfloat16",
+        "optimizer": "adamw",
+    }
     return {**dataclasses.asdict(case), **pieces, **fixed, **found, "model": SHAPES[case.shape]}
 
 
@@ -352,21 +415,31 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
 
     device_mesh.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
-    found = Result(status=report.OK, device=device.device_kind, runtime=" ".join(device.client.platform_version.split()))
+    found = Result(
+        status=report.OK,
+        device=device.device_kind,
+        runtime=" ".join(device.client.platform_version.split()),
+    )
     try:
         try:
             program, material, (rows, counts) = prepared(case, folder, device)
         except errors.UserError as error:
-            return dataclasses.replace(found, status=report.REFUSED, message=str(error).splitlines()[0])
-        choice = material.choice
-        found = dataclasses.replace(found, why_not_cudnn=choice.why or None)
+            return dataclasses.replace(
+                found, status=report.REFUSED, message=str(error).splitlines()[0]
+            )
+        choice = material.attention_choice
+        found = dataclasses.replace(found, why_not_cudnn=choice.fallback_reason or None)
         events: list[str] = []
         jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
         began = time.perf_counter()
         try:
-            ready = memory_options.compile_fitting_step(program, workspace_bytes=choice.uncounted_bytes)
+            ready = memory_options.compile_fitting_step(
+                program, workspace_bytes=choice.workspace_bytes
+            )
         except errors.UserError as error:
-            return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+            return dataclasses.replace(
+                found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0]
+            )
         compile_s = time.perf_counter() - began
         text = ready.executable.as_text() or ""
         workspace = cudnn_calls.read_workspace_bytes(text)
@@ -382,7 +455,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             host_gib=ready.memory_use.host / memory_fit.GIB,
         )
         memory_options.reserve_host_memory(program, ready.memory_use.host)
-        state = train_step.init_state(program, material.weights())
+        state = train_step.init_state(program, material.make_weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()
@@ -391,10 +464,12 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     except jax.errors.JaxRuntimeError as error:
         if EXHAUSTED not in str(error):
             raise
-        return dataclasses.replace(found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0])
+        return dataclasses.replace(
+            found, status=report.OUT_OF_MEMORY, message=str(error).splitlines()[0]
+        )
     times = times[WARM_UP_STEPS:]
     step_s, peak = statistics.median(times), flops.peak_tflops(device.device_kind)
-    tflops = flops.step_flops(program.model, counts.piece_lengths) / step_s / 1e12
+    tflops = flops.step_flops(program.model, counts.segment_lengths) / step_s / 1e12
     loss, limit = float(numbers.loss), (device.memory_stats() or {}).get("bytes_limit")
     return dataclasses.replace(
         found,
@@ -411,7 +486,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
 
 
 def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, Any]:
-    """The program of a case, its training.material.Material as the train command makes it, and the first step's rows with
+    """The program of a case, its training.inputs.RunInputs as the train command makes it, and the first step's rows with
     their counts.
     """
     from jaxsp.run import build
@@ -427,7 +502,10 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
         material.train_set.make_schedule(config, num_steps=1),
         layout_degree=program.attend.layout_degree,
     ).batches()
-    full = counts.segment_lengths.sum() == case.row_tokens and len(counts.segment_lengths) == NUM_PIECES[case.documents]
+    full = (
+        counts.segment_lengths.sum() == case.row_tokens
+        and len(counts.segment_lengths) == NUM_PIECES[case.documents]
+    )
     assert full, "one row, filled by all documents"
     return program, material, (rows, counts)
 
@@ -455,16 +533,20 @@ def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) ->
 def random_documents(case: Case) -> list[np.ndarray]:
     """Token ids of documents that fill a row together, the same in every run."""
     rng = np.random.default_rng(0)
-    cuts = np.sort(rng.choice(np.arange(1, case.row_tokens), NUM_PIECES[case.documents] - 1, replace=False))
+    cuts = np.sort(
+        rng.choice(np.arange(1, case.row_tokens), NUM_PIECES[case.documents] - 1, replace=False)
+    )
     return np.split(rng.integers(0, SHAPES[case.shape]["vocab_size"], case.row_tokens), cuts)
 
 
-def flops(case: Case) -> float:
+def case_flops(case: Case) -> float:
     """Floating-point operations that a case's step needs, as in metrics.jsonl."""
     from jaxsp.hf import families
 
     lengths = np.array([len(document) for document in random_documents(case)])
-    return flops.step_flops(families.parse_model_config(SHAPES[case.shape], field=case.shape), lengths)
+    return flops.step_flops(
+        families.parse_model_config(SHAPES[case.shape], field=case.shape), lengths
+    )
 
 
 def kernel_used(program: str, chosen: str) -> str:
@@ -493,7 +575,13 @@ def _apart(case: Case, *, seconds: float, module: str, kind: type[Any]) -> Any:
         environment = {**os.environ, "HF_DATASETS_CACHE": f"{name}/cache"}
         try:
             done = subprocess.run(
-                command, cwd=machine.REPO, env=environment, stderr=subprocess.PIPE, text=True, timeout=seconds, check=False
+                command,
+                cwd=machine.REPO,
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=seconds,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             return kind(status=report.TIMED_OUT, message=f"ended after {seconds:.0f} s")
@@ -516,7 +604,9 @@ def ended(code: int, printed: str, kind: type[Any] = Result) -> Any:
 def alone(case: str, folder: str, *, measure: Callable[[Case, pathlib.Path], Any]) -> None:
     """The process of one case, from its words on the command line."""
     result = measure(Case(**json.loads(case)), pathlib.Path(folder))
-    (pathlib.Path(folder) / RESULT).write_text(json.dumps(dataclasses.asdict(result), allow_nan=False), encoding="utf-8")
+    (pathlib.Path(folder) / RESULT).write_text(
+        json.dumps(dataclasses.asdict(result), allow_nan=False), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Python's own library is the text, each file a document, and then four questions and answers; a byte-level BPE of
 16,384 tokens is trained on it. Both run in one process with one thread, in turns; seconds are those of its core, and the
-ratio is the median of theirs. `jaxsp` is all that text.tokenize does: rendering, tokenising, checking, counting, and writing
-what the cache keeps.
+ratio is the median of theirs. `jaxsp` is all that tokenize.tokenize_dataset does: rendering, tokenising, checking, counting,
+and writing what the cache keeps.
 """
 
 import argparse
@@ -27,7 +27,9 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.conten
 
 def main(arguments: list[str]) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench.tokenise", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.tokenise", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--megabytes", type=float, default=6)
     parser.add_argument("--out", metavar="FILE.json", type=pathlib.Path)
@@ -36,25 +38,42 @@ def main(arguments: list[str]) -> int:
     texts = _texts(given.megabytes * 1e6)
     tokenizer = _tokenizer(texts)
     talks = [_conversation(text) for text in texts]
-    written = [tokenizer.apply_chat_template(record["messages"], tokenize=False) for record in talks]
+    written = [
+        tokenizer.apply_chat_template(record["messages"], tokenize=False) for record in talks
+    ]
     cases = []
     for record_format, rendered, records in (
         ("text", texts, [{"text": text} for text in texts]),
         ("messages", written, talks),
     ):
-        cases.append({"format": record_format, **_compare(rendered, records, tokenizer, record_format, given.runs)})
+        cases.append(
+            {
+                "format": record_format,
+                **_compare(rendered, records, tokenizer, record_format, given.runs),
+            }
+        )
         print("  ".join(f"{name} {value}" for name, value in cases[-1].items()), flush=True)
     if given.out:
-        machine.write(given.out, "scripts.bench.tokenise", arguments, ("transformers", "tokenizers", "datasets"), cases=cases)
+        machine.write(
+            given.out,
+            "scripts.bench.tokenise",
+            arguments,
+            ("transformers", "tokenizers", "datasets"),
+            cases=cases,
+        )
     return 0
 
 
-def _compare(texts: list[str], records: list[dict[str, Any]], tokenizer: Any, record_format: str, runs: int) -> dict[str, Any]:
-    """The tokenizer alone on the rendered texts, and all of text.tokenize on their records."""
+def _compare(
+    texts: list[str], records: list[dict[str, Any]], tokenizer: Any, record_format: str, runs: int
+) -> dict[str, Any]:
+    """The tokenizer alone on the rendered texts, and all of tokenize.tokenize_dataset on their records."""
     alone, whole, num_tokens = [], [], 0
     for _ in range(runs):
         started = time.process_time()
-        num_tokens = sum(map(len, tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)))
+        num_tokens = sum(
+            map(len, tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False))
+        )
         alone.append(time.process_time() - started)
         whole.append(_prepare(records, tokenizer, record_format))
     ratios = [a / b for a, b in zip(alone, whole, strict=True)]
@@ -83,7 +102,9 @@ def _texts(num_bytes: float) -> list[str]:
 def _conversation(text: str) -> dict[str, Any]:
     """A document as four questions and answers."""
     quarter = -(-len(text) // 4)
-    parts = [text[start : start + quarter].strip() or "pass" for start in range(0, 4 * quarter, quarter)]
+    parts = [
+        text[start : start + quarter].strip() or "pass" for start in range(0, 4 * quarter, quarter)
+    ]
     roles = ("user", "assistant")
     return {"messages": [{"role": role, "content": part} for part in parts for role in roles]}
 
@@ -96,8 +117,13 @@ def _tokenizer(texts: list[str]) -> Any:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    alphabet, special = (
+        pre_tokenizers.ByteLevel.alphabet(),
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     made = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
     made.chat_template = CHATML
@@ -105,7 +131,7 @@ def _tokenizer(texts: list[str]) -> Any:
 
 
 def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) -> float:
-    """Seconds of a core that text.tokenize takes for records that were read before, with an empty cache."""
+    """Seconds of a core that tokenize.tokenize_dataset takes for records that were read before, with an empty cache."""
     import datasets
 
     from jaxsp.config import schema
@@ -117,12 +143,19 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
         path = pathlib.Path(folder) / "records.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         source = {"source": str(path), "format": record_format}
-        data = schema.DataConfig.model_validate({"train": [source], "row_tokens": 1024, "num_workers": 1})
+        data = schema.DataConfig.model_validate(
+            {"train": [source], "row_tokens": 1024, "num_workers": 1}
+        )
         (asked,) = data.train
         read = sources.read(asked, data=data, field="data.train.0.source")
         started = time.process_time()
         tokenize.tokenize_dataset(
-            read, source=asked, data=data, tokenizer=tokenizer, vocab_size=VOCAB, field="data.train.0.source"
+            read,
+            source=asked,
+            data=data,
+            tokenizer=tokenizer,
+            vocab_size=VOCAB,
+            field="data.train.0.source",
         )
         return time.process_time() - started
 

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.workspace --out scripts/bench/results/today-workspace.json
 
-The formula is `limits.backward_bytes`; plans and the memory check before training rely on it. Each
+The formula is `cudnn_limits.workspace_bytes`; plans and the memory check before training rely on it. Each
 case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled on a GPU,
 the program contains the workspace of each call. Deterministic cases are compiled as with
 run.deterministic; on most GPUs their memory grows with the square of the row.
@@ -109,7 +109,9 @@ def main(arguments: list[str]) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seconds", type=float, default=3600, help="no case starts after this time")
+    parser.add_argument(
+        "--seconds", type=float, default=3600, help="no case starts after this time"
+    )
     parser.add_argument("--commit", help="commit to record, outside of a git checkout")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
@@ -133,7 +135,9 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
-    quadratic = cudnn_limits.needs_score_workspace(deterministic=case.deterministic, devices=[device])
+    quadratic = cudnn_limits.needs_score_workspace(
+        deterministic=case.deterministic, devices=[device]
+    )
     work = dataclasses.replace(case.work, has_score_workspace=quadratic)
     if obstacles := cudnn_limits.unsupported_reasons(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].reason}")
@@ -142,7 +146,9 @@ def measure(case: Case, device: Any) -> Result:
     try:
         program = compiled(case, device, split=split)
     except jax.errors.JaxRuntimeError as error:
-        return Result(status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks)
+        return Result(
+            status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks
+        )
     workspace = cudnn_calls.read_workspace_bytes(program.as_text() or "")
     formula = cudnn_limits.workspace_bytes(work, split)
     return Result(
@@ -169,9 +175,13 @@ def compiled(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compile
     shapes = [(1, case.row_tokens, heads, case.head_dim) for heads in num_heads]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in shapes)
     segments = jax.ShapeDtypeStruct((1, case.max_segments), jnp.int32, sharding=here)
-    options = compile_options.DETERMINISTIC | compile_options.NO_TRITON if case.deterministic else {}
+    options = (
+        compile_options.DETERMINISTIC | compile_options.NO_TRITON if case.deterministic else {}
+    )
     told = CompileOptions(options=options, description="", is_deterministic=case.deterministic)
-    return compile_options.compile_lowered(jax.jit(gradients).lower(q, k, k, q, segments, segments), told)
+    return compile_options.compile_lowered(
+        jax.jit(gradients).lower(q, k, k, q, segments, segments), told
+    )
 
 
 def line(case: Case, result: Result) -> str:

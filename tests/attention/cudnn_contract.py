@@ -53,14 +53,18 @@ def flat(x):
 
 def rectangle(q, k, q_length, kv_length):
     """Which queries of each row see which keys, where only lengths are told: all of so many see all of so many."""
-    inside_q, inside_k = (jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, q_length), (k, kv_length)))
+    inside_q, inside_k = (
+        jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, q_length), (k, kv_length))
+    )
     return inside_q, inside_k, inside_q[:, :, None] & inside_k[:, None]
 
 
 def rectangle_forward(q, k, v, q_length, kv_length):
     inside_q, _, sees = rectangle(q, k, q_length, kv_length)
     out, lse = jax.vmap(attend)(*(x.astype(jnp.float32) for x in (q, k, v)), sees)
-    return jnp.where(inside_q[..., None, None], out, jnp.nan).astype(q.dtype), jnp.where(inside_q[:, None], lse, jnp.nan)
+    return jnp.where(inside_q[..., None, None], out, jnp.nan).astype(q.dtype), jnp.where(
+        inside_q[:, None], lse, jnp.nan
+    )
 
 
 def rectangle_backward(q, k, v, q_length, kv_length, statistic, out, dout):
@@ -69,19 +73,41 @@ def rectangle_backward(q, k, v, q_length, kv_length, statistic, out, dout):
     q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
     q, out, dout = (jnp.where(inside_q[..., None, None], x, 0) for x in (q, out, dout))
     repeats = q.shape[2] // k.shape[2]
-    k1, v1 = (jnp.repeat(jnp.where(inside_k[..., None, None], x, 0), repeats, axis=2) for x in (k, v))
+    k1, v1 = (
+        jnp.repeat(jnp.where(inside_k[..., None, None], x, 0), repeats, axis=2) for x in (k, v)
+    )
     dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
     scale = q.shape[-1] ** -0.5
-    weights = jnp.where(sees[:, None], jnp.exp(dots("RqhK,RkhK->Rhqk", q, k1) * scale - statistic[..., None]), 0)
+    weights = jnp.where(
+        sees[:, None], jnp.exp(dots("RqhK,RkhK->Rhqk", q, k1) * scale - statistic[..., None]), 0
+    )
     delta = dots("RqhK,RqhK->Rhq", dout, out)[..., None]
-    dscores = jnp.where(sees[:, None], weights * (dots("RqhK,RkhK->Rhqk", dout, v1) - delta), 0) * scale
+    dscores = (
+        jnp.where(sees[:, None], weights * (dots("RqhK,RkhK->Rhqk", dout, v1) - delta), 0) * scale
+    )
     dk, dv = dots("Rhqk,RqhK->RkhK", dscores, q), dots("Rhqk,RqhK->RkhK", weights, dout)
     dk, dv = (x.reshape(*k.shape[:3], repeats, -1).sum(3) for x in (dk, dv))
     found = (dots("Rhqk,RkhK->RqhK", dscores, k1), inside_q), (dk, inside_k), (dv, inside_k)
-    return tuple(jnp.where(own[..., None, None], x, jnp.nan).astype(t) for (x, own), t in zip(found, dtypes, strict=True))
+    return tuple(
+        jnp.where(own[..., None, None], x, jnp.nan).astype(t)
+        for (x, own), t in zip(found, dtypes, strict=True)
+    )
 
 
-def forward(q, k, v, _bias, seqlen, kv_seqlen, q_places, kv_places, *_, sliding_window_length, mask_type, **_fields):
+def forward(
+    q,
+    k,
+    v,
+    _bias,
+    seqlen,
+    kv_seqlen,
+    q_places,
+    kv_places,
+    *_,
+    sliding_window_length,
+    mask_type,
+    **_fields,
+):
     if mask_type.name == "PADDING":
         return rectangle_forward(q, k, v, seqlen, kv_seqlen)
     tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
@@ -90,11 +116,19 @@ def forward(q, k, v, _bias, seqlen, kv_seqlen, q_places, kv_places, *_, sliding_
 
     def slot(at_q, at_k, inside):
         at_q, at_k = jnp.minimum(at_q, last), jnp.minimum(at_k, last)
-        return attend(flat(q)[at_q], flat(k)[at_k], flat(v)[at_k], causal & inside[:, None] & inside[None])
+        return attend(
+            flat(q)[at_q], flat(k)[at_k], flat(v)[at_k], causal & inside[:, None] & inside[None]
+        )
 
     out, lse = jax.vmap(slot)(tokens_q, tokens_k, inside)
     to = jnp.where(inside, tokens_q, last + 1)
-    merged = jnp.full_like(flat(q), jnp.nan).at[to].set(out, mode="drop").reshape(q.shape).astype(q.dtype)
+    merged = (
+        jnp.full_like(flat(q), jnp.nan)
+        .at[to]
+        .set(out, mode="drop")
+        .reshape(q.shape)
+        .astype(q.dtype)
+    )
     return merged, jnp.where(inside[:, None], lse, jnp.nan)
 
 
@@ -131,9 +165,13 @@ def backward(
         k1, v1 = (jnp.repeat(flat(x)[at_k], repeats, axis=1) for x in (k, v))
         dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
         scale = q.shape[-1] ** -0.5
-        weights = jnp.where(sees[None], jnp.exp(dots("qhK,khK->hqk", q1, k1) * scale - statistic[..., None]), 0)
+        weights = jnp.where(
+            sees[None], jnp.exp(dots("qhK,khK->hqk", q1, k1) * scale - statistic[..., None]), 0
+        )
         delta = dots("qhK,qhK->hq", do1, o1)[..., None]
-        dscores = jnp.where(sees[None], weights * (dots("qhK,khK->hqk", do1, v1) - delta), 0) * scale
+        dscores = (
+            jnp.where(sees[None], weights * (dots("qhK,khK->hqk", do1, v1) - delta), 0) * scale
+        )
         do1, q1, k1 = (jnp.where(inside[:, None, None], x, 0) for x in (do1, q1, k1))
         dk, dv = dots("hqk,qhK->khK", dscores, q1), dots("hqk,qhK->khK", weights, do1)
         dk, dv = (x.reshape(len(x), k.shape[2], repeats, -1).sum(2) for x in (dk, dv))
@@ -143,13 +181,24 @@ def backward(
     merged = []
     for gradient, tokens, x in ((dq, tokens_q, q), (dk, tokens_k, k), (dv, tokens_k, v)):
         to = jnp.where(inside, tokens, last + 1)
-        merged.append(jnp.full_like(flat(x), jnp.nan).at[to].set(gradient, mode="drop").reshape(x.shape).astype(x.dtype))
+        merged.append(
+            jnp.full_like(flat(x), jnp.nan)
+            .at[to]
+            .set(gradient, mode="drop")
+            .reshape(x.shape)
+            .astype(x.dtype)
+        )
     return tuple(merged)
 
 
 def on_cpu() -> None:
     """From now on jax's cuDNN calls compute by this contract where they are compiled for the CPU."""
     library = cudnn_calls._library()
-    primitives = {library._dot_product_attention_fwd_p: forward, library._dot_product_attention_bwd_p: backward}
+    primitives = {
+        library._dot_product_attention_fwd_p: forward,
+        library._dot_product_attention_bwd_p: backward,
+    }
     for primitive, function in primitives.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu"
+        )

@@ -28,12 +28,17 @@ RING, GATHER = (
     Strategy(seq=4, ulysses_degree=1),
     Strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
 )
-HYBRID, HYBRID_GATHER = Strategy(seq=4, ulysses_degree=2), Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather")
+HYBRID, HYBRID_GATHER = (
+    Strategy(seq=4, ulysses_degree=2),
+    Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"),
+)
 
 
 def make_attend(devices, kernel="blockwise", window=None):
     """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
-    kind = devices if isinstance(devices, Strategy) else Strategy(seq=devices, ulysses_degree=devices)
+    kind = (
+        devices if isinstance(devices, Strategy) else Strategy(seq=devices, ulysses_degree=devices)
+    )
     attend = attention.make_attend(strategy=kind, kernel=kernel, window=window)
     return batches.on_shares(attend) if kind.seq > 1 else attend
 
@@ -58,8 +63,12 @@ def compiled(devices, kernel="blockwise", window=None):
 
 
 # K/V heads: more than seq, as many, fewer; not divided by it, neither dividing nor divided
-@pytest.mark.parametrize("window", [None, 15])  # 15: longer than some pieces and than a share, shorter than others
-@pytest.mark.parametrize(("seq", "H", "G"), [(2, 8, 4), (4, 8, 4), (8, 8, 4), (2, 6, 3), (6, 12, 4)])
+@pytest.mark.parametrize(
+    "window", [None, 15]
+)  # 15: longer than some pieces and than a share, shorter than others
+@pytest.mark.parametrize(
+    ("seq", "H", "G"), [(2, 8, 4), (4, 8, 4), (8, 8, 4), (2, 6, 3), (6, 12, 4)]
+)
 def test_many_devices_give_what_one_gives(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
     lengths = np.int32([[10, 14, 20, 0], [40, 0, 0, 0], [0, 0, 0, 0]])
@@ -71,7 +80,9 @@ def test_many_devices_give_what_one_gives(seq, H, G, window):
 
 def test_ulysses_is_two_all_to_alls_and_no_gather():
     q, k, v, _ = arrays(1)
-    text = jax.jit(make_attend(4)).lower(q, k, v, np.int32([[0]]), np.int32([[L]])).compile().as_text()
+    text = (
+        jax.jit(make_attend(4)).lower(q, k, v, np.int32([[0]]), np.int32([[L]])).compile().as_text()
+    )
     assert text.count(" all-to-all(") == 2
     for other in ("all-gather", "all-reduce", "reduce-scatter", "collective-permute"):
         assert f" {other}" not in text
@@ -81,13 +92,22 @@ def test_ulysses_is_two_all_to_alls_and_no_gather():
 def test_only_collectives_of_attention_count():
     share = PartitionSpec(None, axes.SEQ)
     whole = lambda x: jax.lax.all_gather(x, axes.SEQ, axis=1, tiled=True)
-    gathered = jax.shard_map(whole, mesh=batches.mesh(1, 1, 4), in_specs=share, out_specs=PartitionSpec(), check_vma=False)
+    gathered = jax.shard_map(
+        whole,
+        mesh=batches.mesh(1, 1, 4),
+        in_specs=share,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
     text = jax.jit(gathered).lower(arrays(1)[0]).compile().as_text()
     assert " all-gather" in text
     assert attention.find_collectives(text) == []
 
 
-PADDED = np.int32([[4, 20, 0], [0, 0, 0], [0, 0, 0]]), np.int32([[10, 20, 0], [0, 0, 0], [40, 0, 0]])
+PADDED = (
+    np.int32([[4, 20, 0], [0, 0, 0], [0, 0, 0]]),
+    np.int32([[10, 20, 0], [0, 0, 0], [40, 0, 0]]),
+)
 """Starts and lengths: padding before, between and after pieces; a row without any."""
 
 INSIDE = np.asarray(segments.segment_mask(*map(jnp.asarray, PADDED), L))
@@ -99,7 +119,9 @@ def nan_at_padding(q, k, v, starts, lengths):
 
 
 def _poisoned(starts, lengths, x):
-    return jnp.where(segments.segment_mask(starts, lengths, x.shape[1])[..., None, None], x, jnp.nan)
+    return jnp.where(
+        segments.segment_mask(starts, lengths, x.shape[1])[..., None, None], x, jnp.nan
+    )
 
 
 def _forward(*inputs):
@@ -108,7 +130,9 @@ def _forward(*inputs):
 
 def _backward(inputs, dout):
     starts, lengths = inputs[3:]
-    gradients = jax.vjp(lambda q, k, v: reference.attention(q, k, v, starts, lengths), *inputs[:3])[1](dout)
+    gradients = jax.vjp(lambda q, k, v: reference.attention(q, k, v, starts, lengths), *inputs[:3])[
+        1
+    ](dout)
     return (*(_poisoned(starts, lengths, gradient) for gradient in gradients), None, None)
 
 
@@ -136,7 +160,9 @@ EACH = pytest.mark.parametrize(
         *(pytest.param(kind, "blockwise", marks=pytest.mark.slow) for kind in (GATHER, HYBRID)),
     ],
     ids=lambda one: (
-        f"{one.ulysses_degree} x {one.outer_degree} {one.outer_strategy}" if isinstance(one, Strategy) else str(one)
+        f"{one.ulysses_degree} x {one.outer_degree} {one.outer_strategy}"
+        if isinstance(one, Strategy)
+        else str(one)
     ),
 )
 """A new kind is a row here."""
@@ -146,7 +172,10 @@ EACH = pytest.mark.parametrize(
 def test_nan_at_padding_changes_nothing(devices, kernel):
     inputs = arrays(3)
     poisoned = [np.where(INSIDE[..., None, None], x, np.float32(np.nan)) for x in inputs]
-    found, right = compiled(devices, kernel)(*poisoned, *PADDED), compiled(devices, kernel)(*inputs, *PADDED)
+    found, right = (
+        compiled(devices, kernel)(*poisoned, *PADDED),
+        compiled(devices, kernel)(*inputs, *PADDED),
+    )
     for name in right:
         assert batches.same_bits(found[name], right[name]), name
         assert (found[name][~INSIDE] == 0).all(), name

@@ -15,7 +15,14 @@ L = 100
 """Tokens of a row: no multiple of the blocks below but the one it is."""
 
 STARTS = [[0, 30, 64, 0], [0, 5, 0, 0], [0, 8, 16, 17], [0, 0, 0, 0], [0, 0, 0, 0], [12, 40, 60, 0]]
-LENGTHS = [[30, 34, 36, 0], [5, 90, 0, 0], [8, 8, 1, 33], [100, 0, 0, 0], [0, 0, 0, 0], [20, 20, 1, 0]]
+LENGTHS = [
+    [30, 34, 36, 0],
+    [5, 90, 0, 0],
+    [8, 8, 1, 33],
+    [100, 0, 0, 0],
+    [0, 0, 0, 0],
+    [20, 20, 1, 0],
+]
 """Full; padding at the end; pieces that end on blocks and one of one token; one piece; no piece; padding everywhere."""
 
 
@@ -54,7 +61,10 @@ SHAPES = [
 def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
-    attends = [attention.make_attend(seq=1, kernel=kernel, window=window) for kernel in ("blockwise", "reference")]
+    attends = [
+        attention.make_attend(seq=1, kernel=kernel, window=window)
+        for kernel in ("blockwise", "reference")
+    ]
     found, right = (run(attend, *inputs) for attend in attends)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
@@ -64,7 +74,9 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
-    right, *others = (run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows)
+    right, *others = (
+        run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows
+    )
     assert all(batches.same_bits(found, right) for found in others)
 
 
@@ -80,7 +92,9 @@ def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_sq
     for n, scale in zip(blocks, (1, 2, 4), strict=True):
         assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
         # a block's first token sees one token of the fifth block before
-        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK_TOKENS + 2) == 6 * n - (5 + 4 + 3 + 2 + 1)
+        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK_TOKENS + 2) == 6 * n - (
+            5 + 4 + 3 + 2 + 1
+        )
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
@@ -93,8 +107,12 @@ def test_the_output_at_padding_is_zero(monkeypatch):
     assert np.abs(out[inside]).max(-1).min() > 0
 
 
-@pytest.mark.parametrize("poisoned", ["other piece before", "other piece after", "the future", "before the window"])
-def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_read(poisoned, monkeypatch):
+@pytest.mark.parametrize(
+    "poisoned", ["other piece before", "other piece after", "the future", "before the window"]
+)
+def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_read(
+    poisoned, monkeypatch
+):
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
     monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
@@ -103,13 +121,18 @@ def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_re
         "other piece before": (slice(0, 24), slice(24, 64)),
         "other piece after": (slice(24, 64), slice(0, 24)),
         "the future": (slice(40, 64), slice(0, 40)),
-        "before the window": (slice(24, 40), slice(56, 64)),  # the 17 tokens that 56 sees begin with 40
+        "before the window": (
+            slice(24, 40),
+            slice(56, 64),
+        ),  # the 17 tokens that 56 sees begin with 40
     }[poisoned]
     # of the future, q stays: its queries do give gradients to the k and v before them
     for x in (q, k, v, dout) if poisoned.startswith("other") else (k, v):
         x[:, poison] = np.nan
     window = 17 if poisoned == "before the window" else None
-    found = run(functools.partial(blockwise.attention, window=window), q, k, v, dout, starts, lengths)
+    found = run(
+        functools.partial(blockwise.attention, window=window), q, k, v, dout, starts, lengths
+    )
     for name in found if poisoned.startswith("other") else ("out", "dq"):
         assert np.isfinite(found[name][:, clean]).all(), name
         assert np.isnan(found[name][:, poison]).any(), name
@@ -130,7 +153,10 @@ def compiled(length, heads=1, K=8):
 def test_memory_is_linear_in_length(record_property):
     """A head's score matrix of 65,536 tokens alone would take 16 GiB; doubling the length would take four times as much."""
     lengths = (LONG // 4, LONG // 2, LONG)
-    taken = {length: compiled(length, heads=4, K=32).memory_analysis().temp_size_in_bytes for length in lengths}
+    taken = {
+        length: compiled(length, heads=4, K=32).memory_analysis().temp_size_in_bytes
+        for length in lengths
+    }
     for length, size in taken.items():
         record_property(f"temporary MiB at {length} tokens", round(size / 2**20, 2))
     quarter, half, whole = taken.values()
@@ -167,7 +193,22 @@ def num_forward_passes(policy):
 
 
 def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == 1
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == 2
-    assert num_forward_passes(jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[1])) == 2
+    assert (
+        num_forward_passes(
+            jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES)
+        )
+        == 1
+    )
+    assert (
+        num_forward_passes(
+            jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])
+        )
+        == 2
+    )
+    assert (
+        num_forward_passes(
+            jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[1])
+        )
+        == 2
+    )
     assert num_forward_passes(jax.checkpoint_policies.nothing_saveable) == 2

@@ -30,9 +30,13 @@ def compiled(kind, H, G, remat):
 
     def layer(x, weights):
         q, k, v = ((x @ weight).reshape(*x.shape[:2], -1, K) for weight in weights[:3])
-        return jnp.tanh(x + attend(q, k, v, starts, lengths).reshape(*x.shape[:2], -1) @ weights[3].T), None
+        return jnp.tanh(
+            x + attend(q, k, v, starts, lengths).reshape(*x.shape[:2], -1) @ weights[3].T
+        ), None
 
-    body = layer if remat == "none" else jax.checkpoint(layer, policy=KEPT[remat], prevent_cse=False)
+    body = (
+        layer if remat == "none" else jax.checkpoint(layer, policy=KEPT[remat], prevent_cse=False)
+    )
     loss = lambda x, weights: (jax.lax.scan(body, x, weights)[0] ** 2).sum()
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     gradients = jax.shard_map(
@@ -43,13 +47,21 @@ def compiled(kind, H, G, remat):
         check_vma=False,
     )
     x = jax.ShapeDtypeStruct((B, L, D), jnp.float32)
-    weights = [jax.ShapeDtypeStruct((NUM_LAYERS, D, heads * K), jnp.float32) for heads in (H, G, G, H)]
+    weights = [
+        jax.ShapeDtypeStruct((NUM_LAYERS, D, heads * K), jnp.float32) for heads in (H, G, G, H)
+    ]
     return jax.jit(gradients).lower(x, weights).compile().as_text()
 
 
 def layer(kind, H, G, remat):
     return LayerWorkload(
-        num_rows=B, tokens_per_device=L // kind.seq, num_heads=H, num_kv_heads=G, head_dim=K, itemsize=4, remat=remat
+        num_rows=B,
+        tokens_per_device=L // kind.seq,
+        num_heads=H,
+        num_kv_heads=G,
+        head_dim=K,
+        itemsize=4,
+        remat=remat,
     )
 
 
@@ -73,13 +85,19 @@ TIERS = {
 
 @pytest.mark.parametrize(
     ("kind", "H", "G", "remat"),
-    [pytest.param(*one, remat, marks=TIERS.get((one[0].name, remat), pytest.mark.slow)) for one in KINDS for remat in KEPT],
-    ids=lambda one: getattr(one, "words", None),
+    [
+        pytest.param(*one, remat, marks=TIERS.get((one[0].name, remat), pytest.mark.slow))
+        for one in KINDS
+        for remat in KEPT
+    ],
+    ids=lambda one: getattr(one, "description", None),
 )
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
     sent = comms.parse_collectives(compiled(kind, H, G, remat))
     found = {one: comms.sum_bytes(sent, operation=one) / NUM_LAYERS for one in comms.COLLECTIVES}
-    assert {one: size for one, size in found.items() if size} == strategies.sent_bytes(kind, layer(kind, H, G, remat))
+    assert {one: size for one, size in found.items() if size} == strategies.sent_bytes(
+        kind, layer(kind, H, G, remat)
+    )
 
 
 def test_a_device_alone_sends_nothing():

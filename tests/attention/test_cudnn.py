@@ -108,7 +108,9 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
     attend = attention.make_attend(seq=4, kernel="cudnn", head_chunks=2, window=90)
-    found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(*inputs[:3], *inputs[4:])
+    found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(
+        *inputs[:3], *inputs[4:]
+    )
     right = run(functools.partial(reference.attention, window=90), *inputs)["out"]
     assert batches.difference(found, right) < tolerances.ULYSSES
 
@@ -117,17 +119,36 @@ KINDS = [
     pytest.param("many", Strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
     ("two", Strategy(seq=2, ulysses_degree=1), 4, 1, 1),
     ("one", Strategy(seq=2, ulysses_degree=1), 3, 3, 1),
-    pytest.param("many", Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"), 4, 2, 1, marks=pytest.mark.slow),
-    ("one", Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2), 4, 2, 2),
+    pytest.param(
+        "many",
+        Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"),
+        4,
+        2,
+        1,
+        marks=pytest.mark.slow,
+    ),
+    (
+        "one",
+        Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+        4,
+        2,
+        2,
+    ),
     pytest.param("many", Strategy(seq=4, ulysses_degree=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
 
-@pytest.mark.parametrize(("kind", "shared", "h", "g", "head_chunks"), KINDS, ids=lambda one: getattr(one, "words", None))
+@pytest.mark.parametrize(
+    ("kind", "shared", "h", "g", "head_chunks"),
+    KINDS,
+    ids=lambda one: getattr(one, "description", None),
+)
 def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
     """What cuDNN leaves undefined is NaN here, and none of it gets out."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
-    attend = batches.on_shares(attention.make_attend(strategy=shared, kernel="cudnn", head_chunks=head_chunks, window=None))
+    attend = batches.on_shares(
+        attention.make_attend(strategy=shared, kernel="cudnn", head_chunks=head_chunks, window=None)
+    )
     found, right = results(attend, *inputs), run("reference", *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
@@ -139,7 +160,9 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
 def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
     found, right = (
-        results(attention.make_two_chunk_attend("cudnn", head_chunks=2, outer_strategy=outer), *inputs),
+        results(
+            attention.make_two_chunk_attend("cudnn", head_chunks=2, outer_strategy=outer), *inputs
+        ),
         run("reference", *inputs),
     )
     for name in right:
@@ -170,7 +193,9 @@ def num_calls(head_chunks, policy):
 def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
     policies = jax.checkpoint_policies
     assert num_calls(1, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
-    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2), "in a loop over chunks"
+    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2), (
+        "in a loop over chunks"
+    )
     assert num_calls(1, policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == (4, 2)
     assert num_calls(1, policies.nothing_saveable) == (4, 2)
 
@@ -180,7 +205,9 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
         tables = cudnn.make_tables(starts, lengths, row_tokens=L)
-        forward = functools.partial(cudnn._attention_fwd, static=cudnn._StaticArgs(1, packed.CAPACITY_FACTOR, None))
+        forward = functools.partial(
+            cudnn._attention_fwd, static=cudnn._StaticArgs(1, packed.CAPACITY_FACTOR, None)
+        )
         _, saved = jax.eval_shape(forward, q, k, v, starts, lengths, tables)
         assert saved[-1].shape == (1, 4, L), kind
         assert saved[-1].dtype == jnp.float32
@@ -195,7 +222,10 @@ def test_calls_have_room_for_four_times_the_rows_whatever_the_number_of_pieces()
     ]
     for num_rows, max_pieces in ((1, 5), (2, 64), (3, 1000)):
         calls = packed.plan_calls(num_rows=num_rows, row_tokens=2**20, max_segments=max_pieces)
-        assert max(call.num_slots * call.slot_tokens for call in calls) <= packed.CAPACITY_FACTOR * num_rows * 2**20
+        assert (
+            max(call.num_slots * call.slot_tokens for call in calls)
+            <= packed.CAPACITY_FACTOR * num_rows * 2**20
+        )
         assert calls[-1].num_slots >= num_rows * max_pieces
     few = packed.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
     assert few == (PackedCall(longer_than=0, slot_tokens=2**20, num_slots=4, num_tokens=2**21),)
@@ -208,12 +238,21 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
     rng = np.random.default_rng(max_pieces)
     starts, lengths = np.zeros((2, 2, max_pieces), np.int32)
     for row in range(2):
-        cuts = np.unique(rng.integers(0, row_tokens, max_pieces) ** (1 + row) // row_tokens**row)  # row 1: short ones first
+        cuts = np.unique(
+            rng.integers(0, row_tokens, max_pieces) ** (1 + row) // row_tokens**row
+        )  # row 1: short ones first
         ends = np.append(cuts[1:], row_tokens)
-        starts[row, : len(cuts)], lengths[row, : len(cuts)] = cuts, np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1)
+        starts[row, : len(cuts)], lengths[row, : len(cuts)] = (
+            cuts,
+            np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1),
+        )
     in_slots = []
-    calls = packed.plan_calls(num_rows=2, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=room)
-    tables = packed.make_tables(calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens)
+    calls = packed.plan_calls(
+        num_rows=2, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=room
+    )
+    tables = packed.make_tables(
+        calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens
+    )
     for number, call in enumerate(calls):
         taken = tables.get_slots(number)
         used = [(int(a), int(n)) for a, n in zip(taken.starts_S, taken.lengths_S, strict=True) if n]
@@ -221,40 +260,70 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
         assert all(call.longer_than < n <= call.slot_tokens for _, n in used)
         in_slots += used
     assert sorted(in_slots) == [
-        (row * row_tokens + int(a), int(n)) for row in range(2) for a, n in zip(starts[row], lengths[row], strict=True) if n
+        (row * row_tokens + int(a), int(n))
+        for row in range(2)
+        for a, n in zip(starts[row], lengths[row], strict=True)
+        if n
     ]
 
 
 def test_a_statistic_comes_back_from_its_compressed_form():
     call = PackedCall(longer_than=0, slot_tokens=8, num_slots=4, num_tokens=16)
-    taken = packed.make_tables((call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8).get_slots(0)
+    taken = packed.make_tables(
+        (call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8
+    ).get_slots(0)
     assert taken.starts_S.tolist() == [0, 3, 9, 0]
     assert taken.lengths_S.tolist() == [3, 5, 6, 0]
     assert taken.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
     statistic = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
     held = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
-    found = packed.expand_lse(packed.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8)
-    assert (np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.MASKED_LSE))).all()
+    found = packed.expand_lse(
+        packed.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8
+    )
+    assert (
+        np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.MASKED_LSE))
+    ).all()
 
 
 def test_places_are_counted_in_what_a_token_takes_of_each_array():
     """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16; unused places are at the end of the memory."""
     taken = CallSlots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
-    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [0, 192, 576, 1024, 1024, 1024]
-    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [0, 96, 288, 512, 512, 512]
+    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [
+        0,
+        192,
+        576,
+        1024,
+        1024,
+        1024,
+    ]
+    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [
+        0,
+        96,
+        288,
+        512,
+        512,
+        512,
+    ]
 
 
 def changed_library(**changes):
     return types.SimpleNamespace(**{**vars(cudnn_calls._library()), **changes})
 
 
-@pytest.mark.parametrize("change", ["no module", "no primitive", "no function", "another parameter", "another order"])
-def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_named(change, monkeypatch):
+@pytest.mark.parametrize(
+    "change", ["no module", "no primitive", "no function", "another parameter", "another order"]
+)
+def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_named(
+    change, monkeypatch
+):
     fwd = "_dot_product_attention_fwd_cuda_lowering"
     original = inspect.signature(getattr(cudnn_calls._library(), fwd))
     known = list(original.parameters.values())
     more = inspect.Parameter("sinks", inspect.Parameter.KEYWORD_ONLY)
-    other = {"another parameter": [*known, more], "another order": [known[0], known[2], known[1], *known[3:]]}
+    other = {
+        "another parameter": [*known, more],
+        "another order": [known[0], known[2], known[1], *known[3:]],
+    }
     function = types.FunctionType((lambda: None).__code__, {})
     if change in other:
         function.__signature__ = original.replace(parameters=other[change])

@@ -30,7 +30,9 @@ def program(device, *, slots, K, window):
     places = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=here)
 
     def gradients(q, k, v, dout, starts, lengths):
-        out, pull = jax.vjp(lambda q, k, v: cudnn.attention(q, k, v, starts, lengths, window=window), q, k, v)
+        out, pull = jax.vjp(
+            lambda q, k, v: cudnn.attention(q, k, v, starts, lengths, window=window), q, k, v
+        )
         return out, pull(dout)
 
     return jax.jit(gradients).lower(q, k, k, q, places, places).compile().as_text()
@@ -38,7 +40,11 @@ def program(device, *, slots, K, window):
 
 def windows(text, way):
     """What each call is told: the window, 0 for none."""
-    lines = [line for line in text.splitlines() if f'custom_call_target="__cudnn$fmhaSoftmax{way}"' in line]
+    lines = [
+        line
+        for line in text.splitlines()
+        if f'custom_call_target="__cudnn$fmhaSoftmax{way}"' in line
+    ]
     return sorted(int(re.search(r'"sliding_window_length": ?"?(\d+)', line)[1]) for line in lines)
 
 
@@ -53,7 +59,14 @@ def windows(text, way):
 )
 def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     work = KernelWorkload(
-        num_heads=H, num_kv_heads=G, head_dim=K, row_tokens=L, num_rows=1, max_segments=slots, window=window, dtype="bfloat16"
+        num_heads=H,
+        num_kv_heads=G,
+        head_dim=K,
+        row_tokens=L,
+        num_rows=1,
+        max_segments=slots,
+        window=window,
+        dtype="bfloat16",
     )
     assert cudnn_limits.unsupported_reasons(work, devices=[h100]) == []
     text = program(h100, slots=slots, K=K, window=window)
@@ -61,8 +74,13 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     assert cudnn_calls.read_workspace_bytes(text) is None, "no size is known without a GPU"
     calls = packed.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
     shapes = [(call.num_slots, H, call.slot_tokens) for call in calls] or [(1, H, L)]
-    results = [line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line]
-    held = [{shape for shape in shapes if f"f32[{shape[0]},{shape[1]},{shape[2]}]" in result} for result in results]
+    results = [
+        line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line
+    ]
+    held = [
+        {shape for shape in shapes if f"f32[{shape[0]},{shape[1]},{shape[2]}]" in result}
+        for result in results
+    ]
     # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)

@@ -40,10 +40,17 @@ def test_a_chunk_sees_of_itself_what_its_pieces_say(num_chunks):
     size, right = L // num_chunks, sees(starts, lengths)
     for chunk in range(num_chunks):
         own = segments.clip_to_chunk(
-            jnp.asarray(starts), jnp.asarray(lengths), first_token=jnp.int32(chunk * size), num_tokens=size
+            jnp.asarray(starts),
+            jnp.asarray(lengths),
+            first_token=jnp.int32(chunk * size),
+            num_tokens=size,
         )
         piece = np.asarray(segments.segment_ids(*own, size))
-        found = (piece[:, :, None] == piece[:, None, :]) & (piece >= 0)[:, :, None] & np.tri(size, dtype=bool)
+        found = (
+            (piece[:, :, None] == piece[:, None, :])
+            & (piece >= 0)[:, :, None]
+            & np.tri(size, dtype=bool)
+        )
         part = slice(chunk * size, (chunk + 1) * size)
         assert np.array_equal(found, right[:, part, part])
 
@@ -53,7 +60,9 @@ def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
     starts, lengths = rows()
     size, right, some = L // num_chunks, sees(starts, lengths), 0
     for queries in range(num_chunks):
-        for keys, num_keys in [(chunk * size, size) for chunk in range(queries)] + [(0, queries * size)] * (queries > 0):
+        for keys, num_keys in [(chunk * size, size) for chunk in range(queries)] + [
+            (0, queries * size)
+        ] * (queries > 0):
             where = segments.find_off_diagonal_block(
                 jnp.asarray(starts),
                 jnp.asarray(lengths),
@@ -62,8 +71,13 @@ def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
                 first_key=jnp.int32(keys),
                 num_keys=num_keys,
             )
-            found = np.asarray(where.query_mask(size))[:, :, None] & np.asarray(where.key_mask(num_keys))[:, None, :]
-            assert np.array_equal(found, right[:, queries * size : (queries + 1) * size, keys : keys + num_keys])
+            found = (
+                np.asarray(where.query_mask(size))[:, :, None]
+                & np.asarray(where.key_mask(num_keys))[:, None, :]
+            )
+            assert np.array_equal(
+                found, right[:, queries * size : (queries + 1) * size, keys : keys + num_keys]
+            )
             assert bool(where.is_any()) == found.any()
             some += found.any()
     assert some
@@ -71,13 +85,23 @@ def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
 
 def test_a_rectangle_ends_with_the_chunk_of_queries():
     where = segments.find_off_diagonal_block(
-        jnp.int32([[3]]), jnp.int32([[20]]), first_query=jnp.int32(8), num_queries=8, first_key=jnp.int32(0), num_keys=8
+        jnp.int32([[3]]),
+        jnp.int32([[20]]),
+        first_query=jnp.int32(8),
+        num_queries=8,
+        first_key=jnp.int32(0),
+        num_keys=8,
     )
     assert [x.tolist() for x in where] == [[8], [3], [5]]
 
 
 def test_the_drawn_rectangle():
     where = segments.find_off_diagonal_block(
-        jnp.int32([[3]]), jnp.int32([[9]]), first_query=jnp.int32(8), num_queries=8, first_key=jnp.int32(0), num_keys=8
+        jnp.int32([[3]]),
+        jnp.int32([[9]]),
+        first_query=jnp.int32(8),
+        num_queries=8,
+        first_key=jnp.int32(0),
+        num_keys=8,
     )
     assert [x.tolist() for x in where] == [[4], [3], [5]]

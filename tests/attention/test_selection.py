@@ -21,11 +21,17 @@ def cudnn_9_28_0(monkeypatch):
 
 def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
     """A GPU that is not here, unless a test puts it among jax.local_devices()."""
-    return types.SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability, memory_stats=lambda: None)
+    return types.SimpleNamespace(
+        platform="gpu", device_kind=kind, compute_capability=capability, memory_stats=lambda: None
+    )
 
 
 H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-SXM2-16GB", "7.0")
-B200, B300, MI300 = gpu("NVIDIA B200", "10.0"), gpu("NVIDIA B300", "10.3"), gpu("AMD Instinct MI300X", "gfx942")
+B200, B300, MI300 = (
+    gpu("NVIDIA B200", "10.0"),
+    gpu("NVIDIA B300", "10.3"),
+    gpu("AMD Instinct MI300X", "gfx942"),
+)
 RTX6000 = gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0")
 
 
@@ -61,7 +67,9 @@ def choose(
         }
     )
     sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
-    return attention.choose(config, devices=[device], window=window, device_bytes=device_bytes, **sizes)
+    return attention.choose(
+        config, devices=[device], window=window, device_bytes=device_bytes, **sizes
+    )
 
 
 def refused(*arguments, **fields):
@@ -177,7 +185,11 @@ def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
 
 
 def test_an_unknown_jax_is_an_obstacle(monkeypatch):
-    monkeypatch.setattr(cudnn_calls, "describe_unsupported_jax", lambda: "is called through parts of JAX that changed")
+    monkeypatch.setattr(
+        cudnn_calls,
+        "describe_unsupported_jax",
+        lambda: "is called through parts of JAX that changed",
+    )
     assert_names(
         refused(kernel="cudnn")[0],
         "is called through parts of JAX that changed",
@@ -192,7 +204,7 @@ def test_other_kernels_run_anywhere(kernel):
 
 
 def test_heads_that_cannot_be_shared_are_refused():
-    assert_names(refused(seq=6, kind="ulysses")[0], "32", start="mesh.seq = 6: ")
+    assert_names(refused(seq=6, strategy="ulysses")[0], "32", start="mesh.seq = 6: ")
 
 
 # 32 query and 8 K/V heads; as few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads * 128 of a chunk below 2**31
@@ -200,7 +212,10 @@ def test_heads_that_cannot_be_shared_are_refused():
     ("fields", "head_chunks"),
     [
         ({"seq": 8}, 1),
-        ({"row_tokens": 2**18 - 128}, 32),  # no call has shorter slots where 512 does not divide the rows
+        (
+            {"row_tokens": 2**18 - 128},
+            32,
+        ),  # no call has shorter slots where 512 does not divide the rows
         ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
         ({"row_tokens": 2**18, "pieces": 2}, 4),  # 8 heads, 2 slots: 4 GiB
         ({"row_tokens": 2**18}, 4),
@@ -230,7 +245,9 @@ def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chu
     ({"heads": (28, 4, 128), "seq": 4}, "1 or 7"),
     ({"heads": (12, 6, 128)}, "1, 2, 3, 6 or 12"),
 ])  # fmt: skip
-def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_they_do(fields, legal):
+def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_they_do(
+    fields, legal
+):
     assert_names(
         refused(**fields, head_chunks=5)[0],
         f"Use {legal}",
@@ -263,7 +280,9 @@ def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
 def test_the_statistics_of_the_largest_call_are_counted():
     assert choose(kernel="blockwise").lse_bytes == 0
     a_head = 4 * 131072  # float32
-    assert choose(seq=8).lse_bytes == 4 * a_head * 4  # as of 4 whole rows of 4 heads, whatever the number of pieces
+    assert (
+        choose(seq=8).lse_bytes == 4 * a_head * 4
+    )  # as of 4 whole rows of 4 heads, whatever the number of pieces
     assert choose(seq=8, pieces=1000).lse_bytes == 4 * a_head * 4
     assert choose(seq=8, head_chunks=2).lse_bytes == 4 * a_head * 2
     assert choose(seq=8, pieces=2).lse_bytes == 2 * a_head * 4
@@ -311,7 +330,9 @@ def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
     length = GIB // (4 * 128 + 4 + 4) // 128 * 128
     parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_segments_per_row=1"]
     assert_names(problem, *parts, start="data.row_tokens = 4194304: ")
-    assert choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
+    assert (
+        choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
+    )
 
 
 def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
@@ -336,7 +357,10 @@ def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_
     assert choose(**PACKED_32K, head_chunks=4).workspace_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
     assert choose(**PACKED_32K | {"device_bytes": None}) == choice
     one_document = choose(**PACKED_32K, pieces=1)
-    assert (one_document.head_chunks, one_document.workspace_bytes) == (16, 2 * (A_HEAD // 2 + 32768 * shared))
+    assert (one_document.head_chunks, one_document.workspace_bytes) == (
+        16,
+        2 * (A_HEAD // 2 + 32768 * shared),
+    )
 
 
 def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
@@ -348,17 +372,24 @@ def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "keys", "heads"),
+    ("strategy", "rows", "keys", "heads"),
     [
         ("ring", 2, 8192, 32),  # both chunks at once, each over a chunk of keys
-        ("all_gather", 1, 131072, 4),  # one chunk after another over the whole row; the query heads of one K/V head
+        (
+            "all_gather",
+            1,
+            131072,
+            4,
+        ),  # one chunk after another over the whole row; the query heads of one K/V head
     ],
 )
-def test_the_scores_of_chunks_are_those_of_the_keys_before_them(kind, rows, keys, heads):
-    choice = choose(seq=8, kind=kind, pieces=1, deterministic=True, head_chunks=1)
+def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, keys, heads):
+    choice = choose(seq=8, strategy=strategy, pieces=1, deterministic=True, head_chunks=1)
     chunk = 131072 // 16
     scores = 2 * rows * chunk * keys * heads  # bfloat16
-    sums = 4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads  # float32 of each query; dk and dv
+    sums = (
+        4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads
+    )  # float32 of each query; dk and dv
     assert choice.workspace_bytes == scores + sums
 
 
@@ -384,7 +415,14 @@ def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works(
 
 
 def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that_fit():
-    fields = {"seq": 8, "kind": "ring", "pieces": 1, "deterministic": True, "device_bytes": 2 * GIB, "kernel": "cudnn"}
+    fields = {
+        "seq": 8,
+        "strategy": "ring",
+        "pieces": 1,
+        "deterministic": True,
+        "device_bytes": 2 * GIB,
+        "kernel": "cudnn",
+    }
     problem = refused(**fields, row_tokens=2**20)[0]
     parts = ["run.deterministic", "1,048,576", "32", "2.0", f"data.row_tokens={2**18}"]
     assert_names(problem, *parts, start="attention.kernel = cudnn: ")
@@ -422,7 +460,9 @@ def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
 
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
     """2 slots of 2,097,152 tokens, 4 heads, float32."""
-    said = attention.describe(choose(seq=8, row_tokens=2**21, head_chunks=1), num_heads=32, num_kv_heads=8)
+    said = attention.describe(
+        choose(seq=8, row_tokens=2**21, head_chunks=1), num_heads=32, num_kv_heads=8
+    )
     assert_names(said, "64 MiB")
 
 
@@ -474,11 +514,13 @@ def test_rows_are_cut_into_chunks_that_cudnn_takes():
 
 def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
     """The named rows are some that fit."""
-    fields = {"seq": 8, "kind": "ring", "pieces": 1}
+    fields = {"seq": 8, "strategy": "ring", "pieces": 1}
     problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
     assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
-    assert choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel == "cudnn"
+    assert (
+        choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel == "cudnn"
+    )
     problem = refused(**fields | {"pieces": 2}, row_tokens=2**28, kernel="cudnn")[0]
     assert_names(problem, "268,435,456", "16", "2")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])

@@ -41,7 +41,13 @@ def small_blocks():
 
 
 def layer(H, G, **changes):
-    fields = {"rows": 1, "share_tokens": 1024, "head_dim": 128, "itemsize": 2, "remat": "save_attention"}
+    fields = {
+        "num_rows": 1,
+        "tokens_per_device": 1024,
+        "head_dim": 128,
+        "itemsize": 2,
+        "remat": "save_attention",
+    }
     return LayerWorkload(num_heads=H, num_kv_heads=G, **fields | changes)
 
 
@@ -57,17 +63,24 @@ def cases():
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
         of = [Strategy(seq=seq, ulysses_degree=1), chosen(seq, H, G)]
         of += [
-            Strategy(seq=seq, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=lot)
+            Strategy(
+                seq=seq, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=lot
+            )
             for lot in {1, 2, G}
             if G % lot == 0
         ]
         of += [Strategy(seq=seq, ulysses_degree=seq)] * (H % seq == 0)
         for inner, degree in hybrids:
             if inner * degree == seq and H % inner == 0:
-                of += [Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer) for outer in ("ring", "all_gather")]
+                of += [
+                    Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer)
+                    for outer in ("ring", "all_gather")
+                ]
         for kind in of:
             lots = f" by {kind.kv_heads_per_gather}" * (kind.outer_strategy == "all_gather")
-            found[f"{H} and {G} heads: {kind.ulysses_degree} x {kind.outer_degree} {kind.outer_strategy}{lots}"] = (kind, H, G)
+            found[
+                f"{H} and {G} heads: {kind.ulysses_degree} x {kind.outer_degree} {kind.outer_strategy}{lots}"
+            ] = (kind, H, G)
     return found
 
 
@@ -76,9 +89,9 @@ CASES = cases()
 QUICK = {
     "7 and 1 heads: 1 x 3 ring",
     "28 and 4 heads: 4 x 2 ring",
-    "6 and 2 heads: 3 x 2 gather by 1",
-    "8 and 4 heads: 1 x 6 gather by 2",
-    "5 and 1 heads: 1 x 8 gather by 1",
+    "6 and 2 heads: 3 x 2 all_gather by 1",
+    "8 and 4 heads: 1 x 6 all_gather by 2",
+    "5 and 1 heads: 1 x 8 all_gather by 1",
 }
 """Those in the default tier."""
 
@@ -89,7 +102,11 @@ def inputs(H, G):
     for row, places in enumerate(ROWS):
         for slot, (start, length) in enumerate(places):
             starts[row, slot], lengths[row, slot] = start, length
-    return [*(rng.standard_normal((len(ROWS), L, heads, K), np.float32) for heads in (H, G, G, H)), starts, lengths]
+    return [
+        *(rng.standard_normal((len(ROWS), L, heads, K), np.float32) for heads in (H, G, G, H)),
+        starts,
+        lengths,
+    ]
 
 
 def results(attend, given):
@@ -108,10 +125,15 @@ def right(H, G):
     return results(attention.make_attend(kernel="reference", window=None), inputs(H, G))
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+)
 def test_every_kind_gives_what_one_device_gives(name, record_property):
     kind, H, G = CASES[name]
-    found = results(batches.on_shares(attention.make_attend(strategy=kind, kernel="blockwise", window=None)), inputs(H, G))
+    found = results(
+        batches.on_shares(attention.make_attend(strategy=kind, kernel="blockwise", window=None)),
+        inputs(H, G),
+    )
     differences = {one: batches.difference(found[one], right(H, G)[one]) for one in found}
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.KINDS, differences
@@ -138,37 +160,60 @@ def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner)
     kind = chosen(seq, H, G)
     if inner is not None:
         assert kind.ulysses_degree == inner
-    others = strategies.list_strategies(seq=seq, num_heads=H, num_kv_heads=G, outer_strategy="ring", kv_heads_per_gather=None)
+    others = strategies.list_strategies(
+        seq=seq, num_heads=H, num_kv_heads=G, outer_strategy="ring", kv_heads_per_gather=None
+    )
     least = min(sum(strategies.sent_bytes(one, layer(H, G)).values()) for one in others)
     assert kind.outer_degree == 1 or sum(strategies.sent_bytes(kind, layer(H, G)).values()) == least
     assert (kind.outer_degree == 1) == (H % seq == 0)
 
 
 def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
-    kind = chosen(12, 6, 3, kind="hybrid", outer="all_gather")
+    kind = chosen(12, 6, 3, strategy="hybrid", outer_strategy="all_gather")
     also = Strategy(seq=12, ulysses_degree=3, outer_strategy="all_gather")
-    assert sum(strategies.sent_bytes(also, layer(6, 3)).values()) == sum(strategies.sent_bytes(kind, layer(6, 3)).values())
+    assert sum(strategies.sent_bytes(also, layer(6, 3)).values()) == sum(
+        strategies.sent_bytes(kind, layer(6, 3)).values()
+    )
     assert kind.ulysses_degree == 6
 
 
 def test_neighbours_are_chosen_so_that_heads_can_be_gathered_as_asked():
-    assert chosen(8, 28, 4, kind="hybrid", outer="all_gather").ulysses_degree == 4
-    assert chosen(8, 28, 4, kind="hybrid", outer="all_gather", kv_heads_per_gather=2).ulysses_degree == 2
-    assert chosen(8, 28, 4, outer="all_gather", kv_heads_per_gather=4).ulysses_degree == 1
+    assert chosen(8, 28, 4, strategy="hybrid", outer_strategy="all_gather").ulysses_degree == 4
+    assert (
+        chosen(
+            8, 28, 4, strategy="hybrid", outer_strategy="all_gather", kv_heads_per_gather=2
+        ).ulysses_degree
+        == 2
+    )
+    assert chosen(8, 28, 4, outer_strategy="all_gather", kv_heads_per_gather=4).ulysses_degree == 1
 
 
 def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
-    assert chosen(8, 28, 4, outer="all_gather").outer_strategy == "all_gather"
-    kind = chosen(8, 28, 4, kind="hybrid", outer="all_gather", ulysses_degree=2, kv_heads_per_gather=2)
-    assert (kind.ulysses_degree, kind.outer_degree, kind.outer_strategy, kind.kv_heads_per_gather, kind.name) == (
+    assert chosen(8, 28, 4, outer_strategy="all_gather").outer_strategy == "all_gather"
+    kind = chosen(
+        8,
+        28,
+        4,
+        strategy="hybrid",
+        outer_strategy="all_gather",
+        ulysses_degree=2,
+        kv_heads_per_gather=2,
+    )
+    assert (
+        kind.ulysses_degree,
+        kind.outer_degree,
+        kind.outer_strategy,
+        kind.kv_heads_per_gather,
+        kind.name,
+    ) == (
         2,
         4,
         "all_gather",
         2,
         "hybrid",
     )
-    assert chosen(8, 28, 4, kind="hybrid", ulysses_degree=2).ulysses_degree == 2
-    assert chosen(1, 7, 7, kind="ring").outer_degree == 1
+    assert chosen(8, 28, 4, strategy="hybrid", ulysses_degree=2).ulysses_degree == 2
+    assert chosen(1, 7, 7, strategy="ring").outer_degree == 1
 
 
 PER_GATHER = "attention.kv_heads_per_gather"
@@ -219,15 +264,19 @@ def test_ulysses_serves_windows():
 def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
     with pytest.raises(
         UserError,
-        match=r"attention\.kernel = .*blockwise or cudnn.*attention\.kind=ulysses",
+        match=r"attention\.kernel = .*blockwise or cudnn.*attention\.strategy=ulysses",
     ):
-        attention.make_attend(strategy=Strategy(seq=4, ulysses_degree=1), kernel=kernel, window=None)
+        attention.make_attend(
+            strategy=Strategy(seq=4, ulysses_degree=1), kernel=kernel, window=None
+        )
 
 
 def test_nothing_is_computed_for_all_turns_before_the_first_layer():
     """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
     attend = batches.on_shares(
-        attention.make_attend(strategy=Strategy(seq=8, ulysses_degree=1), kernel="blockwise", window=None)
+        attention.make_attend(
+            strategy=Strategy(seq=8, ulysses_degree=1), kernel="blockwise", window=None
+        )
     )
     starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
 
@@ -244,20 +293,32 @@ def merge_errors(kernel, degree=8, tokens=512):
     """Differences in bfloat16 from the reference in float32: of a ring, and of one device's kernel."""
     rng = np.random.default_rng(0)
     H, G = 4, 2
-    given = [jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16) for heads in (H, G, G, H)]
+    given = [
+        jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16)
+        for heads in (H, G, G, H)
+    ]
     starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.on_shares(attention.make_attend(strategy=Strategy(seq=degree, ulysses_degree=1), kernel=kernel, window=None))
+    ring = batches.on_shares(
+        attention.make_attend(
+            strategy=Strategy(seq=degree, ulysses_degree=1), kernel=kernel, window=None
+        )
+    )
     alone = attention.make_attend(kernel=kernel, window=None)
     exact = attention.make_attend(kernel="reference", window=None)
     right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
     return [
-        {name: batches.difference(np.asarray(x, np.float32), right[name]) for name, x in found.items()}
+        {
+            name: batches.difference(np.asarray(x, np.float32), right[name])
+            for name, x in found.items()
+        }
         for found in (results(attend, [*given, starts, lengths]) for attend in (ring, alone))
     ]
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("kernel", "more"), [("blockwise", 1), pytest.param("cudnn", 2**0.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kernel", "more"), [("blockwise", 1), pytest.param("cudnn", 2**0.5, marks=pytest.mark.slow)]
+)
 def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(kernel, more, record_property):
     """cuDNN gives each part in bfloat16, which is rounding once more: its contract rounds nothing else."""
     if kernel == "cudnn":
@@ -282,7 +343,9 @@ def busy(rows, *, row_tokens, degree, zigzag):
 def test_in_zigzag_causal_work_is_even(record_property):
     """At 8 devices, for one document, and for rows packed of documents of 50 to 65,536 tokens, as many of each magnitude."""
     size = {"row_tokens": 65536, "degree": 8}
-    lengths = np.exp(np.random.default_rng(0).uniform(np.log(50), np.log(65536), 1000)).astype(np.int64)
+    lengths = np.exp(np.random.default_rng(0).uniform(np.log(50), np.log(65536), 1000)).astype(
+        np.int64
+    )
     plan = packing.plan_rows(lengths, row_tokens=65536, max_segments=64, seed=0)
     mix = [plan.row(number).length for number in range(len(plan))]
     found = {
@@ -291,4 +354,6 @@ def test_in_zigzag_causal_work_is_even(record_property):
     }
     record_property("in zigzag, contiguous", found)
     assert found["one"] == pytest.approx([1, 15 / 8], rel=1e-4)
-    assert found["mix"][0] < 0.8 * found["mix"][1]  # 1.58 and 2.01: a document in one or two chunks cannot be shared by all
+    assert (
+        found["mix"][0] < 0.8 * found["mix"][1]
+    )  # 1.58 and 2.01: a document in one or two chunks cannot be shared by all

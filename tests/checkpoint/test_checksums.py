@@ -59,7 +59,11 @@ def test_a_digest_is_the_sum_over_elements(shape, dtype):
 
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_digest_is_the_same_on_every_mesh(sizes):
-    arrays = {"a": (example((2, 9, 16)), 1), "b": (example((2, 9, 16)), 2), "c": (example((13,)), 0)}
+    arrays = {
+        "a": (example((2, 9, 16)), 1),
+        "b": (example((2, 9, 16)), 2),
+        "c": (example((13,)), 0),
+    }
     found = checksums.compute_on_devices(
         {name: stored(array, sizes, dim) for name, (array, dim) in arrays.items()},
         {name: array.shape for name, (array, _) in arrays.items()},
@@ -67,10 +71,14 @@ def test_a_digest_is_the_same_on_every_mesh(sizes):
     assert found == {name: checksums.compute_on_host(array) for name, (array, _) in arrays.items()}
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11, 1), reason="jax 0.11.1: arrays in host memory in a program")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 1), reason="jax 0.11.1: arrays in host memory in a program"
+)
 def test_a_digest_is_the_same_in_host_memory():
     array = example((3, 9, 16))
-    found = checksums.compute_on_devices({"a": stored(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape})
+    found = checksums.compute_on_devices(
+        {"a": stored(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape}
+    )
     assert found == {"a": checksums.compute_on_host(array)}
 
 
@@ -97,7 +105,16 @@ def test_elements_that_changed_places_change_the_digest():
     array = example((4, 6))
     assert (
         len(
-            {checksums.compute_on_host(x) for x in (array, array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))}
+            {
+                checksums.compute_on_host(x)
+                for x in (
+                    array,
+                    array[::-1],
+                    array[:, ::-1],
+                    array.reshape(6, 4),
+                    array.reshape(24),
+                )
+            }
         )
         == 5
     )
@@ -106,7 +123,10 @@ def test_elements_that_changed_places_change_the_digest():
 def test_an_optimizer_s_averages_have_the_shape_of_their_weight():
     rows = decoder.param_table(batches.model())
     like = jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct((*row.stacked_shape[:-1], row.stacked_shape[-1] + 3), jnp.float32), rows
+        lambda row: jax.ShapeDtypeStruct(
+            (*row.stacked_shape[:-1], row.stacked_shape[-1] + 3), jnp.float32
+        ),
+        rows,
     )
     opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, like)
     found = checksums.name_leaves(checksums.unpadded_shapes(rows, like, opt))

@@ -45,7 +45,9 @@ def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
     (problem,) = found.value.problems
     says = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
     assert re.match(says, problem)
-    assert check(settings(tmp_path), leftover_bytes=2 * MIB) is not None, "there is space for one, not for three"
+    assert check(settings(tmp_path), leftover_bytes=2 * MIB) is not None, (
+        "there is space for one, not for three"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,9 @@ def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
         (["run.save_every=null"], 0, {}, 1),
     ],
 )
-def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(tmp_path, free, words, there, others, num_more):
+def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(
+    tmp_path, free, words, there, others, num_more
+):
     for number in range(there):
         (tmp_path / "run/checkpoints" / str(number)).mkdir(parents=True)
     chosen = settings(tmp_path, *words)
@@ -99,4 +103,7 @@ def test_reason_is_the_operating_system_s(tmp_path):
         "[os_error_code='28']"
     )
     assert writer._describe_failure(ValueError(text)) == os.strerror(28)
-    assert writer._describe_failure(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
+    assert (
+        writer._describe_failure(OSError(28, "No space left on device"))
+        == "[Errno 28] No space left on device"
+    )

@@ -20,7 +20,13 @@ HELD_OUT, CHAT = ({"name": name, "digest": f"digest of {name}"} for name in ("he
 
 
 def make_meta(step, loss=None, loss_set=None, **fields):
-    about = {"config": {}, "model": {}, "data": {}, "rows": {"64": step}, "num_tokens_total": 64 * step}
+    about = {
+        "config": {},
+        "model": {},
+        "data": {},
+        "rows_consumed": {"64": step},
+        "num_tokens_total": 64 * step,
+    }
     return CheckpointMeta(step=step, eval_loss=loss, eval_set=loss_set, **about, **fields)
 
 
@@ -47,19 +53,27 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):
-    before = make_meta(3, owes_evaluation=True, leaves={"master/a": {"digest": "00", "dtype": "float32", "shape": [2]}})
+    before = make_meta(
+        3,
+        has_pending_evaluation=True,
+        arrays={"master/a": {"digest": "00", "dtype": "float32", "shape": [2]}},
+    )
     store = make_store(tmp_path, before, loss_set=HELD_OUT)
-    store.record_eval(3, 1.25, early_stopping={"num_since": 2})
+    store.record_eval(3, 1.25, early_stopping={"num_since_best": 2})
     after = reader.read_meta(tmp_path / "3")
-    assert after == make_meta(3, 1.25, HELD_OUT, leaves=before.arrays, early_stopping={"num_since": 2})
+    assert after == make_meta(
+        3, 1.25, HELD_OUT, arrays=before.arrays, early_stopping={"num_since_best": 2}
+    )
     assert [path.name for path in (tmp_path / "3/meta").iterdir()] == ["metadata"]
 
 
 @pytest.mark.parametrize("loss", [None, 1.25])
 def test_checkpoint_is_unchanged_if_its_loss_cannot_be_recorded(tmp_path, monkeypatch, capfd, loss):
-    before = make_meta(3, owes_evaluation=True)
+    before = make_meta(3, has_pending_evaluation=True)
     store = make_store(tmp_path, before, loss_set=HELD_OUT)
-    monkeypatch.setattr("os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     store.record_eval(3, loss, early_stopping=None)
     assert reader.read_meta(tmp_path / "3") == before
     assert "No space left on device" in capfd.readouterr().err
@@ -83,7 +97,10 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
     found = {name: leaf["digest"] for name, leaf in reader.read_meta(tmp_path / "1").arrays.items()}
     assert found == {
         "master/a": checksums.compute_on_host(np.asarray(weight["a"])),
-        **{f"opt/a/{name}": checksums.compute_on_host(np.asarray(opt["a"][name])) for name in ("mu", "nu")},
+        **{
+            f"opt/a/{name}": checksums.compute_on_host(np.asarray(opt["a"][name]))
+            for name in ("mu", "nu")
+        },
     }
 
 
@@ -91,6 +108,6 @@ def test_metadata_without_a_data_set_is_read(tmp_path):
     make_store(tmp_path, make_meta(3), loss_set=None)
     path = tmp_path / "3/meta/metadata"
     fields = json.loads(path.read_text())
-    del fields["loss_set"], fields["digest"]
+    del fields["eval_set"], fields["digest"]
     path.write_text(json.dumps({"digest": reader._checksum(fields), **fields}))
     assert reader.read_meta(tmp_path / "3") == make_meta(3)

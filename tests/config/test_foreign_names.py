@@ -25,7 +25,8 @@ NOT_NEEDED, NOT_OFFERED = "not needed: ", "not offered: "
 
 ANSWERS = {
     "data.row_tokens": "seq_len sequence_length sequence_len context_length cutoff_len max_length block_size max_seq_length",
-    "batch.rows_per_microbatch": "micro_batch_size per_device_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
+    "batch.rows_per_microbatch": "micro_batch_size per_device_batch_size per_device_train_batch_size "
+    "train_micro_batch_size_per_gpu",
     "batch.rows_per_step": "global_batch_size train_batch_size gradient_accumulation_steps",
     "mesh.seq": "context_parallel_degree context_parallel_size cp sp sp_size cp_size "
     "sequence_parallel_degree sequence_parallel_size",
@@ -81,7 +82,10 @@ def test_a_name_of_another_system_is_answered_wherever_it_stands(name, answer):
     asked = [problems({name: 4}), problems({group: {name: 4}}), problems({}, f"{name}=4")]
     asked.append(problems({}, f"training.{name.upper().replace('_', '-')}=4"))
     for (line,) in asked:
-        assert re.search(rf"{re.escape(answer)}(?![\w.])", line) or answer in (NOT_NEEDED, NOT_OFFERED)
+        assert re.search(rf"{re.escape(answer)}(?![\w.])", line) or answer in (
+            NOT_NEEDED,
+            NOT_OFFERED,
+        )
         assert (NOT_NEEDED in line, NOT_OFFERED in line) == tuple(
             (name, reason) in CASES for reason in (NOT_NEEDED, NOT_OFFERED)
         )
@@ -117,7 +121,12 @@ def resolve(field: str) -> None:
 
 
 def test_no_name_with_a_group_is_a_field():
-    dotted = [name for counterpart in foreign_names.COUNTERPARTS for name in counterpart.names if "." in name]
+    dotted = [
+        name
+        for counterpart in foreign_names.COUNTERPARTS
+        for name in counterpart.names
+        if "." in name
+    ]
     for name in dotted:
         with pytest.raises((AssertionError, KeyError)):
             resolve(name)
@@ -236,7 +245,11 @@ def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
     text = "\n".join(page)
     assert "deepspeed" in text.partition("Not needed: ")[2].partition(".\n")[0]
     assert " ".join(text.split()).count(", ".join(Config.model_fields)) == 1
-    names = json.loads((FOLDER / file).read_text()) if file.endswith("json") else schema.read(FOLDER / file)
+    names = (
+        json.loads((FOLDER / file).read_text())
+        if file.endswith("json")
+        else schema.read(FOLDER / file)
+    )
     hidden = sum(int(count) for count in re.findall(r" \+ (\d+) ", text))
     assert sum(re.search(rf"\b{name}\b", text) is None for name in names) <= hidden
 
@@ -269,7 +282,12 @@ def test_the_list_of_groups_is_there_once():
 
 @pytest.mark.parametrize(
     ("word", "example"),
-    [("lr", "optimizer.learning_rate="), ("seed", "run.seed="), ("abc", "mesh.seq="), ("bf16", "model.compute_dtype=")],
+    [
+        ("lr", "optimizer.learning_rate="),
+        ("seed", "run.seed="),
+        ("abc", "mesh.seq="),
+        ("bf16", "model.compute_dtype="),
+    ],
 )
 def test_a_word_without_a_value_is_answered_with_an_example_of_its_field(word, example):
     (line,) = problems({}, word)
@@ -280,7 +298,9 @@ def test_a_word_without_a_value_is_answered_with_an_example_of_its_field(word, e
 def test_notes_are_whole():
     for counterpart in foreign_names.COUNTERPARTS:
         for pair in ("()", "[]", "{}"):
-            assert counterpart.note.count(pair[0]) == counterpart.note.count(pair[1]), counterpart.note
+            assert counterpart.note.count(pair[0]) == counterpart.note.count(pair[1]), (
+                counterpart.note
+            )
 
 
 @pytest.mark.parametrize(

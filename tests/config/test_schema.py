@@ -35,11 +35,22 @@ def problems(file: pathlib.Path, *words: str) -> list[str]:
 
 def test_defaults_are_filled_in(file):
     found = schema.load(file, [])
-    assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (3, None, -1, "adamw")
+    assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (
+        3,
+        None,
+        -1,
+        "adamw",
+    )
 
 
 def test_words_change_the_file(file):
-    words = ["mesh.seq=4", "data.train.1.source=c/*.txt", "run.steps=null", "run.epochs=2", "model.config.hidden_size=64"]
+    words = [
+        "mesh.seq=4",
+        "data.train.1.source=c/*.txt",
+        "run.steps=null",
+        "run.epochs=2",
+        "model.config.hidden_size=64",
+    ]
     found = schema.load(file, words)
     assert found.mesh.seq == 4
     assert [source.source for source in found.data.train] == ["a.txt", "c/*.txt"]
@@ -55,12 +66,16 @@ def test_a_word_fills_a_group_that_the_file_leaves_empty(file):
 @pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
 def test_numbers_are_read_as_everyone_writes_them(file, number):
     """PyYAML reads 3e-4 as text."""
-    assert schema.load(file, [f"optimizer.learning_rate={number}"]).optimizer.learning_rate == pytest.approx(3e-4)
+    assert schema.load(
+        file, [f"optimizer.learning_rate={number}"]
+    ).optimizer.learning_rate == pytest.approx(3e-4)
     file.write_text(SOUND.replace("1.0e-3", number))
     assert schema.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
 
 
-@pytest.mark.parametrize("directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "])
+@pytest.mark.parametrize(
+    "directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "]
+)
 def test_what_is_saved_is_read_back(file, tmp_path, directory):
     first = schema.load(file, ["mesh.seq=2"])
     first = first.model_copy(update={"run": first.run.model_copy(update={"directory": directory})})
@@ -69,8 +84,19 @@ def test_what_is_saved_is_read_back(file, tmp_path, directory):
 
 
 def test_all_problems_are_told_at_once(file):
-    file.write_text(SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace("steps: 3", "epochs: [1], steps: x"))
-    found = problems(file, "mesh.seq=two", "mesh", "data.train.7.source=x", "nonsense=1", "data.train.0.format=json")
+    file.write_text(
+        SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace(
+            "steps: 3", "epochs: [1], steps: x"
+        )
+    )
+    found = problems(
+        file,
+        "mesh.seq=two",
+        "mesh",
+        "data.train.7.source=x",
+        "nonsense=1",
+        "data.train.0.format=json",
+    )
     starts = [
         "mesh: ",
         "data.train.7.source = x: ",
@@ -82,7 +108,9 @@ def test_all_problems_are_told_at_once(file):
         "batch.rows_per_step = 0: ",
         "nonsense = 1: ",
     ]
-    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [True] * len(starts), found
+    assert [problem.startswith(start) for problem, start in zip(found, starts, strict=True)] == [
+        True
+    ] * len(starts), found
 
 
 SAID = {
@@ -171,7 +199,11 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
 
 def test_no_count_is_larger_than_the_devices_can_count():
     """On the devices, counts are 32-bit integers; larger ones ended in an OverflowError."""
-    counts = [f"{group}.{name}" for group, name, _ in fields() if config_errors.coerce_value(Config, f"{group}.{name}", 7) == 7]
+    counts = [
+        f"{group}.{name}"
+        for group, name, _ in fields()
+        if config_errors.coerce_value(Config, f"{group}.{name}", 7) == 7
+    ]
     whole = [key for key in counts if config_errors.coerce_value(Config, key, 7.5) is None]
     assert len(whole) >= 20
     for key in whole:
@@ -209,19 +241,29 @@ def test_the_values_that_errors_propose_are_accepted(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
         wrong = "x" if key == "data.eval" else "[]"
-        (example,) = re.findall(rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE)
+        (example,) = re.findall(
+            rf"For example ({key}=.*)\.$", "\n".join(problems(file, f"{key}={wrong}")), re.MULTILINE
+        )
         other = {
             "run.epochs": ["run.steps=null"],
             "model.source": ["model.config=null"],
             "data.chat_template": ["data.train.0.format=messages"],
-            "run.early_stopping_patience": ["data.eval_fraction=0.1", "run.eval_every=epoch", "run.steps=null", "run.epochs=1"],
+            "run.early_stopping_patience": [
+                "data.eval_fraction=0.1",
+                "run.eval_every=epoch",
+                "run.steps=null",
+                "run.epochs=1",
+            ],
             "run.early_stopping_min_delta": [
                 "run.early_stopping_patience=1",
                 "data.eval_fraction=0.1",
                 "run.eval_every=5",
                 "checkpoint.best_eval=held_out",
             ],
-            "checkpoint.best_eval": ["checkpoint.keep_best=1", "data.eval=[{source: a.txt, format: text, name: held out}]"],
+            "checkpoint.best_eval": [
+                "checkpoint.keep_best=1",
+                "data.eval=[{source: a.txt, format: text, name: held out}]",
+            ],
         }
         schema.load(file, [example, *other.get(key, [])])
 
@@ -229,12 +271,16 @@ def test_the_values_that_errors_propose_are_accepted(file):
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
     """It has the default of max_segments_per_row, which is more than the row has tokens."""
     saved = tmp_path / "saved.yaml"
-    saved.write_text(yaml.safe_dump(schema.load(file, ["data.row_tokens=32"]).model_dump(mode="json")))
+    saved.write_text(
+        yaml.safe_dump(schema.load(file, ["data.row_tokens=32"]).model_dump(mode="json"))
+    )
     assert schema.load(saved, []).data.row_tokens == 32
 
 
 def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
-    sets = "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
+    sets = (
+        "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
+    )
     assert schema.load(file, [sets]).data.eval[0].name == "held_out"
     (found,) = problems(file, sets, "data.eval_fraction=0.1")
     assert found.startswith("data.eval.0.name = held_out: ")
@@ -272,7 +318,7 @@ def test_a_file_that_is_not_there_is_answered_with_one_that_is(tmp_path, monkeyp
 @pytest.mark.parametrize("text", [None, "- 1\n"])
 def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(schema, "__file__", str(tmp_path / "site-packages/jaxsp/core/config.py"))
+    monkeypatch.setattr(schema, "__file__", str(tmp_path / "site-packages/jaxsp/config/schema.py"))
     path = tmp_path / "x.yaml"
     if text is not None:
         path.write_text(text)
@@ -282,7 +328,9 @@ def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monk
     assert schema.load(path, []).run.directory
 
 
-@pytest.mark.parametrize("field", ["run.directory", "run.resume", "model.source", "model.tokenizer"])
+@pytest.mark.parametrize(
+    "field", ["run.directory", "run.resume", "model.source", "model.tokenizer"]
+)
 def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
     monkeypatch.setenv("HOME", "/home/me")
     group, name = field.split(".")
@@ -312,7 +360,9 @@ def fields() -> list:
 
 def test_every_field_has_a_docstring_and_is_in_the_help():
     text = schema.describe_fields()
-    inner = [("data", f"train[].{name}", field) for name, field in SourceConfig.model_fields.items()]
+    inner = [
+        ("data", f"train[].{name}", field) for name, field in SourceConfig.model_fields.items()
+    ]
     for group, name, field in [*fields(), *inner]:
         assert field.description, f"{group}.{name} has no docstring"
         assert f"  {group}.{name}  (" in text
@@ -353,5 +403,9 @@ def test_steps_with_shorter_rows_have_as_many_tokens(file):
     both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
     assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
     short = both.with_row_tokens(32)
-    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == ((32,), 32, 8)
+    assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == (
+        (32,),
+        32,
+        8,
+    )
     assert both.with_row_tokens(128).batch == both.batch

@@ -10,9 +10,28 @@ DEGREES = (1, 2, 3, 4, 6, 8)
 
 def test_a_drawn_row():
     assert layout.chunk_order(4) == (0, 7, 1, 6, 2, 5, 3, 4)
-    assert layout.token_order(16, 4).tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    assert layout.token_order(16, 4).tolist() == [
+        0,
+        1,
+        14,
+        15,
+        2,
+        3,
+        12,
+        13,
+        4,
+        5,
+        10,
+        11,
+        6,
+        7,
+        8,
+        9,
+    ]
     assert layout.spans(1, 6, row_tokens=16, degree=4) == [(1, 2), (14, 16), (2, 4)]
-    assert layout.spans(12, 16, row_tokens=16, degree=4) == [(6, 10)], "the last device's two chunks are neighbours"
+    assert layout.spans(12, 16, row_tokens=16, degree=4) == [(6, 10)], (
+        "the last device's two chunks are neighbours"
+    )
 
 
 @pytest.mark.parametrize("degree", DEGREES)
@@ -28,7 +47,9 @@ def test_any_share_of_any_degree_is_its_spans(degree):
     for shares in (1, 2, 3, 4, 6, 8, 12, 96):
         for begin in range(0, 96, 96 // shares):
             spans = layout.spans(begin, begin + 96 // shares, row_tokens=96, degree=degree)
-            assert [token for span in spans for token in range(*span)] == order[begin : begin + 96 // shares].tolist()
+            assert [token for span in spans for token in range(*span)] == order[
+                begin : begin + 96 // shares
+            ].tolist()
     assert layout.spans(5, 5, row_tokens=96, degree=degree) == []
 
 

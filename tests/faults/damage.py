@@ -59,13 +59,21 @@ class Kept:
 
     def __init__(self, folder: pathlib.Path):
         random = np.random.default_rng(0)
-        records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+        records = [
+            json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)
+        ]
         (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
         fields = {
             "run": {"directory": str(folder / "run"), "steps": 2, "save_every": None},
-            "model": {"config": batches.SMALL_LLAMA | {"intermediate_size": 111}, "compute_dtype": "float32"},
+            "model": {
+                "config": batches.SMALL_LLAMA | {"intermediate_size": 111},
+                "compute_dtype": "float32",
+            },
             "mesh": {"data": 2, "seq": 4},
-            "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+            "data": {
+                "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
+                "row_tokens": 64,
+            },
             "batch": {"rows_per_step": 8},
             "optimizer": {"learning_rate": 0.1},
             "logging": {"tensorboard": False},
@@ -73,7 +81,11 @@ class Kept:
         program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:8])
         trainer.train(program, material, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
-        self.program, self.table, self.like = program, program.table, train_step.abstract_inputs(program)[0]
+        self.program, self.table, self.like = (
+            program,
+            program.table,
+            train_step.abstract_inputs(program)[0],
+        )
         self.right = self.found()
 
     def found(self, program: Program | None = None) -> dict[str, bytes]:
@@ -81,10 +93,17 @@ class Kept:
         like = train_step.abstract_inputs(program)[0] if program else self.like
         meta = reader.read_meta(self.path)
         state = reader.restore(self.path, like, table=self.table, num_steps=meta.step)
-        whole = checksums.name_leaves(checksums.unpadded_shapes(self.table, state.master, state.opt_state))
+        whole = checksums.name_leaves(
+            checksums.unpadded_shapes(self.table, state.master, state.opt_state)
+        )
         arrays = checksums.name_leaves({"master": state.master, "opt": state.opt_state})
-        cut = {name: np.asarray(array)[tuple(map(slice, whole[name].shape))] for name, array in arrays.items()}
-        return {name: array.tobytes() for name, array in cut.items()} | {"meta": repr(meta).encode()}
+        cut = {
+            name: np.asarray(array)[tuple(map(slice, whole[name].shape))]
+            for name, array in arrays.items()
+        }
+        return {name: array.tobytes() for name, array in cut.items()} | {
+            "meta": repr(meta).encode()
+        }
 
     def files(self) -> list[pathlib.Path]:
         return sorted(path for path in self.path.rglob("*") if path.is_file())
@@ -101,7 +120,9 @@ class Kept:
         return re.sub(r"[0-9a-f]{16,}", "*", str(path.relative_to(self.path)))
 
 
-def random_damages(files: list[pathlib.Path], *, flips: int, truncations: int, seed: int) -> Iterator[Damage]:
+def random_damages(
+    files: list[pathlib.Path], *, flips: int, truncations: int, seed: int
+) -> Iterator[Damage]:
     """One half hits a file of any size, the other half any byte."""
     random = np.random.default_rng(seed)
     files = [path for path in files if path.stat().st_size]
@@ -129,7 +150,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kept = Kept(pathlib.Path(folder))
         files = kept.files()
-        damages = [*random_damages(files, flips=given.flips, truncations=given.truncations, seed=given.seed)]
+        damages = [
+            *random_damages(
+                files, flips=given.flips, truncations=given.truncations, seed=given.seed
+            )
+        ]
         damages += [Damage(path, "remove") for path in files]
         counts: collections.Counter = collections.Counter()
         for damage in damages:
@@ -140,9 +165,16 @@ def main() -> int:
     print(f"{'file':44} {'bytes':>9} {'done':8} {NOTICED:>8} {HARMLESS:>8} {SILENT:>8}")
     for kind, what in sorted({key[:2] for key in counts}):
         numbers = [counts[kind, what, outcome] for outcome in (NOTICED, HARMLESS, SILENT)]
-        print(f"{kind:44} {sizes[kind]:>9,} {what:8} {numbers[0]:>8} {numbers[1]:>8} {numbers[2]:>8}")
-    totals = [sum(n for key, n in counts.items() if key[2] == outcome) for outcome in (NOTICED, HARMLESS, SILENT)]
-    print(f"{'all':44} {sum(sizes.values()):>9,} {'':8} {totals[0]:>8} {totals[1]:>8} {totals[2]:>8}")
+        print(
+            f"{kind:44} {sizes[kind]:>9,} {what:8} {numbers[0]:>8} {numbers[1]:>8} {numbers[2]:>8}"
+        )
+    totals = [
+        sum(n for key, n in counts.items() if key[2] == outcome)
+        for outcome in (NOTICED, HARMLESS, SILENT)
+    ]
+    print(
+        f"{'all':44} {sum(sizes.values()):>9,} {'':8} {totals[0]:>8} {totals[1]:>8} {totals[2]:>8}"
+    )
     return int(totals[2] > 0)
 
 

@@ -41,7 +41,16 @@ checkpoint is another when the run goes on; SIGTERM; SIGSTOP for some seconds.""
 
 SAVE_EVERY, EVAL_EVERY = 3, 10
 
-EXACT = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction", "learning_rate")
+EXACT = (
+    "step",
+    "epoch",
+    "num_rows",
+    "num_tokens",
+    "num_loss_tokens",
+    "num_tokens_total",
+    "padding_fraction",
+    "learning_rate",
+)
 ROUNDED = ("loss", "grad_norm", "token_accuracy")
 
 
@@ -61,20 +70,37 @@ class Seen:
 class Case:
     """A folder with documents, a config, and the runs that are made from them."""
 
-    def __init__(self, folder: pathlib.Path, *, num_steps: int, save_every: int = SAVE_EVERY, eval_every: int = EVAL_EVERY):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        *,
+        num_steps: int,
+        save_every: int = SAVE_EVERY,
+        eval_every: int = EVAL_EVERY,
+    ):
         self.folder, self.num_steps = folder, num_steps
         self.config = folder / "config.yaml"
         draw = np.random.default_rng(0)
         for name, lengths in (("train", [*draw.integers(1, 60, 120), 300]), ("eval", [40, 20, 17])):
-            records = [json.dumps({"input_ids": draw.integers(0, 257, length).tolist()}) for length in lengths]
+            records = [
+                json.dumps({"input_ids": draw.integers(0, 257, length).tolist()})
+                for length in lengths
+            ]
             (folder / f"{name}.jsonl").write_text("\n".join(records), encoding="utf-8")
         fields = {
-            "run": {"directory": "?", "steps": num_steps, "save_every": save_every, "eval_every": eval_every},
+            "run": {
+                "directory": "?",
+                "steps": num_steps,
+                "save_every": save_every,
+                "eval_every": eval_every,
+            },
             "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
             "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
             "data": {
                 "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-                "eval": [{"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "held-out"}],
+                "eval": [
+                    {"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "held-out"}
+                ],
                 "row_tokens": 64,
                 "max_segments_per_row": 8,
             },
@@ -92,7 +118,10 @@ class Case:
         words.append(f"mesh.virtual_cpu_devices={data * seq}")
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "jaxsp.train", str(self.config), *words], cwd=REPO, stdout=log, stderr=log
+                [sys.executable, "-m", "jaxsp.train", str(self.config), *words],
+                cwd=REPO,
+                stdout=log,
+                stderr=log,
             )
 
     def said(self, name: str) -> str:
@@ -113,13 +142,20 @@ class Case:
         """Checkpoints that are being written, or were when the process ended."""
         folder = self.folder / name / "checkpoints"
         return (
-            {entry.name for entry in os.scandir(folder) if entry.name.endswith(writer.PARTIAL_SUFFIX)}
+            {
+                entry.name
+                for entry in os.scandir(folder)
+                if entry.name.endswith(writer.PARTIAL_SUFFIX)
+            }
             if folder.exists()
             else set()
         )
 
     def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()]
+        return [
+            json.loads(line)
+            for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def straight(case: Case, mesh: str, *, patience_s: float) -> tuple[float, list[int]]:
@@ -135,12 +171,20 @@ def straight(case: Case, mesh: str, *, patience_s: float) -> tuple[float, list[i
         if time.monotonic() - began > patience_s:
             child.kill()
     if child.returncode or first is None:
-        raise SystemExit(f"the straight run failed with {child.returncode}:\n{case.said('straight')[-3000:]}")
+        raise SystemExit(
+            f"the straight run failed with {child.returncode}:\n{case.said('straight')[-3000:]}"
+        )
     return first, memory
 
 
 def torn(
-    case: Case, kinds: Sequence[str], meshes: Sequence[str], *, starts_in_s: float, seed: int, patience_s: float
+    case: Case,
+    kinds: Sequence[str],
+    meshes: Sequence[str],
+    *,
+    starts_in_s: float,
+    seed: int,
+    patience_s: float,
 ) -> list[Seen]:
     """Runs it with a fault of each of these kinds, one after another, and then to its end."""
     draw, seen = random.Random(seed), []
@@ -155,7 +199,9 @@ def torn(
             goal = case.num_lines("torn") + draw.randint(1, room)
             _wait(child, functools.partial(case.has_lines, "torn", goal), until)
             if kind == "kill-in-save":
-                begun = functools.partial(case.has_begun_to_save, "torn", beside=case.unfinished("torn"))
+                begun = functools.partial(
+                    case.has_begun_to_save, "torn", beside=case.unfinished("torn")
+                )
                 _wait(child, begun, until, every_s=0.0005)
                 time.sleep(draw.uniform(0, 0.05))
             else:
@@ -168,7 +214,9 @@ def torn(
     child = case.start("torn", meshes[len(kinds) % len(meshes)])
     _wait(child, lambda: False, until)
     if child.returncode:
-        raise SystemExit(f"the run does not go on, exit code {child.returncode}:\n{case.said('torn')[-3000:]}")
+        raise SystemExit(
+            f"the run does not go on, exit code {child.returncode}:\n{case.said('torn')[-3000:]}"
+        )
     return seen
 
 
@@ -184,7 +232,12 @@ def _strike(case: Case, child: subprocess.Popen, kind: str, draw: random.Random)
     else:
         child.kill()
         child.wait()
-    seen = Seen(kind=kind, steps=case.num_lines("torn"), unfinished=len(case.unfinished("torn")), code=child.poll())
+    seen = Seen(
+        kind=kind,
+        steps=case.num_lines("torn"),
+        unfinished=len(case.unfinished("torn")),
+        code=child.poll(),
+    )
     if kind == "term" and child.returncode:
         raise SystemExit(f"SIGTERM: exit code {child.returncode}:\n{case.said('torn')[-3000:]}")
     if kind == "flip":
@@ -198,7 +251,10 @@ def _flip(case: Case, draw: random.Random) -> None:
     steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
     if len(steps) < 2:
         return
-    path = max((folder / str(steps[-1])).rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else -1)
+    path = max(
+        (folder / str(steps[-1])).rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else -1,
+    )
     content = bytearray(path.read_bytes())
     content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     path.write_bytes(content)
@@ -233,7 +289,9 @@ def differences(case: Case, *, exactly: bool) -> Iterator[str]:
                 if field in EXACT:
                     same = one[field] == other[field]
                 elif field in ROUNDED:
-                    same = one[field] == other[field] if exactly else _near(one[field], other[field])
+                    same = (
+                        one[field] == other[field] if exactly else _near(one[field], other[field])
+                    )
                 if not same:
                     yield f"{file}: step {one['step']}: {field} {one[field]!r} -> {other[field]!r}"
     arrays = [_arrays(case.folder / name) for name in ("straight", "torn")]
@@ -265,32 +323,57 @@ def _arrays(run: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults.kills", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--steps", type=int, default=90)
-    parser.add_argument("--faults", nargs="+", default=["kill=20", "kill-in-save=10"], metavar="KIND=COUNT", help=str(KINDS))
-    parser.add_argument("--meshes", nargs="+", default=["2x4"], help="data x seq, one after another")
+    parser.add_argument(
+        "--faults",
+        nargs="+",
+        default=["kill=20", "kill-in-save=10"],
+        metavar="KIND=COUNT",
+        help=str(KINDS),
+    )
+    parser.add_argument(
+        "--meshes", nargs="+", default=["2x4"], help="data x seq, one after another"
+    )
     parser.add_argument("--save-every", type=int, default=SAVE_EVERY)
     parser.add_argument("--eval-every", type=int, default=EVAL_EVERY)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=3600, metavar="S")
     given = parser.parse_args(arguments)
-    kinds = [kind for kind, _, count in (word.partition("=") for word in given.faults) for _ in range(int(count))]
+    kinds = [
+        kind
+        for kind, _, count in (word.partition("=") for word in given.faults)
+        for _ in range(int(count))
+    ]
     if unknown := {*kinds} - {*KINDS}:
         parser.error(f"{unknown}: choose from {KINDS}")
     random.Random(given.seed).shuffle(kinds)
 
-    case = Case(folder, num_steps=given.steps, save_every=given.save_every, eval_every=given.eval_every)
+    case = Case(
+        folder, num_steps=given.steps, save_every=given.save_every, eval_every=given.eval_every
+    )
     began = time.monotonic()
     first, memory = straight(case, given.meshes[0], patience_s=given.patience)
-    print(f"straight: {given.steps} steps in {time.monotonic() - began:.0f} s, the first after {first:.1f} s", flush=True)
+    print(
+        f"straight: {given.steps} steps in {time.monotonic() - began:.0f} s, the first after {first:.1f} s",
+        flush=True,
+    )
     print(f"memory over time, MiB: {' '.join(str(kib // 1024) for kib in memory)}", flush=True)
     began = time.monotonic()
-    seen = torn(case, kinds, given.meshes, starts_in_s=first, seed=given.seed, patience_s=given.patience)
+    seen = torn(
+        case, kinds, given.meshes, starts_in_s=first, seed=given.seed, patience_s=given.patience
+    )
     for one in seen:
-        print(f"{one.kind:13} at step {one.steps:6}, {one.unfinished} checkpoints unfinished, exit {one.code}")
+        print(
+            f"{one.kind:13} at step {one.steps:6}, {one.unfinished} checkpoints unfinished, exit {one.code}"
+        )
     counts = collections.Counter(one.kind for one in seen)
     in_save = sum(one.unfinished > 0 for one in seen)
-    print(f"torn: {dict(counts)}, {in_save} while a checkpoint was written, in {time.monotonic() - began:.0f} s")
+    print(
+        f"torn: {dict(counts)}, {in_save} while a checkpoint was written, in {time.monotonic() - began:.0f} s"
+    )
     found = list(differences(case, exactly=len(given.meshes) == 1))
     print("\n".join(found[:20]) or "nothing is lost", flush=True)
     return int(bool(found))

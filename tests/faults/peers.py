@@ -62,20 +62,32 @@ class Job:
     def __init__(self, folder: pathlib.Path, *, data: int = 1, seq: int = 2):
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.file, self.metrics = test_launch.settings(folder, name="run", data=data, seq=seq, steps=STEPS, devices=data * seq)
+        self.file, self.metrics = test_launch.settings(
+            folder, name="run", data=data, seq=seq, steps=STEPS, devices=data * seq
+        )
 
-    def start(self, *words: str, launched: bool, fault: str = "slow:0:0:none") -> list[subprocess.Popen]:
+    def start(
+        self, *words: str, launched: bool, fault: str = "slow:0:0:none"
+    ) -> list[subprocess.Popen]:
         """The launcher, or both processes."""
         faulty = (sys.executable, "-m", "tests.faults.faulty", fault)
         if launched:
             python = self.folder / "python"
             python.write_text(f'#!/bin/sh\nexec {" ".join(faulty)} "$@"\n')
             python.chmod(python.stat().st_mode | stat.S_IXUSR)
-            program = f"import sys; from jaxsp import cli, launch; sys.executable = {str(python)!r}; cli.run(launch.main)"
-            return [self._begin(sys.executable, "-c", program, "--processes", "2", self.file, *words)]
+            program = f"import sys; from jaxsp import cli, launch; sys.executable = {str(python)!r}; cli.run_command(launch.main)"
+            return [
+                self._begin(sys.executable, "-c", program, "--processes", "2", self.file, *words)
+            ]
         from jaxsp import launch
 
-        place = ["--coordinator", f"127.0.0.1:{launch._free_port()}", "--num-processes", "2", "--process-id"]
+        place = [
+            "--coordinator",
+            f"127.0.0.1:{launch._free_port()}",
+            "--num-processes",
+            "2",
+            "--process-id",
+        ]
         return [self._begin(*faulty, self.file, *words, *place, str(index)) for index in range(2)]
 
     def _begin(self, *words: object) -> subprocess.Popen:
@@ -94,13 +106,19 @@ class Job:
     def wait_for(self, step: int, begun: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + 400
         while len(self.lines()) < step:
-            assert all(one.poll() is None for one in begun), [one.communicate()[0] for one in begun if one.poll() is not None]
+            assert all(one.poll() is None for one in begun), [
+                one.communicate()[0] for one in begun if one.poll() is not None
+            ]
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
     def end(self, begun: list[subprocess.Popen], since: float) -> Outcome:
         said = [one.communicate(timeout=400)[0] for one in begun]
-        saved = [int(path.name) for path in (self.metrics.parent / "checkpoints").glob("*") if path.name.isdecimal()]
+        saved = [
+            int(path.name)
+            for path in (self.metrics.parent / "checkpoints").glob("*")
+            if path.name.isdecimal()
+        ]
         return Outcome(
             codes=[one.returncode for one in begun],
             seconds=time.monotonic() - since,
@@ -123,7 +141,11 @@ def numbers(lines: list[dict]) -> list[dict]:
 
 def happen(job: Job, case: Case) -> Outcome:
     """Starts a run, lets it happen, and waits until all are gone."""
-    fault = f"{case.event}:{AT}:{case.victim}:{job.folder / 'once'}" if case.event in ("raise", "hang") else "slow:0:0:none"
+    fault = (
+        f"{case.event}:{AT}:{case.victim}:{job.folder / 'once'}"
+        if case.event in ("raise", "hang")
+        else "slow:0:0:none"
+    )
     begun = job.start(*case.words, launched=case.launched, fault=fault)
     try:
         job.wait_for(AT, begun)
@@ -172,7 +194,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         right = Job(pathlib.Path(folder, "straight")).all_steps()
         assert len(right) == STEPS
-        print("| event | to process | started by | all gone after | exit codes | tracebacks | checkpoints | run again |")
+        print(
+            "| event | to process | started by | all gone after | exit codes | tracebacks | checkpoints | run again |"
+        )
         print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
         for number, case in enumerate(case for case in cases() if given.only in (None, case.event)):
             job = Job(pathlib.Path(folder, str(number)))
@@ -181,7 +205,16 @@ def main() -> None:
             by = "launch" if case.launched else "two commands"
             codes = ", ".join(map(str, outcome.codes))
             state = "as never stopped" if again else "DIFFERS"
-            row = (case.event, case.victim, by, f"{outcome.seconds:.1f} s", codes, outcome.tracebacks, outcome.saved, state)
+            row = (
+                case.event,
+                case.victim,
+                by,
+                f"{outcome.seconds:.1f} s",
+                codes,
+                outcome.tracebacks,
+                outcome.saved,
+                state,
+            )
             print(f"| {' | '.join(map(str, row))} |", flush=True)
             (pathlib.Path(folder) / f"{number}.log").write_text(json.dumps(outcome.said))
 

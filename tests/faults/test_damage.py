@@ -51,7 +51,9 @@ def test_files_that_are_missing_are_noticed_or_harmless(kept):
     """Of orbax's files some are there for readers that do not know what they look for."""
     found = {kept.kind(path): kept.outcome(damage.Damage(path, "remove")) for path in kept.files()}
     assert damage.SILENT not in found.values()
-    assert {found[name] for name in ("meta/metadata", "master/manifest.ocdbt", "opt/d/*")} == {damage.NOTICED}
+    assert {found[name] for name in ("meta/metadata", "master/manifest.ocdbt", "opt/d/*")} == {
+        damage.NOTICED
+    }
 
 
 @pytest.mark.parametrize("name", ["master", "opt"])
@@ -109,7 +111,10 @@ def finished(tmp_path_factory):
         "run": {"directory": "elsewhere", "steps": 6, "save_every": 2},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
         "mesh": {"seq": 2, "data": 4},
-        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "data": {
+            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": 64,
+        },
         "batch": {"rows_per_step": 4},
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 3},
@@ -155,11 +160,17 @@ DAMAGES = {
 QUICK = ("flipped bit", "empty folder")
 
 
-@pytest.mark.parametrize("what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in DAMAGES])
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[pytest.mark.slow] * (what not in QUICK)) for what in DAMAGES]
+)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(finished, run, what, capfd):
     DAMAGES[what](run / "run/checkpoints/4")
     train.main(words(run))
-    said = [line for line in capfd.readouterr().err.splitlines() if "cudart_stub" not in line and "absl" not in line]
+    said = [
+        line
+        for line in capfd.readouterr().err.splitlines()
+        if "cudart_stub" not in line and "absl" not in line
+    ]
     assert len(said) == 1
     assert re.match(messages.holding(f"{run}/run/checkpoints/4", f"{run}/run/damaged/4"), said[0])
     assert lines(run) == lines(finished), "steps 3 to 6 were made again"
@@ -224,7 +235,9 @@ def test_export_and_evaluation_name_the_one_before(run):
     export.main([str(run / "run/checkpoints/2"), str(run / "out")])
 
 
-@pytest.mark.parametrize(("number", "damaged"), [(errno.ENOENT, True), (errno.EACCES, False), (errno.EIO, False)])
+@pytest.mark.parametrize(
+    ("number", "damaged"), [(errno.ENOENT, True), (errno.EACCES, False), (errno.EIO, False)]
+)
 def test_a_machine_that_is_not_well_is_no_damage(kept, monkeypatch, number, damaged):
     """All checkpoints would be set aside, one after another, because of a disk that does not answer."""
 
@@ -243,5 +256,7 @@ def test_the_digests_hold_on_every_mesh(kept, sizes):
     program = dataclasses.replace(kept.program, mesh=batches.mesh(*sizes))
     assert kept.found(program) == kept.right
     master = reader.read_weights(kept.path, kept.table)
-    whole = {f"master/{name}": array.tobytes() for name, array in checksums.name_leaves(master).items()}
+    whole = {
+        f"master/{name}": array.tobytes() for name, array in checksums.name_leaves(master).items()
+    }
     assert whole.items() <= kept.right.items()

@@ -60,7 +60,12 @@ def small_disk(tmp_path):
     """A file system of 4 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     yield disk
@@ -91,7 +96,9 @@ def events(directory):
     return number
 
 
-def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path, small_disk, monkeypatch, capfd):
+def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(
+    tmp_path, small_disk, monkeypatch, capfd
+):
     """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is whole."""
     write, whole = MetricsWriter.write_step, {}
 
@@ -109,7 +116,9 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
     assert re.search(messages.holding("checkpoint 4", "step 2"), said)
     failed = re.findall(r"checkpoint (\d+)\b.*No space left on device", said)
     assert failed == ["4", "6", "8", "10"]
-    lines = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert events(small_disk / "run/tensorboard") == STEPS + 2
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == [str(STEPS)]
@@ -121,7 +130,9 @@ def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(tmp_path
     monkeypatch.undo()
     # the same numbers as on a disk with room
     train(settings(tmp_path, tmp_path / "plain"))
-    plain = [json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()]
+    plain = [
+        json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
 
 
@@ -143,14 +154,19 @@ def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small
     (small_disk / "ballast").unlink()
     assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["2"]
     train(settings(tmp_path, small_disk / "run"))
-    lines = [json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
 
 
 @pytest.fixture
 def small_files():
     """Call it with the bytes that a file may have; needs no mount."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
 
     def limit(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
@@ -193,7 +209,7 @@ def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeyp
         small_files(20_000 if meta.step == 4 else None)
         outcome = save(self, state, meta)
         if outcome is None:
-            self._write.job.exception()  # waits until it has ended
+            self._pending.future.exception()  # waits until it has ended
         small_files(None)
         return outcome
 

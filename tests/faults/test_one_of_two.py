@@ -15,41 +15,44 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
-from jaxsp.core import config, jobs, processes
-from jaxsp.core import mesh as meshes
-from jaxsp.training import checkpoint, sharding, step
-from jaxsp.training.store import Store
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.config import schema
+from jaxsp.runtime import cluster, device_mesh, distributed, run_paths
+from jaxsp.training import sharding, train_step
 from tests import batches
 from jaxsp import attention
 
 fault, folder, port, index = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-meshes.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local=2)
-processes.start(jobs.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
-sharding.REPLICATED_BELOW = 100
+device_mesh.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
+distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
+sharding.MIN_SHARDED_SIZE = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
-program = step.Program(
-    config=batches.settings(name="adamw"), model=batches.model(), mesh=meshes.make({"replica": 1, "data": 8, "seq": 1}),
-    attend=attend, num_steps=9,
+program = train_step.Program(
+    config=batches.settings(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
+    mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
-state = step.start(program, seed=0)
-meta = lambda number: checkpoint.Meta(config={}, model={}, data={}, step=number, rows={}, num_tokens_total=0)
+state = train_step.random_state(program, seed=0)
+meta = lambda number: reader.CheckpointMeta(
+    config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
+)
 broken = {"on": True}
 
 
 def breaks(name, who):
-    plain = getattr(Store, name)
+    plain = getattr(CheckpointWriter, name)
 
     def failing(self, *given):
         if broken["on"] and index == who:
             raise OSError(28, "No space left on device")
         return plain(self, *given)
 
-    setattr(Store, name, failing)
+    setattr(CheckpointWriter, name, failing)
 
 
-if fault in ("_copy", "_finish"):
-    breaks(fault, {"_copy": 1, "_finish": 0}[fault])
-with Store(folder, table=program.table, keep=config.Checkpoint()) as store:
+if fault in ("_copy", "_finalize"):
+    breaks(fault, {"_copy": 1, "_finalize": 0}[fault])
+with CheckpointWriter(folder, table=program.table, retention=schema.CheckpointConfig()) as store:
     if fault != "read":
         outcome = store.save(state, meta(2)) or store.poll(wait=True)
         print("SAID first:", outcome.failure, flush=True)
@@ -58,27 +61,32 @@ with Store(folder, table=program.table, keep=config.Checkpoint()) as store:
     while (outcome := store.poll()) is None:
         pass
     print("SAID then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
-like = step.shapes(program)[0]
+like = train_step.abstract_inputs(program)[0]
 
 
 def bad_block(path, *_):
-    raise checkpoint.Damaged(path, "bad block")
+    raise reader.DamagedCheckpointError(path, "bad block")
 
 
 if fault == "read" and index == 1:
-    checkpoint._read = bad_block
+    reader._read_item = bad_block
 try:
-    checkpoint.restore(folder / "4", like, table=program.table, num_steps=4)
+    reader.restore(folder / "4", like, table=program.table, num_steps=4)
     print("SAID restored", flush=True)
-except checkpoint.Damaged as damage:
+except reader.DamagedCheckpointError as damage:
     print("SAID damaged:", damage.reason, flush=True)
-    print("SAID moved:", checkpoint.set_aside(damage.path).name, checkpoint.newest(folder), flush=True)
-processes.end()
+    print("SAID moved:", reader.set_aside(damage.path).name, run_paths.find_latest(folder), flush=True)
+distributed.shutdown()
 """
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("_copy", marks=pytest.mark.slow), "_finish", pytest.param("read", marks=pytest.mark.slow)]
+    "fault",
+    [
+        pytest.param("_copy", marks=pytest.mark.slow),
+        "_finalize",
+        pytest.param("read", marks=pytest.mark.slow),
+    ],
 )
 def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_path):
     with socket.socket() as free:
@@ -87,7 +95,13 @@ def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_pat
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-c", SCRIPT, fault, str(folder), str(port)]
     both = [
-        subprocess.Popen([*command, str(index)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+        subprocess.Popen(
+            [*command, str(index)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        )
         for index in (0, 1)
     ]
     said = [one.communicate(timeout=120) for one in both]
@@ -101,7 +115,7 @@ def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_pat
     failed = int(fault == "_copy")
     assert "[Errno 28]" in found[failed][0]
     assert f"process {failed}" in found[1 - failed][0]
-    assert [lines[1] for lines in found] == ["then: Outcome(step=4, failure=None) ['4']"] * 2
+    assert [lines[1] for lines in found] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
     assert [lines[2] for lines in found] == ["restored"] * 2
     if fault == "_copy":
         assert re.search(messages.holding("process 1", "checkpoint 2", "[Errno 28]"), said[1][1])

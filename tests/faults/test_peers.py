@@ -23,7 +23,9 @@ def stop_one_of_two(folder):
     outcome = peers.happen(job, peers.Case(event="SIGTERM", victim=1, launched=False))
     assert outcome.codes == [0, 0], outcome.said
     assert outcome.saved == [outcome.steps[-1]]
-    assert re.search(messages.holding("SIGTERM", "process 1", f"step {outcome.steps[-1]}"), outcome.said)
+    assert re.search(
+        messages.holding("SIGTERM", "process 1", f"step {outcome.steps[-1]}"), outcome.said
+    )
     # one step that was running, and one that the test's slow steps let be sent behind it
     assert outcome.steps[-1] <= peers.AT + 3
     return job
@@ -34,11 +36,13 @@ def test_both_processes_stop_after_the_same_step_when_one_is_asked_to(tmp_path):
 
 
 @pytest.mark.slow  # test_resume.py resumes one process
-def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_not(tmp_path, straight):
+def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_not(
+    tmp_path, straight
+):
     assert stop_one_of_two(tmp_path).all_steps() == straight
 
 
-@pytest.mark.slow  # training/test_watchdog.py and test_launch.py have its parts
+@pytest.mark.slow  # runtime/test_watchdog.py and test_launch.py have its parts
 def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     job = peers.Job(tmp_path)
     words = ("run.save_every=4", "run.step_timeout=0.15")

@@ -47,7 +47,11 @@ PIECES = [
 ]
 """Pieces of four rows: with nothing between them, with gaps, one for the whole row, none."""
 
-SLOTS = {2: [[(0, 1000), (1000, 1048)], [(5, 1100)], [(0, L)], []], 30: PIECES, 1: [[(0, L)], [(0, 1000)], [(0, 1)], []]}
+SLOTS = {
+    2: [[(0, 1000), (1000, 1048)], [(5, 1100)], [(0, L)], []],
+    30: PIECES,
+    1: [[(0, L)], [(0, 1000)], [(0, 1)], []],
+}
 """The same by the number of slots: one for which a single packed call does, one that needs several, and rows as a whole."""
 
 
@@ -73,7 +77,10 @@ def results(kernel, dtype, q, k, v, dout, starts, lengths):
     attend = kernel if is_whole else attention.make_attend(seq=1, kernel=kernel, window=None)
     q, k, v, dout = (x.astype(dtype) for x in (q, k, v, dout))
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
-    return {name: x.astype(jnp.float32) for name, x in zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True)}
+    return {
+        name: x.astype(jnp.float32)
+        for name, x in zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True)
+    }
 
 
 def run(kernel, dtype, *inputs):
@@ -82,7 +89,9 @@ def run(kernel, dtype, *inputs):
 
 kernels = functools.cache(
     # by name, as in training: padding in q, k and v is not set to zero
-    lambda head_chunks, window=None: attention.make_attend(kernel="cudnn", head_chunks=head_chunks, window=window)
+    lambda head_chunks, window=None: attention.make_attend(
+        kernel="cudnn", head_chunks=head_chunks, window=window
+    )
 )
 
 CASES = [
@@ -112,7 +121,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("slots", "which", "h", "g", "K", "head_chunks", "window"), CASES)
-def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g, K, head_chunks, window, takes):
+def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(
+    slots, which, h, g, K, head_chunks, window, takes
+):
     takes(slots, K, window)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
@@ -123,13 +134,16 @@ def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(slots, which, h, g
 
 
 in_halves = functools.cache(
-    lambda head_chunks, outer: attention.make_two_chunk_attend("cudnn", head_chunks=head_chunks, outer_strategy=outer)
+    lambda head_chunks, outer: attention.make_two_chunk_attend(
+        "cudnn", head_chunks=head_chunks, outer_strategy=outer
+    )
 )
 
 
 @pytest.mark.parametrize("outer", ["ring", "all_gather"])
 @pytest.mark.parametrize(
-    ("slots", "which", "h", "g", "K", "head_chunks", "window"), [case for case in CASES if case[-1] is None]
+    ("slots", "which", "h", "g", "K", "head_chunks", "window"),
+    [case for case in CASES if case[-1] is None],
 )
 def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, takes, outer):
     """As ring and gather compute them: chunks of themselves, and rectangles between them, merged by their log-sum-exps."""
@@ -159,7 +173,9 @@ def test_the_statistic_is_the_log_sum_exp_and_lies_where_the_kernel_takes_it_fro
     q, k, v, _ = arrays(2, L, 4, 2, 64)
     starts, lengths = rows(slots, [0, 1])
     small = [jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)]
-    _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(*small, starts, lengths)
+    _, found_BhL = jax.jit(functools.partial(cudnn.forward, head_chunks=1, window=None))(
+        *small, starts, lengths
+    )
     piece_BL = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     scores = np.einsum("bqhK,bkhK->bhqk", q, np.repeat(k, 2, axis=2)) * 64**-0.5
     sees = (piece_BL[:, :, None] == piece_BL[:, None]) & np.tril(np.ones((L, L), bool))
@@ -196,12 +212,18 @@ def test_a_row_of_a_million_tokens_is_right_to_its_end(takes):
     lengths = np.zeros_like(starts)
     lengths[0, :61] = np.diff([0, *cuts, tokens])
     keys = jax.random.split(jax.random.key(0), 4)
-    big = [jax.random.normal(key, (1, tokens, heads, 128), jnp.bfloat16) for key, heads in zip(keys, (4, 1, 1, 4), strict=True)]
+    big = [
+        jax.random.normal(key, (1, tokens, heads, 128), jnp.bfloat16)
+        for key, heads in zip(keys, (4, 1, 1, 4), strict=True)
+    ]
     end = [x[:, -last:].astype(jnp.float32) for x in big]
     with jax.default_matmul_precision("highest"):
         right = run(reference.attention, jnp.float32, *end, np.int32([[0]]), np.int32([[last]]))
     found = results(kernels(1), jnp.bfloat16, *big, starts, lengths)
     assert all(bool(jnp.isfinite(x).all()) for x in found.values())
     for name in right:
-        assert batches.difference(np.asarray(found[name][:, -last:]), right[name]) < tolerances.KERNEL_BF16, name
+        assert (
+            batches.difference(np.asarray(found[name][:, -last:]), right[name])
+            < tolerances.KERNEL_BF16
+        ), name
     assert len(packed.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3

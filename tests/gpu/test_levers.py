@@ -19,7 +19,14 @@ from jaxsp.config.schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, host_offload, memory_options, selfcheck, sharding, train_step
+from jaxsp.training import (
+    compile_options,
+    host_offload,
+    memory_options,
+    selfcheck,
+    sharding,
+    train_step,
+)
 from jaxsp.training.memory_fit import MemoryUse
 from jaxsp.training.train_step import Program
 from tests import batches, tolerances
@@ -28,10 +35,19 @@ pytestmark = pytest.mark.gpu
 
 TOKENS = 4096
 MODEL = batches.model(
-    vocab_size=2048, hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=64, intermediate_size=1408
+    vocab_size=2048,
+    hidden_size=512,
+    num_layers=6,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=1408,
 )
 ROWS = batches.packed(
-    [[(0, 1500), (1500, 1), (1501, 128), (1700, 2000)], [(5, 4000)]], num_tokens=TOKENS, vocab_size=MODEL.vocab_size, seed=0
+    [[(0, 1500), (1500, 1), (1501, 128), (1700, 2000)], [(5, 4000)]],
+    num_tokens=TOKENS,
+    vocab_size=MODEL.vocab_size,
+    seed=0,
 )
 
 LEVERS = {
@@ -41,8 +57,14 @@ LEVERS = {
     "tiles": {"remat": "save_attention", "mlp_tile_tokens": 512, "loss_tile_tokens": 256},
     "inputs": {"remat": "full", "offload_activations": "layer_inputs"},
     "inputs, attention kept": {"remat": "save_attention", "offload_activations": "layer_inputs"},
-    "inputs and attention": {"remat": "save_attention", "offload_activations": "layer_inputs_and_attention"},
-    "inputs and attention, not prefetched": {"remat": "save_attention", "offload_activations": "layer_inputs_and_attention"},
+    "inputs and attention": {
+        "remat": "save_attention",
+        "offload_activations": "layer_inputs_and_attention",
+    },
+    "inputs and attention, not prefetched": {
+        "remat": "save_attention",
+        "offload_activations": "layer_inputs_and_attention",
+    },
     "state": {"remat": "save_attention", "offload_optimizer": "state"},
     "state and gradients": {"remat": "save_attention", "offload_optimizer": "state_and_gradients"},
     "all": {
@@ -54,7 +76,9 @@ LEVERS = {
 }
 
 
-XLA_OPTIONS = {"inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)}
+XLA_OPTIONS = {
+    "inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)
+}
 """XLA options of some of them. If a prefetched copy came from the wrong layer, gradients would be wrong."""
 
 
@@ -71,15 +95,26 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
             },
             "batch": {"rows_per_step": 2},
             # with eps of 1 a weight moves nearly as its gradient says, also where that is only rounding
-            "optimizer": {"learning_rate": 1.0, "schedule": "constant", "eps": 1.0, "max_grad_norm": None},
+            "optimizer": {
+                "learning_rate": 1.0,
+                "schedule": "constant",
+                "eps": 1.0,
+                "max_grad_norm": None,
+            },
             "memory": memory,
         }
     )
     if problems := memory_options.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
-    heads = {"num_heads": MODEL.num_heads, "num_kv_heads": MODEL.num_kv_heads, "head_dim": MODEL.head_dim}
+    heads = {
+        "num_heads": MODEL.num_heads,
+        "num_kv_heads": MODEL.num_kv_heads,
+        "head_dim": MODEL.head_dim,
+    }
     choice = attention.choose(config, devices=[gpu], window=None, **heads)
-    attend = attention.make_attend(seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks)
+    attend = attention.make_attend(
+        seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks
+    )
     on = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
     return Program(config=config, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
 
@@ -99,13 +134,24 @@ def trained(gpu, lever, dtype="float32"):
     memory = LEVERS[lever] if lever else {"remat": "save_attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
     ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.workspace_bytes)
-    start = sharding.random_weights(of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state)
-    before = {name: np.array(weight) for name, weight in batches.by_name(start).items()}  # no view: the step takes the memory
-    state, rows, losses, moved = train_step.init_state(of, start), batches.on_mesh(ROWS, of.mesh), [], {}
+    start = sharding.random_weights(
+        of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state
+    )
+    before = {
+        name: np.array(weight) for name, weight in batches.by_name(start).items()
+    }  # no view: the step takes the memory
+    state, rows, losses, moved = (
+        train_step.init_state(of, start),
+        batches.on_mesh(ROWS, of.mesh),
+        [],
+        {},
+    )
     for _ in range(3):
         state, numbers = ready.executable(state, rows)
         losses.append(float(numbers.loss))
-        moved = moved or {name: after - before[name] for name, after in batches.by_name(state.master).items()}
+        moved = moved or {
+            name: after - before[name] for name, after in batches.by_name(state.master).items()
+        }
     return Trained(losses, moved, ready.memory_use)
 
 
@@ -121,7 +167,9 @@ def test_a_lever_changes_no_loss_and_no_weight(gpu, lever):
     compare(trained(gpu, lever), trained(gpu, None), tolerances.MESH)
 
 
-@pytest.mark.parametrize("lever", ["full", "inputs and attention", "inputs and attention, not prefetched"])
+@pytest.mark.parametrize(
+    "lever", ["full", "inputs and attention", "inputs and attention, not prefetched"]
+)
 def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
     compare(trained(gpu, lever, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
 
@@ -132,11 +180,18 @@ STATE = (
     3
     * 4
     * sum(
-        math.prod(row.stacked_shape) for row in jax.tree.leaves(decoder.param_table(MODEL)) if host_offload.should_offload(row)
+        math.prod(row.stacked_shape)
+        for row in jax.tree.leaves(decoder.param_table(MODEL))
+        if host_offload.should_offload(row)
     )
 )
 
-ON_HOST = {"inputs": INPUTS, "inputs and attention": INPUTS + OUTPUTS, "state": STATE, "all": INPUTS + OUTPUTS + STATE}
+ON_HOST = {
+    "inputs": INPUTS,
+    "inputs and attention": INPUTS + OUTPUTS,
+    "state": STATE,
+    "all": INPUTS + OUTPUTS + STATE,
+}
 """Bytes: layers' inputs; attention's outputs and log-sum-exps; float32 weights and AdamW's averages."""
 
 
@@ -158,18 +213,30 @@ def test_each_lever_takes_less_of_the_device(gpu):
 def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     """A state in host memory is written out of that very memory, which the next step takes."""
     of, _ = program(gpu, LEVERS[lever], "float32")
-    run, state, rows = train_step.compile(of), train_step.random_state(of, seed=0), batches.on_mesh(ROWS, of.mesh)
+    run, state, rows = (
+        train_step.compile(of),
+        train_step.random_state(of, seed=0),
+        batches.on_mesh(ROWS, of.mesh),
+    )
     state, _ = run(state, rows)
-    meta = CheckpointMeta(config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0)
+    meta = CheckpointMeta(
+        config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0
+    )
     with CheckpointWriter(tmp_path, table=of.table, retention=CheckpointConfig()) as store:
         store.save(state, meta)
         state, right = run(state, rows)
-    restored = reader.restore(tmp_path / "1", train_step.abstract_inputs(of)[0], table=of.table, num_steps=1)
-    assert float(run(restored, rows)[1].loss) == pytest.approx(float(right.loss), rel=tolerances.MESH)
+    restored = reader.restore(
+        tmp_path / "1", train_step.abstract_inputs(of)[0], table=of.table, num_steps=1
+    )
+    assert float(run(restored, rows)[1].loss) == pytest.approx(
+        float(right.loss), rel=tolerances.MESH
+    )
 
 
 @pytest.mark.parametrize("activations", ["none", "layer_inputs_and_attention"])
-def test_the_check_before_the_first_step_passes_within_five_seconds(gpu, activations, record_property):
+def test_the_check_before_the_first_step_passes_within_five_seconds(
+    gpu, activations, record_property
+):
     """The second time: the first also loads cuDNN and cuBLAS, which the step needs anyway."""
     of, choice = program(gpu, {"remat": "save_attention", "offload_activations": activations})
     seconds = []

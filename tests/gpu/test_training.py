@@ -23,10 +23,25 @@ NUM_ALIKE = 20
 
 def train(directory: pathlib.Path, platform: str, *changes: str) -> list[dict]:
     """The lines of metrics.jsonl of a quickstart on one device of a platform; a short one begins like a long one."""
-    words = ["mesh.data=1", "mesh.seq=1", "mesh.virtual_cpu_devices=null", "optimizer.schedule=constant", *changes]
-    command = [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", f"run.directory={directory}", *words]
+    words = [
+        "mesh.data=1",
+        "mesh.seq=1",
+        "mesh.virtual_cpu_devices=null",
+        "optimizer.schedule=constant",
+        *changes,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxsp.train",
+        "configs/quickstart.yaml",
+        f"run.directory={directory}",
+        *words,
+    ]
     environment = {**os.environ, "JAX_PLATFORMS": platform, "XLA_FLAGS": ""}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -72,7 +87,9 @@ def test_float32_losses_are_those_of_the_cpu(float32, tmp_path):
     for ours, cpu in zip(lines, right, strict=False):
         counts = ("step", "num_rows", "num_tokens", "num_loss_tokens")
         assert [ours[name] for name in counts] == [cpu[name] for name in counts]
-        assert ours["loss"] == pytest.approx(cpu["loss"], rel=tolerances.GPU_RUN), f"step {cpu['step']}"
+        assert ours["loss"] == pytest.approx(cpu["loss"], rel=tolerances.GPU_RUN), (
+            f"step {cpu['step']}"
+        )
 
 
 def test_it_says_which_device_worked_and_how_much_memory_it_took(gpu, float32, bfloat16):

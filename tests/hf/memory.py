@@ -41,7 +41,12 @@ class Peak:
 def model(num_bytes: float) -> ModelConfig:
     """Four layers that take about so much in float32; a layer has 15 D^2 weights, the two ends have 4 D^2."""
     hidden = round(math.sqrt(num_bytes / 4 / (4 * 15 + 4)) / 128) * 128
-    sizes = {"hidden_size": hidden, "vocab_size": 2 * hidden, "intermediate_size": 4 * hidden, "num_layers": 4}
+    sizes = {
+        "hidden_size": hidden,
+        "vocab_size": 2 * hidden,
+        "intermediate_size": 4 * hidden,
+        "num_layers": 4,
+    }
     heads = {"num_heads": hidden // 64, "num_kv_heads": hidden // 128, "head_dim": 64}
     return batches.model(**sizes, **heads)
 
@@ -53,7 +58,9 @@ def write(directory: pathlib.Path, config: ModelConfig) -> None:
     for row in jax.tree.leaves(decoder.param_table(config)):
         for layer in [None] if row.num_layers is None else range(row.num_layers):
             name = row.hf_name.format(layer=layer)
-            files.setdefault(f"model-{0 if layer is None else layer + 1}.safetensors", {})[name] = row.shape
+            files.setdefault(f"model-{0 if layer is None else layer + 1}.safetensors", {})[name] = (
+                row.shape
+            )
     for file, shapes in files.items():
         values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         safetensors.numpy.save_file(values, directory / file, metadata={"format": "pt"})
@@ -71,7 +78,10 @@ def measure(num_bytes: float) -> list[Peak]:
         free.close()
         command = [sys.executable, "-m", "tests.hf.memory", name, str(port)]
         repo = pathlib.Path(__file__).parents[2]
-        workers = [subprocess.Popen([*command, str(index)], cwd=repo, stdout=subprocess.PIPE, text=True) for index in range(2)]
+        workers = [
+            subprocess.Popen([*command, str(index)], cwd=repo, stdout=subprocess.PIPE, text=True)
+            for index in range(2)
+        ]
         printed = [worker.communicate(timeout=500)[0] for worker in workers]
         assert [worker.returncode for worker in workers] == [0, 0]
     return [Peak(**json.loads(text.splitlines()[-1])) for text in printed]
@@ -81,7 +91,9 @@ def worker(name: str, port: str, index: str) -> None:
     """One of the two processes; prints its Peak."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate"
+    )
     mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
     found = folder.find(name)
     table = decoder.param_table(ModelConfig(**found.config_fields))
@@ -91,7 +103,11 @@ def worker(name: str, port: str, index: str) -> None:
     peak = Peak(
         before=before,
         peak=resident("VmHWM"),
-        held=sum(shard.data.nbytes for leaf in jax.tree.leaves(master) for shard in leaf.addressable_shards),
+        held=sum(
+            shard.data.nbytes
+            for leaf in jax.tree.leaves(master)
+            for shard in leaf.addressable_shards
+        ),
         largest=max(row.size * 4 for row in jax.tree.leaves(table)),
     )
     assert len(jax.devices()) == NUM_SHARDS
@@ -112,5 +128,7 @@ if __name__ == "__main__":
     else:
         size = float((sys.argv[1:] or ["2"])[0])
         for number, peak in enumerate(measure(size * 1e9)):
-            words = {field: f"{value / 1e6:,.0f} MB" for field, value in dataclasses.asdict(peak).items()}
+            words = {
+                field: f"{value / 1e6:,.0f} MB" for field, value in dataclasses.asdict(peak).items()
+            }
             print(f"process {number} of 2, {size:g} GB in float32: {words}")

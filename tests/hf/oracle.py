@@ -20,7 +20,9 @@ from jaxsp.model.remat import RematPolicy
 from jaxsp.training import loss
 from tests import batches, whole
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it is what transformers computes with (extra `test`)")
+torch = pytest.importorskip(
+    "torch", reason="torch is not installed: it is what transformers computes with (extra `test`)"
+)
 
 SIZES = {
     "vocab_size": 131,
@@ -51,8 +53,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": LLAMA3,
     },
     "llama tied": {**SIZES, "model_type": "llama", "tie_word_embeddings": True},
-    "mistral": {**SIZES, "model_type": "mistral", "head_dim": 16, "sliding_window": 5, "rope_theta": 1e6},
-    "qwen2": {**SIZES, "model_type": "qwen2", "rope_theta": 1e6, "use_sliding_window": False, "sliding_window": 8},
+    "mistral": {
+        **SIZES,
+        "model_type": "mistral",
+        "head_dim": 16,
+        "sliding_window": 5,
+        "rope_theta": 1e6,
+    },
+    "qwen2": {
+        **SIZES,
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "use_sliding_window": False,
+        "sliding_window": 8,
+    },
     "qwen3": {
         **SIZES,
         "model_type": "qwen3",
@@ -84,7 +98,9 @@ def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
     def one(row: Parameter) -> np.ndarray:
         if row.num_layers is None:
             return left.pop(row.hf_name)
-        return np.stack([left.pop(row.hf_name.format(layer=layer)) for layer in range(row.num_layers)])
+        return np.stack(
+            [left.pop(row.hf_name.format(layer=layer)) for layer in range(row.num_layers)]
+        )
 
     weights = jax.tree.map(one, table)
     assert not left, f"jaxsp has no place for {sorted(left)}"
@@ -108,7 +124,9 @@ def gradients(model: Any, documents: list[np.ndarray]) -> Result:
     for document in documents:
         tokens = torch.from_numpy(document.astype(np.int64))
         logits.append(model(tokens[None]).logits[0])
-        losses.append(torch.nn.functional.cross_entropy(logits[-1][:-1], tokens[1:], reduction="sum"))
+        losses.append(
+            torch.nn.functional.cross_entropy(logits[-1][:-1], tokens[1:], reduction="sum")
+        )
     mean = sum(losses) / sum(len(document) - 1 for document in documents)
     mean.backward()
     grads = {name: weight.grad for name, weight in model.named_parameters()}
@@ -126,10 +144,24 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
     def run(weights: layers.Weights, rows: Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
             hidden = decoder.hidden_states(
-                weights, rows, config=config, attend=attend, gather=gather, dtype=dtype, policy=RematPolicy(), tile_tokens=4096
+                weights,
+                rows,
+                config=config,
+                attend=attend,
+                gather=gather,
+                dtype=dtype,
+                policy=RematPolicy(),
+                tile_tokens=4096,
             )
             head = decoder.lm_head(weights)
-            sums = loss.sum_token_losses(hidden, rows.labels_BL, gather=gather, head=decoder.lm_head(table), shard=head, tile=7)
+            sums = loss.sum_token_losses(
+                hidden,
+                rows.labels_BL,
+                gather=gather,
+                head=decoder.lm_head(table),
+                shard=head,
+                tile=7,
+            )
             count = (rows.labels_BL != NO_LABEL).sum().astype(dtype)
             return sums.loss / count, hidden @ head.T
 
@@ -142,5 +174,8 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
 def rows(pieces: batches.Pieces, *, vocab_size: int) -> dict[str, np.ndarray]:
     """Rows of 24 tokens with random documents, and always four slots, so that a model is compiled once."""
     arrays = batches.packed(pieces, num_tokens=24, vocab_size=vocab_size, seed=2)
-    slots = {name: np.pad(arrays[name], ((0, 0), (0, 4 - arrays[name].shape[1]))) for name in ("starts_BM", "lengths_BM")}
+    slots = {
+        name: np.pad(arrays[name], ((0, 0), (0, 4 - arrays[name].shape[1])))
+        for name in ("starts_BM", "lengths_BM")
+    }
     return arrays | slots

@@ -26,7 +26,10 @@ TINY = {**oracle.MODELS["llama3"], "vocab_size": 257}
 
 def random_master(config: Any) -> layers.Weights:
     rng = np.random.default_rng(3)
-    return jax.tree.map(lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32), decoder.param_table(config))
+    return jax.tree.map(
+        lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32),
+        decoder.param_table(config),
+    )
 
 
 def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
@@ -34,7 +37,9 @@ def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> l
     config = families.parse_model_config(fields, field="model.config")
     master = changes.pop("master", None) or random_master(config)
     settings = {"tokenizer": None, "dtype": "float32"} | changes
-    weights.export_model(master, table=decoder.param_table(config), fields=fields, directory=directory, **settings)
+    weights.export_model(
+        master, table=decoder.param_table(config), fields=fields, directory=directory, **settings
+    )
     return master
 
 
@@ -68,12 +73,24 @@ def test_bfloat16_is_the_rounded_weights_and_the_default(tmp_path):
     # jax arrays, as they are at the end of a run
     table = decoder.param_table(config)
     weights.export_model(
-        jax.tree.map(jnp.asarray, master), table=table, fields=TINY, tokenizer=None, directory=tmp_path / "out"
+        jax.tree.map(jnp.asarray, master),
+        table=table,
+        fields=TINY,
+        tokenizer=None,
+        directory=tmp_path / "out",
     )
     model = load(tmp_path / "out")
     assert {weight.dtype for weight in model.parameters()} == {oracle.torch.bfloat16}
-    back = oracle.stacked({name: weight.float() for name, weight in model.named_parameters()}, table)
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y.astype(jnp.bfloat16), np.float32)), back, master)
+    back = oracle.stacked(
+        {name: weight.float() for name, weight in model.named_parameters()}, table
+    )
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(
+            x, np.asarray(y.astype(jnp.bfloat16), np.float32)
+        ),
+        back,
+        master,
+    )
 
 
 def test_weights_in_several_files_have_an_index_and_load(tmp_path):
@@ -88,7 +105,9 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
             assert all(index["weight_map"][name] == file for name in tensors.keys())  # noqa: SIM118 - no dict: it cannot be iterated
             assert tensors.metadata() == {"format": "pt"}
     config = families.parse_model_config(TINY, field="model.config")
-    back = oracle.stacked(dict(load(tmp_path / "out").named_parameters()), decoder.param_table(config))
+    back = oracle.stacked(
+        dict(load(tmp_path / "out").named_parameters()), decoder.param_table(config)
+    )
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
 
@@ -99,7 +118,9 @@ def test_views_are_written_as_they_read(tmp_path):
     views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
     export(tmp_path / "views", TINY, master=views)
     export(tmp_path / "plain", TINY, master=master)
-    assert (tmp_path / "views/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+    assert (tmp_path / "views/model.safetensors").read_bytes() == (
+        tmp_path / "plain/model.safetensors"
+    ).read_bytes()
 
 
 def test_a_tied_head_is_not_written(tmp_path):
@@ -108,7 +129,13 @@ def test_a_tied_head_is_not_written(tmp_path):
 
 
 def test_host_memory_holds_one_file_at_a_time(tmp_path):
-    fields = {**TINY, "vocab_size": 300, "num_hidden_layers": 24, "hidden_size": 128, "intermediate_size": 256}
+    fields = {
+        **TINY,
+        "vocab_size": 300,
+        "num_hidden_layers": 24,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+    }
     config = families.parse_model_config(fields, field="model.config")
     master = random_master(config)
     export(tmp_path / "warm", TINY)
@@ -136,7 +163,9 @@ def test_the_config_read_back_is_the_same_model(tmp_path, name):
     assert families.parse_model_config(loaded.to_dict(), field="config.json") == right
 
     # what was written before transformers 5
-    legacy = {key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")}
+    legacy = {
+        key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")
+    }
     assert families.parse_model_config(legacy, field="config.json") == right
     path.write_text(json.dumps(legacy))
     old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")

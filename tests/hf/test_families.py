@@ -10,7 +10,9 @@ from jaxsp.model.config import Llama3Rope, ModelConfig
 from scripts.bench import memory
 from tests.messages import assert_names
 
-LLAMA: dict[str, Any] = {name: value for name, value in memory.MODEL.items() if name != "rope_theta"}
+LLAMA: dict[str, Any] = {
+    name: value for name, value in memory.MODEL.items() if name != "rope_theta"
+}
 
 SCALING = {
     "factor": 8.0,
@@ -119,7 +121,10 @@ def read(fields: dict[str, Any]) -> ModelConfig:
 def problems(fields: dict[str, Any]) -> list[str]:
     with pytest.raises(UserError) as raised:
         read(fields)
-    assert all("\n" not in problem and problem.startswith("model.config") for problem in raised.value.problems)
+    assert all(
+        "\n" not in problem and problem.startswith("model.config")
+        for problem in raised.value.problems
+    )
     return raised.value.problems
 
 
@@ -134,7 +139,12 @@ def test_llama_3_1():
         intermediate_size=14336,
         rms_norm_eps=1e-5,
         rope_theta=5e5,
-        rope_llama3=Llama3Rope(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192),
+        rope_llama3=Llama3Rope(
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
         qkv_bias=False,
         output_bias=False,
         mlp_bias=False,
@@ -147,21 +157,41 @@ def test_llama_3_1():
 
 def test_qwen_2_5():
     config = read(QWEN2)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (True, False, False, False)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (
+        True,
+        False,
+        False,
+        False,
+    )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (14, 2, 64)
     assert (config.rope_theta, config.rope_llama3, config.tie_embeddings) == (1e6, None, True)
 
 
 def test_qwen_3():
     config = read(QWEN3)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, True)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (
+        False,
+        False,
+        False,
+        True,
+    )
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (16, 8, 128)
 
 
 def test_mistral():
     config = read(MISTRAL)
-    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False, False, False, False)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (32, 8, 128, False)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (
+        False,
+        False,
+        False,
+        False,
+    )
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.tie_embeddings) == (
+        32,
+        8,
+        128,
+        False,
+    )
     # Mistral-Nemo's heads are not hidden_size / num_attention_heads
     assert read({**MISTRAL, "hidden_size": 5120, "head_dim": 128}).head_dim == 128
 
@@ -170,16 +200,25 @@ def test_windows_are_read_as_transformers_reads_them():
     without = {name: value for name, value in MISTRAL.items() if name != "sliding_window"}
     assert read(MISTRAL).sliding_window is None
     assert read({**MISTRAL, "sliding_window": 512}).sliding_window == 512
-    assert read({**MISTRAL, "sliding_window": 512, "layer_types": ["sliding_attention"] * 32}).sliding_window == 512
+    assert (
+        read(
+            {**MISTRAL, "sliding_window": 512, "layer_types": ["sliding_attention"] * 32}
+        ).sliding_window
+        == 512
+    )
     assert read(without).sliding_window == 4096  # transformers' default
     assert read(QWEN2).sliding_window is None
     on = {**QWEN2, "use_sliding_window": True}
-    assert read({**on, "max_window_layers": 24}).sliding_window is None  # from its layer 24 on: it has 24
+    assert (
+        read({**on, "max_window_layers": 24}).sliding_window is None
+    )  # from its layer 24 on: it has 24
     assert read({**on, "max_window_layers": 0}).sliding_window == 32768
     assert read({**on, "max_window_layers": 0, "sliding_window": None}).sliding_window is None
     assert read({**on, "layer_types": ["sliding_attention"] * 24}).sliding_window == 32768
     assert read({**on, "layer_types": ["full_attention"] * 24}).sliding_window is None
-    assert read({**LLAMA, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 3}) == read(LLAMA)
+    assert read(
+        {**LLAMA, "sliding_window": None, "use_sliding_window": False, "max_window_layers": 3}
+    ) == read(LLAMA)
 
 
 def test_biases_are_the_familys():
@@ -193,8 +232,16 @@ def test_biases_are_the_familys():
 def test_what_is_left_out_is_derived():
     fields = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     config = read(fields)
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (32, 128, 1e4, 1e-6)
-    assert read({**fields, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None}) == config
+    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (
+        32,
+        128,
+        1e4,
+        1e-6,
+    )
+    assert (
+        read({**fields, "num_key_value_heads": None, "head_dim": None, "rope_scaling": None})
+        == config
+    )
     assert read({**QWEN2, "head_dim": 32}).head_dim == 32
 
 
@@ -203,8 +250,17 @@ def test_what_is_left_out_is_derived():
     [
         {"rope_theta": 5e5, "rope_scaling": SCALING},
         {"rope_parameters": {**SCALING, "rope_theta": 5e5}},
-        {"rope_theta": 5e5, "rope_scaling": {("type" if key == "rope_type" else key): x for key, x in SCALING.items()}},
-        {"rope_theta": 5e5, "rope_parameters": {**SCALING, "rope_theta": 5e5}, "rope_scaling": SCALING},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {
+                ("type" if key == "rope_type" else key): x for key, x in SCALING.items()
+            },
+        },
+        {
+            "rope_theta": 5e5,
+            "rope_parameters": {**SCALING, "rope_theta": 5e5},
+            "rope_scaling": SCALING,
+        },
     ],
 )
 def test_the_rotation_reads_the_same_in_every_form(rope):
@@ -409,19 +465,42 @@ def test_what_is_not_implemented_is_refused_by_name(change, start, parts):
 
 @pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3])
 def test_no_size_is_a_familys_default(fields):
-    sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"]
+    sizes = [
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    ]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
     sizes += ["head_dim"] if fields["model_type"] == "qwen3" else []
     found = problems({name: value for name, value in fields.items() if name not in sizes})
-    assert sorted(problem.partition(":")[0] for problem in found) == sorted(f"model.config.{name}" for name in sizes)
+    assert sorted(problem.partition(":")[0] for problem in found) == sorted(
+        f"model.config.{name}" for name in sizes
+    )
 
 
 def test_all_problems_come_at_once():
-    wrong = {"hidden_act": "gelu", "hiden_size": 1, "rope_scaling": {"type": "yarn"}, "vocab_size": 0, "mlp_bias": 1}
+    wrong = {
+        "hidden_act": "gelu",
+        "hiden_size": 1,
+        "rope_scaling": {"type": "yarn"},
+        "vocab_size": 0,
+        "mlp_bias": 1,
+    }
     found = problems({**LLAMA, **wrong, "num_attention_heads": None})
-    names = [problem.removeprefix("model.config.").split(" =")[0].split(":")[0] for problem in found]
+    names = [
+        problem.removeprefix("model.config.").split(" =")[0].split(":")[0] for problem in found
+    ]
     assert sorted(names) == sorted(
-        ["hidden_act", "hiden_size", "rope_scaling.rope_type", "vocab_size", "mlp_bias", "num_attention_heads"]
+        [
+            "hidden_act",
+            "hiden_size",
+            "rope_scaling.rope_type",
+            "vocab_size",
+            "mlp_bias",
+            "num_attention_heads",
+        ]
     )
 
 
@@ -435,7 +514,9 @@ def test_fields_that_change_nothing_are_let_through():
         "new": None,
         "rope_parameters": {"rope_theta": None},
     }
-    assert read({**LLAMA, **idle, "architectures": None, "layer_types": ["full_attention"] * 32}) == read(LLAMA)
+    assert read(
+        {**LLAMA, **idle, "architectures": None, "layer_types": ["full_attention"] * 32}
+    ) == read(LLAMA)
 
 
 def test_special_tokens_are_the_tokenizers_then_the_configs():
@@ -444,6 +525,9 @@ def test_special_tokens_are_the_tokenizers_then_the_configs():
 
     found = families.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
     assert found == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
-    assert families.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [1, 5]
+    assert families.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
+        1,
+        5,
+    ]
     assert families.choose_token_ids({"eos_token_id": [1, 2]}, Tokenizer())["eos_token_id"] == 5
     assert families.choose_token_ids({"eos_token_id": [1, 2]}, None)["eos_token_id"] == [1, 2]

@@ -75,7 +75,11 @@ def write(directory: pathlib.Path, arrays: Named, *, cut: int = 0) -> None:
         path.unlink()
     (directory / "config.json").write_text(json.dumps(FIELDS))
     names = list(arrays)
-    files = {"model-1.safetensors": names[:cut], "model-2.safetensors": names[cut:]} if cut else {"model.safetensors": names}
+    files = (
+        {"model-1.safetensors": names[:cut], "model-2.safetensors": names[cut:]}
+        if cut
+        else {"model.safetensors": names}
+    )
     for file, members in files.items():
         safetensors.numpy.save_file({name: arrays[name] for name in members}, directory / file)
     if cut:
@@ -88,7 +92,9 @@ def problems(model: Any = MODEL, source: str = "m") -> list[str]:
     with pytest.raises(UserError) as raised:
         weights.open_folder(folder.find(source), decoder.param_table(model))
     asked = f"model.source = {source}: "
-    assert all("\n" not in problem and problem.startswith(asked) for problem in raised.value.problems)
+    assert all(
+        "\n" not in problem and problem.startswith(asked) for problem in raised.value.problems
+    )
     return [problem.removeprefix(asked) for problem in raised.value.problems]
 
 
@@ -124,7 +130,11 @@ def test_nothing_but_the_slice_is_read(here, monkeypatch):
     safetensors.numpy.save_file({"a": array}, here / "some.safetensors")
     tensor, read = tensors.read_header(here / "some.safetensors")["a"], []
     fill = tensors._read_into
-    monkeypatch.setattr(tensors, "_read_into", lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)))
+    monkeypatch.setattr(
+        tensors,
+        "_read_into",
+        lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)),
+    )
     tensors.read_slice(tensor, (slice(5, 10), slice(None)))
     assert read == [(tensor.offset + 5 * 80, 5 * 80)]
     read.clear()
@@ -154,7 +164,12 @@ def test_missing_and_surplus_tensors_are_named(here):
     arrays = named()
     del arrays["model.layers.1.mlp.up_proj.weight"]
     write(
-        here, arrays | {"model.layers.2.mlp.up_proj.weight": np.zeros(3, np.float32), "other.inv_freq": np.zeros(2, np.float32)}
+        here,
+        arrays
+        | {
+            "model.layers.2.mlp.up_proj.weight": np.zeros(3, np.float32),
+            "other.inv_freq": np.zeros(2, np.float32),
+        },
     )
     missing, surplus = problems()
     assert_names(missing, "missing", "model.layers.1.mlp.up_proj.weight", "config.json")
@@ -174,8 +189,12 @@ def test_long_lists_end_with_how_many_more(here):
 def test_shapes_and_dtypes_are_named_with_what_they_are(here):
     arrays = named()
     arrays["model.norm.weight"] = arrays["model.norm.weight"][:-1]
-    arrays["model.layers.0.mlp.up_proj.weight"] = arrays["model.layers.0.mlp.up_proj.weight"].T.copy()
-    arrays["model.layers.1.input_layernorm.weight"] = arrays["model.layers.1.input_layernorm.weight"].astype(np.float64)
+    arrays["model.layers.0.mlp.up_proj.weight"] = arrays[
+        "model.layers.0.mlp.up_proj.weight"
+    ].T.copy()
+    arrays["model.layers.1.input_layernorm.weight"] = arrays[
+        "model.layers.1.input_layernorm.weight"
+    ].astype(np.float64)
     arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int8)
     write(here, arrays)
     shapes, dtypes = problems()
@@ -232,12 +251,20 @@ def test_an_index_that_tells_another_story_than_the_files_is_refused(here):
         (problem,) = problems()
         (name,) = change
         assert_names(problem, "model.safetensors.index.json", "files", name)
-    path.write_text(json.dumps({"weight_map": {name: file for name, file in weight_map.items() if name != last}}))
+    path.write_text(
+        json.dumps(
+            {"weight_map": {name: file for name, file in weight_map.items() if name != last}}
+        )
+    )
     assert_names(problems()[0], "model.safetensors.index.json", "files", last)
     for broken in ('{"weight_map": ', "[]"):
         path.write_text(broken)
         assert problems()[0].startswith("m/model.safetensors.index.json ")
-    for broken in ("{}", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../model-1.safetensors"}}'):
+    for broken in (
+        "{}",
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../model-1.safetensors"}}',
+    ):
         path.write_text(broken)
         assert_names(problems()[0], "model.safetensors.index.json", "tensor")
 
@@ -375,7 +402,9 @@ def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     assert (found.path, found.config_fields, found.is_on_hub) == (snapshot, FIELDS, True)
     table = decoder.param_table(MODEL)
     read = weights.open_folder(found, table).read
-    assert batches.same_bits(read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"])
+    assert batches.same_bits(
+        read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"]
+    )
     folder.copy_small_files(found.path, tmp_path / "kept")
     assert {path.name: path.is_symlink() for path in (tmp_path / "kept").iterdir()} == {
         "config.json": False,
@@ -394,7 +423,9 @@ def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     assert folder.find("org/name").path == pathlib.Path("org/name"), "a folder comes first"
 
 
-def test_the_weights_are_asked_for_after_the_config_and_nothing_that_is_not_needed(tmp_path, monkeypatch):
+def test_the_weights_are_asked_for_after_the_config_and_nothing_that_is_not_needed(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     snapshot = cached(tmp_path / "hub", monkeypatch, named())
     asked: list[tuple[str, str | None, list[str]]] = []
@@ -424,7 +455,11 @@ _NEVER_FIRST = """model.safetensors model-00001-of-00002.safetensors consolidate
 
 
 def answer(status: int) -> dict[str, Any]:
-    return {"response": httpx2.Response(status, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name"))}
+    return {
+        "response": httpx2.Response(
+            status, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name")
+        )
+    }
 
 
 def unreachable(cause: Exception) -> Exception:
@@ -480,7 +515,10 @@ def test_what_the_hub_answers_is_one_line_with_a_way_out(tmp_path, monkeypatch, 
 
 
 @pytest.mark.e2e
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' account of a process's memory in /proc/self/status")
+@pytest.mark.skipif(
+    sys.platform != "linux",
+    reason="needs Linux' account of a process's memory in /proc/self/status",
+)
 def test_one_process_of_two_holds_its_own_shards_and_one_tensor():
     """`python -m tests.hf.memory 2` says the same of 2 GB."""
     for peak in memory.measure(0.25e9):

@@ -31,7 +31,9 @@ def _sharded(monkeypatch):
     monkeypatch.setattr(sharding, "MIN_SHARDED_SIZE", 100)
 
 
-def checkpoint(directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **config: Any) -> dict[str, Any]:
+def checkpoint(
+    directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **config: Any
+) -> dict[str, Any]:
     """A folder by transformers, and its tensors by name."""
     model = oracle.torch_model(fields).to(getattr(oracle.torch, dtype))
     model.save_pretrained(directory, **config)
@@ -45,29 +47,54 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: array for file in files for name, array in file.items()}
 
 
-def read(directory: pathlib.Path, sizes: tuple[int, int, int] = (1, 1, 1)) -> tuple[layers.Weights, layers.Weights]:
+def read(
+    directory: pathlib.Path, sizes: tuple[int, int, int] = (1, 1, 1)
+) -> tuple[layers.Weights, layers.Weights]:
     """The table of a folder's model, and its weights, imported on a mesh and made whole again."""
     found = folder.find(str(directory))
-    table = decoder.param_table(families.parse_model_config(found.config_fields, field="config.json"))
-    stored = sharding.load_weights(table, batches.mesh(*sizes), weights.open_folder(found, table).read)
-    return table, jax.tree.map(lambda row, array: np.asarray(sharding.remove_padding(row, array)), table, stored)
+    table = decoder.param_table(
+        families.parse_model_config(found.config_fields, field="config.json")
+    )
+    stored = sharding.load_weights(
+        table, batches.mesh(*sizes), weights.open_folder(found, table).read
+    )
+    return table, jax.tree.map(
+        lambda row, array: np.asarray(sharding.remove_padding(row, array)), table, stored
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(tmp_path, name, dtype):
+def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(
+    tmp_path, name, dtype
+):
     several = dtype != "bfloat16"
-    source = checkpoint(tmp_path / "in", oracle.MODELS[name], dtype=dtype, max_shard_size="30KB" if several else "5GB")
+    source = checkpoint(
+        tmp_path / "in",
+        oracle.MODELS[name],
+        dtype=dtype,
+        max_shard_size="30KB" if several else "5GB",
+    )
     assert (len(list((tmp_path / "in").glob("*.safetensors"))) > 2) == several
     assert {array.dtype for array in source.values()} == {jnp.dtype(dtype)}
     for sizes in MESHES:
         table, master = read(tmp_path / "in", sizes)
-        right = {name: oracle.torch.from_numpy(array.astype(np.float32)) for name, array in source.items()}
+        right = {
+            name: oracle.torch.from_numpy(array.astype(np.float32))
+            for name, array in source.items()
+        }
         assert batches.same_bits(master, oracle.stacked(right, table)), sizes
 
     exported = "bfloat16" if dtype == "bfloat16" else "float32"
     fields = folder.find(str(tmp_path / "in")).config_fields
-    weights.export_model(master, table=table, fields=fields, tokenizer=None, directory=tmp_path / "out", dtype=exported)
+    weights.export_model(
+        master,
+        table=table,
+        fields=fields,
+        tokenizer=None,
+        directory=tmp_path / "out",
+        dtype=exported,
+    )
     back = tensors(tmp_path / "out")
     assert back.keys() == source.keys()
     for key, array in source.items():
@@ -82,9 +109,13 @@ def test_of_a_tied_embedding_and_head_one_is_enough_under_either_name(tmp_path):
     alone = {name: array for name, array in both.items() if name != "model.embed_tokens.weight"}
     _, right = read(tmp_path)
     for stored in (both, alone):
-        safetensors.numpy.save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        safetensors.numpy.save_file(
+            stored, tmp_path / "model.safetensors", metadata={"format": "pt"}
+        )
         model = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-        assert batches.same_bits(model.model.embed_tokens.weight.detach().numpy(), right["embedding"])
+        assert batches.same_bits(
+            model.model.embed_tokens.weight.detach().numpy(), right["embedding"]
+        )
         _, found = read(tmp_path)
         assert batches.same_bits(found, right)
 
@@ -94,7 +125,10 @@ def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(t
     fields = oracle.MODELS["llama3"]
     source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")
     (tmp_path / "it's old/model.safetensors").unlink()
-    state = {name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16() for name, array in source.items()}
+    state = {
+        name: oracle.torch.from_numpy(array.astype(np.float32)).bfloat16()
+        for name, array in source.items()
+    }
     oracle.torch.save(state, tmp_path / "it's old/pytorch_model.bin")
     tokenizers.make_byte_tokenizer().save_pretrained(tmp_path / "it's old")
     with pytest.raises(UserError, match=r"model\.safetensors.*pytorch_model\.bin") as raised:
@@ -109,21 +143,29 @@ def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(t
     assert written.keys() == source.keys()
     assert all(batches.same_bits(written[name], array) for name, array in source.items())
     assert batches.same_bits(
-        read(tmp_path / "it's old-safetensors")[1]["norm"], {"weight": source["model.norm.weight"].astype("f4")}
+        read(tmp_path / "it's old-safetensors")[1]["norm"],
+        {"weight": source["model.norm.weight"].astype("f4")},
     )
 
 
 def test_old_llamas_come_with_frequencies_that_config_json_says_too(tmp_path):
     source = checkpoint(tmp_path, oracle.MODELS["llama"])
     _, right = read(tmp_path)
-    extra = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32) for layer in range(2)}
-    safetensors.numpy.save_file(source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    extra = {
+        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32)
+        for layer in range(2)
+    }
+    safetensors.numpy.save_file(
+        source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
     assert batches.same_bits(read(tmp_path)[1], right)
 
 
 def test_exports_carry_the_small_files_of_their_source(tmp_path):
     checkpoint(tmp_path / "in", oracle.MODELS["mistral"] | {"sliding_window": None})
-    (tmp_path / "in/generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [2, 7]}')
+    (tmp_path / "in/generation_config.json").write_text(
+        '{"temperature": 0.6, "eos_token_id": [2, 7]}'
+    )
     (tmp_path / "in/tokenizer.json").write_text("{}")
     (tmp_path / "in/chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "in/modeling.py").write_text("raise SystemExit")

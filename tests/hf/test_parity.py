@@ -27,7 +27,11 @@ def run(name: str, layout: str) -> tuple[dict[str, Any], dict[str, Any]]:
     model = oracle.torch_model(fields)
     weights = oracle.stacked(dict(model.named_parameters()), table)
     arrays = oracle.rows(pieces, vocab_size=config.vocab_size)
-    places = [(row, slice(start, start + length)) for row, found in enumerate(pieces) for start, length in found]
+    places = [
+        (row, slice(start, start + length))
+        for row, found in enumerate(pieces)
+        for start, length in found
+    ]
     documents = [arrays["tokens_BL"][place] for place in places]
     done = oracle.gradients(model, documents)
     right = {"loss": done.loss, "logits": np.concatenate(done.logits)}
@@ -45,7 +49,9 @@ def test_loss_logits_and_every_gradient_are_transformers(name, layout):
     assert found.keys() == right.keys()
     apart = {key: batches.difference(found[key], right[key]) for key in right}
     worst = max(apart, key=lambda key: apart[key])
-    print(f"{name}, {layout}: logits {apart['logits']:.1e}, worst of all {worst} {apart[worst]:.1e}")
+    print(
+        f"{name}, {layout}: logits {apart['logits']:.1e}, worst of all {worst} {apart[worst]:.1e}"
+    )
     assert apart[worst] < tolerances.FP32_PARITY, worst
 
 
@@ -64,4 +70,6 @@ def test_rotation_frequencies_are_transformers(name):
     fields = oracle.MODELS[name] | {"head_dim": 128, "rope_theta": 5e5}
     model = oracle.torch_model(fields)
     found = layers.rope_frequencies(families.parse_model_config(fields, field="model.config"))
-    np.testing.assert_allclose(found, model.model.rotary_emb.inv_freq.numpy(), rtol=tolerances.FREQUENCIES)
+    np.testing.assert_allclose(
+        found, model.model.rotary_emb.inv_freq.numpy(), rtol=tolerances.FREQUENCIES
+    )

@@ -39,7 +39,9 @@ def hub(tmp_path, monkeypatch):
     return gives
 
 
-@pytest.mark.parametrize("model", [pytest.param(model, id=name) for name, model in published.MODELS.items()])
+@pytest.mark.parametrize(
+    "model", [pytest.param(model, id=name) for name, model in published.MODELS.items()]
+)
 def test_sizes_give_the_published_number_of_parameters(model):
     """So a wrong size, or an embedding that should be tied, is found."""
     read = families.parse_model_config(model.fields, field=model.name)
@@ -49,7 +51,7 @@ def test_sizes_give_the_published_number_of_parameters(model):
         return sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(parameters))
 
     count = size(table) + (read.num_layers - 1) * size(table["layers"])
-    assert count / 1e9 == pytest.approx(model.billions, rel=0.01)
+    assert count / 1e9 == pytest.approx(model.billion_params, rel=0.01)
 
 
 def test_every_model_that_a_recipe_names_is_published():
@@ -62,9 +64,21 @@ def test_every_model_that_a_recipe_names_is_published():
 def test_sizes_are_those_that_were_compared_with_config_json_once():
     """Llama-3.1-8B field by field, with every field that a plan reads."""
     read = published.MODELS[LLAMA].fields
-    assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (32, 4096, 14336)
-    assert (read["num_attention_heads"], read["num_key_value_heads"], read["vocab_size"]) == (32, 8, 128256)
-    assert (read["rope_theta"], read["rope_scaling"]["factor"], read["tie_word_embeddings"]) == (5e5, 8.0, False)
+    assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (
+        32,
+        4096,
+        14336,
+    )
+    assert (read["num_attention_heads"], read["num_key_value_heads"], read["vocab_size"]) == (
+        32,
+        8,
+        128256,
+    )
+    assert (read["rope_theta"], read["rope_scaling"]["factor"], read["tie_word_embeddings"]) == (
+        5e5,
+        8.0,
+        False,
+    )
 
 
 def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
@@ -72,7 +86,10 @@ def test_published_sizes_are_used_if_the_hub_refuses_and_never_silently(hub):
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert sizes.model.num_layers == 32
     assert sizes.published.name == LLAMA
-    assert all(part in sizes.note for part in (LLAMA, "a reason", sizes.published.source_url, published.READ_DATE))
+    assert all(
+        part in sizes.note
+        for part in (LLAMA, "a reason", sizes.published.source_url, published.READ_DATE)
+    )
     changed = dict(word.split("=", 1) for word in sizes.overrides)
     assert changed == {"model.source": "null", "model.config": json.dumps(sizes.published.fields)}
 
@@ -82,7 +99,12 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     hub(tmp_path)
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
-    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.overrides) == (2, None, "", [])
+    assert (sizes.model.num_layers, sizes.published, sizes.note, sizes.overrides) == (
+        2,
+        None,
+        "",
+        [],
+    )
 
 
 def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
@@ -105,8 +127,16 @@ def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(h
     with pytest.raises(UserError) as raised:
         published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))
     (problem,) = raised.value.problems
-    parts = ("Qwen/Qwen3-14", "a reason", "mean Qwen/Qwen3-14B?", "hf download Qwen/Qwen3-14 config.json")
-    assert all(part in problem for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B"))
+    parts = (
+        "Qwen/Qwen3-14",
+        "a reason",
+        "mean Qwen/Qwen3-14B?",
+        "hf download Qwen/Qwen3-14 config.json",
+    )
+    assert all(
+        part in problem
+        for part in (*parts, "meta-llama/Llama-3.1-8B{,-Instruct}", "Qwen/Qwen3-32B")
+    )
 
 
 def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp_path):

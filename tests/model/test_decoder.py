@@ -22,7 +22,11 @@ MODEL = batches.model(vocab_size=400, hidden_size=32, intermediate_size=40)
 WHOLE = whole.Whole()
 
 # Shares of 12 tokens at seq=4: boundaries inside a share and on its edge, a document over three shares, padding
-PIECES = [[(0, 7), (7, 5), (12, 33), (45, 3)], [(0, 12), (12, 12), (24, 7)], [(5, 28), (33, 1), (34, 14)]]
+PIECES = [
+    [(0, 7), (7, 5), (12, 33), (45, 3)],
+    [(0, 12), (12, 12), (24, 7)],
+    [(5, 28), (33, 1), (34, 14)],
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,9 +74,17 @@ def compiled(seq):
     split = Batch
     in_specs = (same, (share, share, share, same, same))
     rebuilt = lambda weights, fields: local(weights, split(**dict(zip(SPECS, fields, strict=True))))
-    on_mesh = jax.shard_map(rebuilt, mesh=batches.mesh(1, 1, seq), in_specs=in_specs, out_specs=(share, same), check_vma=False)
+    on_mesh = jax.shard_map(
+        rebuilt,
+        mesh=batches.mesh(1, 1, seq),
+        in_specs=in_specs,
+        out_specs=(share, same),
+        check_vma=False,
+    )
     jitted = jax.jit(on_mesh)
-    return lambda arrays: [np.asarray(x) for x in jitted(weights(), tuple(arrays[name] for name in SPECS))]
+    return lambda arrays: [
+        np.asarray(x) for x in jitted(weights(), tuple(arrays[name] for name in SPECS))
+    ]
 
 
 def rows():
@@ -124,8 +136,12 @@ def test_attention_is_not_computed_again_in_the_backward_pass():
     """Only attention's forward pass looks for a maximum."""
     arrays, _ = rows()
     whole = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda weights: hidden_states(weights, whole, 1).sum()))(weights())
-    assert sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr)) == 1
+    jaxpr = jax.make_jaxpr(
+        jax.value_and_grad(lambda weights: hidden_states(weights, whole, 1).sum())
+    )(weights())
+    assert (
+        sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr)) == 1
+    )
 
 
 def test_the_gradient_of_an_embedding_is_summed_in_float32():
@@ -136,7 +152,10 @@ def test_the_gradient_of_an_embedding_is_summed_in_float32():
 
     @jax.jit
     def gradient(table):
-        out, pull = jax.vjp(lambda table: decoder.embed_tokens(gather, row, table, tokens, jnp.dtype("bfloat16")), table)
+        out, pull = jax.vjp(
+            lambda table: decoder.embed_tokens(gather, row, table, tokens, jnp.dtype("bfloat16")),
+            table,
+        )
         return out, pull(jnp.ones_like(out))[0]
 
     table = weights()["embedding"]
@@ -152,7 +171,10 @@ LLAMA = {
     "model.embed_tokens.weight",
     "lm_head.weight",
     "model.norm.weight",
-    *(f"model.layers.{{layer}}.{norm}.weight" for norm in ("input_layernorm", "post_attention_layernorm")),
+    *(
+        f"model.layers.{{layer}}.{norm}.weight"
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    ),
     *(f"model.layers.{{layer}}.self_attn.{x}_proj.weight" for x in "qkvo"),
     *(f"model.layers.{{layer}}.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
 }

@@ -30,7 +30,11 @@ def settings(*words, **changes):
     fields = {
         "run": {"directory": "unused", "steps": 1},
         "model": {"config": {**LLAMA, **changes}},
-        "data": {"train": [{"source": "unused", "format": "tokens"}], "row_tokens": 8192, "max_segments_per_row": 1},
+        "data": {
+            "train": [{"source": "unused", "format": "tokens"}],
+            "row_tokens": 8192,
+            "max_segments_per_row": 1,
+        },
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
     }
@@ -40,7 +44,9 @@ def settings(*words, **changes):
 def step(asked, devices):
     """The step of such a config on these devices."""
     return compiled.compile_config(
-        asked, model=families.parse_model_config(asked.model.config, field="model.config"), devices=devices
+        asked,
+        model=families.parse_model_config(asked.model.config, field="model.config"),
+        devices=devices,
     )
 
 
@@ -62,4 +68,4 @@ def gpu_step(*, data, seq, num_heads, turns, num_layers=4):
 def pieces(step):
     """Lengths of the pieces that a step learns from, one in each row."""
     config = step.program.config
-    return np.full(config.batch.rows_per_step, config.data.longest_row)
+    return np.full(config.batch.rows_per_step, config.data.max_row_tokens)

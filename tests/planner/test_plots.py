@@ -29,10 +29,20 @@ def drawn(monkeypatch):
 
 def grown(row_tokens, *, host=0.0, growth=1.0, **changes):
     """A plan without tiles, whose attention takes `growth` GiB for 10,000 tokens."""
-    memory = {budget.WEIGHTS: 10.0, budget.ATTENTION: growth * row_tokens / 10000, budget.RESERVED: 6.3}
+    memory = {
+        budget.WEIGHTS: 10.0,
+        budget.ATTENTION: growth * row_tokens / 10000,
+        budget.RESERVED: 6.3,
+    }
     tiles = {"mlp_tile_tokens": row_tokens, "loss_tile_tokens": row_tokens}
     host_memory = {budget.SAVED_ACTIVATIONS: host}
-    return made.plan(row_tokens=row_tokens, memory=memory, host_gib=host, host_memory=host_memory, **tiles | changes)
+    return made.plan(
+        row_tokens=row_tokens,
+        memory=memory,
+        host_gib=host,
+        host_memory=host_memory,
+        **tiles | changes,
+    )
 
 
 def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_path, drawn):
@@ -45,12 +55,18 @@ def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_p
     (limit,) = [line for line in panel.lines if line.get_marker() == "None"]
     assert limit.get_ydata()[0] == pytest.approx(72.8 + 6.3)
     assert panel.get_xlim() == (100_000, 200_000)
-    assert {text.get_text() for text in one.legends[0].get_texts()} == {"weights", "attention", "kept free"}
+    assert {text.get_text() for text in one.legends[0].get_texts()} == {
+        "weights",
+        "attention",
+        "kept free",
+    }
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_the_host_holds_gets_a_panel(tmp_path, drawn):
-    plots.plot_lengths([grown(100_000, host=5.0), grown(200_000, host=9.0)], tmp_path / "a.svg", title="a title")
+    plots.plot_lengths(
+        [grown(100_000, host=5.0), grown(200_000, host=9.0)], tmp_path / "a.svg", title="a title"
+    )
     device, host = drawn[0].axes
     assert host.collections[0].get_paths()[0].get_extents().y1 == pytest.approx(9.0)
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
@@ -70,7 +86,9 @@ def test_changes_of_the_program_are_named(changed, words):
     """Tiles as large as all tokens of a device, 131,072 / 8, are none."""
     tiles = {"mlp_tile_tokens": 16384, "loss_tile_tokens": 16384}
     before = made.plan(**tiles)
-    after = made.plan(row_tokens=262144, **{name: 2 * size for name, size in tiles.items()} | changed)
+    after = made.plan(
+        row_tokens=262144, **{name: 2 * size for name, size in tiles.items()} | changed
+    )
     assert plots.describe_changes(before, after) == words
 
 
@@ -81,10 +99,16 @@ def test_changes_of_the_program_are_named(changed, words):
 )
 def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
     """1 GiB for 10,000 tokens and 16.3 of other causes fill the device's 79.1 at 628,000 tokens."""
-    plots.plot_lengths([grown(200_000), grown(longer, remat="full", growth=0.5)], tmp_path / "a.png", title="a title")
+    plots.plot_lengths(
+        [grown(200_000), grown(longer, remat="full", growth=0.5)],
+        tmp_path / "a.png",
+        title="a title",
+    )
     (panel,) = drawn[0].axes
     (attention,) = [area for area in panel.collections if area.get_label() == budget.ATTENTION]
-    heights = {round(y, 3) for x, y in attention.get_paths()[0].vertices if x == pytest.approx(place)}
+    heights = {
+        round(y, 3) for x, y in attention.get_paths()[0].vertices if x == pytest.approx(place)
+    }
     assert heights == {10.0, 10.0 + place / 10000, 10.0 + place / 20000}
     lines = [line.get_xdata()[0] for line in panel.lines if line.get_linestyle() == ":"]
     assert lines == pytest.approx([place])
@@ -92,7 +116,11 @@ def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
 
 
 def test_a_row_that_does_not_fit_shows_which_is_the_longest_that_does(tmp_path, drawn):
-    plots.plot_lengths([grown(100_000), grown(200_000), grown(210_000, fits=False)], tmp_path / "a.png", title="a title")
+    plots.plot_lengths(
+        [grown(100_000), grown(200_000), grown(210_000, fits=False)],
+        tmp_path / "a.png",
+        title="a title",
+    )
     (panel,) = drawn[0].axes
     (label,) = [text.get_text() for text in panel.texts if "longest" in text.get_text()]
     assert "200K" in label
@@ -100,7 +128,14 @@ def test_a_row_that_does_not_fit_shows_which_is_the_longest_that_does(tmp_path, 
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(512, "512"), (131_072, "131K"), (999_424, "999K"), (999_900, "1M"), (3_670_016, "3.67M"), (40_000_000, "40M")],
+    [
+        (512, "512"),
+        (131_072, "131K"),
+        (999_424, "999K"),
+        (999_900, "1M"),
+        (3_670_016, "3.67M"),
+        (40_000_000, "40M"),
+    ],
 )
 def test_tokens_are_written_in_thousands_and_millions(number, words):
     assert plots.format_tokens(number) == words
@@ -109,7 +144,10 @@ def test_tokens_are_written_in_thousands_and_millions(number, words):
 def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tmp_path, drawn):
     found = [
         MeshPlan(
-            mesh={"replica": 1, "data": 1, "seq": 8}, attention_fields={"strategy": "ulysses"}, plan=made.plan(), problem=""
+            mesh={"replica": 1, "data": 1, "seq": 8},
+            attention_fields={"strategy": "ulysses"},
+            plan=made.plan(),
+            problem="",
         ),
         MeshPlan(
             mesh={"replica": 1, "data": 2, "seq": 4},
@@ -117,12 +155,20 @@ def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tm
             plan=made.plan(fits=False, step_s_estimate=7.0),
             problem="",
         ),
-        MeshPlan(mesh={"replica": 1, "data": 8, "seq": 1}, attention_fields={"strategy": "auto"}, plan=None, problem="no"),
+        MeshPlan(
+            mesh={"replica": 1, "data": 8, "seq": 1},
+            attention_fields={"strategy": "auto"},
+            plan=None,
+            problem="no",
+        ),
     ]
     plots.plot_meshes(found, tmp_path / "a.png", title="a title")
     memory, times = drawn[0].axes
     assert [bar.get_width() for bar in times.patches] == [7.0, 5.0], "from the bottom up"
-    assert [label.get_text() for label in memory.get_yticklabels()] == ["1 x 2 x 4  ring", "1 x 1 x 8  ulysses"]
+    assert [label.get_text() for label in memory.get_yticklabels()] == [
+        "1 x 2 x 4  ring",
+        "1 x 1 x 8  ulysses",
+    ]
     fits, does_not = sorted((text.get_text() for text in times.texts), key=len)
     assert (fits, does_not[:4]) == ("5 s", "7 s ")
 

@@ -45,14 +45,20 @@ def labels(text):
 
 
 def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
-    plan = made.plan(host_gib=100.0, host_pool_gib=128.0, host_memory={budget.SAVED_ACTIVATIONS: 60.0, budget.OPTIMIZER: 40.0})
+    plan = made.plan(
+        host_gib=100.0,
+        host_pool_gib=128.0,
+        host_memory={budget.SAVED_ACTIVATIONS: 60.0, budget.OPTIMIZER: 40.0},
+    )
     said = report.format_plan(plan, model="a model")
     assert "host" in labels(said)
     assert_names(said, "128 60.00 residuals 40.00 optimizer")
 
 
 def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
-    said = report.format_plan(made.plan(rows_per_step=1, attention="ring of 8", attention_others={}), model="a model")
+    said = report.format_plan(
+        made.plan(rows_per_step=1, strategy="ring of 8", alternative_bytes={}), model="a model"
+    )
     assert_names(said, "1 row", "131,072 tokens", "ring of 8", "cuDNN", "2.1 MB")
     assert "3.1 MB" not in said
     assert_names(
@@ -65,7 +71,11 @@ def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
 
 def test_what_does_not_fit_names_what_is_full_and_what_to_try():
     plan = made.plan(
-        fits=False, short="much", binds="host", host_gib=2100.0, ways_out=["memory.remat=full", "memory.x=y", "shorter rows"]
+        fits=False,
+        shortage="much",
+        memory_bottleneck="host",
+        host_gib=2100.0,
+        suggestions=["memory.remat=full", "memory.x=y", "shorter rows"],
     )
     suggestions = "memory.remat=full, memory.x=y or shorter rows"
     sizes = ["30.0 of 72.8 GiB", "2,100 of 1,960 GiB"]
@@ -73,7 +83,10 @@ def test_what_does_not_fit_names_what_is_full_and_what_to_try():
 
 
 def test_another_kernel_than_cudnn_says_why():
-    said = report.format_plan(made.plan(kernel="blockwise", why_not_cudnn="cuDNN needs what is not there"), model="a model")
+    said = report.format_plan(
+        made.plan(kernel="blockwise", cudnn_obstacle="cuDNN needs what is not there"),
+        model="a model",
+    )
     assert_names(said, "blockwise", "cuDNN needs what is not there")
     as_asked_for = report.format_plan(made.plan(kernel="blockwise"), model="a model")
     assert_names(as_asked_for, "Ulysses of 8", "blockwise")
@@ -98,7 +111,13 @@ def test_tokens_to_train_on_give_gpu_hours_and_days():
 
 
 @pytest.mark.parametrize(
-    "cause", [roofline.ATTENTION, roofline.EXPOSED_COLLECTIVES, roofline.EXPOSED_HOST_COPIES, roofline.MEMORY_BANDWIDTH]
+    "cause",
+    [
+        roofline.ATTENTION,
+        roofline.EXPOSED_COLLECTIVES,
+        roofline.EXPOSED_HOST_COPIES,
+        roofline.MEMORY_BANDWIDTH,
+    ],
 )
 def test_the_cause_that_takes_most_of_the_time_limits_a_step(cause):
     seconds = {roofline.MATMULS: 1.0, roofline.ATTENTION: 0.5, roofline.EXPOSED_COLLECTIVES: 0.2}
@@ -110,7 +129,9 @@ def test_the_cause_that_takes_most_of_the_time_limits_a_step(cause):
 
 def cells(text):
     """A table's rows as dicts by column, and the note under it."""
-    head, *rows, note = [[cell for cell in re.split(r"  +", line.strip()) if cell] for line in text.splitlines()]
+    head, *rows, note = [
+        [cell for cell in re.split(r"  +", line.strip()) if cell] for line in text.splitlines()
+    ]
     return [dict(zip(head, row, strict=False)) for row in rows], note[0]
 
 
@@ -118,10 +139,27 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     found = [
         made.plan(tokens_per_s_estimate=200_000.0),
         made.plan(
-            row_tokens=65536, remat="full", mlp_tile_tokens=2048, step_s_estimate=250.0, limited_by=roofline.EXPOSED_COLLECTIVES
+            row_tokens=65536,
+            remat="full",
+            mlp_tile_tokens=2048,
+            step_s_estimate=250.0,
+            time_bottleneck=roofline.EXPOSED_COLLECTIVES,
         ),
-        made.plan(device="h200-141gb", num_devices=4, fits=False, binds="host", host_gib=2100.0, tokens_per_s_estimate=1e5),
-        made.plan(device="a100-80gb", step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None, limited_by=None),
+        made.plan(
+            device_type="h200-141gb",
+            num_devices=4,
+            fits=False,
+            memory_bottleneck="host",
+            host_gib=2100.0,
+            tokens_per_s_estimate=1e5,
+        ),
+        made.plan(
+            device_type="a100-80gb",
+            step_s_estimate=None,
+            tokens_per_s_estimate=None,
+            mfu_estimate=None,
+            time_bottleneck=None,
+        ),
     ]
     rows, note = cells(report.format_comparison(found, tokens=10e9))
     assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
@@ -129,11 +167,21 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
     assert [row["device GiB"] for row in rows] == ["30.0 of 72.8"] * 4
     assert [row["host GiB"] for row in rows] == ["0", "0", "2,100", "0"]
-    assert [row["remat"] for row in rows] == ["save_attention", "full", "save_attention", "save_attention"]
+    assert [row["remat"] for row in rows] == [
+        "save_attention",
+        "full",
+        "save_attention",
+        "save_attention",
+    ]
     # 131,072 tokens among 8 devices are 16,384, and 65,536 are 8,192
     assert [row["tile"] for row in rows] == ["-", "2,048", "-", "-"]
     assert [row["step*"] for row in rows] == ["5 s", "4 min 10 s", "5 s", "-"]
-    assert [row["limited by*"] for row in rows] == ["matrix products", "waiting for collectives", "matrix products", "-"]
+    assert [row["limited by*"] for row in rows] == [
+        "matrix products",
+        "waiting for collectives",
+        "matrix products",
+        "-",
+    ]
     assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
     assert_names(note, "1 to 1.3")
     rows, _ = cells(report.format_comparison(found, tokens=None))
@@ -142,19 +190,36 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
 
 def test_the_longest_row_says_what_was_full_beyond_it():
     fits = TriedLength(row_tokens=1000, plan=made.plan(row_tokens=1000), problem="")
-    beyond = TriedLength(row_tokens=1010, plan=made.plan(row_tokens=1010, short="x", binds="host"), problem="x")
+    beyond = TriedLength(
+        row_tokens=1010,
+        plan=made.plan(row_tokens=1010, shortage="x", memory_bottleneck="host"),
+        problem="x",
+    )
     said = report.format_longest(LongestRow(tried=[fits, beyond]), seconds=12.3)
-    parts = ("1,000 tokens", "remat attention", "1,010", "host memory", "2 lengths", "12 s")
+    parts = ("1,000 tokens", "remat save_attention", "1,010", "host memory", "2 lengths", "12 s")
     assert all(part in said for part in parts)
-    none = LongestRow(tried=[TriedLength(row_tokens=1024, plan=made.plan(ways_out=["memory.a=b"]), problem="it is full")])
-    assert_names(report.format_longest(none, seconds=1.0), "1,024 tokens", "it is full", "memory.a=b")
+    none = LongestRow(
+        tried=[
+            TriedLength(
+                row_tokens=1024, plan=made.plan(suggestions=["memory.a=b"]), problem="it is full"
+            )
+        ]
+    )
+    assert_names(
+        report.format_longest(none, seconds=1.0), "1,024 tokens", "it is full", "memory.a=b"
+    )
 
 
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
         MeshPlan(mesh=mesh, attention_fields={"strategy": "ulysses"}, plan=made.plan(), problem=""),
-        MeshPlan(mesh=mesh, attention_fields={"strategy": "ring"}, plan=made.plan(fits=False, binds="host"), problem=""),
+        MeshPlan(
+            mesh=mesh,
+            attention_fields={"strategy": "ring"},
+            plan=made.plan(fits=False, memory_bottleneck="host"),
+            problem="",
+        ),
         MeshPlan(
             mesh=mesh,
             attention_fields={"strategy": "hybrid", "ulysses_degree": 4},

@@ -21,7 +21,7 @@ def sought(monkeypatch, make, *words, has_splits=False):
     if not has_splits:
         monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
 
-    def of(config, *, model, site):
+    def of(config, *, model, cluster):
         lengths.append(config.data.row_tokens)
         return make(config.data.row_tokens)
 
@@ -38,8 +38,8 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
     return made.plan(
         row_tokens=row_tokens,
         fits=not short,
-        short=short,
-        binds="device" if device / 72.8 > host / 1960 else "host",
+        shortage=short,
+        memory_bottleneck="device" if device / 72.8 > host / 1960 else "host",
         device_gib=device,
         host_gib=host,
         memory={budget.WEIGHTS: fixed, budget.ATTENTION: device - fixed, budget.RESERVED: 6.3},
@@ -51,7 +51,9 @@ def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, lon
     found, lengths = sought(monkeypatch, lambda n: line(n, longest=longest))
     best = found.plan.row_tokens
     assert best <= longest < found.shortest_failing.row_tokens
-    assert found.shortest_failing.row_tokens - best <= max(search.PRECISION * best, search.LENGTH_UNIT * 8)
+    assert found.shortest_failing.row_tokens - best <= max(
+        search.PRECISION * best, search.LENGTH_UNIT * 8
+    )
     assert best % (search.LENGTH_UNIT * 8) == 0
     assert len(lengths) <= 6
     assert [one.row_tokens for one in found.tried] == sorted(set(lengths))
@@ -71,7 +73,9 @@ def test_the_host_may_be_what_binds(monkeypatch):
 )
 def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, before, after):
     """At a workspace of 6 GiB, cuDNN's work is split into twice as many calls, and needs half."""
-    pytest.importorskip("jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there")
+    pytest.importorskip(
+        "jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there"
+    )
     made_up = lambda n: line(n, longest=before if n < split_at else after)
     found, lengths = sought(monkeypatch, made_up, "data.max_segments_per_row=64", has_splits=True)
     assert found.plan.row_tokens == pytest.approx(after, rel=0.02)
@@ -116,7 +120,11 @@ def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
 
 def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
     def gives_way(n):
-        return line(n) if n < 2_000_000 else made.plan(row_tokens=n, kernel="blockwise", why_not_cudnn="counts to 2**31")
+        return (
+            line(n)
+            if n < 2_000_000
+            else made.plan(row_tokens=n, kernel="blockwise", cudnn_obstacle="counts to 2**31")
+        )
 
     found, lengths = sought(monkeypatch, gives_way)
     assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)

@@ -71,10 +71,15 @@ def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     found = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
     for name, group in (("metrics.jsonl", "train"), ("eval.jsonl", "eval/json")):
         for line in lines(folder / "first", name):
-            parts = {f"num_tokens_by_source/{source}": n for source, n in line.pop("num_tokens_by_source", {}).items()}
+            parts = {
+                f"num_tokens_by_source/{source}": n
+                for source, n in line.pop("num_tokens_by_source", {}).items()
+            }
             for field, value in (line | parts).items():
                 if field not in ("step", "data") and value is not None:
-                    assert found.pop((f"{group}/{field}", line["step"])) == pytest.approx(value), field
+                    assert found.pop((f"{group}/{field}", line["step"])) == pytest.approx(value), (
+                        field
+                    )
     assert not found
 
 
@@ -88,4 +93,7 @@ def test_a_second_start_compiles_nothing_that_the_first_has_kept(runs):
     folder, kept, again = runs
     assert kept == again
     assert any("step" in name for name in kept), kept
-    assert lines(folder / "second", "eval.jsonl")[-1]["loss"] == lines(folder / "first", "eval.jsonl")[-1]["loss"]
+    assert (
+        lines(folder / "second", "eval.jsonl")[-1]["loss"]
+        == lines(folder / "first", "eval.jsonl")[-1]["loss"]
+    )

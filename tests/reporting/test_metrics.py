@@ -18,17 +18,32 @@ from tests import batches, messages
 
 def test_flops_are_those_counted_by_hand():
     model = batches.model(
-        vocab_size=10, hidden_size=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, intermediate_size=6
+        vocab_size=10,
+        hidden_size=4,
+        num_layers=3,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        intermediate_size=6,
     )
-    matrices = 3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4  # q, k, v, o, MLP; head, the embedding is looked up
-    pairs = (1 + 2 + 3) + (1 + 2)  # pieces of 3 and 2 tokens: each token sees itself and those before
-    forward = 2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs  # scores and their sum, 2 per element of a head
+    matrices = (
+        3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4
+    )  # q, k, v, o, MLP; head, the embedding is looked up
+    pairs = (1 + 2 + 3) + (
+        1 + 2
+    )  # pieces of 3 and 2 tokens: each token sees itself and those before
+    forward = (
+        2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs
+    )  # scores and their sum, 2 per element of a head
     assert flops.step_flops(model, np.array([3, 2])) == 3 * forward
 
     # with a window of 2, the third token sees itself and the second alone
     near = dataclasses.replace(model, sliding_window=2)
     assert flops.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
-    assert flops.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2])) == 3 * forward
+    assert (
+        flops.step_flops(dataclasses.replace(model, sliding_window=3), np.array([3, 2]))
+        == 3 * forward
+    )
 
 
 def test_a_device_that_is_known_has_a_peak():
@@ -38,7 +53,10 @@ def test_a_device_that_is_known_has_a_peak():
 
 
 def line(step):
-    fields = {name: 1.0 if "float" in str(kind) else 1 for name, kind in MetricsLine.__annotations__.items()}
+    fields = {
+        name: 1.0 if "float" in str(kind) else 1
+        for name, kind in MetricsLine.__annotations__.items()
+    }
     return MetricsLine(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
 
 
@@ -56,7 +74,9 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
         file.write('{"step": 4, "lo')  # the process was killed here
     with MetricsWriter(tmp_path, from_step=2, tensorboard=False) as writer:
         writer.write_step(line(3))
-    assert [json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
 def test_whatever_a_disk_has_made_of_lines_they_are_dropped(tmp_path):
@@ -72,7 +92,9 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
     jsonl.append_record(tmp_path / "eval.jsonl", line(4))
     with MetricsWriter(tmp_path, from_step=3, tensorboard=False):
         pass
-    assert [json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()] == [1, 3]
+    assert [
+        json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()
+    ] == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +108,17 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
 )
 def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, heads):
     kind = Strategy(seq=seq, ulysses_degree=seq)
-    nothing = {"why": "", "uncounted_bytes": 0, "statistic_bytes": 0, "window": None, "bytes": 0, "others": ()}
-    choice = AttentionChoice(strategy=kind, kernel="blockwise", head_chunks=1, capacity_factor=4, **nothing)
+    nothing = {
+        "fallback_reason": "",
+        "workspace_bytes": 0,
+        "lse_bytes": 0,
+        "window": None,
+        "sent_bytes": 0,
+        "alternatives": (),
+    }
+    choice = AttentionChoice(
+        strategy=kind, kernel="blockwise", head_chunks=1, capacity_factor=4, **nothing
+    )
     said = attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
     assert re.search(messages.holding(*heads), said)
     assert bool(re.search(r"\d", said)) == bool(heads)

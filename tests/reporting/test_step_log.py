@@ -42,12 +42,22 @@ def metrics_line(step, **fields):
     return MetricsLine(**(known | shown | fields | {"step": step}))
 
 
-def shown(monkeypatch, *lines, terminal=False, seconds_per_step=30.0, width=120, num_steps=400, first_step=17):
+def shown(
+    monkeypatch,
+    *lines,
+    terminal=False,
+    seconds_per_step=30.0,
+    width=120,
+    num_steps=400,
+    first_step=17,
+):
     """Output for finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
     monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
-    console = rich.console.Console(file=file, force_terminal=terminal, width=width, color_system=None, markup=False)
+    console = rich.console.Console(
+        file=file, force_terminal=terminal, width=width, color_system=None, markup=False
+    )
     progress = Progress(console, first_step=first_step, num_steps=num_steps)
     with progress:
         for line in lines:
@@ -78,7 +88,9 @@ def test_a_step_without_finite_numbers_has_a_log_line(monkeypatch):
 
 @pytest.mark.parametrize(("peak_gib", "memory"), [(61.53, ["61.5 GiB"]), (None, [])])
 @pytest.mark.parametrize("width", [90, 130])
-def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(monkeypatch, peak_gib, memory, width):
+def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(
+    monkeypatch, peak_gib, memory, width
+):
     line = metrics_line(18, device_peak_gib=peak_gib)
     lines = [metrics_line(17), line]  # the first step says nothing about the others
     printed = shown(monkeypatch, *lines, terminal=True, width=width, first_step=16)
@@ -93,6 +105,8 @@ def test_a_message_on_a_terminal_replaces_what_is_on_its_line(monkeypatch):
     written = []
     monkeypatch.setattr(distributed.os, "write", lambda _, data: written.append(data))
     for is_terminal in (True, False):
-        monkeypatch.setattr(distributed.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal)
+        monkeypatch.setattr(
+            distributed.os, "isatty", lambda _, is_terminal=is_terminal: is_terminal
+        )
         distributed.log("stopping")
     assert written == [b"\r\x1b[2Kstopping\n", b"stopping\n"]

@@ -57,7 +57,7 @@ def losses(chosen):
     totals = {
         stream.row_tokens: train_step.compile_totals(
             Program(
-                config=chosen.for_rows_of(stream.row_tokens),
+                config=chosen.with_row_tokens(stream.row_tokens),
                 model=program.model,
                 mesh=program.mesh,
                 attend=program.attend,
@@ -77,33 +77,49 @@ def losses(chosen):
             part = (turn, slot, slice(start, start + length))
             only[part] = labels[part]
             one = {**vars(given), "labels_BL": jax.device_put(only, given.labels_BL.sharding)}
-            found[tuple(tokens[part][:2])] = float(totals[counts.row_tokens](master, Batch(**one)).loss)
+            found[tuple(tokens[part][:2])] = float(
+                totals[counts.row_tokens](master, Batch(**one)).loss
+            )
     return found
 
 
 @pytest.mark.e2e
 def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
-    (folder / "train.jsonl").write_text("\n".join((folder / "train.jsonl").read_text().splitlines()[:8]))  # none is cut
-    one, several = (losses(settings(folder, row_tokens=row_tokens)) for row_tokens in (128, [32, 64, 128]))
+    (folder / "train.jsonl").write_text(
+        "\n".join((folder / "train.jsonl").read_text().splitlines()[:8])
+    )  # none is cut
+    one, several = (
+        losses(settings(folder, row_tokens=row_tokens)) for row_tokens in (128, [32, 64, 128])
+    )
     assert len(one) == 8
     for document, loss in one.items():
         assert several[document] == pytest.approx(loss, rel=tolerances.MESH)
 
 
-def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(folder, monkeypatch):
+def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(
+    folder, monkeypatch
+):
     choose = attention.choose
 
     def choose_cudnn_for_short_rows(chosen, **arguments):
         choice = choose(chosen, **arguments)
-        return dataclasses.replace(choice, kernel="cudnn") if chosen.data.longest_row < 128 else choice
+        return (
+            dataclasses.replace(choice, kernel="cudnn")
+            if chosen.data.max_row_tokens < 128
+            else choice
+        )
 
     monkeypatch.setattr(attention, "choose", choose_cudnn_for_short_rows)
-    _, material = build.build_training(settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4])
+    _, material = build.build_training(
+        settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4]
+    )
     assert material.attention_choice.kernel == "blockwise"
 
 
 def train(chosen):
-    program, material = build.build_training(chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq])
+    program, material = build.build_training(
+        chosen, devices=jax.devices()[: chosen.mesh.data * chosen.mesh.seq]
+    )
     trainer.train(program, material, rich.console.Console(quiet=True))
     directory = chosen.run.directory
     with open(f"{directory}/metrics.jsonl", encoding="utf-8") as file:
@@ -111,14 +127,22 @@ def train(chosen):
 
 
 @pytest.mark.e2e
-def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(folder, tmp_path):
-    straight = train(settings(folder, "run.directory=" + str(tmp_path / "straight"), row_tokens=[64, 128]))
+def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_stop(
+    folder, tmp_path
+):
+    straight = train(
+        settings(folder, "run.directory=" + str(tmp_path / "straight"), row_tokens=[64, 128])
+    )
     assert sum(line["num_tokens"] for line in straight) == 2 * sum(LENGTHS)
     assert {line["row_tokens"] for line in straight} == {64, 128}
     banner = (tmp_path / "straight/banner.txt").read_text()
     assert re.search(messages.holding(2, 128, 4, 64, 256), banner)
 
-    other = train(settings(folder, "run.directory=" + str(tmp_path / "1x4"), row_tokens=[64, 128], data=1, seq=4))
+    other = train(
+        settings(
+            folder, "run.directory=" + str(tmp_path / "1x4"), row_tokens=[64, 128], data=1, seq=4
+        )
+    )
     go_on = settings(
         folder,
         "run.directory=" + str(tmp_path / "on"),
@@ -140,21 +164,40 @@ def test_a_run_with_rows_of_two_lengths_is_the_same_on_every_mesh_and_after_a_st
             ):
                 assert line[name] == wanted[name], name
             for name in ("loss", "grad_norm"):
-                assert line[name] == (wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH))
+                assert line[name] == (
+                    wanted[name] if exact else pytest.approx(wanted[name], rel=tolerances.MESH)
+                )
 
 
 @pytest.mark.slow
-def test_a_mixture_of_sources_goes_on_after_a_stop_with_the_rows_that_would_have_come(folder, tmp_path):
+def test_a_mixture_of_sources_goes_on_after_a_stop_with_the_rows_that_would_have_come(
+    folder, tmp_path
+):
     records = (folder / "train.jsonl").read_text().splitlines()
     (folder / "short.jsonl").write_text("\n".join(records[:5]))
-    weights = [{"source": str(folder / name), "format": "tokens", "weight": weight} for name, weight in WEIGHTS.items()]
+    weights = [
+        {"source": str(folder / name), "format": "tokens", "weight": weight}
+        for name, weight in WEIGHTS.items()
+    ]
     words = ["run.epochs=null", "run.steps=9", f"data.train={json.dumps(weights)}"]
-    straight = train(settings(folder, f"run.directory={tmp_path}/straight", *words, row_tokens=[64, 128]))
-    tokens = {name: sum(line["num_tokens_by_source"][f"{folder}/{name}"] for line in straight) for name in WEIGHTS}
+    straight = train(
+        settings(folder, f"run.directory={tmp_path}/straight", *words, row_tokens=[64, 128])
+    )
+    tokens = {
+        name: sum(line["num_tokens_by_source"][f"{folder}/{name}"] for line in straight)
+        for name in WEIGHTS
+    }
     assert tokens["train.jsonl"] > tokens["short.jsonl"] > 0
     assert {line["epoch"] for line in straight} == {None}
     on = [f"run.directory={tmp_path}/on", f"run.resume={tmp_path}/straight/checkpoints/4"]
     after = train(settings(folder, *on, *words, row_tokens=[64, 128]))
     for line, wanted in zip(after, straight[4:], strict=True):
-        for name in ("step", "row_tokens", "num_tokens_by_source", "num_tokens_total", "loss", "grad_norm"):
+        for name in (
+            "step",
+            "row_tokens",
+            "num_tokens_by_source",
+            "num_tokens_total",
+            "loss",
+            "grad_norm",
+        ):
             assert line[name] == wanted[name], name

@@ -53,12 +53,18 @@ def shown(config, **options):
 
 
 def test_what_is_learned_is_in_brackets_where_there_are_no_colours():
-    said = shown(asked(("talk.jsonl", "messages"), ("pair.jsonl", "prompt_completion"), ("ids.jsonl", "tokens")))
+    said = shown(
+        asked(
+            ("talk.jsonl", "messages"), ("pair.jsonl", "prompt_completion"), ("ids.jsonl", "tokens")
+        )
+    )
     first, second, third = said.strip().split("\n\ndata.")
     place, counts, *_ = first.splitlines()
     assert re.match(messages.holding("data.train.0.source = talk.jsonl", "line 1"), place)
     assert re.match(messages.holding("75 tokens", 18, "⟦"), counts)
-    assert first.endswith("<|im_start|>user\nq [red]<|im_end|>\n<|im_start|>assistant\n⟦one↵\ntwo<|im_end|>↵\n⟧")
+    assert first.endswith(
+        "<|im_start|>user\nq [red]<|im_end|>\n<|im_start|>assistant\n⟦one↵\ntwo<|im_end|>↵\n⟧"
+    )
     assert second.endswith("2 + 2 =⟦ 4<eos>⟧")
     assert re.search(messages.holding("3 tokens", 1), third)
 
@@ -90,17 +96,25 @@ def test_a_chat_is_shown_up_to_4000_tokens(tmp_path):
     assert "x" * 3000 in said
 
 
-def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypatch, tmp_path, capsys):
+def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
+    monkeypatch, tmp_path, capsys
+):
     (tmp_path / "c.yaml").write_text(
         "{run: {directory: run, steps: 1}, batch: {rows_per_step: 1}, optimizer: {learning_rate: 1}}"
     )
     given = []
     encode = encoding.encode_texts
     monkeypatch.setattr(
-        encoding, "encode_texts", lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer)
+        encoding,
+        "encode_texts",
+        lambda records, tokenizer: given.append(len(records)) or encode(records, tokenizer),
     )
     monkeypatch.setattr(jax, "devices", lambda *_: pytest.fail("asked for devices"))
-    words = ["data.row_tokens=64", "data.train=[{source: talk.jsonl, format: messages}]", "data.chat_template=chat.jinja"]
+    words = [
+        "data.row_tokens=64",
+        "data.train=[{source: talk.jsonl, format: messages}]",
+        "data.chat_template=chat.jinja",
+    ]
     words += ["model.config={model_type: llama, vocab_size: 257}", "model.tokenizer=bytes"]
     train.main(["c.yaml", "--preview", *words])
     assert given == [1]
@@ -111,6 +125,10 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(monkeypat
 def test_problems_of_all_sources_are_said():
     with pytest.raises(UserError) as raised:
         shown(asked(("no.jsonl", "text"), ("ids.jsonl", "messages"), ("talk.jsonl", "messages")))
-    assert [problem.partition(" = ")[0] for problem in raised.value.problems if problem.startswith("data.train")]
+    assert [
+        problem.partition(" = ")[0]
+        for problem in raised.value.problems
+        if problem.startswith("data.train")
+    ]
     assert "data.train.0.source" in str(raised.value)
     assert "data.train.1.source" in str(raised.value)

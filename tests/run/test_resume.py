@@ -27,7 +27,15 @@ from jaxsp.runtime import run_paths
 from tests import batches, messages, tolerances
 from tests.data.packing import test_dataset
 
-COUNTS = ("step", "epoch", "num_rows", "num_tokens", "num_loss_tokens", "num_tokens_total", "padding_fraction")
+COUNTS = (
+    "step",
+    "epoch",
+    "num_rows",
+    "num_tokens",
+    "num_loss_tokens",
+    "num_tokens_total",
+    "padding_fraction",
+)
 STEPS, STOPPED = 10, 6
 
 
@@ -38,7 +46,10 @@ def settings(folder, *words):
         "mesh": {"data": 2, "seq": 4},
         "data": {
             "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-            "eval": [{"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name} for name in ("short", "long")],
+            "eval": [
+                {"source": str(folder / f"{name}.jsonl"), "format": "tokens", "name": name}
+                for name in ("short", "long")
+            ],
             "row_tokens": 64,
             "max_segments_per_row": 8,
         },
@@ -86,7 +97,9 @@ def stopped(straight, tmp_path):
     shutil.copytree(straight / "run", tmp_path / "run")
     for step in (9, 10):
         shutil.rmtree(tmp_path / "run/checkpoints" / str(step))
-    kept = [json.dumps(line) + "\n" for line in lines(tmp_path / "run") if line["step"] <= STOPPED + 1]
+    kept = [
+        json.dumps(line) + "\n" for line in lines(tmp_path / "run") if line["step"] <= STOPPED + 1
+    ]
     (tmp_path / "run/metrics.jsonl").write_text("".join(kept))
     return tmp_path
 
@@ -99,26 +112,38 @@ def check(found, expected, *, exact):
             if exact:
                 assert line[name] == other[name], (name, line["step"])
             else:
-                assert line[name] == pytest.approx(other[name], rel=tolerances.MESH), (name, line["step"])
+                assert line[name] == pytest.approx(other[name], rel=tolerances.MESH), (
+                    name,
+                    line["step"],
+                )
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mesh", [(2, 4), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 2)))])
+@pytest.mark.parametrize(
+    "mesh", [(2, 4), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((8, 1), (1, 2)))]
+)
 def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, stopped, mesh):
     words = [f"mesh.data={mesh[0]}", f"mesh.seq={mesh[1]}"]
     train(settings(stopped, *words))
     exact = mesh == (2, 4)
     check(lines(stopped / "run"), lines(straight / "run"), exact=exact)
-    whole = [reader.read_weights(folder / f"run/checkpoints/{STEPS}", prepare_table(folder)) for folder in (straight, stopped)]
+    whole = [
+        reader.read_weights(folder / f"run/checkpoints/{STEPS}", prepare_table(folder))
+        for folder in (straight, stopped)
+    ]
     for one, other in zip(*map(jax.tree.leaves, whole), strict=True):
         if exact:
             assert np.array_equal(one, other)
         else:
             assert np.linalg.norm(one - other) <= tolerances.MESH * np.linalg.norm(one)
     found, expected = lines(stopped / "run", "eval.jsonl"), lines(straight / "run", "eval.jsonl")
-    assert [(line["step"], line["data"]) for line in found] == [(n, name) for n in (5, 10) for name in ("short", "long")]
+    assert [(line["step"], line["data"]) for line in found] == [
+        (n, name) for n in (5, 10) for name in ("short", "long")
+    ]
     for line, other in zip(found, expected, strict=True):
-        assert line["loss"] == (other["loss"] if exact else pytest.approx(other["loss"], rel=tolerances.MESH))
+        assert line["loss"] == (
+            other["loss"] if exact else pytest.approx(other["loss"], rel=tolerances.MESH)
+        )
 
 
 def prepare_table(folder):
@@ -132,10 +157,16 @@ def test_evaluation_of_a_run_equals_that_during_training(straight, capsys):
     out = straight / "again.jsonl"
     evaluation.main([str(straight / "run"), "--out", str(out)])
     again = lines(straight, "again.jsonl")
-    assert [{**line, "seconds": 0} for line in again] == [{**line, "seconds": 0} for line in before if line["step"] == STEPS]
+    assert [{**line, "seconds": 0} for line in again] == [
+        {**line, "seconds": 0} for line in before if line["step"] == STEPS
+    ]
     assert "perplexity" in capsys.readouterr().out
     # another checkpoint, another mesh, other data
-    words = ["mesh.data=1", "mesh.seq=8", f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]"]
+    words = [
+        "mesh.data=1",
+        "mesh.seq=8",
+        f"data.eval=[{{source: {straight}/train.jsonl, format: tokens}}]",
+    ]
     out.unlink()
     by_heads = [*words, "attention.strategy=ulysses"]
     with pytest.raises(UserError, match=messages.holding("mesh.seq = 8", 4)):
@@ -159,7 +190,10 @@ def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
     out = f"--out = {tmp_path}/nowhere/e.jsonl"
     with pytest.raises(UserError, match=messages.holding(out)):
         evaluation.main([run, "--out", str(tmp_path / "nowhere/e.jsonl")])
-    text = [f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]", f"model.tokenizer={tmp_path}"]
+    text = [
+        f"data.eval=[{{source: {straight}/train.jsonl, format: text}}]",
+        f"model.tokenizer={tmp_path}",
+    ]
     with pytest.raises(UserError, match=messages.holding(f"model.tokenizer = {tmp_path}")):
         evaluation.main([run, *text])
 
@@ -180,12 +214,16 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
-    assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, "the first run's files are left alone"
+    assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, (
+        "the first run's files are left alone"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(straight, stopped, monkeypatch):
+def test_a_run_that_was_cut_off_before_a_checkpoint_of_its_own_begins_again_where_it_was_told(
+    straight, stopped, monkeypatch
+):
     words = [f"run.directory={stopped}/second", f"run.resume={stopped}/run"]
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointWriter, "save", lambda *_: 1 / 0)
@@ -244,7 +282,11 @@ def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_pat
     before, now = settings(tmp_path), settings(tmp_path, *words)
     documents = test_dataset.data_of([[3, 4]], before)
     written = before.model_dump(mode="json")
-    for group, name in (("run", "eval_at_start"), ("data", "eval_fraction"), ("optimizer", "warmup_fraction")):
+    for group, name in (
+        ("run", "eval_at_start"),
+        ("data", "eval_fraction"),
+        ("optimizer", "warmup_fraction"),
+    ):
         del written[group][name]
     meta = CheckpointMeta(
         config=written,
@@ -266,19 +308,36 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     text = "All work and no play makes Jack a dull boy. "
     (tmp_path / "a.txt").write_text(text * 20)
     program, _ = build.build_training(
-        settings(tmp_path, "data.eval=[]", f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]", "model.tokenizer=bytes"),
+        settings(
+            tmp_path,
+            "data.eval=[]",
+            f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]",
+            "model.tokenizer=bytes",
+        ),
         devices=jax.devices(),
     )
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
     folder = tmp_path / "hf"
     weights.export_model(
-        whole, table=program.table, fields=batches.UNEVEN_LLAMA, tokenizer=tokenizers.make_byte_tokenizer(), directory=folder
+        whole,
+        table=program.table,
+        fields=batches.UNEVEN_LLAMA,
+        tokenizer=tokenizers.make_byte_tokenizer(),
+        directory=folder,
     )
     words = ["model.config=null", f"model.source={folder}", "data.eval=[]", "run.save_every=2"]
     words += [f"data.train=[{{source: {tmp_path}/a.txt, format: text}}]"]
     train(settings(tmp_path, *words, "run.steps=2"))
     shutil.rmtree(folder)
-    train(settings(tmp_path, *words, "run.steps=3", f"run.directory={tmp_path}/second", f"run.resume={tmp_path}/run"))
+    train(
+        settings(
+            tmp_path,
+            *words,
+            "run.steps=3",
+            f"run.directory={tmp_path}/second",
+            f"run.resume={tmp_path}/run",
+        )
+    )
     assert [line["step"] for line in lines(tmp_path / "second")] == [3]
     with pytest.raises(UserError, match=messages.holding(f"model.source = {folder}")):
         train(settings(tmp_path, *words, f"run.directory={tmp_path}/third"))
@@ -298,11 +357,18 @@ def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stop
     train(settings(stopped, "batch.rows_per_step=4", "run.steps=14"))
     found, expected = lines(stopped / "run"), lines(straight / "run")
     assert [line["step"] for line in found] == list(range(1, 15))
-    assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], "8 steps of 4 rows are 4 steps of 8"
-    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {"64": STEPS * 8}
+    assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
+        "8 steps of 4 rows are 4 steps of 8"
+    )
+    assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
+        "64": STEPS * 8
+    }
     for half in range(4):
         pair = found[STOPPED + 2 * half : STOPPED + 2 * half + 2]
-        assert sum(line["num_loss_tokens"] for line in pair) == expected[STOPPED + half]["num_loss_tokens"]
+        assert (
+            sum(line["num_loss_tokens"] for line in pair)
+            == expected[STOPPED + half]["num_loss_tokens"]
+        )
 
 
 REFUSED = [
@@ -349,7 +415,11 @@ REFUSED = [
 def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, words, begins, said):
     chosen = settings(stopped, *words, f"run.on_data_change={then}")
     program, material = build.build_training(chosen, devices=jax.devices())
-    assert (material.start.step, program.num_steps, material.schedule.begin_rows) == (STOPPED, STEPS, (begins,))
+    assert (material.start.step, program.num_steps, material.schedule.begin_rows) == (
+        STOPPED,
+        STEPS,
+        (begins,),
+    )
     train(chosen)
     found = lines(stopped / "run")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
@@ -357,7 +427,10 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
     # what was learned is what the new plan has there
     (stream,) = material.train_set.streams
     rows = [stream.row(begins + index) for index in range(8 * (STEPS - STOPPED))]
-    tokens = [sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8]) for step in range(STEPS - STOPPED)]
+    tokens = [
+        sum(int(row.length.sum()) for row in rows[8 * step : 8 * step + 8])
+        for step in range(STEPS - STOPPED)
+    ]
     assert [line["num_tokens"] for line in found[STOPPED:]] == tokens
     assert reader.read_meta(run_paths.find_latest(stopped / "run")).rows_consumed == {
         str(stream.row_tokens): begins + 8 * (STEPS - STOPPED)
@@ -369,7 +442,11 @@ def test_other_data_begins_anew_or_goes_on_where_it_is_asked_to(stopped, then, w
 def test_what_would_not_be_the_same_run_is_refused(straight, words, says):
     before = (straight / "run/metrics.jsonl").read_bytes()
     with pytest.raises(UserError) as found:
-        train(settings(straight, *(word.replace("SHORT", f"{straight}/short.jsonl") for word in words)))
+        train(
+            settings(
+                straight, *(word.replace("SHORT", f"{straight}/short.jsonl") for word in words)
+            )
+        )
     assert re.search(messages.holding(*says), str(found.value))
     assert (straight / "run/metrics.jsonl").read_bytes() == before
 

@@ -36,7 +36,10 @@ def settings(folder, *words):
     fields = {
         "run": {"directory": str(folder / "run"), "steps": 6, "save_every": None},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {"train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}], "row_tokens": 64},
+        "data": {
+            "train": [{"source": str(folder / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": 64,
+        },
         "batch": {"rows_per_step": 1},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "logging": {"tensorboard": False},
@@ -76,16 +79,20 @@ class Recorded(CheckpointWriter):
 def test_minutes_count_from_the_last_checkpoint(monkeypatch):
     now = 1000.0
     state = TrainState(master={}, opt_state={}, step=np.int32(0))
-    meta = CheckpointMeta(config={}, model={}, data={}, step=0, rows_consumed={}, num_tokens_total=0)
+    meta = CheckpointMeta(
+        config={}, model={}, data={}, step=0, rows_consumed={}, num_tokens_total=0
+    )
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = Recorded()
-    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9, save_every="2m"), first_step=0, print_line=print)
+    save = CheckpointSchedule(
+        store, RunConfig(directory="x", steps=9, save_every="2m"), first_step=0, print_line=print
+    )
     due = []
     for number in range(1, 9):
         now += 50
         if save.is_due(number):
             due.append(number)
-            save(state, dataclasses.replace(meta, step=number))
+            save.save(state, dataclasses.replace(meta, step=number))
     assert due == store.steps == [3, 6], "after 150 s, the first step's end past 120"
 
 
@@ -108,20 +115,35 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
     """The next step takes over the memory of the state that is being written."""
     constant = "optimizer.schedule=constant"
     train(settings(folder, "run.save_every=1", "checkpoint.keep_latest=6", constant))
-    table = build.build_training(settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1])[0].table
+    table = build.build_training(
+        settings(folder, "run.directory=elsewhere"), devices=jax.devices()[:1]
+    )[0].table
     for num_steps in (1, 4):
-        train(settings(folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant))
-        one, other = (reader.read_weights(folder / f"{name}/checkpoints/{num_steps}", table) for name in ("run", num_steps))
+        train(
+            settings(
+                folder, f"run.directory={folder}/{num_steps}", f"run.steps={num_steps}", constant
+            )
+        )
+        one, other = (
+            reader.read_weights(folder / f"{name}/checkpoints/{num_steps}", table)
+            for name in ("run", num_steps)
+        )
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             assert np.array_equal(a, b), num_steps
 
 
 def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
     now, said, store = 1000.0, [], Recorded()
-    outcomes = [WriteOutcome(step=2, failure="no space left on device"), None, WriteOutcome(step=3, failure=None)]
+    outcomes = [
+        WriteOutcome(step=2, failure="no space left on device"),
+        None,
+        WriteOutcome(step=3, failure=None),
+    ]
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(Recorded, "poll", lambda self: outcomes.pop(0))
-    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9), first_step=1, print_line=said.append)
+    save = CheckpointSchedule(
+        store, RunConfig(directory="x", steps=9), first_step=1, print_line=said.append
+    )
     save.poll()
     (failed,) = said
     assert re.match(messages.holding("checkpoint 2", "no space left on device", "60 s"), failed)
@@ -137,7 +159,9 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
     assert (save.last_saved_step, save.is_due(4)) == (3, False)
 
 
-def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(monkeypatch):
+def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(
+    monkeypatch,
+):
     said, slept, store = [], [], Recorded()
     monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
     monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (5.0, 10.0))
@@ -146,9 +170,13 @@ def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training
     # before and after each of three attempts
     outcomes = [None, full, None, full, None, full]
     state = TrainState(master={}, opt_state={}, step=np.int32(0))
-    meta = CheckpointMeta(config={}, model={}, data={}, step=9, rows_consumed={}, num_tokens_total=0)
-    save = CheckpointSchedule(store, RunConfig(directory="x", steps=9), first_step=0, print_line=said.append)
-    save(state, meta, is_last=True)
+    meta = CheckpointMeta(
+        config={}, model={}, data={}, step=9, rows_consumed={}, num_tokens_total=0
+    )
+    save = CheckpointSchedule(
+        store, RunConfig(directory="x", steps=9), first_step=0, print_line=said.append
+    )
+    save.save(state, meta, is_last=True)
     assert not said, "nobody knows yet how the write ends"
     with pytest.raises(NeedsAttentionError, match="No space left on device"):
         save.finish(state, meta)
@@ -179,22 +207,37 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
 
     def train_once(*more):
         console = rich.console.Console(file=io.StringIO(), width=200)
-        words = ["run.steps=null", "run.epochs=9", "run.eval_at_start=true", "data.eval_fraction=0.3"]
+        words = [
+            "run.steps=null",
+            "run.epochs=9",
+            "run.eval_at_start=true",
+            "data.eval_fraction=0.3",
+        ]
         words += ["run.eval_every=epoch", "run.save_every=epoch", "checkpoint.keep_latest=9"]
-        words += ["run.early_stopping_patience=2", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
-        program, material = build.build_training(settings(folder, *words, *more), devices=jax.devices()[:1])
+        words += [
+            "run.early_stopping_patience=2",
+            "optimizer.learning_rate=3",
+            "optimizer.schedule=constant",
+        ]
+        program, material = build.build_training(
+            settings(folder, *words, *more), devices=jax.devices()[:1]
+        )
         trainer.train(program, material, console)
         return console.file.getvalue()
 
     def steps():
-        results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+        results = [
+            json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()
+        ]
         assert {line["data"] for line in results} == {"held_out"}
         saved = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
         return [line["step"] for line in results], saved, results[0]["num_documents"]
 
     (folder / "run").mkdir()
     (folder / "run/config.yaml").touch()
-    (folder / "run/eval.jsonl").write_text('{"step": 0}\n')  # of a run that was killed before its first checkpoint
+    (folder / "run/eval.jsonl").write_text(
+        '{"step": 0}\n'
+    )  # of a run that was killed before its first checkpoint
     said = train_once()
     evaluated, saved, num_held_out = steps()
     assert 0 < num_held_out < 8
@@ -206,7 +249,9 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
     assert re.search(messages.holding(*held_out), banner)
     assert re.search(messages.holding("epoch", "held_out", f"{num_held_out} documents"), banner)
-    assert reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping["num_since"] == 1
+    assert (
+        reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping["num_since_best"] == 1
+    )
 
     assert re.search(messages.holding(*reason), train_once())
     train_once("run.early_stopping_patience=3")
@@ -218,7 +263,9 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
 def test_a_run_that_broke_is_evaluated_no_more(folder):
     words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=1")
     with pytest.raises(NeedsAttentionError, match=messages.holding("run.on_nonfinite=skip")):
-        train(settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null"))
+        train(
+            settings(folder, *words, "optimizer.learning_rate=1e30", "optimizer.max_grad_norm=null")
+        )
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     broken = next(line["step"] for line in lines if line["loss"] is None)
     results = [json.loads(line) for line in (folder / "run/eval.jsonl").read_text().splitlines()]
@@ -245,7 +292,15 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
     assert re.search(messages.holding("step 6", f"{folder}/run/checkpoints/6"), banner)
     changed = "run.steps 6 -> 8, optimizer.learning_rate 0.1 -> 0.05"
     assert re.search(f" {re.escape(changed)}$", banner, re.MULTILINE)
-    train(settings(folder, "run.steps=9", "mesh.data=1", "run.log_every=2", "memory.grad_reduce_dtype=bfloat16"))
+    train(
+        settings(
+            folder,
+            "run.steps=9",
+            "mesh.data=1",
+            "run.log_every=2",
+            "memory.grad_reduce_dtype=bfloat16",
+        )
+    )
     banner = (folder / "run/banner.txt").read_text()
     altering = [
         "run.steps 8 -> 9",
@@ -258,9 +313,23 @@ def test_what_changed_since_the_checkpoint_is_said(folder):
 
 def test_the_best_checkpoints_are_kept_beside_the_latest(folder):
     """A run that learns ever worse: the lowest loss is that of its first checkpoint."""
-    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "run.save_every=1"]
-    train(settings(folder, *words, "checkpoint.keep_best=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"))
-    losses = {line["step"]: line["loss"] for line in map(json.loads, (folder / "run/eval.jsonl").read_text().splitlines())}
+    words = [
+        f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]",
+        "run.save_every=1",
+    ]
+    train(
+        settings(
+            folder,
+            *words,
+            "checkpoint.keep_best=1",
+            "optimizer.learning_rate=3",
+            "optimizer.schedule=constant",
+        )
+    )
+    losses = {
+        line["step"]: line["loss"]
+        for line in map(json.loads, (folder / "run/eval.jsonl").read_text().splitlines())
+    }
     assert list(losses) == [1, 2, 3, 4, 5, 6], "an evaluation precedes every checkpoint"
     best = min(losses, key=losses.get)
     kept = sorted(int(path.name) for path in (folder / "run/checkpoints").iterdir())
@@ -304,7 +373,14 @@ def test_a_checkpoint_is_whole_though_an_older_one_cannot_be_deleted(folder, mon
 def test_the_time_a_checkpoint_took_is_in_the_line_after_it(folder):
     train(settings(folder, "run.save_every=2"))
     lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["checkpoint_wait_s"] is not None for line in lines] == [False, False, True, False, True, False]
+    assert [line["checkpoint_wait_s"] is not None for line in lines] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
@@ -314,31 +390,50 @@ def test_a_run_without_a_checkpoint_begins_anew_and_says_so(folder):
     train(settings(folder))
     banner = (folder / "run/banner.txt").read_text()
     assert re.search(messages.holding("seed 0", "checkpoint"), banner)
-    assert [json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
+    assert [
+        json.loads(line)["step"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()
+    ] == [*range(1, 7)]
 
 
 @pytest.mark.e2e
 def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
     asked = []
-    monkeypatch.setattr(Preemption, "should_dispatch", lambda self, number: asked.append(number) or number <= 4)
-    words = (f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]", "run.eval_every=2", "run.save_every=2")
+    monkeypatch.setattr(
+        Preemption, "should_dispatch", lambda self, number: asked.append(number) or number <= 4
+    )
+    words = (
+        f"data.eval=[{{source: {folder}/data.jsonl, format: tokens}}]",
+        "run.eval_every=2",
+        "run.save_every=2",
+    )
     train(settings(folder, *words))
-    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()
+    ]
     assert found == [2]
     assert asked == [1, 2, 3, 3, 4, 5, 5]
     assert run_paths.find_latest(folder / "run").name == "4"
     # and none is missing when the run has gone on
     monkeypatch.undo()
     train(settings(folder, *words))
-    found = [json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line)["step"] for line in (folder / "run/eval.jsonl").read_text().splitlines()
+    ]
     assert found == [2, 4, 6]
 
 
 @pytest.mark.e2e
 def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, monkeypatch):
     """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
-    words = [f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]", "checkpoint.keep_best=1"]
-    words += ["checkpoint.keep_latest=1", "optimizer.learning_rate=3", "optimizer.schedule=constant"]
+    words = [
+        f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]",
+        "checkpoint.keep_best=1",
+    ]
+    words += [
+        "checkpoint.keep_latest=1",
+        "optimizer.learning_rate=3",
+        "optimizer.schedule=constant",
+    ]
     monkeypatch.setattr(Preemption, "should_dispatch", lambda self, number: number <= 3)
     train(settings(folder, *words))
     meta = reader.read_meta(folder / "run/checkpoints/3")
@@ -370,7 +465,9 @@ def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch
     monkeypatch.setattr(trainer, "_compile_steps", watched)
     chosen = settings(folder, "run.steps=3")
     program, material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(program, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now))
+    trainer.train(
+        program, material, rich.console.Console(quiet=True), preemption=Preemption(chosen.run, now)
+    )
     assert seen == [{1}, {1, 2}, {2, 3}]
     assert not now._running
 
@@ -391,24 +488,44 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("other", "says"), OTHERS)
-def test_processes_with_different_data_or_configs_do_not_train_together(folder, monkeypatch, other, says):
+def test_processes_with_different_data_or_configs_do_not_train_together(
+    folder, monkeypatch, other, says
+):
     """Two files of equal lengths on two nodes would be half rows of one and half rows of the other, with normal losses."""
     one = {"source": f"{folder}/data.jsonl", "format": "tokens"}
-    named = [f"data.train={json.dumps([{**one, 'name': 'books'}])}", f"data.eval={json.dumps([{**one, 'name': 'held out'}])}"]
+    named = [
+        f"data.train={json.dumps([{**one, 'name': 'books'}])}",
+        f"data.eval={json.dumps([{**one, 'name': 'held out'}])}",
+    ]
     program, material = build.build_training(settings(folder, *named), devices=jax.devices()[:1])
     told = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own]))
+    monkeypatch.setattr(
+        multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own])
+    )
     trainer._check_agreement(program, material)
     changed = {
         "nothing": (program, material),
-        "train": (program, dataclasses.replace(material, train_set=dataclasses.replace(material.train_set, digests=("z",)))),
+        "train": (
+            program,
+            dataclasses.replace(
+                material, train_set=dataclasses.replace(material.train_set, digests=("z",))
+            ),
+        ),
         "eval": (
             program,
-            dataclasses.replace(material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)),
+            dataclasses.replace(
+                material, eval_sets=(dataclasses.replace(material.eval_sets[0], digests=("z",)),)
+            ),
         ),
-        "step": (program, dataclasses.replace(material, start=dataclasses.replace(material.start, step=4))),
-        "config": (dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")), material),
+        "step": (
+            program,
+            dataclasses.replace(material, start=dataclasses.replace(material.start, step=4)),
+        ),
+        "config": (
+            dataclasses.replace(program, config=settings(folder, *named, "run.seed=1")),
+            material,
+        ),
     }[other]
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
     says = messages.holding(*says) or None
@@ -419,7 +536,14 @@ def test_processes_with_different_data_or_configs_do_not_train_together(folder, 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
     path = tmp_path / "3" / run_paths.META
     path.mkdir(parents=True)
-    fields = {"config": {}, "model": {}, "data": "0123", "step": 3, "rows": 24, "num_tokens_total": 9}
+    fields = {
+        "config": {},
+        "model": {},
+        "data": "0123",
+        "step": 3,
+        "rows": 24,
+        "num_tokens_total": 9,
+    }
     (path / "metadata").write_text(json.dumps(fields))
     says = messages.holding(f"{tmp_path}/3", "model.source=FOLDER")
     with pytest.raises(UserError, match=says):

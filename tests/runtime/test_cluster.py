@@ -36,7 +36,13 @@ ALONE = Process()
 
 def job(coordinator, local_index=None, num_local=None):
     """Process 5 of 8."""
-    return Process(index=5, num_processes=8, coordinator=coordinator, local_index=local_index, num_local_processes=num_local)
+    return Process(
+        index=5,
+        num_processes=8,
+        coordinator=coordinator,
+        local_index=local_index,
+        num_local_processes=num_local,
+    )
 
 
 FOUND = [
@@ -47,13 +53,32 @@ FOUND = [
     (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, job("node-0:29500", 1, 4)),
     (TORCHRUN | SRUN | {"SLURM_STEP_NUM_TASKS": "2"}, job("node-0:29500")),  # torchrun in srun
     (OPEN_MPI | {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, job("node-0:29500", 1, 4)),
-    (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}, job("10.96.0.1:62624", 1, 4)),
-    (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b,2620::2]:43370"}, job("[fe80::b9b]:62624", 1, 4)),
-    ({"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", **dict(list(OPEN_MPI.items())[2:])}, ALONE),
+    (
+        OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"},
+        job("10.96.0.1:62624", 1, 4),
+    ),
+    (
+        OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp6://[fe80::b9b,2620::2]:43370"},
+        job("[fe80::b9b]:62624", 1, 4),
+    ),
+    (
+        {
+            "OMPI_COMM_WORLD_SIZE": "1",
+            "OMPI_COMM_WORLD_RANK": "0",
+            **dict(list(OPEN_MPI.items())[2:]),
+        },
+        ALONE,
+    ),
     (SBATCH, ALONE),
-    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}, ALONE),  # the shell of salloc, as a step
+    (
+        SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
+        ALONE,
+    ),  # the shell of salloc, as a step
     (SRUN, job("node001:61809", 1, 4)),
-    (SRUN | {"SLURM_STEP_ID": "1"}, job("node001:61816", 1, 4)),  # a step beside it has a port of its own
+    (
+        SRUN | {"SLURM_STEP_ID": "1"},
+        job("node001:61816", 1, 4),
+    ),  # a step beside it has a port of its own
     (SRUN | {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, job("node-0:29500", 1, 4)),
     (SRUN | {"SLURM_STEP_NODELIST": "node001,other"}, job("node001:61809", 1, 4)),
     (SRUN | {"SLURM_STEP_NODELIST": "node[3,007-015],other"}, job("node3:61809", 1, 4)),
@@ -69,7 +94,9 @@ def test_a_process_is_found_by_the_variables_of_what_started_it(environ, process
 
 
 def test_what_is_said_comes_before_any_variable():
-    found = cluster.detect_process(TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, process_index=0)
+    found = cluster.detect_process(
+        TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, process_index=0
+    )
     assert found == Process(index=0, num_processes=2, coordinator="[::1]:80")
 
 
@@ -120,16 +147,21 @@ WRONG = [
         ["SLURM_PROCID", "SLURM_LOCALID", "missing"],
     ),
     (SRUN | {"MASTER_PORT": "1"}, {}, "MASTER_PORT = 1: ", ["MASTER_ADDR", "missing"]),
-    ({}, {"index": 0}, "--process-id = 0: ", ["--coordinator", "--num-processes", "missing"]),
     (
         {},
-        {"coordinator": "node-0", "num_processes": 2, "index": 0},
+        {"process_index": 0},
+        "--process-id = 0: ",
+        ["--coordinator", "--num-processes", "missing"],
+    ),
+    (
+        {},
+        {"coordinator": "node-0", "num_processes": 2, "process_index": 0},
         "--coordinator = node-0: ",
         ["1", "65535", "node-0:29500"],
     ),
     (
         {},
-        {"coordinator": "a:1", "num_processes": 2, "index": 2},
+        {"coordinator": "a:1", "num_processes": 2, "process_index": 2},
         "--process-id = 2: ",
         ["--num-processes = 2", "0", "1"],
     ),
@@ -186,19 +218,39 @@ def test_gpus_are_counted_that_jax_would_use(monkeypatch, environ, num_gpus):
 
 
 def test_a_task_that_slurm_gives_gpus_of_its_own_uses_all_of_them():
-    variables = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "n0"}
+    variables = {
+        "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "SLURM_STEP_NODELIST": "n0",
+    }
     found = cluster.detect_process(
-        {**variables, "SLURM_JOB_ID": "7", "SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_GPUS_PER_TASK": "2"}
+        {
+            **variables,
+            "SLURM_JOB_ID": "7",
+            "SLURM_STEP_TASKS_PER_NODE": "4",
+            "SLURM_GPUS_PER_TASK": "2",
+        }
     )
     assert cluster.choose_local_gpus(found, 2) is None
 
 
 def test_torchrun_s_own_port_is_left_to_it():
-    variables = {"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables = {
+        "MASTER_ADDR": "a",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     for port in ("29500", "61440", "65535"):
-        both = [cluster.detect_process({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator for rank in ("0", "1")]
+        both = [
+            cluster.detect_process({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator
+            for rank in ("0", "1")
+        ]
         assert both[0] == both[1] != f"a:{port}"
-    assert cluster.detect_process({**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
+    assert cluster.detect_process(
+        {**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    )
 
 
 def test_an_mpirun_that_is_not_open_mpi_s_is_refused():

@@ -68,7 +68,9 @@ def test_a_mesh_that_does_not_fit_is_answered_with_ones_that_do(asked, num_devic
     ("platform", "total", "num_processes", "own"),
     [("cpu", 8, 1, 8), ("cpu", 8, 2, 4), ("cpu", 9, 3, 3), ("cuda", 8, 3, 2), ("cuda", 2, 3, 1)],
 )
-def test_virtual_devices_are_those_of_all_processes_together(monkeypatch, platform, total, num_processes, own):
+def test_virtual_devices_are_those_of_all_processes_together(
+    monkeypatch, platform, total, num_processes, own
+):
     chosen = {}
     monkeypatch.setattr(jax.config, "update", chosen.__setitem__)
     monkeypatch.setattr(device_mesh.cluster, "count_gpus", lambda _: 8 if platform == "cuda" else 0)
@@ -132,9 +134,9 @@ def test_only_cpu_devices_get_flags_for_their_collectives(monkeypatch, platform)
 ONE_DEVICE_IS_LATE = """
 import sys, time
 import jax, numpy as np
-from jaxsp.core import mesh
-mesh.COLLECTIVE_TIMEOUT_S = int(sys.argv[1])
-mesh.choose_platform(virtual_cpu_devices=2)
+from jaxsp.runtime import device_mesh
+device_mesh.COLLECTIVE_TIMEOUT_S = int(sys.argv[1])
+device_mesh.choose_platform(virtual_cpu_devices=2)
 
 def late(device):
     time.sleep(3 * int(device == 0))
@@ -145,7 +147,7 @@ def total(x):
     factor = jax.pure_callback(late, jax.ShapeDtypeStruct((), "float32"), device)
     return jax.lax.psum(x * factor, "seq")
 
-devices = mesh.make({"replica": 1, "data": 1, "seq": 2})
+devices = device_mesh.make_mesh({"replica": 1, "data": 1, "seq": 2})
 specs = {"in_specs": jax.P("seq"), "out_specs": jax.P(), "check_vma": False}
 print(jax.jit(jax.shard_map(total, mesh=devices, **specs))(np.ones(2, "float32")))
 """
@@ -184,9 +186,13 @@ def node(monkeypatch):
         (8, 1, "1"),
     ],
 )
-def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(node, num_local, pool_bytes, limit):
+def test_jax_may_use_most_of_a_gpu_and_the_pinned_memory_that_is_needed(
+    node, num_local, pool_bytes, limit
+):
     found = {}
-    device_mesh._raise_memory_limits(found, num_local_processes=num_local, max_pool_bytes=pool_bytes)
+    device_mesh._raise_memory_limits(
+        found, num_local_processes=num_local, max_pool_bytes=pool_bytes
+    )
     assert found == {
         "XLA_CLIENT_MEM_FRACTION": "0.92",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": limit,
@@ -220,7 +226,12 @@ def test_the_limit_of_the_pool_does_not_change_the_room_of_the_host(node, monkey
 
 @pytest.mark.parametrize(
     ("needed", "limit", "expected"),
-    [(100 * GIB, math.inf, 128 * GIB), (128 * GIB, math.inf, 128 * GIB), (100 * GIB, 112 * GIB, 112 * GIB), (1, 2**30, 2**21)],
+    [
+        (100 * GIB, math.inf, 128 * GIB),
+        (128 * GIB, math.inf, 128 * GIB),
+        (100 * GIB, 112 * GIB, 112 * GIB),
+        (1, 2**30, 2**21),
+    ],
 )
 def test_the_pool_of_pinned_memory_is_a_power_of_two_up_to_its_limit(needed, limit, expected):
     assert device_mesh.pinned_pool_size(needed, limit) == expected
@@ -232,5 +243,7 @@ def test_the_nodes_memory_is_between_a_laptops_and_the_largest():
 
 @pytest.mark.parametrize(("degree", "use"), [(1, "63 or 66"), (3, "60 or 66"), (None, "60 or 66")])
 def test_rows_get_values_that_their_layout_can_have_and_all_if_it_is_not_known(degree, use):
-    (problem,) = device_mesh.find_division_problems(batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree)
+    (problem,) = device_mesh.find_division_problems(
+        batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree
+    )
     assert_names(problem, f"Use {use}", start="data.row_tokens = 64: ")

@@ -10,7 +10,10 @@ import pytest
 
 from tests.messages import assert_names
 
-JOIN = "import os; from jaxsp.core import jobs, processes; processes.start(jobs.find(os.environ), seconds={})"
+JOIN = (
+    "import os; from jaxsp.runtime import cluster, distributed; "
+    "distributed.initialize(cluster.detect_process(os.environ), timeout_s={})"
+)
 
 
 @pytest.mark.e2e
@@ -24,9 +27,17 @@ def test_a_process_that_never_starts_is_not_waited_for_for_ever():
     ports = {name: free_port() for name in ("lonely", "headless")}
     started = {}
     for index, name in waiting:
-        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ports[name]), "WORLD_SIZE": "3", "RANK": str(index)}
+        variables = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(ports[name]),
+            "WORLD_SIZE": "3",
+            "RANK": str(index),
+        }
         started[index, name] = subprocess.Popen(
-            [sys.executable, "-c", JOIN.format(3)], env=os.environ | variables, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", JOIN.format(3)],
+            env=os.environ | variables,
+            stderr=subprocess.PIPE,
+            text=True,
         )
     for (index, name), process in started.items():
         _, printed = process.communicate(timeout=60)
@@ -42,7 +53,10 @@ def test_one_of_several_processes_can_be_ended():
     waits = f"{JOIN.format(60)}; print('joined', flush=True); import time; time.sleep(100)"
     both = [
         subprocess.Popen(
-            [sys.executable, "-c", waits], env=os.environ | variables | {"RANK": rank}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", waits],
+            env=os.environ | variables | {"RANK": rank},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in "01"
     ]
@@ -64,17 +78,23 @@ def free_port():
 
 def test_words_that_nobody_hears_end_nothing():
     """A terminal that is gone, or a log on a full disk."""
-    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); from jaxsp.core import processes; processes.say('a')"
-    done = subprocess.run([sys.executable, "-c", f"{program}; print('went on')"], capture_output=True, text=True, check=False)
+    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); "
+    program += "from jaxsp.runtime import distributed; distributed.log('a')"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{program}; print('went on')"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (0, "went on\n")
 
 
 def test_output_of_gloo_is_discarded_and_ours_is_printed():
     program = """
 import os
-from jaxsp.core import processes
+from jaxsp.runtime import distributed
 print("before")
-processes._discard_gloo_output()
+distributed._discard_gloo_output()
 os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
 print("after")
 """

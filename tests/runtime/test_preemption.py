@@ -18,35 +18,47 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
 
 PROGRAM = """
 import os, sys, time
-from jaxsp.core import config
-from jaxsp.training import pace, stopping
-now = pace.Pace()
-settings = config.Run(directory=sys.argv[1], shutdown_grace=float(sys.argv[2]), stop_after=eval(sys.argv[3]))
+from jaxsp.config import schema
+from jaxsp.runtime import preemption, run_status
+now = run_status.RunStatus()
+settings = schema.RunConfig(directory=sys.argv[1], shutdown_grace=float(sys.argv[2]), stop_after=eval(sys.argv[3]))
 begun, step_s = int(sys.argv[4]), float(sys.argv[5])
-with stopping.Stopping(settings, now) as stop:
+with preemption.Preemption(settings, now) as stop:
     for step in range(1, begun + 1):
-        assert stop.lets(step)
-        now.sent(step, 64)
+        assert stop.should_dispatch(step)
+        now.dispatched(step, 64)
         if step < begun:
-            now.ended(step, step_s)
+            now.finished(step, step_s)
     print("ready", flush=True)
     # waits as for a device: in one call of C
     while begun and stop.reason is None:
         time.sleep(0.1)
     time.sleep(0.3 if begun else 100)
-    print("next step:", stop.lets(begun + 1), flush=True)
+    print("next step:", stop.should_dispatch(begun + 1), flush=True)
     time.sleep(float(sys.argv[6]))
 """
 """A run that has sent some steps to the devices, of which the last is running."""
 
 
 def run(
-    folder, *, number=signal.SIGTERM, shutdown_grace=25, stop_after=None, begun=3, step_s=0.1, then_s=0.0, again_after=None
+    folder,
+    *,
+    number=signal.SIGTERM,
+    shutdown_grace=25,
+    stop_after=None,
+    begun=3,
+    step_s=0.1,
+    then_s=0.0,
+    again_after=None,
 ):
     """Exit code, stdout, stderr, and seconds from the signal to the end."""
     words = map(str, (folder, shutdown_grace, stop_after, begun, step_s, then_s))
     running = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        [sys.executable, "-c", PROGRAM, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     try:
         assert running.stdout is not None
@@ -129,15 +141,17 @@ def test_a_run_stops_when_its_time_is_up_however_long_the_step_takes(tmp_path):
 def test_processes_that_are_started_do_not_inherit_the_signals(tmp_path):
     program = """
 import os, signal, subprocess, sys, time
-from jaxsp.core import config
-from jaxsp.training import pace, stopping
-with stopping.Stopping(config.Run(directory="x"), pace.Pace()) as stop:
+from jaxsp.config import schema
+from jaxsp.runtime import preemption, run_status
+with preemption.Preemption(schema.RunConfig(directory="x"), run_status.RunStatus()) as stop:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     time.sleep(0.5)
     child.send_signal(signal.SIGTERM)
     print(child.wait(), stop.reason)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == f"{-signal.SIGTERM} None\n"
 
 

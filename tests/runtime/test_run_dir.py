@@ -22,8 +22,8 @@ from tests import messages
 
 HOLDS = """
 import pathlib, sys, time
-from jaxsp.training import directory
-with directory.hold(pathlib.Path(sys.argv[1]), asked="configs/a.yaml"):
+from jaxsp.runtime import run_dir
+with run_dir.lock(pathlib.Path(sys.argv[1]), config_path="configs/a.yaml"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -33,7 +33,9 @@ with directory.hold(pathlib.Path(sys.argv[1]), asked="configs/a.yaml"):
 def another_holds(folder, **environment):
     """Another process that holds the folder."""
     words = [sys.executable, "-c", HOLDS, str(folder)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    ) as process:
         try:
             assert process.stdout.readline() == "held\n"
             yield process
@@ -43,7 +45,13 @@ def another_holds(folder, **environment):
 
 def holder(folder, **fields):
     """Writes who holds a folder, as a process that died without a word has left it."""
-    told = {"host": platform.node(), "pid": 123, "began": "2026-03-01T13:05:00+01:00", "job": None, "config": None}
+    told = {
+        "host": platform.node(),
+        "pid": 123,
+        "began": "2026-03-01T13:05:00+01:00",
+        "job": None,
+        "config": None,
+    }
     (folder / run_dir.HOLDER_FILE).write_text(json.dumps(told | fields))
 
 
@@ -57,7 +65,9 @@ def test_the_holder_is_named_while_it_lives_and_recognised_as_dead(tmp_path, cap
         asked = f"run.directory = {tmp_path}"
         with pytest.raises(UserError, match=messages.holding(asked, *named)):
             run_dir.lock(tmp_path).__enter__()
-        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == told, "nothing was touched"
+        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == told, (
+            "nothing was touched"
+        )
         process.send_signal(signal.SIGKILL)
         process.wait()
     with run_dir.lock(tmp_path):
@@ -123,7 +133,9 @@ def test_what_was_made_for_the_lock_goes_where_no_run_began(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
     with run_dir.lock(tmp_path / "mine"):
         (tmp_path / "mine/config.yaml").touch()
-    assert (tmp_path / "mine" / run_dir.LOCK_FILE).exists(), "of a run, which others may be waiting for"
+    assert (tmp_path / "mine" / run_dir.LOCK_FILE).exists(), (
+        "of a run, which others may be waiting for"
+    )
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

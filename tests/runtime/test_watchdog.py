@@ -20,11 +20,11 @@ from tests import messages
 
 HANGS = """
 import sys, threading, time
-from jaxsp.core import config
-from jaxsp.training import pace, watchdog
-now = pace.Pace()
-with watchdog.Watchdog(config.Run(directory=sys.argv[1], step_timeout=0.01), now, beats=True):
-    now.waits(7)
+from jaxsp.config import schema
+from jaxsp.runtime import run_status, watchdog
+now = run_status.RunStatus()
+with watchdog.Watchdog(schema.RunConfig(directory=sys.argv[1], step_timeout=0.01), now, has_heartbeat=True):
+    now.waiting_for_step(7)
     def sits_here(): time.sleep(100)
     sits_here()
 """
@@ -42,18 +42,28 @@ def doing(**fields):
         (None, doing(), math.inf),  # the first step: nobody knows how long it takes
         (30, doing(), 1800),
         (30, doing(expected_s=1.0), 1800),
-        (30, doing(watched=False), math.inf),  # compiling
+        (30, doing(is_watched=False), math.inf),  # compiling
     ],
 )
-def test_ten_times_the_usual_and_ten_minutes_are_too_long_unless_the_config_says_otherwise(tmp_path, minutes, now, seconds):
-    dog = Watchdog(RunConfig(directory=str(tmp_path), step_timeout=minutes), RunStatus(), has_heartbeat=False)
+def test_ten_times_the_usual_and_ten_minutes_are_too_long_unless_the_config_says_otherwise(
+    tmp_path, minutes, now, seconds
+):
+    dog = Watchdog(
+        RunConfig(directory=str(tmp_path), step_timeout=minutes), RunStatus(), has_heartbeat=False
+    )
     assert dog.timeout_s(now) == seconds
 
 
 @pytest.mark.e2e
 def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
     began = time.monotonic()
-    hanging = subprocess.run([sys.executable, "-c", HANGS, tmp_path], capture_output=True, text=True, timeout=60, check=False)
+    hanging = subprocess.run(
+        [sys.executable, "-c", HANGS, tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert hanging.returncode == distributed.EXIT_HUNG
     assert re.search(messages.holding("step 8", "run.step_timeout"), hanging.stderr)
     assert "in sits_here" in hanging.stderr
@@ -65,21 +75,30 @@ def test_what_hangs_is_ended_with_its_stacks_and_the_heartbeat_stays(tmp_path):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("stuck", ["notation.write", "processes.say"])
+@pytest.mark.parametrize("stuck", ["yaml_io.write_atomic", "distributed.log"])
 def test_a_disk_that_does_not_answer_does_not_hold_the_watchdog(tmp_path, stuck):
-    before = f"import time\nfrom jaxsp.core import notation, processes\n{stuck} = lambda *_: time.sleep(100)\n"
-    before += "from jaxsp.training import watchdog\nwatchdog.WORDS_S = 0.5\n"
+    before = (
+        "import time\nfrom jaxsp.config import yaml_io\nfrom jaxsp.runtime import distributed\n"
+    )
+    before += f"{stuck} = lambda *_: time.sleep(100)\n"
+    before += "from jaxsp.runtime import watchdog\nwatchdog.MESSAGE_TIMEOUT_S = 0.5\n"
     began = time.monotonic()
-    hanging = subprocess.run([sys.executable, "-c", before + HANGS, tmp_path], timeout=60, check=False)
+    hanging = subprocess.run(
+        [sys.executable, "-c", before + HANGS, tmp_path], timeout=60, check=False
+    )
     assert hanging.returncode == distributed.EXIT_HUNG
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.e2e
 def test_a_process_that_was_stopped_and_goes_on_has_not_hung(tmp_path):
-    lives = HANGS.replace("time.sleep(100)", "[now.alive() or time.sleep(0.05) for _ in range(60)]")
+    lives = HANGS.replace(
+        "time.sleep(100)", "[now.heartbeat() or time.sleep(0.05) for _ in range(60)]"
+    )
     lives = lives.replace("    sits_here()", "    print('ready', flush=True)\n    sits_here()")
-    with subprocess.Popen([sys.executable, "-c", lives, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", lives, tmp_path], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGSTOP)
         time.sleep(watchdog.HEARTBEAT_INTERVAL_S + 2)
@@ -93,7 +112,9 @@ def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
     now.begin("the checkpoint of step 2", is_writing=True)
     began = now.activity
     for quarters in range(9):
-        monkeypatch.setattr(run_status, "read_bytes_written", lambda quarters=quarters: quarters * 2**18)
+        monkeypatch.setattr(
+            run_status, "read_bytes_written", lambda quarters=quarters: quarters * 2**18
+        )
         dog._check_activity()
     assert now.activity == began
     monkeypatch.setattr(run_status, "read_bytes_written", lambda: 2**22)
@@ -147,7 +168,9 @@ def test_a_disk_that_is_full_is_said_once_and_the_run_goes_on(tmp_path, monkeypa
 
 def test_the_usual_time_of_a_step_is_that_of_steps_with_rows_as_long():
     now = RunStatus()
-    for step, (row_tokens, seconds) in enumerate([(64, 1.0), (512, 9.0), (64, 2.0), (64, 3.0), (512, 30.0), (512, 10.0)], 1):
+    for step, (row_tokens, seconds) in enumerate(
+        [(64, 1.0), (512, 9.0), (64, 2.0), (64, 3.0), (512, 30.0), (512, 10.0)], 1
+    ):
         now.dispatched(step, row_tokens)
         now.finished(step, seconds)
     assert now.step_s == 10.0

@@ -39,7 +39,10 @@ def program(
     """A program with these memory options, which is not compiled."""
     asked = batches.settings(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
-    update = {"data": asked.data.model_copy(update={"row_tokens": row_tokens}), "mesh": MeshConfig(**mesh)}
+    update = {
+        "data": asked.data.model_copy(update={"row_tokens": row_tokens}),
+        "mesh": MeshConfig(**mesh),
+    }
     return Program(
         config=asked.model_copy(update=update),
         model=model,
@@ -75,19 +78,27 @@ def plain(model: ModelConfig = MODEL):
         logits = jnp.einsum("BLD,VD->BLV", hidden, decoder.lm_head(weights))
         has_label = rows.labels_BL != NO_LABEL
         labels = jnp.where(has_label, rows.labels_BL, 0)
-        log_probabilities = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+        log_probabilities = jnp.take_along_axis(
+            jax.nn.log_softmax(logits), labels[..., None], axis=-1
+        )[..., 0]
         num_correct = (has_label & (logits.argmax(-1) == labels)).sum()
-        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum().astype(jnp.float32), num_correct
+        return -jnp.where(has_label, log_probabilities, 0).sum() / has_label.sum().astype(
+            jnp.float32
+        ), num_correct
 
     both = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
-    return lambda weights, arrays: both(weights, Batch(**{name: jnp.asarray(x) for name, x in arrays.items()}))
+    return lambda weights, arrays: both(
+        weights, Batch(**{name: jnp.asarray(x) for name, x in arrays.items()})
+    )
 
 
 def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
     """Cross entropy with label smoothing, and a loss on the log of the partition function."""
     log_probs_TV = jax.nn.log_softmax(logits_TV)
     label_T = jnp.take_along_axis(log_probs_TV, labels_T[:, None], axis=-1)[:, 0]
-    return -0.9 * label_T - 0.1 * log_probs_TV.mean(-1) + 0.01 * jax.nn.logsumexp(logits_TV, -1) ** 2
+    return (
+        -0.9 * label_T - 0.1 * log_probs_TV.mean(-1) + 0.01 * jax.nn.logsumexp(logits_TV, -1) ** 2
+    )
 
 
 def cut(row: Parameter, stored: jax.Array) -> np.ndarray:
@@ -106,13 +117,19 @@ class Run:
 
     def rows(self, arrays: batches.Arrays) -> Batch:
         return batches.on_mesh(
-            arrays, self.program.mesh, rows_per_microbatch=self.rows_per_microbatch, degree=self.program.attend.layout_degree
+            arrays,
+            self.program.mesh,
+            rows_per_microbatch=self.rows_per_microbatch,
+            degree=self.program.attend.layout_degree,
         )
 
     def state(self, whole: dict[str, Any]) -> TrainState:
         """These weights and an empty optimizer."""
         stored = sharding.put_weights(
-            self.program.table, whole, self.program.mesh, is_offloaded=self.program.has_offloaded_state
+            self.program.table,
+            whole,
+            self.program.mesh,
+            is_offloaded=self.program.has_offloaded_state,
         )
         return train_step.init_state(self.program, stored)
 
@@ -121,12 +138,16 @@ class Run:
         return batches.by_name(jax.tree.map(cut, self.program.table, tree))
 
 
-def check_gradients(run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any) -> None:
+def check_gradients(
+    run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any
+) -> None:
     """Loss, gradients and counts of a run are those of the plain program."""
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), right = plain(run.program.model)(weights, arrays)
     found_leaves, right_leaves = run.whole(found.gradients), batches.by_name(right)
-    differences = {name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves}
+    differences = {
+        name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves
+    }
     record_property("largest relative difference of a gradient", max(differences.values()))
     assert batches.difference(found.loss, loss) < tolerances.MESH
     assert max(differences.values()) < tolerances.MESH, differences
@@ -156,7 +177,9 @@ def compiling(
     """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
 
     def make() -> Run:
-        attend = attention.make_attend(seq=sizes[-1], strategy=kind, kernel="blockwise", window=None)
+        attend = attention.make_attend(
+            seq=sizes[-1], strategy=kind, kernel="blockwise", window=None
+        )
         mesh = batches.mesh(*sizes)
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_per_microbatch, None, None)
@@ -164,8 +187,12 @@ def compiling(
         gradients = jax.jit(functools.partial(train_step.compute_gradients, program))
         return dataclasses.replace(
             bare,
-            gradients=gradients.lower(state.master, rows).compile() if "gradients" in want else None,
-            step=train_step.build_step(program).lower(state, rows).compile() if "step" in want else None,
+            gradients=gradients.lower(state.master, rows).compile()
+            if "gradients" in want
+            else None,
+            step=train_step.build_step(program).lower(state, rows).compile()
+            if "step" in want
+            else None,
         )
 
     return _POOL.submit(make)

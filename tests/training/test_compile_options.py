@@ -38,7 +38,11 @@ def gpus():
 def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
     environ = {"XLA_FLAGS": flags}
     return compile_options.choose_options(
-        programs.settings(*words), mesh=gpus(data, seq), is_tiled=is_tiled, environ=environ, version=version
+        programs.settings(*words),
+        mesh=gpus(data, seq),
+        is_tiled=is_tiled,
+        environ=environ,
+        version=version,
     )
 
 
@@ -53,7 +57,12 @@ OFFLOAD = "memory.offload_activations=layer_inputs"
         ((), True, (2, 4), BASE | OVERLAP),
         ((), True, (1, 1), BASE),  # one device has no collectives
         ((OFFLOAD,), False, (1, 1), BASE | PREFETCH),
-        (("memory.offload_activations=layer_inputs_and_attention",), True, (2, 4), BASE | OVERLAP | PREFETCH),
+        (
+            ("memory.offload_activations=layer_inputs_and_attention",),
+            True,
+            (2, 4),
+            BASE | OVERLAP | PREFETCH,
+        ),
         (("memory.offload_optimizer=state",), False, (2, 4), BASE),
     ],
 )
@@ -65,12 +74,17 @@ def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled,
 
 
 def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
-    config = programs.settings("mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024")
+    config = programs.settings(
+        "mesh.data=2", "mesh.seq=4", "batch.rows_per_step=2", "memory.mlp_tile_tokens=1024"
+    )
     model = families.parse_model_config(config.model.config, field="model.config")
     program, _ = compiled.build_program(config, model=model, devices=list(gpus(2, 4).devices.flat))
     assert program.tokens_per_device == 2048
     assert OVERLAP.items() <= program.compile_options.options.items()
-    whole = dataclasses.replace(program, config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"))
+    whole = dataclasses.replace(
+        program,
+        config=programs.settings("mesh.data=2", "mesh.seq=4", "memory.mlp_tile_tokens=2048"),
+    )
     assert whole.compile_options.options == BASE
 
 
@@ -152,7 +166,11 @@ FIXED = {"xla_gpu_deterministic_ops": True}
 
 @pytest.mark.parametrize(
     ("version", "expected"),
-    [("0.10.1", BASE | FIXED), ("0.12.0.1", BASE | FIXED | {"xla_gpu_enable_triton_gemm": False}), ("0.13.0", FIXED)],
+    [
+        ("0.10.1", BASE | FIXED),
+        ("0.12.0.1", BASE | FIXED | {"xla_gpu_enable_triton_gemm": False}),
+        ("0.13.0", FIXED),
+    ],
 )
 def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
     flags = "--xla_gpu_deterministic_ops=false"
@@ -183,17 +201,28 @@ def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
-    small = {"hidden_size": 512, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 512}
+    small = {
+        "hidden_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "intermediate_size": 512,
+    }
     words = (f"data.max_segments_per_row={slots}", "run.deterministic=true")
-    text = programs.step(programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)).dump.hlo_text
+    text = programs.step(
+        programs.settings(*words, **small, vocab_size=1024), list(gpus(1, 1).devices.flat)
+    ).dump.hlo_text
     backward = [line for line in text.splitlines() if "fmhaSoftmaxBackward" in line]
     assert backward
     assert all(re.search(r'"force_deterministic":\s*true', line) for line in backward)
-    scatters = [line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)]
+    scatters = [
+        line for line in text.splitlines() if re.search(r" (scatter|select-and-scatter)\(", line)
+    ]
     assert all("unique_indices=true" in line for line in scatters), scatters
 
 
 def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
     flags = " ".join(["--xla_dump_to=there", *device_mesh.collective_timeout_flags()])
-    found = compile_options.choose_options(programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags})
+    found = compile_options.choose_options(
+        programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}
+    )
     assert found.description == "XLA_FLAGS: xla_dump_to"

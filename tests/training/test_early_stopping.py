@@ -13,7 +13,9 @@ LOSS_SET = {"name": "a", "digest": "tokens of a"}
 
 
 def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
-    config = RunConfig(directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta)
+    config = RunConfig(
+        directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta
+    )
     return EarlyStopping(config, loss_set, resumed_state=before)
 
 

@@ -6,7 +6,9 @@ from tests.data.packing import test_dataset, test_pipeline
 
 def digest_of(lengths, row_tokens, **fields):
     config = test_pipeline.settings_of(row_tokens=row_tokens)
-    return evaluator.identify_eval_set(test_dataset.data_of([lengths], config, **fields), config)["digest"]
+    return evaluator.identify_eval_set(test_dataset.data_of([lengths], config, **fields), config)[
+        "digest"
+    ]
 
 
 def test_digest_of_a_data_set_changes_with_the_row_length_only_if_a_document_is_cut():

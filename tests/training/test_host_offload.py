@@ -32,7 +32,8 @@ def test_reserved_memory_is_one_array_on_the_host_and_takes_none_of_the_device()
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE, reason="on CPUs, arrays in host memory need jax 0.11.1"
+    jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE,
+    reason="on CPUs, arrays in host memory need jax 0.11.1",
 )
 def test_each_device_reserves_memory_once_and_gives_it_back_to_its_pool(monkeypatch):
     """Arrays of one device are freed before those of the next are made."""
@@ -63,12 +64,17 @@ EMPTY = jax.jit(lambda: 0).lower().compile()
 @pytest.fixture
 def order(tmp_path, monkeypatch):
     """Events of a run up to where weights are loaded: what is compiled, reserved and loaded. Nothing is compiled."""
-    records = [json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 20, 20, 20, 20)]
+    records = [
+        json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 20, 20, 20, 20)
+    ]
     (tmp_path / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
     fields = {
         "run": {"directory": str(tmp_path / "run"), "steps": 1, "save_every": None},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
-        "data": {"train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}], "row_tokens": [32, 64]},
+        "data": {
+            "train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": [32, 64],
+        },
         "batch": {"rows_per_step": 2},
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "logging": {"tensorboard": False},
@@ -83,11 +89,23 @@ def order(tmp_path, monkeypatch):
 
         program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:2])
         monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
-        monkeypatch.setattr(train_step, "compile", lambda program: events.append("compile") or EMPTY)
-        monkeypatch.setattr(memory_fit, "read_memory_use", lambda run, uncounted: MemoryUse(0, next(needs)))
-        monkeypatch.setattr(host_offload, "reserve_pool", lambda devices, num_bytes: events.append((tuple(devices), num_bytes)))
+        monkeypatch.setattr(
+            train_step, "compile", lambda program: events.append("compile") or EMPTY
+        )
+        monkeypatch.setattr(
+            memory_fit, "read_memory_use", lambda run, workspace_bytes: MemoryUse(0, next(needs))
+        )
+        monkeypatch.setattr(
+            host_offload,
+            "reserve_pool",
+            lambda devices, num_bytes: events.append((tuple(devices), num_bytes)),
+        )
         with pytest.raises(Loaded):
-            trainer.train(program, dataclasses.replace(material, make_weights=load), rich.console.Console(quiet=True))
+            trainer.train(
+                program,
+                dataclasses.replace(material, make_weights=load),
+                rich.console.Console(quiet=True),
+            )
         return events
 
     return train

@@ -22,7 +22,10 @@ ROW = Parameter(shape=(V, D), hf_name="lm_head.weight")
 def inputs(tokens=L):
     """Hidden states, head and labels, four in ten of them masked, and all of the middle."""
     rng = np.random.default_rng(0)
-    hidden, head = rng.standard_normal((B, tokens, D), np.float32), rng.standard_normal((V, D), np.float32)
+    hidden, head = (
+        rng.standard_normal((B, tokens, D), np.float32),
+        rng.standard_normal((V, D), np.float32),
+    )
     labels = rng.integers(0, V, (B, tokens)).astype(np.int32)
     labels[rng.random(labels.shape) < 0.4] = NO_LABEL
     labels[:, 20:40] = NO_LABEL
@@ -33,7 +36,13 @@ def inputs(tokens=L):
 def tiled(hidden, head, labels, tile, dtype="float32", token_loss=None):
     def total(hidden, head):
         return loss.sum_token_losses(
-            hidden, labels, gather=whole.Whole(dtype), head=ROW, shard=head, tile=tile, token_loss=token_loss
+            hidden,
+            labels,
+            gather=whole.Whole(dtype),
+            head=ROW,
+            shard=head,
+            tile=tile,
+            token_loss=token_loss,
         )
 
     value, pull = jax.vjp(total, hidden, head)
@@ -83,7 +92,9 @@ def test_the_heads_gradient_is_summed_over_tiles_in_float32():
     tokens = 256
     hidden, head = np.ones((1, tokens, D), np.float32), np.zeros((V, D), np.float32)
     labels = np.zeros((1, tokens), np.int32)
-    _, (_, gradient) = tiled(jnp.bfloat16(hidden), jnp.asarray(head), jnp.asarray(labels), 1, "bfloat16")
+    _, (_, gradient) = tiled(
+        jnp.bfloat16(hidden), jnp.asarray(head), jnp.asarray(labels), 1, "bfloat16"
+    )
     assert gradient.dtype == jnp.float32
     right = np.full((V, D), tokens / V)
     right[0] -= tokens
@@ -142,7 +153,9 @@ def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
     ],
 )
 def test_the_logits_of_a_tile_take_at_most_max_bytes(num_tokens, vocab_size, max_bytes, tile):
-    assert loss.tile_tokens(num_tokens=num_tokens, vocab_size=vocab_size, max_bytes=max_bytes) == tile
+    assert (
+        loss.tile_tokens(num_tokens=num_tokens, vocab_size=vocab_size, max_bytes=max_bytes) == tile
+    )
     assert tile == 1 or 4 * tile * vocab_size <= max_bytes
 
 

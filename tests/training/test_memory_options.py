@@ -46,7 +46,11 @@ CASES = {
     "state and gradients": ((2, 2, 2), {"offload_optimizer": "state_and_gradients"}),
     "all": (
         (1, 2, 4),
-        TILES | {"offload_activations": "layer_inputs_and_attention", "offload_optimizer": "state_and_gradients"},
+        TILES
+        | {
+            "offload_activations": "layer_inputs_and_attention",
+            "offload_optimizer": "state_and_gradients",
+        },
     ),
     "tied, rows side by side": (
         (2, 4, 1),
@@ -54,7 +58,8 @@ CASES = {
     ),
     "all on one device": (
         (1, 1, 1),
-        TILES | {"offload_activations": "layer_inputs", "offload_optimizer": "state", "remat": "full"},
+        TILES
+        | {"offload_activations": "layer_inputs", "offload_optimizer": "state", "remat": "full"},
     ),
 }
 
@@ -75,7 +80,9 @@ each_case = pytest.mark.parametrize(
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.e2e if name in QUICK else pytest.mark.slow] + ([] if works_here(memory) else [NEEDS_HOST])
+            name,
+            marks=[pytest.mark.e2e if name in QUICK else pytest.mark.slow]
+            + ([] if works_here(memory) else [NEEDS_HOST]),
         )
         for name, (_, memory) in CASES.items()
     ],
@@ -97,7 +104,9 @@ def run_of(small_waits):
         sizes, memory = CASES[name]
         config = batches.settings(memory=memory, max_grad_norm=None)
         rows_per_microbatch = 1 + name.startswith("tied")
-        return runs.compiling(sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch).result()
+        return runs.compiling(
+            sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch
+        ).result()
 
     return run
 
@@ -109,7 +118,9 @@ def weights():
 
 @each_case
 def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, record_property):
-    runs.check_gradients(run_of(name), runs.whole_weights(model_of(name)), runs.ROWS, record_property)
+    runs.check_gradients(
+        run_of(name), runs.whole_weights(model_of(name)), runs.ROWS, record_property
+    )
 
 
 @each_case
@@ -123,11 +134,17 @@ def test_a_step_subtracts_the_gradient(run_of, name):
     assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
     found = run.whole(state.master)
     assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.MESH
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.master) if leaf.size > 100 * runs.MODEL.num_layers}
-    assert kinds == {host_offload.MEMORY_KIND if run.program.offloads else "device"}
+    kinds = {
+        leaf.sharding.memory_kind
+        for leaf in jax.tree.leaves(state.master)
+        if leaf.size > 100 * runs.MODEL.num_layers
+    }
+    assert kinds == {host_offload.MEMORY_KIND if run.program.has_offloaded_state else "device"}
 
 
-ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5)
+ADAMW = functools.partial(
+    batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5
+)
 
 
 @pytest.mark.e2e
@@ -135,22 +152,35 @@ ADAMW = functools.partial(batches.settings, name="adamw", learning_rate=1e-2, we
 def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
     """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""
     plain = runs.compiling((1, 2, 4), config=ADAMW(), want=("step",))
-    offloaded = runs.compiling((1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)).result()
+    offloaded = runs.compiling(
+        (1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)
+    ).result()
     state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
     for _ in range(2):
         state, _ = offloaded.step(state, rows)
-    averages = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers]
+    averages = [
+        leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.size > 100 * runs.MODEL.num_layers
+    ]
     assert {leaf.sharding.memory_kind for leaf in averages} == {host_offload.MEMORY_KIND}
-    meta = CheckpointMeta(config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0)
-    with CheckpointWriter(tmp_path, table=offloaded.program.table, retention=CheckpointConfig()) as store:
+    meta = CheckpointMeta(
+        config={}, model={}, data={}, step=2, rows_consumed={}, num_tokens_total=0
+    )
+    with CheckpointWriter(
+        tmp_path, table=offloaded.program.table, retention=CheckpointConfig()
+    ) as store:
         store.save(state, meta)
-        assert (tmp_path / "2" / run_paths.MASTER).is_dir(), "written before the next step takes its memory"
+        assert (tmp_path / "2" / run_paths.MASTER).is_dir(), (
+            "written before the next step takes its memory"
+        )
         offloaded.step(state, rows)
     plain = plain.result()
     went_on = []
     for run in (plain, offloaded):
         restored = reader.restore(
-            tmp_path / "2", train_step.abstract_inputs(run.program)[0], table=run.program.table, num_steps=2
+            tmp_path / "2",
+            train_step.abstract_inputs(run.program)[0],
+            table=run.program.table,
+            num_steps=2,
         )
         went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
     straight, rows = plain.state(weights), plain.rows(runs.ROWS)
@@ -159,7 +189,10 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     right = plain.whole(straight.master)
     for run, state in went_on:
         found = run.whole(state.master)
-        assert max(batches.difference(found[name], right[name]) for name in right) < tolerances.OPTIMIZER
+        assert (
+            max(batches.difference(found[name], right[name]) for name in right)
+            < tolerances.OPTIMIZER
+        )
 
 
 # What is kept
@@ -176,11 +209,19 @@ def residuals(memory, *, seq=4):
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    jaxpr = jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(state.master, run.rows(runs.ROWS))
+    jaxpr = jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(
+        state.master, run.rows(runs.ROWS)
+    )
     number = runs.MODEL.num_layers
-    scans = [e for e in batches.equations(jaxpr) if e.primitive.name == "scan" and e.params["length"] == number]
+    scans = [
+        e
+        for e in batches.equations(jaxpr)
+        if e.primitive.name == "scan" and e.params["length"] == number
+    ]
     forward, backward = scans
-    stacked = [variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (number,)]
+    stacked = [
+        variable.aval for variable in forward.outvars if variable.aval.shape[:1] == (number,)
+    ]
     return stacked, [e.primitive.name for e in batches.equations(backward.params["jaxpr"])]
 
 
@@ -199,7 +240,13 @@ def whole_shapes():
 
 @pytest.mark.parametrize(
     "memory",
-    [*({"remat": remat} for remat in ("none", "save_attention_and_mlp", "save_attention", "full")), TILES | {"remat": "none"}],
+    [
+        *(
+            {"remat": remat}
+            for remat in ("none", "save_attention_and_mlp", "save_attention", "full")
+        ),
+        TILES | {"remat": "none"},
+    ],
     ids=str,
 )
 def test_no_whole_weight_is_kept(small_waits, memory):
@@ -224,14 +271,19 @@ def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small
 
 def test_attention_and_mlp_makes_two_products_less_again(small_waits):
     """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
-    (shapes, kept_too), (_, attention_kept) = kept({"remat": "save_attention_and_mlp"}), kept({"remat": "save_attention"})
+    (shapes, kept_too), (_, attention_kept) = (
+        kept({"remat": "save_attention_and_mlp"}),
+        kept({"remat": "save_attention"}),
+    )
     assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
     # gate or up is not recomputed with attention either: the result of one of them is not used
     assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
 
 
 def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
-    stacked, _ = residuals({"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"})
+    stacked, _ = residuals(
+        {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"}
+    )
     model, space = runs.MODEL, jax.memory.Space
     where = {aval.shape[3:]: aval.memory_space for aval in stacked}
     heads = (model.num_heads // 4, model.head_dim)
@@ -245,7 +297,9 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 
 def problems(version, platform, **memory):
-    return memory_options.find_problems(batches.settings(memory=memory), platform=platform, version=version)
+    return memory_options.find_problems(
+        batches.settings(memory=memory), platform=platform, version=version
+    )
 
 
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
@@ -267,7 +321,11 @@ def test_old_releases_name_the_release_that_offloads():
     assert re.match(messages.holding(*says), found)
     assert problems("0.11.1", "gpu", offload_optimizer="state") == []
     (found,) = problems("0.10.1", "cpu", offload_activations="layer_inputs")
-    says = ("memory.offload_activations = layer_inputs", *releases, "memory.offload_activations=none")
+    says = (
+        "memory.offload_activations = layer_inputs",
+        *releases,
+        "memory.offload_activations=none",
+    )
     assert re.match(messages.holding(*says, "GPU"), found)
 
 
@@ -275,7 +333,9 @@ def test_full_and_offloaded_attention_contradict_each_other():
     asked = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
     suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
     with pytest.raises(UserError, match=messages.holding(*asked, *suggestions)):
-        batches.settings(memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"})
+        batches.settings(
+            memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"}
+        )
 
 
 def test_tiles_keep_nothing_of_the_mlp():
@@ -311,7 +371,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     compiled = []
 
     def compile(program):
-        compiled.append(program.how.remat)
+        compiled.append(program.remat_policy.remat)
         return EMPTY
 
     monkeypatch.setattr(memory_fit, "find_limits", lambda program: node.limits)
@@ -321,15 +381,21 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         lambda program, limits: MemoryLimit(node.room * memory_fit.GIB, limits.host, limits.pool),
     )
     monkeypatch.setattr(
-        memory_fit, "predict_bytes", lambda program, *, uncounted: int(TAKES[program.how.remat] * memory_fit.GIB) + uncounted
+        memory_fit,
+        "predict_bytes",
+        lambda program, *, workspace_bytes: (
+            int(TAKES[program.remat_policy.remat] * memory_fit.GIB) + workspace_bytes
+        ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
-    def measured(run, uncounted):
-        return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, uncounted)
+    def measured(run, workspace_bytes):
+        return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
-    return memory_options.compile_fitting_step(runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted)
+    return memory_options.compile_fitting_step(
+        runs.program(memory, row_tokens=row_tokens), workspace_bytes=node.uncounted
+    )
 
 
 def gpus(device_gib, **changes):
@@ -338,7 +404,9 @@ def gpus(device_gib, **changes):
     return Node(limits=limits, room=device_gib, **changes)
 
 
-@pytest.mark.parametrize(("size", "remat"), [(2.5, "save_attention_and_mlp"), (2, "save_attention"), (1, "full")])
+@pytest.mark.parametrize(
+    ("size", "remat"), [(2.5, "save_attention_and_mlp"), (2, "save_attention"), (1, "full")]
+)
 def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
     found = ready(monkeypatch, gpus(size), memory={})
     assert found.program.config.memory.remat == remat
@@ -358,7 +426,9 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
     assert found.program.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", found.full_remat_reason) == why
-    assert re.search(messages.holding("full", found.full_remat_reason), memory_options.describe_compiled(found))
+    assert re.search(
+        messages.holding("full", found.full_remat_reason), memory_options.describe_compiled(found)
+    )
 
 
 def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
@@ -375,19 +445,27 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     ]
     with pytest.raises(UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
-    limits = MemoryLimit(80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB)  # the pool's limit
+    limits = MemoryLimit(
+        80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB
+    )  # the pool's limit
     node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
     says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
 
 
-@pytest.mark.parametrize("node", [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)], ids=["estimate", "margin"])
+@pytest.mark.parametrize(
+    "node",
+    [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)],
+    ids=["estimate", "margin"],
+)
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     found = ready(monkeypatch, node, memory={"remat": "full"})
     assert found.memory_use.device == memory_fit.GIB
     without_shortage = dataclasses.replace(found, shortage="")
-    assert memory_options.describe_compiled(found) != memory_options.describe_compiled(without_shortage)
+    assert memory_options.describe_compiled(found) != memory_options.describe_compiled(
+        without_shortage
+    )
     fits = ready(monkeypatch, gpus(1.6, uncounted=memory_fit.GIB // 2), memory={"remat": "full"})
     assert fits.shortage == ""
 
@@ -428,11 +506,15 @@ def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
     assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(asked))) == tokens
 
 
-def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(small_waits):
+def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
+    small_waits,
+):
     """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
     asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
-    sizes = [row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))]
+    sizes = [
+        row.size * (row.num_layers or 1) for row in jax.tree.leaves(decoder.param_table(model))
+    ]
     gib = sum(sizes) / 4 / 2**30
     sizes = re.findall(r"([\d.]+) GiB", memory_options.describe(asked))
     assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
@@ -457,7 +539,9 @@ def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, t
 
 
 def short_of(device_is_short, **memory):
-    return memory_options.suggest_changes(runs.program(memory, row_tokens=65_536), is_device_short=device_is_short)
+    return memory_options.suggest_changes(
+        runs.program(memory, row_tokens=65_536), is_device_short=device_is_short
+    )
 
 
 def changes(ways):
@@ -470,9 +554,18 @@ def test_ways_out_are_steps_towards_what_is_short():
         assert short_of(True, offload_activations="layer_inputs", offload_optimizer="state")[0] == (
             "memory.offload_optimizer=state_and_gradients"
         )
-        assert short_of(False, offload_optimizer="state_and_gradients")[0] == "memory.offload_optimizer=state"
-    assert short_of(True, remat="none")[:2] == ["memory.remat=auto", "memory.offload_activations=layer_inputs"]
-    assert short_of(False, offload_activations="layer_inputs_and_attention")[0] == "memory.offload_activations=layer_inputs"
+        assert (
+            short_of(False, offload_optimizer="state_and_gradients")[0]
+            == "memory.offload_optimizer=state"
+        )
+    assert short_of(True, remat="none")[:2] == [
+        "memory.remat=auto",
+        "memory.offload_activations=layer_inputs",
+    ]
+    assert (
+        short_of(False, offload_activations="layer_inputs_and_attention")[0]
+        == "memory.offload_activations=layer_inputs"
+    )
     ways = short_of(False, offload_activations="layer_inputs")
     assert changes(ways) == ["memory.offload_activations=none", "mesh.seq=8"]
     assert len(ways) == 3, "shorter rows always help"
@@ -481,9 +574,13 @@ def test_ways_out_are_steps_towards_what_is_short():
 
 def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
     asked = {"mlp_tile_tokens": 4096, "loss_tile_tokens": 4096, "remat": "full"}
-    assert not any("tile" in way for way in short_of(True, **asked)), "all tokens of so small a model are few bytes"
+    assert not any("tile" in way for way in short_of(True, **asked)), (
+        "all tokens of so small a model are few bytes"
+    )
     monkeypatch.setattr(tiling, "MLP_TILE_BYTES", (2**22, 2**20))
-    assert [way for way in short_of(True, **asked) if "tile" in way] == ["memory.mlp_tile_tokens=auto"]
+    assert [way for way in short_of(True, **asked) if "tile" in way] == [
+        "memory.mlp_tile_tokens=auto"
+    ]
     monkeypatch.setattr(loss, "MAX_LOGIT_BYTES", (2**20,))
     tiles = [way for way in short_of(True, **asked) if "tile" in way]
     assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
@@ -491,15 +588,22 @@ def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
 
 def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
-    assert "mesh.seq=8" in changes(memory_options.suggest_changes(odd, is_device_short=True)), "by a ring"
+    assert "mesh.seq=8" in changes(memory_options.suggest_changes(odd, is_device_short=True)), (
+        "by a ring"
+    )
     by_heads = odd.config.model_copy(update={"attention": AttentionConfig(strategy="ulysses")})
-    ways = memory_options.suggest_changes(dataclasses.replace(odd, config=by_heads), is_device_short=True)
+    ways = memory_options.suggest_changes(
+        dataclasses.replace(odd, config=by_heads), is_device_short=True
+    )
     assert not any(way.startswith("mesh.seq") for way in ways)
 
 
 def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
-    assert not any(way.startswith("mesh.seq") for way in memory_options.suggest_changes(odd, is_device_short=True))
+    assert not any(
+        way.startswith("mesh.seq")
+        for way in memory_options.suggest_changes(odd, is_device_short=True)
+    )
 
 
 def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
@@ -518,5 +622,8 @@ def test_the_reference_kernel_has_nothing_of_attention_to_offload():
     asked = batches.settings(memory={"offload_activations": "layer_inputs_and_attention"})
     asked = asked.model_copy(update={"attention": AttentionConfig(kernel="reference")})
     (found,) = memory_options.find_problems(asked, platform="gpu", version="0.12.0.1")
-    says = ("memory.offload_activations = layer_inputs_and_attention", "attention.kernel = reference")
+    says = (
+        "memory.offload_activations = layer_inputs_and_attention",
+        "attention.kernel = reference",
+    )
     assert re.match(messages.holding(*says), found)

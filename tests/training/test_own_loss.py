@@ -18,7 +18,9 @@ from tests.training import runs
 MODEL = batches.model(num_layers=1, vocab_size=67, hidden_size=20)
 ROWS = batches.ragged(num_rows=8, num_tokens=64, vocab_size=67, seed=1)
 RANDOM = np.random.default_rng(7)
-WEIGHTS = RANDOM.uniform(0, 3, ROWS["labels_BL"].shape) * (RANDOM.random(ROWS["labels_BL"].shape) < 0.7)
+WEIGHTS = RANDOM.uniform(0, 3, ROWS["labels_BL"].shape) * (
+    RANDOM.random(ROWS["labels_BL"].shape) < 0.7
+)
 """Of all tokens, with a label or not; three in ten are 0, and so are those of the first two rows."""
 WEIGHTS[:2] = 0
 WEIGHTED = ROWS | {"weights_BL": WEIGHTS.astype(np.float32)}
@@ -63,7 +65,10 @@ def on_one_device(arrays, weights, token_loss):
     def mean(weights):
         logits_TV = weights["embedding"][tokens] @ weights["head"].T
         losses_T = token_loss(logits_TV, jnp.where(has_label, labels, 0))
-        return jnp.where(has_label, factors * losses_T, 0).sum() / jnp.where(has_label, factors, 0).sum()
+        return (
+            jnp.where(has_label, factors * losses_T, 0).sum()
+            / jnp.where(has_label, factors, 0).sum()
+        )
 
     return jax.value_and_grad(mean)(weights)
 
@@ -84,7 +89,9 @@ CASES = [
 def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.whole_weights(MODEL)
     made = program(sizes, loss=token_loss)
-    run = runs.Run(made, MESHES[sizes], jax.jit(functools.partial(train_step.compute_gradients, made)), None)
+    run = runs.Run(
+        made, MESHES[sizes], jax.jit(functools.partial(train_step.compute_gradients, made)), None
+    )
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
     assert batches.difference(found.loss, loss) < tolerances.MESH
@@ -92,7 +99,9 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     for name in ("embedding", "head"):
         assert batches.difference(gradients[name], right[name]) < tolerances.MESH, name
     has_label = ROWS["labels_BL"] != NO_LABEL
-    assert int(found.num_loss_tokens) == has_label.sum(), "tokens are counted, whatever their weight"
+    assert int(found.num_loss_tokens) == has_label.sum(), (
+        "tokens are counted, whatever their weight"
+    )
     if "weights_BL" in arrays:
         assert float(found.loss_weight) == pytest.approx(WEIGHTS[has_label].sum())
     else:
@@ -107,9 +116,15 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
     run = runs.Run(made, 8, None, train_step.build_step(made))
     state = run.state(runs.whole_weights(MODEL))
     before = jax.tree.map(np.asarray, state.master)
-    state, metrics = run.step(state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)}))
+    state, metrics = run.step(
+        state, run.rows(ROWS | {"weights_BL": np.zeros_like(WEIGHTS, np.float32)})
+    )
     assert batches.same_bits(state.master, before)
-    assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.finite)) == (0, 0, True)
+    assert (float(metrics.loss), float(metrics.loss_weight), bool(metrics.is_finite)) == (
+        0,
+        0,
+        True,
+    )
     plain, weighted = (train_step.abstract_inputs(one)[1] for one in (program((1, 1, 2)), made))
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

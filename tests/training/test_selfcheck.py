@@ -22,7 +22,14 @@ from tests.planner import programs
 
 
 def differences(kernel, **changes):
-    asked = {"sharing": 2, "num_kv_heads": 2, "head_dim": 16, "max_pieces": 64, "window": None, "dtype": jnp.dtype("bfloat16")}
+    asked = {
+        "heads_per_kv_head": 2,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_segments": 64,
+        "window": None,
+        "dtype": jnp.dtype("bfloat16"),
+    }
     return selfcheck.measure_attention_error(kernel, **asked | changes, device=jax.devices()[0])
 
 
@@ -39,7 +46,9 @@ def one_token_further(q, k, v, starts, lengths, **_):
     before = jnp.roll(v, 1, axis=1)
     piece = segments.segment_ids(starts, lengths, q.shape[1])
     first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
-    return jnp.where(first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right)
+    return jnp.where(
+        first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right
+    )
 
 
 def other_heads(q, k, v, starts, lengths, **_):
@@ -80,7 +89,9 @@ DEFAULT = (whole_row, no_dk, one_nan)
 )
 def test_a_wrong_kernel_is_refused(kernel):
     found = differences(kernel)
-    assert WRONG[kernel] <= {name for name, value in found.items() if not value <= selfcheck.ATTENTION_TOLERANCE}, found
+    assert WRONG[kernel] <= {
+        name for name, value in found.items() if not value <= selfcheck.ATTENTION_TOLERANCE
+    }, found
     says = ("attention.kernel = cudnn", selfcheck.ATTENTION_TOLERANCE, "attention.kernel=blockwise")
     with pytest.raises(UserError, match="^" + messages.holding(*says)):
         selfcheck.raise_on_attention_error(found, jax.devices()[0])
@@ -97,7 +108,7 @@ def test_a_wrong_kernel_is_refused(kernel):
 )
 def test_a_right_kernel_passes_with_room(max_pieces, window):
     kernel = functools.partial(blockwise.attention, window=window and 100)
-    found = differences(kernel, max_pieces=max_pieces, window=window, sharing=1)
+    found = differences(kernel, max_segments=max_pieces, window=window, heads_per_kv_head=1)
     selfcheck.raise_on_attention_error(found, jax.devices()[0])
     assert max(found.values()) < selfcheck.ATTENTION_TOLERANCE / 2
 
@@ -135,7 +146,9 @@ def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
         return array
 
     def kernel(q, k, v, starts, lengths):
-        jax.debug.callback(lambda: seen.append([(fill.nbytes, fill.is_deleted()) for fill in fills]))
+        jax.debug.callback(
+            lambda: seen.append([(fill.nbytes, fill.is_deleted()) for fill in fills])
+        )
         return blockwise.attention(q, k, v, starts, lengths)
 
     monkeypatch.setattr(selfcheck, "choose_fill_bytes", lambda stats: 2**20)
@@ -162,16 +175,25 @@ def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
 @pytest.mark.parametrize("outer", ["ring", "all_gather"])
 def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
     cudnn_contract.on_cpu()
-    assert max(differences("cudnn", halves=outer, head_chunks=2).values()) < selfcheck.ATTENTION_TOLERANCE / 2
-    monkeypatch.setattr(
-        OffDiagonalBlock, "query_mask", lambda self, num_tokens: (self.keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool)
+    assert (
+        max(differences("cudnn", outer_strategy=outer, head_chunks=2).values())
+        < selfcheck.ATTENTION_TOLERANCE / 2
     )
-    assert not max(differences("cudnn", halves=outer).values()) < selfcheck.ATTENTION_TOLERANCE
+    monkeypatch.setattr(
+        OffDiagonalBlock,
+        "query_mask",
+        lambda self, num_tokens: (self.num_keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool),
+    )
+    assert (
+        not max(differences("cudnn", outer_strategy=outer).values()) < selfcheck.ATTENTION_TOLERANCE
+    )
 
 
 def offloaded(what, **changes):
     how = RematPolicy(offload_activations=what)
-    return selfcheck.measure_offload_error(how, device=jax.devices()[0], tokens=64, width=32, **changes)
+    return selfcheck.measure_offload_error(
+        how, device=jax.devices()[0], tokens=64, width=32, **changes
+    )
 
 
 @pytest.mark.parametrize("what", ["layer_inputs", "layer_inputs_and_attention"])
@@ -197,7 +219,9 @@ def test_layers_that_read_another_layers_input_back_are_refused():
 
     says = messages.holding("memory.offload_activations", "memory.offload_activations=none")
     with pytest.raises(UserError, match=f"^{says}"):
-        selfcheck.raise_on_offload_error(offloaded("layer_inputs", layer=layer), jax.devices()[0])
+        selfcheck.raise_on_offload_error(
+            offloaded("layer_inputs", checkpoint_layer=layer), jax.devices()[0]
+        )
 
 
 @pytest.fixture
@@ -213,18 +237,26 @@ NO_PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": False}
 
 def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
     tried = []
-    monkeypatch.setattr(selfcheck, "measure_attention_error", lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0})
     monkeypatch.setattr(
-        selfcheck, "measure_offload_error", lambda how, *, device, options: tried.append((how, device, options)) or 0.0
+        selfcheck,
+        "measure_attention_error",
+        lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0},
+    )
+    monkeypatch.setattr(
+        selfcheck,
+        "measure_offload_error",
+        lambda how, *, device, options: tried.append((how, device, options)) or 0.0,
     )
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
-    program, choice = test_levers.program(gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"})
+    program, choice = test_levers.program(
+        gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
+    )
     said = selfcheck.check_device(program, choice)
     of = {
-        "sharing": 4,
+        "heads_per_kv_head": 4,
         "num_kv_heads": 2,
         "head_dim": 64,
-        "max_pieces": 5,
+        "max_segments": 5,
         "head_chunks": 1,
         "window": None,
         "dtype": program.dtype,
@@ -252,18 +284,24 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
 
 
 @pytest.mark.parametrize("wrong", [0.3, float("nan"), float("inf")])
-def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_turns_it_off(monkeypatch, gpu, wrong):
+def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_turns_it_off(
+    monkeypatch, gpu, wrong
+):
     with pytest.raises(UserError, match=r"^memory.offload_activations: ") as found:
         check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
     (said,) = found.value.problems
     (word,) = shlex.split(re.search(r"run\.xla_options='[^']+'", said)[0])
     asked = programs.settings("memory.offload_activations=layer_inputs", word)
     assert asked.run.xla_options == NO_PREFETCH
-    assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, asked.run.xla_options) == [NO_PREFETCH]
+    assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, asked.run.xla_options) == [
+        NO_PREFETCH
+    ]
 
 
 @pytest.mark.parametrize("without", [0.3, float("nan")])
-def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offload(monkeypatch, gpu, without):
+def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offload(
+    monkeypatch, gpu, without
+):
     says = messages.holding("memory.offload_activations=none")
     with pytest.raises(UserError, match=says) as found:
         check_offload(monkeypatch, gpu, {True: 0.2, False: without})
@@ -275,7 +313,9 @@ def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offl
 def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypatch, gpu):
     assert check_offload(monkeypatch, gpu, {True: 0.0, False: 0.0}) == [PREFETCH]
     with pytest.raises(UserError):
-        check_offload(monkeypatch, gpu, {True: 0.3, False: 0.3}, PREFETCH | {"xla_gpu_autotune_level": 0})
+        check_offload(
+            monkeypatch, gpu, {True: 0.3, False: 0.3}, PREFETCH | {"xla_gpu_autotune_level": 0}
+        )
 
 
 def test_on_cpus_nothing_is_tried():

@@ -13,7 +13,9 @@ ROWS = batches.ragged(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
 def of(inner, degree, outer="ring", kv_heads=1):
-    return Strategy(seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, kv_heads_per_gather=kv_heads)
+    return Strategy(
+        seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, kv_heads_per_gather=kv_heads
+    )
 
 
 CASES = {
@@ -25,7 +27,12 @@ CASES = {
     "gather, 6 and 3 heads on 6": (6, 3, (1, 1), of(1, 6, "all_gather")),
     "hybrid 4 x 2, 28 and 4 heads on 8": (28, 4, (1, 1), of(4, 2)),
     "hybrid 2 x 4, 6 and 2 heads on 8": (6, 2, (1, 1), of(2, 4)),
-    "hybrid 2 x 2 with gather, 8 and 4 heads on 4, replicas": (8, 4, (2, 1), of(2, 2, "all_gather")),
+    "hybrid 2 x 2 with gather, 8 and 4 heads on 4, replicas": (
+        8,
+        4,
+        (2, 1),
+        of(2, 2, "all_gather"),
+    ),
     "hybrid 3 x 2, 6 and 3 heads on 6": (6, 3, (1, 1), of(3, 2)),
     "hybrid 2 x 3 with gather, 8 and 1 heads on 6": (8, 1, (1, 1), of(2, 3, "all_gather")),
     "Ulysses, 6 and 2 heads on 6": (6, 2, (1, 1), of(6, 1)),
@@ -49,7 +56,7 @@ E2E = (
     "ring, 7 and 1 heads on 4",
     "hybrid 2 x 4, 6 and 2 heads on 8",
 )
-"""Each compiles for 15 s. `attention/test_kinds.py` has more cases without the rest of the step."""
+"""Each compiles for 15 s. `attention/test_strategies.py` has more cases without the rest of the step."""
 
 
 STEEP = batches.settings(learning_rate=1e3)
@@ -59,14 +66,17 @@ STEEP = batches.settings(learning_rate=1e3)
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.e2e if name in E2E else pytest.mark.slow) for name in CASES],
+    [
+        pytest.param(name, marks=pytest.mark.e2e if name in E2E else pytest.mark.slow)
+        for name in CASES
+    ],
 )
 def test_every_kind_gives_the_step_of_one_device(name, record_property):
     H, G, (replica, data), kind = CASES[name]
     model = batches.model(num_heads=H, num_kv_heads=G)
     weights = runs.whole_weights(model)
     at_once = 2 if data * replica < 4 else 1
-    how = {"rows_per_microbatch": at_once, "settings": STEEP, "want": ("step",), "arrays": ROWS}
+    how = {"rows_per_microbatch": at_once, "config": STEEP, "want": ("step",), "arrays": ROWS}
     run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
     state, found = run.step(run.state(weights), run.rows(ROWS))
     (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)

@@ -52,21 +52,29 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     state, rows = adamw.state(weights), adamw.rows(runs.ROWS)
     with_gradients = runs.compiling((1, 2, 4), config=ADAMW, want=("gradients",)).result()
     decays = {name: is_matrix(name) for name in batches.by_name(weights)}
-    rates = optax.join_schedules([optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2])
+    rates = optax.join_schedules(
+        [optax.linear_schedule(0.5e-2, 1e-2, 1), optax.cosine_decay_schedule(1e-2, 3)], [2]
+    )
     theirs = optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adamw(rates, b1=0.9, b2=0.99, eps=1e-5, weight_decay=0.1, mask=decays)
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(rates, b1=0.9, b2=0.99, eps=1e-5, weight_decay=0.1, mask=decays),
     )
     right = {name: jnp.asarray(array) for name, array in batches.by_name(weights).items()}
     with jax.numpy_dtype_promotion("standard"):
         opt, update = theirs.init(right), jax.jit(theirs.update)
         for _ in range(3):
             gradients = adamw.whole(with_gradients.gradients(state.master, rows).gradients)
-            moves, opt = update({name: jnp.asarray(array) for name, array in gradients.items()}, opt, right)
+            moves, opt = update(
+                {name: jnp.asarray(array) for name, array in gradients.items()}, opt, right
+            )
             right = optax.apply_updates(right, moves)
             state, metrics = adamw.step(state, rows)
     assert metrics.grad_norm > 0.5, "nothing was clipped"
     found, before = adamw.whole(state.master), batches.by_name(weights)
-    differences = {name: batches.difference(found[name] - before[name], right[name] - before[name]) for name in right}
+    differences = {
+        name: batches.difference(found[name] - before[name], right[name] - before[name])
+        for name in right
+    }
     assert max(differences.values()) < tolerances.OPTIMIZER, differences
 
 
@@ -91,7 +99,9 @@ def test_only_matrices_decay():
 def test_learning_rates(schedule, after_warmup):
     config = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
     rate = jax.jit(optimizer.build_schedule(config, num_steps=8))
-    assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx([2, 4, 6, 8, *after_warmup], abs=1e-5)
+    assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx(
+        [2, 4, 6, 8, *after_warmup], abs=1e-5
+    )
     config = batches.settings(learning_rate=8, schedule=schedule).optimizer
     rate = jax.jit(optimizer.build_schedule(config, num_steps=4))
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
@@ -103,7 +113,9 @@ def test_learning_rates(schedule, after_warmup):
 )
 def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
     as_fraction, as_steps = (
-        optimizer.build_schedule(batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps)
+        optimizer.build_schedule(
+            batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
+        )
         for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
     )
     steps = [jnp.int32(i) for i in (0, 1, num_warmup_steps, num_warmup_steps + 1)]
@@ -124,17 +136,21 @@ def test_an_update_is_as_long_as_the_limit(weights):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("value", [np.nan, np.inf, 1e38, 1e20], ids=["nan", "inf", "infinite loss", "infinite norm"])
+@pytest.mark.parametrize(
+    "value", [np.nan, np.inf, 1e38, 1e20], ids=["nan", "inf", "infinite loss", "infinite norm"]
+)
 def test_a_step_that_is_not_finite_changes_nothing(value, adamw, weights):
     state, _ = adamw.step(adamw.state(weights), adamw.rows(runs.ROWS))
     head = np.array(state.master["head"])
     head[5] = value
     head = jax.device_put(head, state.master["head"].sharding)
-    state = TrainState(master=state.master | {"head": head}, opt_state=state.opt, step=state.step)
+    state = TrainState(
+        master=state.master | {"head": head}, opt_state=state.opt_state, step=state.step
+    )
     before = jax.tree.map(np.asarray, state)
     after, metrics = adamw.step(state, adamw.rows(runs.ROWS))
-    assert not metrics.finite
-    assert batches.same_bits((after.master, after.opt), (before.master, before.opt))
+    assert not metrics.is_finite
+    assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
     assert int(after.step) == 2
 
 
@@ -145,9 +161,13 @@ def test_a_step_without_labels_changes_nothing(adamw, weights):
     before = jax.tree.map(np.asarray, state)
     unlabelled = runs.ROWS | {"labels_BL": np.full_like(runs.ROWS["labels_BL"], NO_LABEL)}
     after, metrics = adamw.step(state, adamw.rows(unlabelled))
-    assert batches.same_bits((after.master, after.opt), (before.master, before.opt))
-    assert metrics.finite
-    assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [0, 0, 0]
+    assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
+    assert metrics.is_finite
+    assert [float(x) for x in (metrics.loss, metrics.token_accuracy, metrics.grad_norm)] == [
+        0,
+        0,
+        0,
+    ]
     assert int(metrics.num_loss_tokens) == 0
     assert int(metrics.num_tokens) == runs.ROWS["lengths_BM"].sum()
 

@@ -56,7 +56,9 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
 def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
     mesh, table = batches.mesh(*sizes), decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
-    of_row = dict(zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True))
+    of_row = dict(
+        zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True)
+    )
     reads = jax.tree.map(lambda row: np.zeros(row.stacked_shape, int), table)
     counts = dict(zip(of_row, jax.tree.leaves(reads), strict=True))
 
@@ -68,7 +70,9 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
     loaded = sharding.load_weights(table, mesh, read)
     right = sharding.put_weights(table, whole, mesh)
     for row, found, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
-        assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), row.hf_name
+        assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), (
+            row.hf_name
+        )
         for one, other in zip(found.addressable_shards, put.addressable_shards, strict=True):
             assert (one.device, one.index) == (other.device, other.index)
             assert batches.same_bits(one.data, other.data), row.hf_name
@@ -78,31 +82,47 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
 def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.param_table(runs.MODEL)
     first, other = (
-        jax.tree.map(runs.cut, table, sharding.random_weights(table, seed=5, mesh=batches.mesh(*sizes)))
+        jax.tree.map(
+            runs.cut, table, sharding.random_weights(table, seed=5, mesh=batches.mesh(*sizes))
+        )
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
     assert batches.same_bits(other, first)
     for row, array in zip(jax.tree.leaves(table), jax.tree.leaves(first), strict=True):
         of_norm = "norm" in row.hf_name
-        assert (row.mean, row.std) == (1.0 if of_norm else 0.0, 0.0 if of_norm or "bias" in row.hf_name else 0.08)
-        assert array.mean(dtype=np.float64) == pytest.approx(row.mean, abs=5 * row.std / array.size**0.5)
-        assert array.std(dtype=np.float64) == pytest.approx(row.std, abs=5 * row.std / (2 * array.size) ** 0.5)
+        assert (row.mean, row.std) == (
+            1.0 if of_norm else 0.0,
+            0.0 if of_norm or "bias" in row.hf_name else 0.08,
+        )
+        assert array.mean(dtype=np.float64) == pytest.approx(
+            row.mean, abs=5 * row.std / array.size**0.5
+        )
+        assert array.std(dtype=np.float64) == pytest.approx(
+            row.std, abs=5 * row.std / (2 * array.size) ** 0.5
+        )
     matrices = [leaf for leaf in jax.tree.leaves(first) if leaf.std() > 0]
     # no weight repeats another, no layer the one before
-    starts = np.concatenate([leaf.reshape(-1, leaf[0].size)[:, :4] for leaf in matrices if leaf.ndim == 3])
+    starts = np.concatenate(
+        [leaf.reshape(-1, leaf[0].size)[:, :4] for leaf in matrices if leaf.ndim == 3]
+    )
     assert len(np.unique(starts, axis=0)) == len(starts) == 2 * 7
 
 
 def test_another_seed_gives_other_weights():
     table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
-    one, two = (sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"] for seed in (1, 2))
+    one, two = (
+        sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
+        for seed in (1, 2)
+    )
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
 
 
 def test_join_raises_when_it_is_differentiated_and_gather_has_a_gradient():
     """Slots are differentiated, not values: otherwise the gradient of a joined weight would be zero."""
     row = Parameter(shape=(2, 3), hf_name="a")
-    gather = Gather(num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32"))
+    gather = Gather(
+        num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
+    )
     value = jnp.arange(6.0).reshape(2, 3)
 
     def loss(slot, join):

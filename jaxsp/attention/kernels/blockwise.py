@@ -74,23 +74,31 @@ def attention(
         window: a token sees itself and the window - 1 tokens before it; None: all of them.
     """
     L = q_BLhK.shape[1]
-    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, L if window is None else min(window, L))
+    return _attention(
+        q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, L if window is None else min(window, L)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int) -> Array:
+def _attention(
+    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
+) -> Array:
     return _attention_fwd(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)[0]
 
 
 def _attention_fwd(
     q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
 ) -> tuple[Array, tuple]:
-    out_BLhK, lse_BhL = forward(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype)
+    out_BLhK, lse_BhL = forward(
+        q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype
+    )
     out_BLhK, lse_BhL = checkpoint_name(out_BLhK, names.OUT), checkpoint_name(lse_BhL, names.LSE)
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 
-def _attention_bwd(window: int, saved: tuple, dout_BLhK: Array) -> tuple[Array, Array, Array, None, None]:
+def _attention_bwd(
+    window: int, saved: tuple, dout_BLhK: Array
+) -> tuple[Array, Array, Array, None, None]:
     q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = saved
     inputs = q_BLhK, k_BLgK, v_BLgK, out_BLhK, lse_BhL, dout_BLhK
     return *backward(*inputs, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype), None, None
@@ -112,7 +120,9 @@ def forward(
     """Output, of this dtype, and log-sum-exp; both 0 at padding."""
     L = q_BLhK.shape[1]
     row = functools.partial(_make_segment_row, window=L if window is None else window)
-    return _forward(row, q_BLhK, k_BLgK, v_BLgK, segments.segment_ids(starts_BM, lengths_BM, L), dtype=dtype)
+    return _forward(
+        row, q_BLhK, k_BLgK, v_BLgK, segments.segment_ids(starts_BM, lengths_BM, L), dtype=dtype
+    )
 
 
 def backward(
@@ -132,11 +142,16 @@ def backward(
     L = q_BLhK.shape[1]
     row = functools.partial(_make_segment_row, window=L if window is None else window)
     of_tokens = segments.segment_ids(starts_BM, lengths_BM, L)
-    return _backward(row, q_BLhK, k_BLgK, v_BLgK, of_tokens, out_BLhK, lse_BhL, dout_BLhK, dtype=dtype)
+    return _backward(
+        row, q_BLhK, k_BLgK, v_BLgK, of_tokens, out_BLhK, lse_BhL, dout_BLhK, dtype=dtype
+    )
 
 
 def off_diagonal_forward(
-    q_BChK: Float[Array, "B C h K"], k_BDgK: Float[Array, "B D g K"], v_BDgK: Float[Array, "B D g K"], block: OffDiagonalBlock
+    q_BChK: Float[Array, "B C h K"],
+    k_BDgK: Float[Array, "B D g K"],
+    v_BDgK: Float[Array, "B D g K"],
+    block: OffDiagonalBlock,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B h C"]]:
     """Output and log-sum-exp of the rectangle's queries over its keys, without a mask; both 0 for other queries."""
     return _forward(_make_off_diagonal_row, q_BChK, k_BDgK, v_BDgK, block, dtype=_FLOAT32)
@@ -152,17 +167,35 @@ def off_diagonal_backward(
     block: OffDiagonalBlock,
 ) -> tuple[Float32[Array, "B C h K"], Float32[Array, "B D g K"], Float32[Array, "B D g K"]]:
     """dq, dk and dv; the output and its log-sum-exp may be of more keys than these."""
-    return _backward(_make_off_diagonal_row, q_BChK, k_BDgK, v_BDgK, block, out_BChK, lse_BhC, dout_BChK, dtype=_FLOAT32)
+    return _backward(
+        _make_off_diagonal_row,
+        q_BChK,
+        k_BDgK,
+        v_BDgK,
+        block,
+        out_BChK,
+        lse_BhC,
+        dout_BChK,
+        dtype=_FLOAT32,
+    )
 
 
 def _forward(
-    make_row: Callable[..., _BlockedRow], q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, where: Any, *, dtype: jnp.dtype
+    make_row: Callable[..., _BlockedRow],
+    q_BLhK: Array,
+    k_BLgK: Array,
+    v_BLgK: Array,
+    where: Any,
+    *,
+    dtype: jnp.dtype,
 ) -> tuple[Array, Float32[Array, "B h L"]]:
     L, h = q_BLhK.shape[1:3]
 
     def row(one: tuple[Array, Array, Array, Any]) -> tuple[Array, Array]:
         blocks = make_row(*one)
-        out, lse = jax.lax.map(lambda i: _forward_block(blocks, i, dtype), jnp.arange(len(blocks.q)))
+        out, lse = jax.lax.map(
+            lambda i: _forward_block(blocks, i, dtype), jnp.arange(len(blocks.q))
+        )
         return _join_blocks(out, L, h), _join_blocks(lse[..., None], L, h)[..., 0]
 
     out_BLhK, lse_BLh = jax.lax.map(row, (q_BLhK, k_BLgK, v_BLgK, where))
@@ -183,7 +216,9 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     L, h = q_BLhK.shape[1:3]
     num_keys, g = k_BLgK.shape[1:3]
-    delta_BLh = jnp.einsum("BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32)
+    delta_BLh = jnp.einsum(
+        "BLhK,BLhK->BLh", dout_BLhK, out_BLhK, preferred_element_type=jnp.float32
+    )
     lse_BLh = lse_BhL.swapaxes(1, 2)
 
     def row(one: tuple[Any, ...]) -> tuple[Array, Array, Array]:
@@ -203,7 +238,9 @@ def _backward(
     return dq, dk.astype(dtype), dv.astype(dtype)
 
 
-def _forward_block(row: _BlockedRow, i: Array, dtype: jnp.dtype) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
+def _forward_block(
+    row: _BlockedRow, i: Array, dtype: jnp.dtype
+) -> tuple[Float[Array, "g rC K"], Float32[Array, "g rC"]]:
     """Output and log-sum-exp of the i-th block of queries."""
     q = row.q[i]
 
@@ -244,7 +281,9 @@ def _backward_block(
         dv = dv.at[j].add(_dot("gqk,gqK->gkK", weights, dout))
         return dk, dv, dq
 
-    return jax.lax.fori_loop(row.first_block[i], row.end_block[i], visit, (dk, dv, jnp.zeros(q.shape, jnp.float32)))
+    return jax.lax.fori_loop(
+        row.first_block[i], row.end_block[i], visit, (dk, dv, jnp.zeros(q.shape, jnp.float32))
+    )
 
 
 def _scores(row: _BlockedRow, q: Array, j: Array) -> Float32[Array, "g rC D"]:
@@ -257,7 +296,12 @@ def _mask(row: _BlockedRow, i: Array, j: Array, num_queries: int) -> Bool[Array,
     C, D = len(piece_q), len(piece_k)
     place_q, place_k = jnp.arange(C, dtype=jnp.int32), jnp.arange(D, dtype=jnp.int32)
     before = (row.query_offset + i * C + place_q)[:, None] - (j * D + place_k)[None, :]
-    sees = (piece_q[:, None] == piece_k[None, :]) & (piece_q[:, None] >= 0) & (before >= 0) & (before < row.window)
+    sees = (
+        (piece_q[:, None] == piece_k[None, :])
+        & (piece_q[:, None] >= 0)
+        & (before >= 0)
+        & (before < row.window)
+    )
     return jnp.tile(sees, (num_queries // C, 1))[None]
 
 
@@ -266,7 +310,9 @@ def _dot(dims: str, a: Array, b: Array) -> Float32[Array, "..."]:
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32, precision=precision)
 
 
-def _make_segment_row(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, *, window: int) -> _BlockedRow:
+def _make_segment_row(
+    q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, *, window: int
+) -> _BlockedRow:
     """A row whose queries and keys are of the same tokens."""
     L, g = len(piece_L), k_LgK.shape[1]
     C = min(BLOCK_TOKENS, L)
@@ -291,12 +337,17 @@ def _make_segment_row(q_LhK: Array, k_LgK: Array, v_LgK: Array, piece_L: Array, 
     )
 
 
-def _make_off_diagonal_row(q_ChK: Array, k_DgK: Array, v_DgK: Array, where: OffDiagonalBlock) -> _BlockedRow:
+def _make_off_diagonal_row(
+    q_ChK: Array, k_DgK: Array, v_DgK: Array, where: OffDiagonalBlock
+) -> _BlockedRow:
     """A row of which some of the first queries see some keys: one piece, whose keys are all before its queries."""
     num_queries, first, num_keys = where
     q, k, v = (_split_blocks(x, k_DgK.shape[1]) for x in (q_ChK, k_DgK, v_DgK))
     C, D = min(BLOCK_TOKENS, len(q_ChK)), min(BLOCK_TOKENS, len(k_DgK))
-    place_q, place_k = (jnp.arange(n * size, dtype=jnp.int32).reshape(n, size) for n, size in ((len(q), C), (len(k), D)))
+    place_q, place_k = (
+        jnp.arange(n * size, dtype=jnp.int32).reshape(n, size)
+        for n, size in ((len(q), C), (len(k), D))
+    )
     some = (place_q[:, 0] < num_queries) & (num_keys > 0)
     return _BlockedRow(
         q=q,
@@ -321,7 +372,9 @@ def _split_blocks(x_LhK: Array, num_kv_heads: int) -> Float[Array, "n g rC K"]:
     return x.reshape(n, num_kv_heads, -1, K)
 
 
-def _join_blocks(x: Float[Array, "n g rC K"], num_tokens: int, num_heads: int) -> Float[Array, "L h K"]:
+def _join_blocks(
+    x: Float[Array, "n g rC K"], num_tokens: int, num_heads: int
+) -> Float[Array, "L h K"]:
     """Undoes _cut."""
     n, g, rC, K = x.shape
     r = num_heads // g

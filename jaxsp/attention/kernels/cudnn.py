@@ -48,8 +48,18 @@ def attention(
     Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
     """
     if tables is None:
-        tables = make_tables(starts_BM, lengths_BM, row_tokens=q_BLhK.shape[1], capacity_factor=capacity_factor)
-    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, tables, _StaticArgs(head_chunks, capacity_factor, window))
+        tables = make_tables(
+            starts_BM, lengths_BM, row_tokens=q_BLhK.shape[1], capacity_factor=capacity_factor
+        )
+    return _attention(
+        q_BLhK,
+        k_BLgK,
+        v_BLgK,
+        starts_BM,
+        lengths_BM,
+        tables,
+        _StaticArgs(head_chunks, capacity_factor, window),
+    )
 
 
 def make_tables(
@@ -63,7 +73,12 @@ def make_tables(
     num_rows, max_pieces = starts_BM.shape
     if max_pieces == 1:
         return None
-    made = packed.plan_calls(num_rows=num_rows, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=capacity_factor)
+    made = packed.plan_calls(
+        num_rows=num_rows,
+        row_tokens=row_tokens,
+        max_segments=max_pieces,
+        capacity_factor=capacity_factor,
+    )
     return packed.make_tables(made, starts_BM, lengths_BM, row_tokens=row_tokens)
 
 
@@ -78,13 +93,25 @@ class _StaticArgs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, tables: SegmentTables | None, static: _StaticArgs
+    q: Array,
+    k: Array,
+    v: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    tables: SegmentTables | None,
+    static: _StaticArgs,
 ) -> Array:
     return _attention_fwd(q, k, v, starts_BM, lengths_BM, tables, static)[0]
 
 
 def _attention_fwd(
-    q: Array, k: Array, v: Array, starts_BM: Array, lengths_BM: Array, tables: SegmentTables | None, static: _StaticArgs
+    q: Array,
+    k: Array,
+    v: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    tables: SegmentTables | None,
+    static: _StaticArgs,
 ) -> tuple[Array, tuple[Any, ...]]:
     calls, inside = _make_row_calls(q, starts_BM, lengths_BM, tables, static)
     out, lse = _forward(calls, inside, q, k, v, static.head_chunks)
@@ -92,7 +119,9 @@ def _attention_fwd(
     return out, (q, k, v, starts_BM, lengths_BM, tables, out, lse)
 
 
-def _attention_bwd(static: _StaticArgs, saved: tuple[Any, ...], dout: Array) -> tuple[Array | None, ...]:
+def _attention_bwd(
+    static: _StaticArgs, saved: tuple[Any, ...], dout: Array
+) -> tuple[Array | None, ...]:
     q, k, v, starts_BM, lengths_BM, tables, out, lse = saved
     calls, inside = _make_row_calls(q, starts_BM, lengths_BM, tables, static)
     found = _backward(calls, inside, q, k, v, out, lse, dout, static.head_chunks)
@@ -115,7 +144,9 @@ def forward(
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output, 0 at padding, and log-sum-exp, undefined there."""
     how = _StaticArgs(head_chunks, capacity_factor, window)
-    tables = make_tables(starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor)
+    tables = make_tables(
+        starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor
+    )
     calls, inside = _make_row_calls(q, starts_BM, lengths_BM, tables, how)
     return _forward(calls, inside, q, k, v, head_chunks)
 
@@ -136,7 +167,9 @@ def backward(
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include further keys."""
     how = _StaticArgs(head_chunks, capacity_factor, window)
-    tables = make_tables(starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor)
+    tables = make_tables(
+        starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor
+    )
     calls, inside = _make_row_calls(q, starts_BM, lengths_BM, tables, how)
     return _backward(calls, inside, q, k, v, out, lse, dout, head_chunks)
 
@@ -186,7 +219,9 @@ class _Call(Protocol):
     def inside_BL(self) -> Bool[Array, "B L"] | None:
         """Tokens whose results are defined; None: unknown, all of them count."""
 
-    def forward(self, q: Array, k: Array, v: Array) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
+    def forward(
+        self, q: Array, k: Array, v: Array
+    ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
@@ -203,7 +238,9 @@ class _OffDiagonalCall:
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         return cudnn_calls.forward(self.block, q, k, v, window=None)
 
-    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
         return cudnn_calls.backward(self.block, lse_BhL, q, k, v, out, dout, window=None)
 
 
@@ -221,7 +258,9 @@ class _WholeRowCall:
         nan_B111 = jnp.where(starts_at_0_B111, 0.0, jnp.nan).astype(out.dtype)
         return jnp.where(starts_at_0_B111, out, nan_B111), lse_BhL
 
-    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
         # Queries at padding see the segment before them, and must add nothing to its gradients
         lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, packed.MASKED_LSE)
         return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=self.window)
@@ -238,11 +277,15 @@ class _SlotCall:
 
     def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         B, L, h, _ = q.shape
-        out, statistic_ShT = cudnn_calls.forward(self.slots, *map(self._as_slot_rows, (q, k, v)), window=self.window)
+        out, statistic_ShT = cudnn_calls.forward(
+            self.slots, *map(self._as_slot_rows, (q, k, v)), window=self.window
+        )
         lse_Nh = packed.compress_lse(statistic_ShT, self.slots)
         return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
 
-    def backward(self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array) -> tuple[Array, Array, Array]:
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
         lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
         statistic_ShT = packed.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
         arrays = map(self._as_slot_rows, (q, k, v, out, dout))
@@ -255,14 +298,23 @@ class _SlotCall:
 
 
 def _make_row_calls(
-    q_BLhK: Array, starts_BM: Array, lengths_BM: Array, tables: SegmentTables | None, static: _StaticArgs
+    q_BLhK: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    tables: SegmentTables | None,
+    static: _StaticArgs,
 ) -> tuple[Sequence[_Call], Bool[Array, "B L"]]:
     """The calls that compute rows of segments, and which tokens belong to a segment."""
     B, L = q_BLhK.shape[:2]
     if tables is None:
         inside_BL = jnp.arange(L, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
         return [_WholeRowCall(inside_BL, starts_BM[:, 0] == 0, static.window)], inside_BL
-    made = packed.plan_calls(num_rows=B, row_tokens=L, max_segments=starts_BM.shape[1], capacity_factor=static.capacity_factor)
+    made = packed.plan_calls(
+        num_rows=B,
+        row_tokens=L,
+        max_segments=starts_BM.shape[1],
+        capacity_factor=static.capacity_factor,
+    )
     calls: list[_Call] = []
     for number, call in enumerate(made):
         taken = tables.get_slots(number)
@@ -277,7 +329,11 @@ def _forward(
     heads = _HeadChunks(q.shape[2], k.shape[2], head_chunks)
 
     def chunk(number: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        inputs = heads.query_slice(number).read(q), heads.kv_slice(number).read(k), heads.kv_slice(number).read(v)
+        inputs = (
+            heads.query_slice(number).read(q),
+            heads.kv_slice(number).read(k),
+            heads.kv_slice(number).read(v),
+        )
         out = lse = None
         for call in calls:
             part, part_lse = call.forward(*inputs)
@@ -288,7 +344,9 @@ def _forward(
         assert out is not None
         assert lse is not None
         of_lse = dataclasses.replace(heads.query_slice(number), axis=1)
-        return heads.query_slice(number).write(sums[0], _zero_outside(inside_BL, out)), of_lse.write(sums[1], lse)
+        return heads.query_slice(number).write(
+            sums[0], _zero_outside(inside_BL, out)
+        ), of_lse.write(sums[1], lse)
 
     if head_chunks == 1:
         return chunk(0, (q, q))  # whole arrays are not written into, but replaced
@@ -317,30 +375,57 @@ def _backward(
     heads = _HeadChunks(q.shape[2], k.shape[2], head_chunks)
     B, L, g, K = k.shape
     # One array: XLA adds in place into a part of an array, but not into a whole one
-    start: tuple[Array, ...] = (q, _zeros_after((B, L, 2 * g, K), jnp.float32, after=q)) if heads.is_kv_shared else (q, k, v)
+    start: tuple[Array, ...] = (
+        (q, _zeros_after((B, L, 2 * g, K), jnp.float32, after=q))
+        if heads.is_kv_shared
+        else (q, k, v)
+    )
 
     def chunk(number: Array | int, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         of_q, of_kv = heads.query_slice(number), heads.kv_slice(number)
         keys, values = (k, v) if heads.is_kv_shared else sums[1:]
         lse_chunk = dataclasses.replace(of_q, axis=1).read(lse)
-        inputs = of_q.read(sums[0]), of_kv.read(keys), of_kv.read(values), of_q.read(out), of_q.read(dout), lse_chunk
+        inputs = (
+            of_q.read(sums[0]),
+            of_kv.read(keys),
+            of_kv.read(values),
+            of_q.read(out),
+            of_q.read(dout),
+            lse_chunk,
+        )
         for index, call in enumerate(calls):
             is_last = index == len(calls) - 1
-            merge = functools.partial(_write_gradient, call=call, is_first=index == 0, inside_BL=inside_BL if is_last else None)
+            merge = functools.partial(
+                _write_gradient,
+                call=call,
+                is_first=index == 0,
+                inside_BL=inside_BL if is_last else None,
+            )
             dq, dk, dv = call.backward(*inputs)
             if heads.is_kv_shared:
-                of_k, of_v = (dataclasses.replace(of_kv, first=of_kv.first + first, is_whole=False) for first in (0, g))
-                dkv = _add_gradient(_add_gradient(sums[1], of_k, dk, call=call), of_v, dv, call=call)
+                of_k, of_v = (
+                    dataclasses.replace(of_kv, first=of_kv.first + first, is_whole=False)
+                    for first in (0, g)
+                )
+                dkv = _add_gradient(
+                    _add_gradient(sums[1], of_k, dk, call=call), of_v, dv, call=call
+                )
                 sums = merge(sums[0], of_q, dq), dkv
             else:
-                sums = merge(sums[0], of_q, dq), merge(sums[1], of_kv, dk), merge(sums[2], of_kv, dv)
+                sums = (
+                    merge(sums[0], of_q, dq),
+                    merge(sums[1], of_kv, dk),
+                    merge(sums[2], of_kv, dv),
+                )
             if not is_last:
                 # lse too: otherwise XLA expands it for all calls in one operation, and the
                 # statistics of all calls are live at once
                 inputs, sums = _force_order((inputs, sums))
         return sums
 
-    dq, *dkv = chunk(0, start) if head_chunks == 1 else jax.lax.fori_loop(0, head_chunks, chunk, start)
+    dq, *dkv = (
+        chunk(0, start) if head_chunks == 1 else jax.lax.fori_loop(0, head_chunks, chunk, start)
+    )
     dk, dv = jnp.split(dkv[0], 2, axis=2) if heads.is_kv_shared else dkv
     return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
@@ -356,10 +441,18 @@ class _HeadSlice:
     axis: int = 2
 
     def read(self, x: Array) -> Array:
-        return x if self.is_whole else jax.lax.dynamic_slice_in_dim(x, self.first, self.size, self.axis)
+        return (
+            x
+            if self.is_whole
+            else jax.lax.dynamic_slice_in_dim(x, self.first, self.size, self.axis)
+        )
 
     def write(self, x: Array, part: Array) -> Array:
-        return part if self.is_whole else jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.first, self.axis)
+        return (
+            part
+            if self.is_whole
+            else jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), self.first, self.axis)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -381,11 +474,19 @@ class _HeadChunks:
 
     def kv_slice(self, chunk: Array | int) -> _HeadSlice:
         size = max(self.num_kv_heads // self.num_chunks, 1)
-        return _HeadSlice(chunk * self.num_kv_heads // self.num_chunks, size, size == self.num_kv_heads)
+        return _HeadSlice(
+            chunk * self.num_kv_heads // self.num_chunks, size, size == self.num_kv_heads
+        )
 
 
 def _write_gradient(
-    total: Array, head_slice: _HeadSlice, gradient: Array, *, call: _Call, is_first: bool, inside_BL: Array | None
+    total: Array,
+    head_slice: _HeadSlice,
+    gradient: Array,
+    *,
+    call: _Call,
+    is_first: bool,
+    inside_BL: Array | None,
 ) -> Array:
     """Writes a call's gradient into `total`, and 0 where not inside."""
     gradient = gradient if is_first else _select(call.inside_BL, gradient, head_slice.read(total))
@@ -394,7 +495,9 @@ def _write_gradient(
 
 def _add_gradient(total: Array, head_slice: _HeadSlice, gradient: Array, *, call: _Call) -> Array:
     """Adds a call's gradient to `total`."""
-    return head_slice.write(total, head_slice.read(total) + _zero_outside(call.inside_BL, gradient).astype(total.dtype))
+    return head_slice.write(
+        total, head_slice.read(total) + _zero_outside(call.inside_BL, gradient).astype(total.dtype)
+    )
 
 
 def _select(inside_BL: Array | None, new: Array, old: Array) -> Array:

@@ -33,7 +33,15 @@ _OPERANDS = (
     "page_table_v",
 )
 _BACKWARD_OPERANDS = ("activation", "fwd_output", "grad_output")
-_PARAMS = ("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length")
+_PARAMS = (
+    "scale",
+    "seed",
+    "dropout_rate",
+    "variadic_args",
+    "mask_type",
+    "layout",
+    "sliding_window_length",
+)
 _EXTRA_PARAMS_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
 """What jax 0.12 asks for besides: a function of the scores, which we have none of."""
 
@@ -44,9 +52,7 @@ CallMask = CallSlots | OffDiagonalBlock | None
 def describe_unsupported_jax() -> str | None:
     """Why this JAX cannot be used, or None: its inner functions are not one of those we know."""
     if _library() is None or _extra_params() is None:
-        return (
-            f"is called through parts of JAX that this version, {jax.__version__}, has changed; {TESTED_JAX_VERSIONS} are known"
-        )
+        return f"is called through parts of JAX that this version, {jax.__version__}, has changed; {TESTED_JAX_VERSIONS} are known"
     return None
 
 
@@ -65,7 +71,9 @@ def describe_version() -> str:
     return "cuDNN" if installed is None else f"cuDNN {'.'.join(map(str, installed))}"
 
 
-def forward(call_mask: CallMask, q: Array, k: Array, v: Array, *, window: int | None) -> tuple[Array, Array]:
+def forward(
+    call_mask: CallMask, q: Array, k: Array, v: Array, *, window: int | None
+) -> tuple[Array, Array]:
     """Output and log-sum-exp, f32[B, h, L], of rows as a whole and of rectangles; or of slots, f32[S, h, T], undefined beyond
     each piece.
     """
@@ -112,7 +120,9 @@ def read_workspace_bytes(program_text: str) -> int | None:
     return max(sizes, default=0) or None
 
 
-_ATTENTION_CALL_PATTERN = r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="__cudnn\$fmha'
+_ATTENTION_CALL_PATTERN = (
+    r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="__cudnn\$fmha'
+)
 """A line of a compiled program that calls cuDNN's attention; the group is the call's results."""
 
 
@@ -124,7 +134,10 @@ def _operands(q: Array, k: Array, v: Array, call_mask: CallMask) -> tuple[Array,
         lengths = (jnp.maximum(call_mask.num_queries_B, 1), jnp.maximum(call_mask.num_keys_B, 1))
     elif call_mask is not None:
         lengths_RS = call_mask.lengths_S.reshape(len(q), -1)
-        lengths, places = (lengths_RS, lengths_RS), (_slot_offsets(call_mask, q), _slot_offsets(call_mask, k))
+        lengths, places = (
+            (lengths_RS, lengths_RS),
+            (_slot_offsets(call_mask, q), _slot_offsets(call_mask, k)),
+        )
     return q, k, v, unused, *lengths, *places, unused, unused
 
 
@@ -151,7 +164,15 @@ def _primitive_params(q: Array, call_mask: CallMask, window: int | None) -> dict
     masks = {type(None): "CAUSAL", CallSlots: "PADDING_CAUSAL", OffDiagonalBlock: "PADDING"}
     mask = library.MaskType[masks[type(call_mask)]]
     told = None if window is None or window >= q.shape[1] else window
-    known = (q.shape[-1] ** -0.5, 42, 0.0, (False, False), mask, library.AttentionLayout.BTNH.value, told)
+    known = (
+        q.shape[-1] ** -0.5,
+        42,
+        0.0,
+        (False, False),
+        mask,
+        library.AttentionLayout.BTNH.value,
+        told,
+    )
     return dict(zip(_PARAMS, known, strict=True)) | (_extra_params() or {})
 
 
@@ -167,11 +188,16 @@ def _library() -> Any:
 @functools.cache
 def _extra_params() -> dict[str, None] | None:
     """Parameters that this JAX's calls have besides those we know, with their values; None if there are others."""
-    lowerings = [getattr(_library(), f"_dot_product_attention_{way}_cuda_lowering", None) for way in ("fwd", "bwd")]
+    lowerings = [
+        getattr(_library(), f"_dot_product_attention_{way}_cuda_lowering", None)
+        for way in ("fwd", "bwd")
+    ]
     primitives = [hasattr(_library(), f"_dot_product_attention_{way}_p") for way in ("fwd", "bwd")]
     if not all(primitives) or None in lowerings:
         return None
-    forward, backward = (list(inspect.signature(function).parameters) for function in lowerings if function)
+    forward, backward = (
+        list(inspect.signature(function).parameters) for function in lowerings if function
+    )
     for extra in ({}, _EXTRA_PARAMS_0_12):
         operands = ["score_mod_args"] if extra else []
         first = ["ctx", *_OPERANDS, *operands, *_PARAMS, *extra, "is_training"]

@@ -66,13 +66,16 @@ class KernelWorkload:
     @property
     def whole_row_shape(self) -> tuple[int, int]:
         """Of which these are parts: how many, and tokens of each."""
-        return self.num_rows // (2 if self.chunks_per_row > 1 else 1), self.whole_row_tokens or self.row_tokens
+        return self.num_rows // (
+            2 if self.chunks_per_row > 1 else 1
+        ), self.whole_row_tokens or self.row_tokens
 
     @property
     def row_multiple(self) -> int:
         """What the tokens of a whole row have to be a multiple of."""
         return math.lcm(
-            ROW_MULTIPLE * self.chunks_per_row, self.chunks_per_row * self.ulysses_degree if self.chunks_per_row > 1 else 1
+            ROW_MULTIPLE * self.chunks_per_row,
+            self.chunks_per_row * self.ulysses_degree if self.chunks_per_row > 1 else 1,
         )
 
     @property
@@ -92,8 +95,15 @@ class KernelWorkload:
         """Number of slots of each call, and tokens of a slot; without packing, the rows of the only call."""
         if not self.is_packed:
             return [(self.num_rows, self.row_tokens)]
-        rows = {"num_rows": self.num_rows, "row_tokens": self.row_tokens, "max_pieces": self.max_segments}
-        return [(call.num_slots, call.slot_tokens) for call in packed.plan_calls(**rows, capacity_factor=capacity_factor)]
+        rows = {
+            "num_rows": self.num_rows,
+            "row_tokens": self.row_tokens,
+            "max_segments": self.max_segments,
+        }
+        return [
+            (call.num_slots, call.slot_tokens)
+            for call in packed.plan_calls(**rows, capacity_factor=capacity_factor)
+        ]
 
     def max_slot_tokens(self, capacity_factor: int) -> int:
         """Total tokens of the slots of the largest call, to which cuDNN's memory is
@@ -118,7 +128,11 @@ def legal_head_chunks(workload: KernelWorkload) -> list[int]:
     Each part's q stays below the limit of packed calls; empty if no number does that.
     """
     heads, kv_heads = workload.num_heads, workload.num_kv_heads
-    even = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    even = [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+    ]
     return [n for n in even if not workload.is_packed or workload.num_q_elements(n) <= MAX_ELEMENTS]
 
 
@@ -142,7 +156,10 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
     """
     rooms = packed.CAPACITY_FACTORS if workload.is_packed else packed.CAPACITY_FACTORS[:1]
     splits = [
-        CallSplit(chunks, room) for chunks in legal_head_chunks(workload) for room in rooms if head_chunks in (None, chunks)
+        CallSplit(chunks, room)
+        for chunks in legal_head_chunks(workload)
+        for room in rooms
+        if head_chunks in (None, chunks)
     ]
     fits = [split for split in splits if workspace_bytes(workload, split) <= TARGET_WORKSPACE_BYTES]
     return fits[0] if fits else min(splits, key=lambda split: workspace_bytes(workload, split))
@@ -172,18 +189,28 @@ def workspace_bytes(workload: KernelWorkload, split: CallSplit) -> int:
     Source: NVIDIA/cudnn-frontend, CompositeSDPABackwardNode in node/scaled_dot_product_flash_attention.h.
     """
     heads = workload.num_heads // split.head_chunks
-    shared = 2 * 2 * workload.head_dim if workload.num_kv_heads // split.head_chunks < heads > 1 else 0
+    shared = (
+        2 * 2 * workload.head_dim if workload.num_kv_heads // split.head_chunks < heads > 1 else 0
+    )
 
     def workspace_bytes(*, queries: int, keys: int, scores: int) -> int:
         sums = 2 * scores if workload.has_score_workspace else 4 * workload.head_dim * queries
         return heads * (sums + 4 * queries + shared * keys)
 
     slots = workload.call_slots(split.capacity_factor)
-    most = max(workspace_bytes(queries=n * tokens, keys=n * tokens, scores=n * tokens**2) for n, tokens in slots)
+    most = max(
+        workspace_bytes(queries=n * tokens, keys=n * tokens, scores=n * tokens**2)
+        for n, tokens in slots
+    )
     if workload.chunks_per_row > 1:
         # chunks see as many rows of keys before them as there are chunks at a time, or one after another the same row
         keys = max(workload.num_tokens, workload.num_rows // 2 * workload.num_earlier_keys)
-        most = max(most, workspace_bytes(queries=workload.num_tokens, keys=keys, scores=keys * workload.row_tokens))
+        most = max(
+            most,
+            workspace_bytes(
+                queries=workload.num_tokens, keys=keys, scores=keys * workload.row_tokens
+            ),
+        )
     return most
 
 
@@ -211,7 +238,9 @@ def _local_devices(devices: Sequence[Device]) -> list[Any]:
     return [device for device in jax.local_devices() if device in devices]
 
 
-def describe_shortage(workload: KernelWorkload, split: CallSplit, *, device_bytes: int) -> str | None:
+def describe_shortage(
+    workload: KernelWorkload, split: CallSplit, *, device_bytes: int
+) -> str | None:
     """Error message for calls that cannot fit an empty device, with a suggestion; None if they may
     fit."""
 
@@ -221,16 +250,27 @@ def describe_shortage(workload: KernelWorkload, split: CallSplit, *, device_byte
     if _call_bytes(workload, split) <= device_bytes:
         return None
     num_rows, row_tokens = workload.whole_row_shape
-    gradients = "deterministic gradients (run.deterministic)" if workload.has_score_workspace else "sums"
+    gradients = (
+        "deterministic gradients (run.deterministic)" if workload.has_score_workspace else "sums"
+    )
     problem = (
         f"cuDNN's statistics and {gradients} of {num_rows} x {row_tokens:,} tokens "
         f"in up to {workload.max_segments} segments, heads in {split.head_chunks} chunks, take "
         f"{_call_bytes(workload, split) / 2**30:.1f} GiB, and a device has {device_bytes / 2**30:.1f}."
     )
     splits = {n: choose_split(workload, head_chunks=n) for n in legal_head_chunks(workload)}
-    if fitting := [n for n, other in splits.items() if _call_bytes(workload, other) <= device_bytes]:
+    if fitting := [
+        n for n, other in splits.items() if _call_bytes(workload, other) <= device_bytes
+    ]:
         return f"attention.head_chunks = {split.head_chunks}: {problem} Use attention.head_chunks={fitting[0]}."
-    if most := next((number for number in range(workload.max_segments - 1, 0, -1) if least(number) <= device_bytes), None):
+    if most := next(
+        (
+            number
+            for number in range(workload.max_segments - 1, 0, -1)
+            if least(number) <= device_bytes
+        ),
+        None,
+    ):
         return f"data.max_segments_per_row = {workload.max_segments}: {problem} Use data.max_segments_per_row={most}."
     longest = row_tokens * device_bytes // least(1) // workload.row_multiple * workload.row_multiple
     return f"data.row_tokens = {row_tokens}: {problem} Use data.row_tokens={longest} with data.max_segments_per_row=1."
@@ -243,7 +283,9 @@ def _call_bytes(workload: KernelWorkload, split: CallSplit) -> int:
 
 def _min_call_bytes(workload: KernelWorkload) -> int:
     """`_call_bytes` if the work is split into as many calls as possible."""
-    return _call_bytes(workload, choose_split(workload, head_chunks=legal_head_chunks(workload)[-1]))
+    return _call_bytes(
+        workload, choose_split(workload, head_chunks=legal_head_chunks(workload)[-1])
+    )
 
 
 def unsupported_reasons(
@@ -268,7 +310,10 @@ def unsupported_reasons(
 
 def _lowest_capability(devices: Sequence[Device]) -> tuple[int, int]:
     """The lowest compute capability of the devices; (0, 0) if one of them has none."""
-    found = [re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", "")) for device in devices]
+    found = [
+        re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+        for device in devices
+    ]
     return min((int(match[1]), int(match[2])) if match else (0, 0) for match in found)
 
 
@@ -283,14 +328,19 @@ def _check_gpu(
         yield UnsupportedReason(f"takes packed rows on Hopper and newer GPUs only, {have}", way)
 
 
-def _check_workload(workload: KernelWorkload, capability: tuple[int, int], suggestion: str) -> Iterator[UnsupportedReason]:
+def _check_workload(
+    workload: KernelWorkload, capability: tuple[int, int], suggestion: str
+) -> Iterator[UnsupportedReason]:
     if workload.dtype not in ("bfloat16", "float16"):
         way = "Use model.compute_dtype=bfloat16 or attention.kernel=blockwise."
-        yield UnsupportedReason(f"computes in bfloat16, and model.compute_dtype is {workload.dtype}", way)
+        yield UnsupportedReason(
+            f"computes in bfloat16, and model.compute_dtype is {workload.dtype}", way
+        )
     largest = 256 if capability[0] == 9 else 128
     if workload.head_dim % 8 or workload.head_dim > largest:
         yield UnsupportedReason(
-            f"takes heads of a multiple of 8 up to {largest}, and the model's are of {workload.head_dim}", suggestion
+            f"takes heads of a multiple of 8 up to {largest}, and the model's are of {workload.head_dim}",
+            suggestion,
         )
     if workload.row_tokens % ROW_MULTIPLE:
         multiple, (_, row_tokens) = workload.row_multiple, workload.whole_row_shape
@@ -298,7 +348,10 @@ def _check_workload(workload: KernelWorkload, capability: tuple[int, int], sugge
         near = errors.format_choices(n for n in (below, below + multiple) if n)
         way = f"Use data.row_tokens={near}, or attention.kernel=blockwise."
         of = f" in {workload.chunks_per_row} chunks" * (workload.chunks_per_row > 1)
-        yield UnsupportedReason(f"takes rows{of} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}", way)
+        yield UnsupportedReason(
+            f"takes rows{of} of a multiple of {multiple} tokens, and data.row_tokens is {row_tokens}",
+            way,
+        )
     if not legal_head_chunks(workload):
         most = (
             MAX_ELEMENTS
@@ -308,11 +361,14 @@ def _check_workload(workload: KernelWorkload, capability: tuple[int, int], sugge
             // workload.row_multiple
             * workload.row_multiple
         )
-        of = f" in {workload.chunks_per_row} chunks, of which it gets 2," * (workload.chunks_per_row > 1)
+        of = f" in {workload.chunks_per_row} chunks, of which it gets 2," * (
+            workload.chunks_per_row > 1
+        )
         num_rows, row_tokens = workload.whole_row_shape
         what = f"counts to 2**31 in packed rows, and one head of {num_rows} x {row_tokens:,} tokens{of} is more"
         yield UnsupportedReason(
-            what, f"Use data.row_tokens={most} or less, data.max_segments_per_row=1, or attention.kernel=blockwise."
+            what,
+            f"Use data.row_tokens={most} or less, data.max_segments_per_row=1, or attention.kernel=blockwise.",
         )
 
 
@@ -334,7 +390,11 @@ def _check_versions(
     # Highest first. TE: nvte_get_fused_attn_backend in TransformerEngine's fused_attn.cpp
     floors = [
         # TE; TransformerEngine PR 2584
-        ((9, 18, 1), "run.deterministic on this GPU needs", workload.is_deterministic and is_blackwell),
+        (
+            (9, 18, 1),
+            "run.deterministic on this GPU needs",
+            workload.is_deterministic and is_blackwell,
+        ),
         # before, gradients were NaN: an uninitialized workspace (TransformerEngine issue 2186)
         ((9, 18, 0), "packed rows on this GPU need", workload.is_packed and is_hopper),
         # jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention
@@ -350,7 +410,9 @@ def _check_versions(
     ]
     needed, reason, _ = next(floor for floor in floors if floor[2])
     if installed < needed:
-        yield UnsupportedReason(f"{name} is installed, and {reason} {'.'.join(map(str, needed))} or later", way)
+        yield UnsupportedReason(
+            f"{name} is installed, and {reason} {'.'.join(map(str, needed))} or later", way
+        )
     elif installed in BROKEN_VERSIONS:
         yield UnsupportedReason(f"{name} is installed, whose attention has known bugs", way)
     elif installed == BROKEN_WINDOW_VERSION and workload.has_window:
@@ -365,7 +427,9 @@ def _check_deterministic(
     if capability[0] == 12:
         # Source: as for AVOIDED_WITH_WINDOW
         way = "Use attention.kernel=blockwise or run.deterministic=false."
-        yield UnsupportedReason("has no deterministic backward pass on GPUs of compute capability 12.x", way)
+        yield UnsupportedReason(
+            "has no deterministic backward pass on GPUs of compute capability 12.x", way
+        )
         return
     legal = legal_head_chunks(workload)
     if not workload.has_score_workspace or device_bytes is None or not legal:

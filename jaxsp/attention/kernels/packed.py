@@ -107,18 +107,29 @@ def plan_calls(
         sizes.append(tokens)
     total = num_rows * row_tokens
     found = [
-        PackedCall(longer_than=b, slot_tokens=a, num_slots=total // a * capacity_factor, num_tokens=total)
+        PackedCall(
+            longer_than=b, slot_tokens=a, num_slots=total // a * capacity_factor, num_tokens=total
+        )
         for a, b in itertools.pairwise(sizes)
     ]
     # cuDNN's packed rows have two slots or more
     return (
         *found,
-        PackedCall(longer_than=0, slot_tokens=tokens, num_slots=total // tokens * max(per_tokens, 2), num_tokens=total),
+        PackedCall(
+            longer_than=0,
+            slot_tokens=tokens,
+            num_slots=total // tokens * max(per_tokens, 2),
+            num_tokens=total,
+        ),
     )
 
 
 def make_tables(
-    calls: tuple[PackedCall, ...], starts_BM: Int32[Array, "B M"], lengths_BM: Int32[Array, "B M"], *, row_tokens: int
+    calls: tuple[PackedCall, ...],
+    starts_BM: Int32[Array, "B M"],
+    lengths_BM: Int32[Array, "B M"],
+    *,
+    row_tokens: int,
 ) -> SegmentTables:
     """Assigns the segments of rows to the slots of calls."""
     B, M = starts_BM.shape
@@ -126,7 +137,9 @@ def make_tables(
     first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + first_of_row_B1 * M)
     starts, lengths = (starts_BM + first_of_row_B1 * row_tokens).reshape(-1), lengths_BM.reshape(-1)
-    return SegmentTables(segment_BL.reshape(-1), tuple(_make_table(call, starts, lengths) for call in calls))
+    return SegmentTables(
+        segment_BL.reshape(-1), tuple(_make_table(call, starts, lengths) for call in calls)
+    )
 
 
 def _make_table(call: PackedCall, starts: Array, lengths: Array) -> CallTable:
@@ -142,7 +155,9 @@ def compress_lse(lse_ShT: Float32[Array, "S h T"], slots: CallSlots) -> Float32[
     return lse_ShT[slots.slot_N, :, slots.position_N]
 
 
-def expand_lse(lse_Nh: Float32[Array, "N h"], slots: CallSlots, *, slot_tokens: int) -> Float32[Array, "S h T"]:
+def expand_lse(
+    lse_Nh: Float32[Array, "N h"], slots: CallSlots, *, slot_tokens: int
+) -> Float32[Array, "S h T"]:
     """Inverse of `compressed`, with NO_STATISTIC at positions without a token."""
     place_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
     token_ST = jnp.minimum(slots.starts_S[:, None] + place_1T, len(lse_Nh) - 1)

@@ -113,7 +113,9 @@ def read_marked_spans(
                 raise RecordError(_partial_mark_problem(number))
         if number in held and (places := _find_all(text, word)):
             # what a tool answers may name the call again
-            held[number].add(any(first <= start < last for start in places for first, last in probe_marks))
+            held[number].add(
+                any(first <= start < last for start in places for first, last in probe_marks)
+            )
     parts = [(start, end) for start, end in marks if start < end]
     if not parts or False in held[turns[-1]]:
         raise RecordError("the template's {% generation %} marks leave out what the assistant says")
@@ -166,9 +168,7 @@ def _select_loss_spans(
 
 
 def _partial_mark_problem(turn: int) -> str:
-    return (
-        f"the template's {{% generation %}} marks hold but a part of what message {turn + 1} ({template_text.ASSISTANT}) says"
-    )
+    return f"the template's {{% generation %}} marks hold but a part of what message {turn + 1} ({template_text.ASSISTANT}) says"
 
 
 def _make_probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[int, str]]]:
@@ -190,7 +190,14 @@ def _make_probe(messages: Messages, whole: str) -> tuple[Messages, list[tuple[in
             word = next(unused)
             words.append((number, word))
             function = call.get("function")
-            calls.append(call | ({"function": function | {"name": word}} if isinstance(function, dict) else {"name": word}))
+            calls.append(
+                call
+                | (
+                    {"function": function | {"name": word}}
+                    if isinstance(function, dict)
+                    else {"name": word}
+                )
+            )
         if isinstance(message.get("function_call"), dict):
             one["function_call"] = calls.pop()
         made.append(one | ({"tool_calls": calls} if calls else {}))
@@ -204,7 +211,9 @@ def _find_all(text: str, word: str) -> list[int]:
     return found[:-1]
 
 
-def infer_spans(messages: Messages, turns: list[int], whole: str, render: RenderFunction) -> TextSpans:
+def infer_spans(
+    messages: Messages, turns: list[int], whole: str, render: RenderFunction
+) -> TextSpans:
     """The parts, of a template without marks. Raises: Refused where they cannot be told for certain."""
 
     def text(messages: Sequence[dict[str, Any]], *, prompt: bool = False) -> str:
@@ -214,14 +223,24 @@ def infer_spans(messages: Messages, turns: list[int], whole: str, render: Render
     if len(turns) > _MAX_PREFIX_TURNS:
         # prefixes take quadratic time; gemma4 merges assistant turns, so that insertion fails late
         ways.reverse()
-    found = next((parts for way in ways if (parts := way(messages, turns, whole, text)) is not None), None)
+    found = next(
+        (parts for way in ways if (parts := way(messages, turns, whole, text)) is not None), None
+    )
     if found is None:
         raise RecordError(
             "the chat template has no {% generation %} marks, and writes turns differently when others follow, so that what "
             f"the assistant says cannot be told apart: {template_text.MARKS_SUGGESTION}"
         )
     for turn, part in zip(turns, found, strict=True):
-        check_span(messages, [turn], whole, part.span, render, suggestion=template_text.MARKS_SUGGESTION, opening=part.opening)
+        check_span(
+            messages,
+            [turn],
+            whole,
+            part.span,
+            render,
+            suggestion=template_text.MARKS_SUGGESTION,
+            opening=part.opening,
+        )
     return [part.span for part in found]
 
 
@@ -239,7 +258,9 @@ class _TurnSpan:
     """The generation prompt, and the text of an inserted turn up to its words; None if not known."""
 
 
-def _find_by_prefixes(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_TurnSpan] | None:
+def _find_by_prefixes(
+    messages: Messages, turns: list[int], whole: str, render: Callable[..., str]
+) -> list[_TurnSpan] | None:
     """What follows the generation prompt, up to the turn's end; None if a prefix is no beginning of the whole text."""
     parts = []
     for turn in turns:
@@ -254,14 +275,20 @@ def _find_by_prefixes(messages: Messages, turns: list[int], whole: str, render: 
     return parts
 
 
-def _find_by_insertion(messages: Messages, turns: list[int], whole: str, render: Callable[..., str]) -> list[_TurnSpan] | None:
+def _find_by_insertion(
+    messages: Messages, turns: list[int], whole: str, render: Callable[..., str]
+) -> list[_TurnSpan] | None:
     """Where turns begin and end, by turns put between them; None if they change more than they add."""
-    borders = sorted({border for turn in turns for border in (turn, turn + 1) if border < len(messages)})
+    borders = sorted(
+        {border for turn in turns for border in (turn, turn + 1) if border < len(messages)}
+    )
     unused = _unused_words(whole)
     pairs = {border: (next(unused), next(unused)) for border in borders}
     mixed = []
     for number, message in enumerate(messages):
-        mixed += [{"role": template_text.ASSISTANT, "content": word} for word in pairs.get(number, ())]
+        mixed += [
+            {"role": template_text.ASSISTANT, "content": word} for word in pairs.get(number, ())
+        ]
         mixed.append(message)
     try:
         with_prompt, text = render(messages, prompt=True), render(mixed)
@@ -276,7 +303,9 @@ def _find_by_insertion(messages: Messages, turns: list[int], whole: str, render:
         end = text.find(word, begin)
         found = text.rfind(prompt, begin, end)
         # the prompt of a model that thinks may hold more than the header of a turn
-        sizes = (size for size in range(len(prompt), 0, -1) if text.endswith(prompt[:size], begin, end))
+        sizes = (
+            size for size in range(len(prompt), 0, -1) if text.endswith(prompt[:size], begin, end)
+        )
         return -1 if end < 0 else found if found >= 0 else end - next(sizes, end + 1)
 
     starts, headers, seen, at = {}, {}, 0, 0
@@ -458,7 +487,10 @@ def check_span(
         word = next(_unused_words(whole))
         message = {"role": message["role"], "content": word}
         if opening is None:
-            prompt, text = render(messages[:first], prompt=True)[0], render([*messages[:first], message])[0]
+            prompt, text = (
+                render(messages[:first], prompt=True)[0],
+                render([*messages[:first], message])[0],
+            )
         else:
             prompt, text = opening[0], opening[1] + word
         start = common_prefix_length(prompt, text)
@@ -479,4 +511,7 @@ def common_prefix_length(one: str, other: str) -> int:
     """Length of the beginning that two texts share."""
     if other.startswith(one):
         return len(one)
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )

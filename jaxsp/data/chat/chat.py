@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     import transformers
 
 _RESERVED_KWARGS = (
-    *("messages", "tools", "documents", "add_generation_prompt", "chat_template", "conversation", "continue_final_message"),
+    *(
+        "messages",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "chat_template",
+        "conversation",
+        "continue_final_message",
+    ),
     "strftime_now",
 )
 """What chat_template_kwargs cannot set."""
@@ -37,7 +45,9 @@ class RenderedRecord:
     """Whether the tokenizer's special tokens are still to be put around the text, and the end token behind it."""
 
 
-def load_template(data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase") -> str | None:
+def load_template(
+    data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
+) -> str | None:
     """The template that the config gives instead of the tokenizer's: of a file, or written out; None for the tokenizer's own.
 
     Raises: UserError where there is neither, or it is no Jinja.
@@ -53,13 +63,18 @@ def load_template(data: DataConfig, tokenizer: "transformers.PreTrainedTokenizer
                 "data.chat_template=template.jinja."
             )
         named = tokenizer.chat_template
-        texts, what = list(named.values()) if isinstance(named, dict) else [named], "null: the tokenizer's chat template"
+        texts, what = (
+            list(named.values()) if isinstance(named, dict) else [named],
+            "null: the tokenizer's chat template",
+        )
     else:
         texts = [resolve_template(asked)]
         what = "..." if texts == [asked] else asked
     for text in texts:
         try:
-            chat_template_utils.render_jinja_template([], chat_template=text)  # of no conversation: it is only compiled
+            chat_template_utils.render_jinja_template(
+                [], chat_template=text
+            )  # of no conversation: it is only compiled
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
                 f"data.chat_template = {what}: is no Jinja template: line {error.lineno}: {error.message}."
@@ -72,7 +87,9 @@ def resolve_template(chat_template: str) -> str:
     if "{%" in chat_template or "{{" in chat_template:
         return chat_template
     try:
-        return paths.expand_user(chat_template, field="data.chat_template").read_text(encoding="utf-8")
+        return paths.expand_user(chat_template, field="data.chat_template").read_text(
+            encoding="utf-8"
+        )
     except FileNotFoundError:
         raise UserError(
             f"data.chat_template = {chat_template}: no such file below {pathlib.Path.cwd()}, and no template either, which would "
@@ -100,31 +117,46 @@ def render_record(
     """
     if "messages" in record:
         messages = _clean_messages(record["messages"], "messages")
-        render, has_marks = _make_renderer(record, tokenizer, template, with_marks=train_on != "all")
+        render, has_marks = _make_renderer(
+            record, tokenizer, template, with_marks=train_on != "all"
+        )
         return _render_conversation(messages, render, has_marks=has_marks, train_on=train_on)
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         learned = None if train_on == "all" else ((len(prompt), len(prompt) + len(completion)),)
-        return RenderedRecord(text=prompt + completion, loss_spans=learned, has_exact_spans=False, is_plain=True)
+        return RenderedRecord(
+            text=prompt + completion, loss_spans=learned, has_exact_spans=False, is_plain=True
+        )
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RecordError("prompt and completion are text and messages; both have to be the same")
     render, _ = _make_renderer(record, tokenizer, template, with_marks=False)
     return _render_completion(
-        _clean_messages(prompt, "prompt"), _clean_messages(completion, "completion"), render, train_on=train_on
+        _clean_messages(prompt, "prompt"),
+        _clean_messages(completion, "completion"),
+        render,
+        train_on=train_on,
     )
 
 
 def _clean_messages(given: Any, name: str) -> assistant_spans.Messages:
-    if not isinstance(given, list) or not all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in given):
+    if not isinstance(given, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) for one in given
+    ):
         raise RecordError(f"{name} is no list of messages, each with a role")
     if not given:
         raise RecordError(f"{name} is empty: a conversation has at least one message")
     # as transformers does: for templates, a missing key is not the same as null
-    return [{name: value for name, value in message.items() if value is not None} for message in given]
+    return [
+        {name: value for name, value in message.items() if value is not None} for message in given
+    ]
 
 
 def _make_renderer(
-    record: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase", template: str | None, *, with_marks: bool
+    record: dict[str, Any],
+    tokenizer: "transformers.PreTrainedTokenizerBase",
+    template: str | None,
+    *,
+    with_marks: bool,
 ) -> tuple[assistant_spans.RenderFunction, bool]:
     """Renders messages as `tokenizer.apply_chat_template` does, with the parts that its marks name; whether there are marks."""
     from transformers.utils import chat_template_utils
@@ -136,8 +168,12 @@ def _make_renderer(
     try:
         text = tokenizer.get_chat_template(template, tools)
     except ValueError:  # several templates, and none for this
-        raise RecordError("the tokenizer has no chat template for it: give one as data.chat_template") from None
-    if "strftime_now" in text:  # the line has an end so that the template's first line stays the first
+        raise RecordError(
+            "the tokenizer has no chat template for it: give one as data.chat_template"
+        ) from None
+    if (
+        "strftime_now" in text
+    ):  # the line has an end so that the template's first line stays the first
         text = f"{{% set strftime_now = {_UNDEFINED_DATE} %}}\n{text}"
     marked = with_marks and assistant_spans.has_generation_marks(text)
 
@@ -167,22 +203,34 @@ def _make_renderer(
             raise RecordError(f"the chat template refuses it: {reason}") from None
 
     if tools is not None:
-        messages = [one for name in ("messages", "prompt", "completion") for one in record.get(name) or []]
+        messages = [
+            one for name in ("messages", "prompt", "completion") for one in record.get(name) or []
+        ]
         messages = _clean_messages(messages, "messages")
         if refusing(messages)[0] == refusing(messages, with_tools=False)[0]:
-            raise RecordError("the chat template ignores tools. Leave them out, or give a template that knows them")
+            raise RecordError(
+                "the chat template ignores tools. Leave them out, or give a template that knows them"
+            )
     return refusing, marked
 
 
 def _render_conversation(
-    messages: assistant_spans.Messages, render: assistant_spans.RenderFunction, *, has_marks: bool, train_on: str
+    messages: assistant_spans.Messages,
+    render: assistant_spans.RenderFunction,
+    *,
+    has_marks: bool,
+    train_on: str,
 ) -> RenderedRecord:
     whole, marks = render(messages)
     template_text.check_messages_present(messages, whole)
     if train_on == "all":
         _check_all_have_loss(messages, "use data.train_on=assistant")
         return RenderedRecord(text=whole)
-    spoken = [number for number, message in enumerate(messages) if message["role"] == template_text.ASSISTANT]
+    spoken = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] == template_text.ASSISTANT
+    ]
     if not spoken:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         raise RecordError(
@@ -191,11 +239,18 @@ def _render_conversation(
         )
     with_loss = [number for number in spoken if template_text.has_loss(messages[number])]
     if not with_loss:
-        raise RecordError(f"every turn of the role {template_text.ASSISTANT} has weight 0 or train false: leave the record out")
+        raise RecordError(
+            f"every turn of the role {template_text.ASSISTANT} has weight 0 or train false: leave the record out"
+        )
     if has_marks:
-        parts = assistant_spans.read_marked_spans(messages, spoken, whole, marks, render, with_loss=with_loss)
+        parts = assistant_spans.read_marked_spans(
+            messages, spoken, whole, marks, render, with_loss=with_loss
+        )
         return RenderedRecord(text=whole, loss_spans=tuple(parts), has_exact_spans=False)
-    return RenderedRecord(text=whole, loss_spans=tuple(assistant_spans.infer_spans(messages, with_loss, whole, render)))
+    return RenderedRecord(
+        text=whole,
+        loss_spans=tuple(assistant_spans.infer_spans(messages, with_loss, whole, render)),
+    )
 
 
 def _check_all_have_loss(messages: assistant_spans.Messages, suggestion: str) -> None:

@@ -32,7 +32,11 @@ def required_phrases(message: dict[str, Any]) -> list[list[str]]:
     groups = [[visible_content(message)]]
     for call in list_tool_calls(message):
         function = call.get("function", call)
-        called = _collect_strings([function.get("name"), function.get("arguments")]) if isinstance(function, dict) else []
+        called = (
+            _collect_strings([function.get("name"), function.get("arguments")])
+            if isinstance(function, dict)
+            else []
+        )
         groups.append([max(_UNESCAPED.findall(words), key=len, default="") for words in called])
     kept = [[words.strip() for words in group if words.strip()] for group in groups]
     return [group for group in kept if group]
@@ -59,7 +63,9 @@ def visible_content(message: dict[str, Any]) -> str:
 
 def _collect_strings(value: Any) -> list[str]:
     if isinstance(value, dict):
-        return [words for name, one in value.items() for words in (str(name), *_collect_strings(one))]
+        return [
+            words for name, one in value.items() for words in (str(name), *_collect_strings(one))
+        ]
     if isinstance(value, list):
         return [words for one in value for words in _collect_strings(one)]
     return [value] if isinstance(value, str) else []
@@ -96,14 +102,23 @@ def starts_with_message(message: dict[str, Any], text: str, *, before: str) -> b
     if not rest.startswith(_THINK_OPEN) and not before.rstrip().endswith(_THINK_OPEN):
         return False
     parts = rest.split(_THINK_CLOSE)
-    return any(_THINK_CLOSE.join(parts[number:]).lstrip().startswith(words) for number in range(1, len(parts)))
+    return any(
+        _THINK_CLOSE.join(parts[number:]).lstrip().startswith(words)
+        for number in range(1, len(parts))
+    )
 
 
 def get_reasoning(message: dict[str, Any]) -> str:
     """What a message says of its thinking, in a field or in its content."""
     content = message.get("content", "")
-    inside = content.rpartition(_THINK_CLOSE)[0].rpartition(_THINK_OPEN)[2] if isinstance(content, str) else ""
-    return next((message[name] for name in _REASONING_FIELDS if isinstance(message.get(name), str)), inside).strip()
+    inside = (
+        content.rpartition(_THINK_CLOSE)[0].rpartition(_THINK_OPEN)[2]
+        if isinstance(content, str)
+        else ""
+    )
+    return next(
+        (message[name] for name in _REASONING_FIELDS if isinstance(message.get(name), str)), inside
+    ).strip()
 
 
 def check_messages_present(messages: list[dict[str, Any]], whole: str) -> None:

@@ -40,7 +40,9 @@ def read_batches(
     """
     wanted = columns.select_from(names)
     if doubled := [name for name in wanted if names.count(name) > 1]:
-        raise UserError(f"{place}: has the column {doubled[0]} twice. Rename one of them, or leave it out.")
+        raise UserError(
+            f"{place}: has the column {doubled[0]} twice. Rename one of them, or leave it out."
+        )
     number = 0
     for batch in batches:
         batch.validate()
@@ -48,7 +50,9 @@ def read_batches(
         at_once = max(_BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1), 1)
         for start in range(0, batch.num_rows, min(at_once, 1000)):
             part = batch.slice(start, min(at_once, 1000))
-            for row, problem in _to_python(part) if wanted else [(dict.fromkeys(names, ""), None)] * part.num_rows:
+            for row, problem in (
+                _to_python(part) if wanted else [(dict.fromkeys(names, ""), None)] * part.num_rows
+            ):
                 number += 1
                 yield f"{place}, row {number}", row, problem
 
@@ -59,10 +63,14 @@ def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
 
     with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
         names = table.schema_arrow.names
-        num_bytes = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+        num_bytes = sum(
+            table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)
+        )
         batch_size = min(max(_BATCH_BYTES * table.metadata.num_rows // max(num_bytes, 1), 1), 1000)
         # of a table without the columns that are wanted, the rows are only counted
-        batches = table.iter_batches(columns=columns.select_from(names) or names[:1], batch_size=batch_size)
+        batches = table.iter_batches(
+            columns=columns.select_from(names) or names[:1], batch_size=batch_size
+        )
         yield from read_batches(batches, names, columns, place=file)
 
 
@@ -101,15 +109,25 @@ def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str |
         if batch.num_rows == 1:
             return [(None, f"is not UTF-8 text ({error})")]
         return [row for index in range(batch.num_rows) for row in _to_python(batch.slice(index, 1))]
-    return [(dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)]
+    return [
+        (dict(zip(batch.schema.names, row, strict=True)), None) for row in zip(*values, strict=True)
+    ]
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:
     lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if lists and pa.types.is_primitive(column.type.value_type):  # as Python's own numbers they would take 30 times as long
-        return [one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column]
+    if lists and pa.types.is_primitive(
+        column.type.value_type
+    ):  # as Python's own numbers they would take 30 times as long
+        return [
+            one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column
+        ]
     values = column.to_pylist()
-    return [_parse_value(value, column.type) for value in values] if _needs_parsing(column.type) else values
+    return (
+        [_parse_value(value, column.type) for value in values]
+        if _needs_parsing(column.type)
+        else values
+    )
 
 
 def _needs_parsing(kind: pa.DataType) -> bool:
@@ -140,7 +158,14 @@ def _parse_value(value: Any, kind: pa.DataType) -> Any:
     if isinstance(kind, _LIST_TYPES):
         return [_parse_value(one, kind.value_type) for one in value]
     if isinstance(kind, pa.MapType):
-        return [(_parse_value(key, kind.key_type), _parse_value(item, kind.item_type)) for key, item in value]
+        return [
+            (_parse_value(key, kind.key_type), _parse_value(item, kind.item_type))
+            for key, item in value
+        ]
     if isinstance(kind, pa.StructType):
-        return {name: _parse_value(one, kind.field(name).type) for name, one in value.items() if one is not None}
+        return {
+            name: _parse_value(one, kind.field(name).type)
+            for name, one in value.items()
+            if one is not None
+        }
     return value

@@ -37,8 +37,14 @@ _FIELD_HINTS = (
     ({"conversations"}, f"format: messages, {_SHAREGPT_CONFIG}"),
     ({"prompt", "completion"}, "format: prompt_completion"),
     ({"instruction", "input", "output"}, ""),
-    ({"instruction", "output"}, "format: prompt_completion, fields: {prompt: instruction, completion: output}"),
-    ({"question", "answer"}, "format: prompt_completion, fields: {prompt: question, completion: answer}"),
+    (
+        {"instruction", "output"},
+        "format: prompt_completion, fields: {prompt: instruction, completion: output}",
+    ),
+    (
+        {"question", "answer"},
+        "format: prompt_completion, fields: {prompt: question, completion: answer}",
+    ),
     ({"input_ids"}, "format: tokens"),
     ({"text"}, "format: text"),
     ({"content"}, "format: text, fields: {text: content}"),
@@ -88,13 +94,20 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     for names in ((*required, *optional), _MESSAGE_FIELDS if chat else ()):
         asked = [source.fields.get(name, name) for name in names]
         if twice := [name for number, name in enumerate(asked) if name in asked[:number]]:
-            both = " and ".join(ours for ours, theirs in zip(names, asked, strict=True) if theirs == twice[0])
-            raise UserError(f"{group}.fields: {both} are both read from {twice[0]}. Name a field of its own for each.")
+            both = " and ".join(
+                ours for ours, theirs in zip(names, asked, strict=True) if theirs == twice[0]
+            )
+            raise UserError(
+                f"{group}.fields: {both} are both read from {twice[0]}. Name a field of its own for each."
+            )
     if source.roles and not chat:
-        raise UserError(f"{group}.roles: format {source.format} has no roles. Leave it out, or use format: messages.")
+        raise UserError(
+            f"{group}.roles: format {source.format} has no roles. Leave it out, or use format: messages."
+        )
     theirs = source.fields.get
     return RecordColumns(
-        required=tuple(theirs(name, name) for name in required), optional=tuple(theirs(name, name) for name in optional)
+        required=tuple(theirs(name, name) for name in required),
+        optional=tuple(theirs(name, name) for name in optional),
     )
 
 
@@ -111,9 +124,12 @@ def make_checker(source: SourceConfig, *, has_labels: bool) -> RecordCheck:
             )
         return makes(record, source, has_labels)
 
-    makes = {"text": _check_text, "messages": _check_messages, "prompt_completion": _check_completion, "tokens": _check_tokens}[
-        source.format
-    ]
+    makes = {
+        "text": _check_text,
+        "messages": _check_messages,
+        "prompt_completion": _check_completion,
+        "tokens": _check_tokens,
+    }[source.format]
     return check
 
 
@@ -122,10 +138,16 @@ def find_roles(record: Any, source: SourceConfig) -> set[str]:
     found = set()
     for ours in ("messages", "prompt", "completion"):
         value = record.get(source.fields.get(ours, ours)) if isinstance(record, dict) else None
-        with contextlib.suppress(ValueError, RecursionError):  # a prompt is no JSON; what should be is judged elsewhere
+        with contextlib.suppress(
+            ValueError, RecursionError
+        ):  # a prompt is no JSON; what should be is judged elsewhere
             value = json.loads(value) if isinstance(value, str) else value
         messages = value if isinstance(value, list) else []
-        found |= {str(one.get(source.fields.get("role", "role"))) for one in messages if isinstance(one, dict)}
+        found |= {
+            str(one.get(source.fields.get("role", "role")))
+            for one in messages
+            if isinstance(one, dict)
+        }
     return found
 
 
@@ -156,13 +178,17 @@ def _check_messages(record: Record, source: SourceConfig, labels: bool) -> Recor
 def _check_completion(record: Record, source: SourceConfig, labels: bool) -> Record:
     made: Record = {}
     if source.fields.get("prompt") == "instruction" and has_field(record, "input"):
-        raise FormatError(f"has an input beside its instruction, which would not be learned from. {_ALPACA_HINT}")
+        raise FormatError(
+            f"has an input beside its instruction, which would not be learned from. {_ALPACA_HINT}"
+        )
     for ours in ("prompt", "completion"):
         name, value = _get_field(record, ours, source)
         made[ours] = value if isinstance(value, str) else _check_conversation(value, name, source)
     if len({type(value) for value in made.values()}) > 1:
         texts = [ours for ours, value in made.items() if isinstance(value, str)]
-        raise FormatError(f"only {texts[0]} is a string. Prompt and completion are both text, or both messages")
+        raise FormatError(
+            f"only {texts[0]} is a string. Prompt and completion are both text, or both messages"
+        )
     return _serialize_chat(made, record, source)
 
 
@@ -175,7 +201,9 @@ def _serialize_chat(made: Record, record: Record, source: SourceConfig) -> Recor
         value = record[name]
         value = _parse_json(value, name) if isinstance(value, str) else value
         if not isinstance(value, kind):
-            raise FormatError(f"{name} is {_type_name(value)}, not {_JSON_TYPE_NAMES[kind.__name__]}")
+            raise FormatError(
+                f"{name} is {_type_name(value)}, not {_JSON_TYPE_NAMES[kind.__name__]}"
+            )
         if wrong := [tool for tool in value if ours == "tools" and not isinstance(tool, dict)]:
             raise FormatError(f"{name} holds {_type_name(wrong[0])}: each tool is an object")
         if value:
@@ -198,7 +226,8 @@ def _check_conversation(value: Any, name: str, source: SourceConfig) -> list[Rec
     if not value:
         raise FormatError(f"{name} is empty: there is nothing to learn from")
     return [
-        _check_message(_drop_nulls(message), f"{name}: message {number}", source) for number, message in enumerate(value, 1)
+        _check_message(_drop_nulls(message), f"{name}: message {number}", source)
+        for number, message in enumerate(value, 1)
     ]
 
 
@@ -208,36 +237,53 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
     role_name, content_name = (source.fields.get(name, name) for name in _MESSAGE_FIELDS)
     if role_name not in message:
         way_out = (
-            f". Try {_SHAREGPT_CONFIG.replace('messages: conversations, ', '')}" if {"from", "value"} <= set(message) else ""
+            f". Try {_SHAREGPT_CONFIG.replace('messages: conversations, ', '')}"
+            if {"from", "value"} <= set(message)
+            else ""
         )
         raise FormatError(f"{place} has no {role_name}; it has {_list_fields(message)}{way_out}")
     role = message[role_name]
     if not isinstance(role, str) or not role:
-        raise FormatError(f"{place}: {role_name} is {repr(role) if role == '' else _type_name(role)}, not the name of a role")
+        raise FormatError(
+            f"{place}: {role_name} is {repr(role) if role == '' else _type_name(role)}, not the name of a role"
+        )
     made: Record = {"role": source.roles.get(role, role)}
     calls = message.get("tool_calls")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+    if calls is not None and not (
+        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    ):
         raise FormatError(f"{place}: tool_calls is {_type_name(calls)}, not a list of objects")
     if calls:
         made["tool_calls"] = [
-            _parse_tool_call(_drop_nulls(call), f"{place}: tool_calls: call {number}") for number, call in enumerate(calls, 1)
+            _parse_tool_call(_drop_nulls(call), f"{place}: tool_calls: call {number}")
+            for number, call in enumerate(calls, 1)
         ]
     if content_name in message:
         made["content"] = _join_content(message[content_name], f"{place}: {content_name}")
     elif not calls and not isinstance(message.get("function_call"), dict):
-        raise FormatError(f"{place} has no {content_name}, and no tool_calls; it has {_list_fields(message)}")
+        raise FormatError(
+            f"{place} has no {content_name}, and no tool_calls; it has {_list_fields(message)}"
+        )
     _check_loss_flags(message, made["role"], place)
     named = (role_name, content_name, *made)
-    return made | {name: value for name, value in message.items() if name not in named and (name != "tool_calls" or value)}
+    return made | {
+        name: value
+        for name, value in message.items()
+        if name not in named and (name != "tool_calls" or value)
+    }
 
 
 def _check_loss_flags(message: Record, role: str, place: str) -> None:
     """Raises: Bad for a `weight` or `train` that cannot be followed."""
     weight, train = message.get("weight", 1), message.get("train", False)
     if weight not in (0, 1):
-        raise FormatError(f"{place}: weight is {weight!r}: it must be 0 (no loss on this turn) or 1")
+        raise FormatError(
+            f"{place}: weight is {weight!r}: it must be 0 (no loss on this turn) or 1"
+        )
     if train not in (0, 1):
-        raise FormatError(f"{place}: train is {train!r}: it must be true, or false (no loss on this turn)")
+        raise FormatError(
+            f"{place}: train is {train!r}: it must be true, or false (no loss on this turn)"
+        )
     if train and role != template_text.ASSISTANT:
         raise FormatError(
             f"{place}: train is true, and only turns of the role {template_text.ASSISTANT} are learned from. "
@@ -267,9 +313,20 @@ def _join_content(value: Any, place: str) -> str:
     if not isinstance(value, list):
         raise FormatError(f"{place} is {_type_name(value)}, not a string")
     for part in value:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            what = f"of type {part['type']}" if isinstance(part, dict) and part.get("type") else "that is no text"
-            raise FormatError(f"{place} has a part {what}: only text is learned, " + '{"type": "text", "text": ...}')
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            what = (
+                f"of type {part['type']}"
+                if isinstance(part, dict) and part.get("type")
+                else "that is no text"
+            )
+            raise FormatError(
+                f"{place} has a part {what}: only text is learned, "
+                + '{"type": "text", "text": ...}'
+            )
     return "".join(part["text"] for part in value)
 
 
@@ -285,7 +342,9 @@ def _check_tokens(record: Record, source: SourceConfig, labels: bool) -> Record:
                 "there has to be one for each, not shifted, -100 where there is no loss"
             )
     elif has_field(record, labels_name):
-        raise FormatError(f"has {labels_name} and the source's first record has none: all have them or none, as two sources")
+        raise FormatError(
+            f"has {labels_name} and the source's first record has none: all have them or none, as two sources"
+        )
     return made
 
 
@@ -309,7 +368,14 @@ def _get_field(record: Record, ours: str, source: SourceConfig) -> tuple[str, An
         return name, record[name]
     if name in record:
         raise FormatError(f"{name} is null")
-    reads = next((words for names, words in _FIELD_HINTS if names <= set(record) and words != f"format: {source.format}"), None)
+    reads = next(
+        (
+            words
+            for names, words in _FIELD_HINTS
+            if names <= set(record) and words != f"format: {source.format}"
+        ),
+        None,
+    )
     way_out = "" if reads is None else f". {f'Try {reads}' if reads else _ALPACA_HINT}"
     raise FormatError(f"has no {name}; it has {_list_fields(record)}{way_out}")
 
@@ -323,7 +389,11 @@ def _parse_json(value: str, name: str) -> Any:
 
 def _drop_nulls(value: Any) -> Any:
     """An object without its fields that are null; any other value as it is."""
-    return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
+    return (
+        {name: one for name, one in value.items() if one is not None}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _type_name(value: Any) -> str:

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     import datasets
 
 _NO_SUCH_FILE = "there is no such file or folder"
-_EXAMPLE = "Give a file, a glob such as texts/**/*.txt, or a name such as HuggingFaceH4/ultrachat_200k."
+_EXAMPLE = (
+    "Give a file, a glob such as texts/**/*.txt, or a name such as HuggingFaceH4/ultrachat_200k."
+)
 
 _SUBSETS_PATTERN = re.compile(
-    r"(?:available configs: |Available: |configs in the cache: |configurations in the cache: )\[?(.*?)(?:\]|$)", re.MULTILINE
+    r"(?:available configs: |Available: |configs in the cache: |configurations in the cache: )\[?(.*?)(?:\]|$)",
+    re.MULTILINE,
 )
 """How `datasets` names the subsets that there are, where it was asked for another, or for none."""
 
@@ -43,13 +46,17 @@ def is_hub_name(source: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
 
 
-def open_saved_dataset(path: pathlib.Path, source: SourceConfig, *, field: str) -> "datasets.Dataset":
+def open_saved_dataset(
+    path: pathlib.Path, source: SourceConfig, *, field: str
+) -> "datasets.Dataset":
     """The data set in a folder, or the split of it that is asked for."""
     import datasets
 
     for name in ("subset", "revision"):
         if value := getattr(source, name):
-            raise UserError(f"{_sibling_field(field, name)} = {value}: only data sets of the hub have one. Leave it out.")
+            raise UserError(
+                f"{_sibling_field(field, name)} = {value}: only data sets of the hub have one. Leave it out."
+            )
     try:
         _check_inside(path)
         found = datasets.load_from_disk(str(path))
@@ -67,10 +74,14 @@ def _check_inside(path: pathlib.Path) -> None:
     splits = _read_json(path / "dataset_dict.json").get("splits", [])
     names = [*splits]
     for folder in [path, *(path / str(split) for split in splits)]:
-        names += [file["filename"] for file in _read_json(folder / "state.json").get("_data_files", [])]
+        names += [
+            file["filename"] for file in _read_json(folder / "state.json").get("_data_files", [])
+        ]
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
-            raise UserError(f"cannot be loaded: it names {name}, which is not in its folder. Copy or make it again.")
+            raise UserError(
+                f"cannot be loaded: it names {name}, which is not in its folder. Copy or make it again."
+            )
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -82,8 +93,14 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
     import datasets
 
     try:
-        builder = datasets.load_dataset_builder(source.source, name=source.subset, revision=source.revision)
-        if source.revision and type(builder).__name__ == "Cache" and builder.hash != source.revision:
+        builder = datasets.load_dataset_builder(
+            source.source, name=source.subset, revision=source.revision
+        )
+        if (
+            source.revision
+            and type(builder).__name__ == "Cache"
+            and builder.hash != source.revision
+        ):
             # without a network, `datasets` takes whatever revision it has
             raise UserError(
                 f"{_sibling_field(field, 'revision')} = {source.revision}: the hub cannot be reached, and the cache holds "
@@ -106,7 +123,9 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
     return _choose_split(found, source, field=field)
 
 
-def read_records(dataset: "datasets.Dataset", columns: RecordColumns, *, place: str) -> Iterator[columnar.LocatedRecord]:
+def read_records(
+    dataset: "datasets.Dataset", columns: RecordColumns, *, place: str
+) -> Iterator[columnar.LocatedRecord]:
     """The rows of a data set in its order."""
     names = dataset.column_names
     wanted = dataset.select_columns(columns.select_from(names) or names[:1]).with_format("arrow")
@@ -114,16 +133,22 @@ def read_records(dataset: "datasets.Dataset", columns: RecordColumns, *, place: 
     yield from columnar.read_batches(batches, names, columns, place=place)
 
 
-def _choose_split(found: "datasets.DatasetDict", source: SourceConfig, *, field: str) -> "datasets.Dataset":
+def _choose_split(
+    found: "datasets.DatasetDict", source: SourceConfig, *, field: str
+) -> "datasets.Dataset":
     """The split, or the parts of splits, that are asked for; else the only split, else train."""
     names = list(found)
     if not names:
-        raise UserError("has no splits, so there is no record in it. Save it again, or give another data set.")
+        raise UserError(
+            "has no splits, so there is no record in it. Save it again, or give another data set."
+        )
     if source.split is not None and source.split not in found:
         return select_ranges(found, source.split, field=field)
     asked = source.split or (names[0] if len(names) == 1 else "train")
     if asked not in found:
-        raise UserError(f"has several splits. Set {_sibling_field(field, 'split')} to {errors.format_choices(names)}.")
+        raise UserError(
+            f"has several splits. Set {_sibling_field(field, 'split')} to {errors.format_choices(names)}."
+        )
     return found[asked]
 
 
@@ -131,19 +156,25 @@ UNKNOWN_LENGTH = 2**40
 """Number of records of a split that is not read yet."""
 
 
-def select_ranges(splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str) -> "datasets.Dataset":
+def select_ranges(
+    splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str
+) -> "datasets.Dataset":
     """The part of splits that `spec` names, such as train[:95%], without copying it. Raises: UserError."""
     import datasets
 
     lengths = {name: len(split) for name, split in splits.items()}
     parts = [
-        splits[name] if (start, stop) == (0, lengths[name]) else splits[name].select(range(start, stop))
+        splits[name]
+        if (start, stop) == (0, lengths[name])
+        else splits[name].select(range(start, stop))
         for name, start, stop in resolve_ranges(spec, lengths, field=field)
     ]
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
-def resolve_ranges(spec: str, lengths: Mapping[str, int], *, field: str) -> list[tuple[str, int, int]]:
+def resolve_ranges(
+    spec: str, lengths: Mapping[str, int], *, field: str
+) -> list[tuple[str, int, int]]:
     """Split, start and stop of each part that `spec` names, by the rules of `datasets`.
 
     Args:   lengths: number of records of each split.
@@ -159,10 +190,14 @@ def resolve_ranges(spec: str, lengths: Mapping[str, int], *, field: str) -> list
             f"{asked}: is neither a split nor a part of one. Use for example train[:95%] or train[100:200]."
         ) from None
     try:
-        parts = [(part.splitname, part.from_, part.to) for part in instruction.to_absolute(dict(lengths))]
+        parts = [
+            (part.splitname, part.from_, part.to) for part in instruction.to_absolute(dict(lengths))
+        ]
     except ValueError as error:
         if not str(error).startswith("Unknown split"):
-            raise UserError(f"{asked}: {_first_line(error)}. Use for example train[:95%].") from None
+            raise UserError(
+                f"{asked}: {_first_line(error)}. Use for example train[:95%]."
+            ) from None
         raise UserError(
             f"{asked}: there is no such split. Set {_sibling_field(field, 'split')} to {errors.format_choices(lengths)}."
         ) from None
@@ -178,14 +213,20 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
     import datasets
 
     name = source.source
-    if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(error.__cause__, Exception):
+    if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(
+        error.__cause__, Exception
+    ):
         error = error.__cause__  # the error itself says only that there was one
     said = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
     known = _SUBSETS_PATTERN.search(str(error))
     if known:
         subsets = errors.format_choices(word.strip(" '\"") for word in known[1].split(","))
         beside = _sibling_field(field, "subset")
-        given = f"{beside} = {source.subset}: there is no such subset" if source.subset else "has several subsets"
+        given = (
+            f"{beside} = {source.subset}: there is no such subset"
+            if source.subset
+            else "has several subsets"
+        )
         return f"{given}. Set {beside} to {subsets}."
     if "gated dataset" in said:
         return f"is gated. Accept its terms on https://huggingface.co/datasets/{name}, and log in: hf auth login."
@@ -194,12 +235,18 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
         return f"{_NO_SUCH_FILE}, and no such data set on the hub. {_EXAMPLE} If it is private, log in: hf auth login."
     if isinstance(error, ConnectionError):
-        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        why = (
+            "HF_HUB_OFFLINE is set"
+            if huggingface_hub.constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached"
+        )
         download = f"hf download {name} --repo-type dataset --local-dir FOLDER"
         return f"{_NO_SUCH_FILE}, the cache holds no data set of that name, and {why}. With a network: {download}."
     if "scripts are no longer supported" in said:
         return "is made by a script, and no code of a data set is run. Give one that is parquet or JSON files."
-    way_out = f"Try again, or give files: hf download {name} --repo-type dataset --local-dir FOLDER."
+    way_out = (
+        f"Try again, or give files: hf download {name} --repo-type dataset --local-dir FOLDER."
+    )
     return f"cannot be loaded: {said.rstrip('.')}. {way_out}"
 
 

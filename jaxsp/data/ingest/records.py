@@ -58,12 +58,18 @@ def split_suffix(file: str) -> tuple[str, str | None]:
 def detect_file_type(file: str) -> str:
     """What kind of file a name promises: json, csv, parquet, arrow or text. Raises: UserError for what is not read."""
     suffix, codec = split_suffix(file)
-    if suffix in _UNSUPPORTED_SUFFIXES or (codec and FILE_TYPES.get(suffix) in ("parquet", "arrow")):
+    if suffix in _UNSUPPORTED_SUFFIXES or (
+        codec and FILE_TYPES.get(suffix) in ("parquet", "arrow")
+    ):
         both = suffix + pathlib.Path(file).suffix.lower() * bool(codec)
-        raise UserError(f"{file}: {both} files are not read. Make .jsonl, .parquet or plain text files of them.")
+        raise UserError(
+            f"{file}: {both} files are not read. Make .jsonl, .parquet or plain text files of them."
+        )
     if codec and not suffix:
         example = f"{file.removesuffix(pathlib.Path(file).suffix)}.jsonl{pathlib.Path(file).suffix}"
-        raise UserError(f"{file}: its name does not say what is compressed. Call it {example} if it is lines of JSON.")
+        raise UserError(
+            f"{file}: its name does not say what is compressed. Call it {example} if it is lines of JSON."
+        )
     return FILE_TYPES.get(suffix, "text")
 
 
@@ -79,8 +85,15 @@ def read_file(file: str, columns: RecordColumns) -> Iterator[columnar.LocatedRec
             last = found[0]
             yield found
     except PermissionError:
-        raise UserError(f"{file}: may not be read. Change its permissions, or leave it out.") from None
-    except (OSError, ValueError, csv.Error, RecursionError) as error:  # pyarrow's errors are ValueErrors or OSErrors
+        raise UserError(
+            f"{file}: may not be read. Change its permissions, or leave it out."
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        csv.Error,
+        RecursionError,
+    ) as error:  # pyarrow's errors are ValueErrors or OSErrors
         if isinstance(error, UserError):
             raise
         raise UserError(
@@ -107,7 +120,9 @@ def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
             yield stack.enter_context(open(file, "rb"))
         else:
             compressed = stack.enter_context(pa.OSFile(file, "rb"))
-            plain = pa.CompressedInputStream(compressed, codec)  # unlike zlib alone, it notices where one is cut short
+            plain = pa.CompressedInputStream(
+                compressed, codec
+            )  # unlike zlib alone, it notices where one is cut short
             yield stack.enter_context(io.BufferedReader(plain, _CHUNK_BYTES))
 
 
@@ -195,7 +210,10 @@ def _read_json_array(stream: io.BufferedReader) -> Iterator[tuple[Any, str | Non
             try:
                 value, end = decoder.raw_decode(text, at)
             except json.JSONDecodeError as error:
-                if ended or not (error.pos > len(text) - _TAIL_CHARS or error.msg.startswith("Unterminated string")):
+                if ended or not (
+                    error.pos > len(text) - _TAIL_CHARS
+                    or error.msg.startswith("Unterminated string")
+                ):
                     raise
                 more = True
             else:
@@ -230,7 +248,9 @@ def _read_csv(file: str, columns: RecordColumns) -> Iterator[columnar.LocatedRec
     csv.field_size_limit(_MAX_CELL_CHARS)  # of this process; Python's own is 131,072
     with _open_decompressed(file) as stream:
         lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
-        table = csv.reader(lines, delimiter="\t" if split_suffix(file)[0] == ".tsv" else ",", strict=True)
+        table = csv.reader(
+            lines, delimiter="\t" if split_suffix(file)[0] == ".tsv" else ",", strict=True
+        )
         names = next(table, [])
         if not names or len(set(names)) < len(names):
             said = "names a column twice" if names else "is empty"
@@ -241,7 +261,11 @@ def _read_csv(file: str, columns: RecordColumns) -> Iterator[columnar.LocatedRec
             if len(cells) == len(names):
                 yield place, dict(zip(names, cells, strict=True)), _utf8_problem("".join(cells))
             elif cells:
-                yield place, None, f"has {len(cells)} cells, and the first line names {len(names)} columns"
+                yield (
+                    place,
+                    None,
+                    f"has {len(cells)} cells, and the first line names {len(names)} columns",
+                )
 
 
 _READERS = {

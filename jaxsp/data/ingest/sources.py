@@ -49,9 +49,19 @@ _MAX_NAMED_RECORDS = 5
 """Bad records that a message names."""
 
 _ID_LIST = pa.large_list(pa.int32())
-_COLUMN_TYPES = {"place": pa.string(), "problem": pa.string(), "text": pa.large_string(), "record": pa.large_string()}
+_COLUMN_TYPES = {
+    "place": pa.string(),
+    "problem": pa.string(),
+    "text": pa.large_string(),
+    "record": pa.large_string(),
+}
 
-_KEPT_COLUMNS = {"text": ("text",), "messages": ("record",), "prompt_completion": ("record",), "tokens": ("input_ids",)}
+_KEPT_COLUMNS = {
+    "text": ("text",),
+    "messages": ("record",),
+    "prompt_completion": ("record",),
+    "tokens": ("input_ids",),
+}
 """What is kept of the records of each format; of tokens, labels too where the records have them."""
 
 RecordEntry = dict[str, Any]
@@ -88,16 +98,28 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
         names = _choose_columns(source, origin)
         told = (source.format, names, sorted(source.fields.items()), sorted(source.roles.items()))
         fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, told, origin.identity))
-        cached = pathlib.Path(datasets.config.HF_DATASETS_CACHE) / "jaxsp" / fingerprint / "records.arrow"
+        cached = (
+            pathlib.Path(datasets.config.HF_DATASETS_CACHE)
+            / "jaxsp"
+            / fingerprint
+            / "records.arrow"
+        )
         cached.parent.mkdir(parents=True, exist_ok=True)
         with build_once(cached):
             if not cached.exists():
-                _write_cache(_check_records(source, origin, names, data=data), names, cached, desc=f"Reading {source.source}")
+                _write_cache(
+                    _check_records(source, origin, names, data=data),
+                    names,
+                    cached,
+                    desc=f"Reading {source.source}",
+                )
     except (UserError, PermissionError) as error:
         problems = error.problems if isinstance(error, UserError) else [str(error)]
         group = f"{field.rpartition('.')[0]}."
         # a problem of another field of the source says so itself
-        raise UserError(one if one.startswith(group) else f"{asked}: {one}" for one in problems) from None
+        raise UserError(
+            one if one.startswith(group) else f"{asked}: {one}" for one in problems
+        ) from None
     dataset = datasets.Dataset.from_file(str(cached))
     if origin.split is not None:
         # the whole source is cached, so that parts for training and for evaluation share it
@@ -117,7 +139,10 @@ def check_no_duplicates(given: Mapping[str, SourceConfig]) -> None:
     """
     seen: dict[tuple[str, ...], str] = {}
     # the same file with other fields, or another split, has other documents
-    ways = {field: source.model_dump_json(exclude={"source", "name", "weight"}) for field, source in given.items()}
+    ways = {
+        field: source.model_dump_json(exclude={"source", "name", "weight"})
+        for field, source in given.items()
+    }
     times = collections.Counter(ways.values())
     for field, source in given.items():
         how = ways[field]
@@ -149,7 +174,9 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
     return number
 
 
-def find_bad_records(dataset: "datasets.Dataset", *, max_examples: int) -> tuple[int, list[tuple[str, str]]]:
+def find_bad_records(
+    dataset: "datasets.Dataset", *, max_examples: int
+) -> tuple[int, list[tuple[str, str]]]:
     """How many records cannot be used, and place and problem of the first of them."""
     assert dataset._indices is None, "the table's order is not the dataset's"
     number, first = 0, list[tuple[str, str]]()
@@ -157,7 +184,10 @@ def find_bad_records(dataset: "datasets.Dataset", *, max_examples: int) -> tuple
         if batch.column(1).null_count < len(batch):
             found = batch.filter(pc.is_valid(batch.column(1)))
             number += len(found)
-            first += [(row["place"], row["problem"]) for row in found.slice(0, max_examples - len(first)).to_pylist()]
+            first += [
+                (row["place"], row["problem"])
+                for row in found.slice(0, max_examples - len(first)).to_pylist()
+            ]
     return number, first
 
 
@@ -169,7 +199,9 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
     Raises: UserError if the disk is full while the file is made.
     """
     lock = cached.with_name(f"{cached.name}.lock")
-    if not os.access(cached.parent, os.W_OK):  # a cache that is only read: nothing can be made there
+    if not os.access(
+        cached.parent, os.W_OK
+    ):  # a cache that is only read: nothing can be made there
         yield
         return
     if distributed.this_process().index > 0 and not lock.exists():
@@ -209,7 +241,9 @@ def read_lists(dataset: "datasets.Dataset", column: str) -> Iterator[tuple[np.nd
             yield offsets - offsets[0], chunk.flatten().to_numpy()
 
 
-def _describe_bad_records(first: list[tuple[str, str]], said: str, bad: int, data: DataConfig) -> list[str]:
+def _describe_bad_records(
+    first: list[tuple[str, str]], said: str, bad: int, data: DataConfig
+) -> list[str]:
     """The problems of a source that has more bad records than it may have."""
     if data.on_bad_record == "error":
         them = "them" if bad > 1 else "it"
@@ -233,21 +267,35 @@ def _list_bad_records(first: list[tuple[str, str]]) -> list[str]:
 def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str) -> _RecordSource:
     """The files, saved folder or hub data set that a source's name stands for: what lies here comes first."""
     path = _source_path(source, field=field)
-    named = not glob.has_magic(str(path)) and not path.exists() and files.detect_file_type(str(path)) == "text"
+    named = (
+        not glob.has_magic(str(path))
+        and not path.exists()
+        and files.detect_file_type(str(path)) == "text"
+    )
     if path.is_dir() and hub.is_saved_dataset(path):
         dataset = hub.open_saved_dataset(path, source, field=field)
-    elif named and files.split_suffix(source.source)[0] not in _TEXT_SUFFIXES and hub.is_hub_name(source.source):
+    elif (
+        named
+        and files.split_suffix(source.source)[0] not in _TEXT_SUFFIXES
+        and hub.is_hub_name(source.source)
+    ):
         dataset = hub.open_hub_dataset(source, field=field)
     else:
         if source.split is not None:
-            hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)  # before everything is read
+            hub.resolve_ranges(
+                source.split, {"train": hub.UNKNOWN_LENGTH}, field=field
+            )  # before everything is read
         for name in ("subset", "revision"):
             if value := getattr(source, name):
-                raise UserError(f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out.")
+                raise UserError(
+                    f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Leave it out."
+                )
         found = _find_files(path, source)
         kind = _common_file_type(found, source.format)
         read = functools.partial(_read_files, found, columns)
-        return _RecordSource(identity=(kind, _file_identities(found)), records=read, split=source.split)
+        return _RecordSource(
+            identity=(kind, _file_identities(found)), records=read, split=source.split
+        )
     # one that was made again from other data may keep its fingerprint
     place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
     made = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
@@ -262,7 +310,20 @@ def _source_path(source: SourceConfig, *, field: str) -> pathlib.Path:
     return paths.expand_user(written, field=field)
 
 
-_TEXT_SUFFIXES = (".txt", ".md", ".text", ".rst", ".tex", ".html", ".htm", ".xml", ".log", ".py", ".yaml", ".yml")
+_TEXT_SUFFIXES = (
+    ".txt",
+    ".md",
+    ".text",
+    ".rst",
+    ".tex",
+    ".html",
+    ".htm",
+    ".xml",
+    ".log",
+    ".py",
+    ".yaml",
+    ".yml",
+)
 """Ends of names of plain text; a name like these that is no file is not looked for on the hub."""
 
 
@@ -285,7 +346,9 @@ def _find_files(path: pathlib.Path, source: SourceConfig) -> list[str]:
         )
     found = [file for file in glob.glob(str(path), recursive=True) if pathlib.Path(file).is_file()]
     if not found:
-        raise UserError(f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` goes into folders.")
+        raise UserError(
+            f"no file matches below {pathlib.Path.cwd()}. `*` stays in one folder, `**` goes into folders."
+        )
     # `**/**` and symbolic links find a file under several names; it is read once, under the shortest
     found.sort(key=lambda file: (len(pathlib.PurePath(file).parts), file), reverse=True)
     return sorted({os.path.realpath(file): file for file in found}.values())
@@ -299,7 +362,10 @@ def _file_identities(found: Sequence[str | pathlib.Path]) -> list[tuple[str, int
     """
     resolved = [pathlib.Path(file).resolve() for file in found]
     stats = [file.stat() for file in resolved]
-    return [(str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(resolved, stats, strict=True)]
+    return [
+        (str(file), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for file, stat in zip(resolved, stats, strict=True)
+    ]
 
 
 def _common_file_type(found: list[str], record_format: str) -> str:
@@ -307,11 +373,15 @@ def _common_file_type(found: list[str], record_format: str) -> str:
     kinds = {files.detect_file_type(file): file for file in found}
     if len(kinds) > 1:
         some = " and ".join(sorted(kinds.values()))
-        raise UserError(f"matches files of several kinds, such as {some}. Make each kind a source of its own.")
+        raise UserError(
+            f"matches files of several kinds, such as {some}. Make each kind a source of its own."
+        )
     (kind,) = kinds
     if kind == "text" and record_format != "text":
         needed = errors.format_choices(formats.FORMAT_FIELDS[record_format][0])
-        raise UserError(f"plain text holds no {needed}. Use format: text, or a .jsonl or .parquet file.")
+        raise UserError(
+            f"plain text holds no {needed}. Use format: text, or a .jsonl or .parquet file."
+        )
     return kind
 
 
@@ -320,18 +390,30 @@ def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
     names = list(_KEPT_COLUMNS[source.format])
     if source.format == "tokens":
         labels = source.fields.get("labels", "labels")
-        usable = (record for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD) if problem is None)
+        usable = (
+            record
+            for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
+            if problem is None
+        )
         first = next((record for record in usable if isinstance(record, dict)), {})
         if "labels" in source.fields or formats.has_field(first, labels):
             names.append("labels")
     return names
 
 
-def _check_records(source: SourceConfig, origin: _RecordSource, names: list[str], *, data: DataConfig) -> Iterator[RecordEntry]:
+def _check_records(
+    source: SourceConfig, origin: _RecordSource, names: list[str], *, data: DataConfig
+) -> Iterator[RecordEntry]:
     """Every record, checked. Raises: UserError where there are too many bad ones, or none that is of use."""
     check = formats.make_checker(source, has_labels="labels" in names)
-    nothing = {name: np.zeros(0, np.int32) if name in ("input_ids", "labels") else "" for name in names}
-    unseen = {theirs: ours for ours, theirs in source.fields.items() if ours in formats.FORMAT_FIELDS[source.format][1]}
+    nothing = {
+        name: np.zeros(0, np.int32) if name in ("input_ids", "labels") else "" for name in names
+    }
+    unseen = {
+        theirs: ours
+        for ours, theirs in source.fields.items()
+        if ours in formats.FORMAT_FIELDS[source.format][1]
+    }
     unseen_roles = set(source.roles)
     most = max(data.max_bad_records, _MAX_CHECKED_BAD)
     number, bad, usable, first = 0, 0, False, list[tuple[str, str]]()
@@ -354,24 +436,29 @@ def _check_records(source: SourceConfig, origin: _RecordSource, names: list[str]
         bad += 1
         first += [(place, problem)] * (len(first) < _MAX_NAMED_RECORDS)
         if bad > most:
-            way_out = (
-                "Correct format or fields, mend the records, or set data.on_bad_record=skip and data.max_bad_records to more."
-            )
+            way_out = "Correct format or fields, mend the records, or set data.on_bad_record=skip and data.max_bad_records to more."
             raise UserError(
-                [*_list_bad_records(first), f"more than {most:,} records cannot be used; these are the first. {way_out}"]
+                [
+                    *_list_bad_records(first),
+                    f"more than {most:,} records cannot be used; these are the first. {way_out}",
+                ]
             )
         yield {"place": place, "problem": problem, **nothing}
     needed = errors.format_choices(formats.FORMAT_FIELDS[source.format][0])
     if not usable and bad:
         others = ", and there is nothing in the others" if bad < number else ""
         said = f"{bad:,} of {number:,} records cannot be used{others}"
-        raise UserError([*_list_bad_records(first), f"{said}. Correct format or fields, or mend the records."])
+        raise UserError(
+            [*_list_bad_records(first), f"{said}. Correct format or fields, or mend the records."]
+        )
     if not usable:
         raise UserError(f"there is no record with {needed} in it. Give at least one.")
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Leave it out, or correct it.")
     for theirs, ours in unseen.items():
-        raise UserError(f"fields: no record has {theirs}, which is to be read as {ours}. Leave it out, or correct it.")
+        raise UserError(
+            f"fields: no record has {theirs}, which is to be read as {ours}. Leave it out, or correct it."
+        )
 
 
 def _escape_surrogates(text: str) -> str:
@@ -379,18 +466,24 @@ def _escape_surrogates(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def _write_cache(entries: Iterator[RecordEntry], names: list[str], path: pathlib.Path, *, desc: str) -> None:
+def _write_cache(
+    entries: Iterator[RecordEntry], names: list[str], path: pathlib.Path, *, desc: str
+) -> None:
     """Writes the Arrow file, and only when all entries are in it gives it its name."""
     import datasets
 
-    schema = pa.schema({name: _COLUMN_TYPES.get(name, _ID_LIST) for name in ("place", "problem", *names)})
+    schema = pa.schema(
+        {name: _COLUMN_TYPES.get(name, _ID_LIST) for name in ("place", "problem", *names)}
+    )
     hidden = distributed.this_process().index > 0
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
         with pa.ipc.new_stream(str(partial), schema) as stream:
             waiting: list[RecordEntry] = []
             size = 0
-            for entry in datasets.utils.tqdm(entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S, disable=hidden):
+            for entry in datasets.utils.tqdm(
+                entries, desc=desc, unit=" records", delay=_PROGRESS_DELAY_S, disable=hidden
+            ):
                 waiting.append(entry)
                 size += len(entry[names[0]]) + _ENTRY_OVERHEAD
                 if size > _BATCH_SIZE:

@@ -53,7 +53,10 @@ class PackedDataset:
         begin = [(consumed or {}).get(stream.row_tokens, 0) for stream in self.streams]
         return mixing.build_schedule(
             begin_rows=begin,
-            rows_per_step=[config.with_row_tokens(stream.row_tokens).batch.rows_per_step for stream in self.streams],
+            rows_per_step=[
+                config.with_row_tokens(stream.row_tokens).batch.rows_per_step
+                for stream in self.streams
+            ],
             fractions=self.step_fractions,
             seed=config.run.seed,
             num_steps=num_steps,
@@ -68,13 +71,23 @@ class PackedDataset:
         With rows of several lengths: a pass over all of them.
         """
         before, after = (
-            min(map(_count_epochs, self.streams, schedule.rows_consumed(steps))) for steps in (num_steps - 1, num_steps)
+            min(map(_count_epochs, self.streams, schedule.rows_consumed(steps)))
+            for steps in (num_steps - 1, num_steps)
         )
         return after > before
 
-    def make_loader(self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int) -> BatchLoader:
+    def make_loader(
+        self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int
+    ) -> BatchLoader:
         """The steps of a schedule, for a mesh. Args: layout: the degree of the rows' layout, core/layout.py."""
-        return BatchLoader(self.documents, self.streams, schedule, mesh=mesh, config=config, layout_degree=layout_degree)
+        return BatchLoader(
+            self.documents,
+            self.streams,
+            schedule,
+            mesh=mesh,
+            config=config,
+            layout_degree=layout_degree,
+        )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
         """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""
@@ -82,13 +95,22 @@ class PackedDataset:
         return {
             "run.seed": config.run.seed,
             "data.eval_fraction": data.eval_fraction,
-            "data.row_tokens": list(data.row_lengths) if len(data.row_lengths) > 1 else data.max_row_tokens,
+            "data.row_tokens": list(data.row_lengths)
+            if len(data.row_lengths) > 1
+            else data.max_row_tokens,
             "data.max_segments_per_row": data.max_segments_per_row,
             # where no document is too long, they are the same rows
-            _LONG_DOCUMENTS: data.long_documents if any(map(SourceCounts.has_long_documents, self.documents.sources)) else None,
+            _LONG_DOCUMENTS: data.long_documents
+            if any(map(SourceCounts.has_long_documents, self.documents.sources))
+            else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
             "sources": [
-                {"name": one.name, "documents": one.num_documents, "tokens": one.num_tokens, "digest": digest}
+                {
+                    "name": one.name,
+                    "documents": one.num_documents,
+                    "tokens": one.num_tokens,
+                    "digest": digest,
+                }
                 for one, digest in self.digested_sources
             ],
         }
@@ -117,16 +139,22 @@ def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         # null: no document was too long, and then the field decides nothing
         is_idle = name == _LONG_DOCUMENTS and None in (was, now[name])
         if now[name] != was and not is_idle:
-            said.append(f"{name} = {yaml_io.format_value(now[name])}, and was {yaml_io.format_value(was)}")
+            said.append(
+                f"{name} = {yaml_io.format_value(now[name])}, and was {yaml_io.format_value(was)}"
+            )
     if before["weights"] != now["weights"]:
         said.append(f"weights of data.train = {now['weights']}, and were {before['weights']}")
     if len(before["sources"]) != len(now["sources"]):
-        said.append(f"data.train has {len(now['sources'])} sources, and had {len(before['sources'])}")
+        said.append(
+            f"data.train has {len(now['sources'])} sources, and had {len(before['sources'])}"
+        )
         return said
     for number, (was, one) in enumerate(zip(before["sources"], now["sources"], strict=True)):
         if was["digest"] == one["digest"] and was["tokens"] == one["tokens"]:
             continue  # under another name they are the same documents
-        counts = "; ".join(f"{one[what]:,} {what}, and had {was[what]:,}" for what in ("documents", "tokens"))
+        counts = "; ".join(
+            f"{one[what]:,} {what}, and had {was[what]:,}" for what in ("documents", "tokens")
+        )
         said.append(f"data.train.{number} ({one['name']}) has other tokens than before: {counts}")
     return said
 
@@ -143,10 +171,14 @@ def pack_documents(
     lengths, row_lengths = documents.lengths, config.data.row_lengths
     wanted = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
     source_of = (
-        documents.find_sources(np.arange(len(lengths))) if source_weights is not None else np.zeros(len(lengths), np.int64)
+        documents.find_sources(np.arange(len(lengths)))
+        if source_weights is not None
+        else np.zeros(len(lengths), np.int64)
     )
     if source_weights is not None:
-        scaled = np.divide(source_weights, max(source_weights))  # the sum of very large weights would be infinite
+        scaled = np.divide(
+            source_weights, max(source_weights)
+        )  # the sum of very large weights would be infinite
         source_weights = tuple((scaled / scaled.sum()).tolist())
     # tokens that the rows of one length and source should have, of all tokens: as many as the source has in this length
     pools = (1.0,) if source_weights is None else source_weights

@@ -18,7 +18,11 @@ EVAL_SET_NAME = "held_out"
 
 
 def select_records(
-    tokenized: "Sequence[datasets.Dataset]", *, source_names: Sequence[str], fraction: float, seed: int
+    tokenized: "Sequence[datasets.Dataset]",
+    *,
+    source_names: Sequence[str],
+    fraction: float,
+    seed: int,
 ) -> list[np.ndarray]:
     """For each source, which of its records are held out.
 
@@ -29,16 +33,22 @@ def select_records(
 
     Raises: UserError where every document would be held out.
     """
-    draws = [_draw_numbers(len(dataset), seed=seed, name=name) for dataset, name in zip(tokenized, source_names, strict=True)]
+    draws = [
+        _draw_numbers(len(dataset), seed=seed, name=name)
+        for dataset, name in zip(tokenized, source_names, strict=True)
+    ]
     lengths = [
-        np.concatenate([np.diff(offsets) for offsets, _ in sources.read_lists(dataset, "tokens")]) for dataset in tokenized
+        np.concatenate([np.diff(offsets) for offsets, _ in sources.read_lists(dataset, "tokens")])
+        for dataset in tokenized
     ]
     # a document of one token has no loss
     usable = np.sort(np.concatenate(draws)[np.concatenate(lengths) > 1])
     num_held_out = max(1, math.ceil(round(fraction * len(usable), 9)))
     if num_held_out < len(usable):
         highest = usable[num_held_out - 1]
-        return [(draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)]
+        return [
+            (draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)
+        ]
     raise UserError(
         f"data.eval_fraction = {fraction:g}: every document of data.train would be held out, of "
         f"{len(usable):,}. {_suggest_fraction(len(usable))}"
@@ -49,7 +59,9 @@ def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> st
     """Digest of one of the two parts of a source. Args: source: digest of the whole source."""
     if not is_chosen.any() and not is_held_out:
         return source  # nothing is held out of it
-    return hashlib.sha256(f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()).hexdigest()
+    return hashlib.sha256(
+        f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()
+    ).hexdigest()
 
 
 def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:

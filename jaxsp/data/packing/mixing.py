@@ -33,7 +33,12 @@ class RowStream:
     """
 
     def __init__(
-        self, parts: Sequence[PackedEpochs], fractions: Sequence[float], *, row_tokens: int, sources: Sequence[int] = ()
+        self,
+        parts: Sequence[PackedEpochs],
+        fractions: Sequence[float],
+        *,
+        row_tokens: int,
+        sources: Sequence[int] = (),
     ):
         assert len(parts) == len(fractions) > 0, "a share for each part"
         assert len(sources) in (0, len(parts)), "a source for each part"
@@ -71,7 +76,9 @@ class RowStream:
             return 0, index
         with self._lock:
             if index >= len(self._part_of_row):
-                self._part_of_row, self._index_in_part = _interleave_parts(self._fractions, max(2 * index, 1024))
+                self._part_of_row, self._index_in_part = _interleave_parts(
+                    self._fractions, max(2 * index, 1024)
+                )
             return int(self._part_of_row[index]), int(self._index_in_part[index])
 
 
@@ -128,7 +135,9 @@ class RowSchedule:
         stream = 0 if self.stream_of_step is None else int(self.stream_of_step[step])
         before = step if self.stream_of_step is None else int(self._steps_before[step])
         first = self.begin_rows[stream] + before * self.rows_per_step[stream]
-        return StepRows(stream, first, min(self.rows_per_step[stream], self.end_rows[stream] - first))
+        return StepRows(
+            stream, first, min(self.rows_per_step[stream], self.end_rows[stream] - first)
+        )
 
     @functools.cached_property
     def _steps_before(self) -> np.ndarray:
@@ -145,10 +154,14 @@ class RowSchedule:
         if self.stream_of_step is None:
             steps = [min(num_steps, self.num_steps)]
         else:
-            steps = np.bincount(self.stream_of_step[:num_steps], minlength=len(self.begin_rows)).tolist()
+            steps = np.bincount(
+                self.stream_of_step[:num_steps], minlength=len(self.begin_rows)
+            ).tolist()
         return tuple(
             max(begin, min(begin + count * per_step, end))
-            for begin, count, per_step, end in zip(self.begin_rows, steps, self.rows_per_step, self.end_rows, strict=True)
+            for begin, count, per_step, end in zip(
+                self.begin_rows, steps, self.rows_per_step, self.end_rows, strict=True
+            )
         )
 
     @property
@@ -179,13 +192,21 @@ def build_schedule(
     if steps is None:
         each = zip(begin_rows, limits, rows_per_step, strict=True)
         steps = sum(-(-max(end - first, 0) // per_step) for first, end, per_step in each)
-    most, of_lengths = (_MAX_STEPS, "") if len(begin_rows) == 1 else (_MAX_MIXED_STEPS, " with rows of several lengths")
+    most, of_lengths = (
+        (_MAX_STEPS, "")
+        if len(begin_rows) == 1
+        else (_MAX_MIXED_STEPS, " with rows of several lengths")
+    )
     if steps > most:
         field = "run.steps" if end_rows is None else "run.epochs"
-        raise UserError(f"{field}: makes {steps:,} steps; there can be at most {most:,}{of_lengths}. Use fewer.")
+        raise UserError(
+            f"{field}: makes {steps:,} steps; there can be at most {most:,}{of_lengths}. Use fewer."
+        )
     stream = None
     if len(begin_rows) > 1:
-        stream = _interleave_streams(list(begin_rows), rows_per_step, fractions, seed, steps, limits)
+        stream = _interleave_streams(
+            list(begin_rows), rows_per_step, fractions, seed, steps, limits
+        )
     return RowSchedule(
         num_steps=steps,
         begin_rows=tuple(begin_rows),
@@ -220,7 +241,11 @@ def _interleave_streams(
         anywhere = np.random.default_rng((seed, stream, place)).random()
         return (place / rows_per_step[stream] + anywhere) / fractions[stream]
 
-    waiting = sorted((due(stream), stream) for stream in range(len(consumed)) if consumed[stream] < limits[stream])
+    waiting = sorted(
+        (due(stream), stream)
+        for stream in range(len(consumed))
+        if consumed[stream] < limits[stream]
+    )
     streams = np.zeros(num_steps, np.int8)
     for step in range(num_steps):
         _, stream = waiting.pop(0)

@@ -48,7 +48,9 @@ class PackedRow:
         return np.cumsum(self.length) - self.length
 
 
-EMPTY_ROW = PackedRow(document=np.zeros(0, np.int32), offset=np.zeros(0, np.int32), length=np.zeros(0, np.int32))
+EMPTY_ROW = PackedRow(
+    document=np.zeros(0, np.int32), offset=np.zeros(0, np.int32), length=np.zeros(0, np.int32)
+)
 """A row of padding, for the places of a run's last step that no row is left for."""
 
 
@@ -67,10 +69,14 @@ class PackingPlan:
     def row(self, index: int) -> PackedRow:
         """The pieces of one row."""
         part = slice(self.row_starts[index], self.row_starts[index + 1])
-        return PackedRow(document=self.document[part], offset=self.offset[part], length=self.length[part])
+        return PackedRow(
+            document=self.document[part], offset=self.offset[part], length=self.length[part]
+        )
 
 
-def plan_rows(lengths: np.ndarray, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]) -> PackingPlan:
+def plan_rows(
+    lengths: np.ndarray, *, row_tokens: int, max_segments: int, seed: int | tuple[int, ...]
+) -> PackingPlan:
     """All documents of these lengths, packed into rows: best fit in random order, then the rows in random order.
 
     Source: best fit as in TRL's `bfd`, without the decreasing order: under a cap on pieces that leaves rows of only
@@ -88,7 +94,9 @@ def plan_rows(lengths: np.ndarray, *, row_tokens: int, max_segments: int, seed: 
     num_rows = int(row_of_piece.max(initial=-1)) + 1
     row_of_piece = random.permutation(num_rows)[row_of_piece]
     by_row = order[np.argsort(row_of_piece, kind="stable")]
-    document, first, length = (pieces[by_row].astype(np.int32) for pieces in (document, first, length))
+    document, first, length = (
+        pieces[by_row].astype(np.int32) for pieces in (document, first, length)
+    )
     row_starts = np.concatenate([[0], np.cumsum(np.bincount(row_of_piece, minlength=num_rows))])
     return PackingPlan(document=document, offset=first, length=length, row_starts=row_starts)
 
@@ -100,14 +108,26 @@ class PackedEpochs:
     """
 
     def __init__(
-        self, lengths: np.ndarray, *, row_tokens: int, max_segments: int, seed: int, documents: np.ndarray | None = None
+        self,
+        lengths: np.ndarray,
+        *,
+        row_tokens: int,
+        max_segments: int,
+        seed: int,
+        documents: np.ndarray | None = None,
     ):
         assert lengths.sum() > 0, "no document, no row"
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
         def packed(epoch: int) -> PackingPlan:
-            rows = plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch))
-            return rows if documents is None else dataclasses.replace(rows, document=documents[rows.document])
+            rows = plan_rows(
+                lengths, row_tokens=row_tokens, max_segments=max_segments, seed=(seed, epoch)
+            )
+            return (
+                rows
+                if documents is None
+                else dataclasses.replace(rows, document=documents[rows.document])
+            )
 
         @functools.lru_cache(_PLAN_CACHE_SIZE)
         def planned(epoch: int) -> PackingPlan:
@@ -125,20 +145,30 @@ class PackedEpochs:
         """Rows of the first `epochs` epochs. Packs those that were not packed yet."""
         with self._lock:
             while len(self._epoch_ends) <= min(epochs, _NUM_PACKINGS):
-                self._epoch_ends.append(self._epoch_ends[-1] + len(self._plan_epoch(len(self._epoch_ends) - 1)))
+                self._epoch_ends.append(
+                    self._epoch_ends[-1] + len(self._plan_epoch(len(self._epoch_ends) - 1))
+                )
             cycles, rest = divmod(epochs, _NUM_PACKINGS)
-            return (cycles * self._epoch_ends[_NUM_PACKINGS] if cycles else 0) + self._epoch_ends[rest]
+            return (cycles * self._epoch_ends[_NUM_PACKINGS] if cycles else 0) + self._epoch_ends[
+                rest
+            ]
 
     def suggest_limits(self) -> "PackingAdvice | None":
         """What would fill the rows of the first epoch, if they stay empty because of the cap on pieces."""
-        return suggest_limits(self._plan_epoch(0), row_tokens=self._row_tokens, max_segments=self._max_segments)
+        return suggest_limits(
+            self._plan_epoch(0), row_tokens=self._row_tokens, max_segments=self._max_segments
+        )
 
     def find_epoch(self, index: int) -> int:
         """The epoch, from 0, of the row that comes after `index` others since step 0."""
         with self._lock:
             while self._epoch_ends[-1] <= index and len(self._epoch_ends) <= _NUM_PACKINGS:
                 self.count_rows(len(self._epoch_ends))
-            cycles, rest = divmod(index, self._epoch_ends[-1]) if len(self._epoch_ends) > _NUM_PACKINGS else (0, index)
+            cycles, rest = (
+                divmod(index, self._epoch_ends[-1])
+                if len(self._epoch_ends) > _NUM_PACKINGS
+                else (0, index)
+            )
             return cycles * _NUM_PACKINGS + bisect.bisect_right(self._epoch_ends, rest) - 1
 
     def row(self, index: int) -> PackedRow:
@@ -153,7 +183,9 @@ def _shuffle_rows(rows: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
     order = np.random.default_rng(seed).permutation(len(rows))
     num_pieces = np.diff(rows.row_starts)[order]
     row_starts = np.concatenate([[0], np.cumsum(num_pieces)])
-    pieces = np.repeat(rows.row_starts[order] - row_starts[:-1], num_pieces) + np.arange(len(rows.document))
+    pieces = np.repeat(rows.row_starts[order] - row_starts[:-1], num_pieces) + np.arange(
+        len(rows.document)
+    )
     return PackingPlan(
         document=rows.document[pieces],
         offset=rows.offset[pieces],
@@ -162,11 +194,15 @@ def _shuffle_rows(rows: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
     )
 
 
-def _split_documents(lengths: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _split_documents(
+    lengths: np.ndarray, row_tokens: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Document, first token and length of every piece; only the last piece of a document is shorter than a row."""
     num_pieces = -(-lengths // row_tokens)
     document = np.repeat(np.arange(len(lengths)), num_pieces)
-    first = (np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)) * row_tokens
+    first = (
+        np.arange(len(document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    ) * row_tokens
     return document, first, np.minimum(lengths[document] - first, row_tokens)
 
 
@@ -212,7 +248,9 @@ class PackingAdvice:
     """Documents that rows of `row_tokens` would cut, and rows as long as these do not."""
 
 
-def suggest_limits(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> PackingAdvice | None:
+def suggest_limits(
+    plan: PackingPlan, *, row_tokens: int, max_segments: int
+) -> PackingAdvice | None:
     """What would fill the rows of a plan; None if they are FULL, or if the cap on pieces is not the main reason why not.
 
     Filled is FULL, or as full as without a cap where lengths allow no more. It is found by packing a part of the documents, a
@@ -220,7 +258,11 @@ def suggest_limits(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> 
     leaves 1 % of the rows empty if they spread like chats, and 4 % if they spread a little more (lognormal, sigma 1 and 1.5).
     """
     fullness = int(plan.length.sum()) / (max(len(plan), 1) * row_tokens)
-    if fullness >= FULL_FRACTION or len(plan) == 1 or np.diff(plan.row_starts).max(initial=0) < max_segments:
+    if (
+        fullness >= FULL_FRACTION
+        or len(plan) == 1
+        or np.diff(plan.row_starts).max(initial=0) < max_segments
+    ):
         return None
     lengths = np.bincount(plan.document, plan.length).astype(np.int64)
     lengths = np.sort(lengths[lengths > 0])
@@ -235,10 +277,17 @@ def suggest_limits(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> 
     free = plan_rows(some, row_tokens=row_tokens, max_segments=total, seed=0)
     least, capped = len(free) * row_tokens, slots(row_tokens, max_segments)
     if total < row_tokens:  # all pieces fit into one row
-        return PackingAdvice(filled_fraction=fullness, max_segments=-(-len(free.length) // 16) * 16, row_tokens=None, num_cut=0)
+        return PackingAdvice(
+            filled_fraction=fullness,
+            max_segments=-(-len(free.length) // 16) * 16,
+            row_tokens=None,
+            num_cut=0,
+        )
     if capped - least <= (capped - total) / 2:
         return None
-    enough = max(least, total / (FULL_FRACTION + 0.002))  # a little fuller than promised: each epoch has another plan
+    enough = max(
+        least, total / (FULL_FRACTION + 0.002)
+    )  # a little fuller than promised: each epoch has another plan
     mean = len(free.length) * row_tokens / enough
     # with so many `plan` takes the order, and makes the rows, that it does without a cap
     ample = max(int(np.diff(free.row_starts).max()), -(-4 * len(free.length) * row_tokens // total))
@@ -249,4 +298,6 @@ def suggest_limits(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> 
     size = bisect.bisect_left(sizes, True, key=lambda size: slots(size, max_segments) <= enough)
     shorter = sizes[size] if size < len(sizes) else None
     cut = 0 if shorter is None else int(np.sum((lengths > shorter) & (lengths <= row_tokens)))
-    return PackingAdvice(filled_fraction=fullness, max_segments=caps[cap], row_tokens=shorter, num_cut=cut)
+    return PackingAdvice(
+        filled_fraction=fullness, max_segments=caps[cap], row_tokens=shorter, num_cut=cut
+    )

@@ -105,17 +105,32 @@ class BatchLoader:
         layout_degree: int,
     ):
         self._layout_degree = layout_degree
-        self._documents, self._streams, self._schedule, self._mesh = documents, streams, schedule, mesh
-        self._num_groups, self._max_segments = device_mesh.num_groups(mesh), config.data.max_segments_per_row
+        self._documents, self._streams, self._schedule, self._mesh = (
+            documents,
+            streams,
+            schedule,
+            mesh,
+        )
+        self._num_groups, self._max_segments = (
+            device_mesh.num_groups(mesh),
+            config.data.max_segments_per_row,
+        )
         self._specs = SPECS | ({"weights_BL": PER_TOKEN} if documents.has_weights else {})
         self._shardings = {name: NamedSharding(mesh, spec) for name, spec in self._specs.items()}
-        self._step_shapes = [self._make_step_shape(config.with_row_tokens(stream.row_tokens)) for stream in streams]
+        self._step_shapes = [
+            self._make_step_shape(config.with_row_tokens(stream.row_tokens)) for stream in streams
+        ]
         self.num_steps = len(schedule)
 
     def _make_step_shape(self, config: Config) -> _StepShape:
-        row_tokens, rows_per_microbatch = config.data.max_row_tokens, config.batch.rows_per_microbatch
+        row_tokens, rows_per_microbatch = (
+            config.data.max_row_tokens,
+            config.batch.rows_per_microbatch,
+        )
         slots = self._num_groups * rows_per_microbatch
-        turns = num_microbatches(rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots)
+        turns = num_microbatches(
+            rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots
+        )
         widths = {PER_TOKEN: row_tokens, PER_ROW: self._max_segments}
         return _StepShape(
             row_tokens=row_tokens,
@@ -131,7 +146,11 @@ class BatchLoader:
         stream = self._streams[chosen.stream_index]
         documents = np.concatenate([row.document for row in step_rows])
         piece_lengths = np.concatenate([row.length for row in step_rows])
-        tokens = np.bincount(self._documents.find_sources(documents), piece_lengths, minlength=len(self._documents.sources))
+        tokens = np.bincount(
+            self._documents.find_sources(documents),
+            piece_lengths,
+            minlength=len(self._documents.sources),
+        )
         counts = StepCounts(
             row_tokens=form.row_tokens,
             segment_lengths=piece_lengths,
@@ -141,9 +160,14 @@ class BatchLoader:
             imbalance=self._compute_imbalance(form, step_rows),
         )
         names = tuple(name for name, spec in self._specs.items() if spec == PER_TOKEN)
-        per_token = self._read_blocks(form, step_rows, names, functools.partial(self._read_slice, form))
+        per_token = self._read_blocks(
+            form, step_rows, names, functools.partial(self._read_slice, form)
+        )
         per_row = self._read_blocks(
-            form, step_rows, ("starts_BM", "lengths_BM"), lambda row, *_: row_reader.make_slots(row, self._max_segments)
+            form,
+            step_rows,
+            ("starts_BM", "lengths_BM"),
+            lambda row, *_: row_reader.make_slots(row, self._max_segments),
         )
         return HostBatch(blocks=per_token | per_row, counts=counts)
 
@@ -156,7 +180,9 @@ class BatchLoader:
         for turn, group in itertools.product(range(turns), range(self._num_groups)):
             places = [
                 self._row_index(form, turn, slot)
-                for slot in range(group * form.rows_per_microbatch, (group + 1) * form.rows_per_microbatch)
+                for slot in range(
+                    group * form.rows_per_microbatch, (group + 1) * form.rows_per_microbatch
+                )
             ]
             hands.append(
                 Assignment(
@@ -178,11 +204,22 @@ class BatchLoader:
     def list_segments(self, step: int) -> list[StepSegment]:
         """What a step learns from, row by row in the data's order: the same on every mesh."""
         _, dealt, step_rows = self._sort_rows(step)
-        in_order = sorted((number, row) for number, row in zip(dealt, step_rows, strict=True) if number is not None)
+        in_order = sorted(
+            (number, row)
+            for number, row in zip(dealt, step_rows, strict=True)
+            if number is not None
+        )
         return [
-            StepSegment(row_index=number, origin=self._documents.find_origin(document), offset=first, num_tokens=num_tokens)
+            StepSegment(
+                row_index=number,
+                origin=self._documents.find_origin(document),
+                offset=first,
+                num_tokens=num_tokens,
+            )
             for number, row in in_order
-            for document, first, num_tokens in zip(*(x.tolist() for x in (row.document, row.offset, row.length)), strict=True)
+            for document, first, num_tokens in zip(
+                *(x.tolist() for x in (row.document, row.offset, row.length)), strict=True
+            )
         ]
 
     def batches(self) -> Generator[tuple[Batch, StepCounts]]:
@@ -191,15 +228,28 @@ class BatchLoader:
         Ask for the next batch when a step is dispatched and before its numbers are fetched: it then travels to the
         devices while the step runs. An exception in a read is raised here and ends the iteration.
         """
-        steps = iter(_StepDataset(self).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+        steps = iter(
+            _StepDataset(self).to_iter_dataset(
+                grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+            )
+        )
         with contextlib.closing(steps):
             for host in steps:
-                form = next(form for form in self._step_shapes if form.row_tokens == host.counts.row_tokens)
-                arrays = {name: self._put_on_devices(form.shapes[name], name, blocks) for name, blocks in host.blocks.items()}
+                form = next(
+                    form for form in self._step_shapes if form.row_tokens == host.counts.row_tokens
+                )
+                arrays = {
+                    name: self._put_on_devices(form.shapes[name], name, blocks)
+                    for name, blocks in host.blocks.items()
+                }
                 yield Batch(**arrays), host.counts
 
-    def _put_on_devices(self, shape: tuple[int, int, int], name: str, blocks: dict[BlockSpan, np.ndarray]) -> jax.Array:
-        return jax.make_array_from_callback(shape, self._shardings[name], lambda index: blocks[_to_span(index, shape)])
+    def _put_on_devices(
+        self, shape: tuple[int, int, int], name: str, blocks: dict[BlockSpan, np.ndarray]
+    ) -> jax.Array:
+        return jax.make_array_from_callback(
+            shape, self._shardings[name], lambda index: blocks[_to_span(index, shape)]
+        )
 
     def _sort_rows(self, step: int) -> tuple[_StepShape, list[int | None], list[PackedRow]]:
         """A step's rows in the order in which they are dealt, with their numbers; the most work first, empty ones last."""
@@ -214,34 +264,53 @@ class BatchLoader:
     def _compute_imbalance(self, form: _StepShape, step_rows: Sequence[PackedRow]) -> float:
         turns, slots, _ = form.shapes["tokens_BL"]
         work = np.array(
-            [[_attention_work(step_rows[self._row_index(form, turn, slot)]) for slot in range(slots)] for turn in range(turns)]
+            [
+                [
+                    _attention_work(step_rows[self._row_index(form, turn, slot)])
+                    for slot in range(slots)
+                ]
+                for turn in range(turns)
+            ]
         )
         of_groups = work.reshape(turns, self._num_groups, form.rows_per_microbatch).sum(-1)
         return float(of_groups.max(1).sum() / of_groups.mean(1).sum())
 
     def _read_blocks(
-        self, form: _StepShape, step_rows: list[PackedRow], names: tuple[str, ...], part: Callable[[PackedRow, int, int], Any]
+        self,
+        form: _StepShape,
+        step_rows: list[PackedRow],
+        names: tuple[str, ...],
+        part: Callable[[PackedRow, int, int], Any],
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
         """The blocks of arrays that are split alike, from the part that `part` reads of each row."""
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
         for span in self._local_spans(names[0], form.shapes[names[0]]):
             turns, slots, (begin, end) = span
             parts = [
-                [part(step_rows[self._row_index(form, turn, slot)], begin, end) for slot in range(*slots)]
+                [
+                    part(step_rows[self._row_index(form, turn, slot)], begin, end)
+                    for slot in range(*slots)
+                ]
                 for turn in range(*turns)
             ]
             for name in names:
                 field = name.split("_")[0]  # Batch's name without the dims
-                blocks[name][span] = np.array([[getattr(one, field) for one in turn] for turn in parts])
+                blocks[name][span] = np.array(
+                    [[getattr(one, field) for one in turn] for turn in parts]
+                )
         return blocks
 
     def _read_slice(self, form: _StepShape, row: PackedRow, begin: int, end: int) -> RowSlice:
         """What lies in a row's places from `begin` to `end`."""
         spans = layout.spans(begin, end, row_tokens=form.row_tokens, degree=self._layout_degree)
-        return row_reader.concatenate_slices([self._documents.read_slice(row, *span) for span in spans])
+        return row_reader.concatenate_slices(
+            [self._documents.read_slice(row, *span) for span in spans]
+        )
 
     def _row_index(self, form: _StepShape, turn: int, slot: int) -> int:
-        return step_row_index(turn, slot, num_groups=self._num_groups, rows_per_microbatch=form.rows_per_microbatch)
+        return step_row_index(
+            turn, slot, num_groups=self._num_groups, rows_per_microbatch=form.rows_per_microbatch
+        )
 
     def _local_spans(self, name: str, shape: tuple[int, int, int]) -> list[BlockSpan]:
         """The different blocks of an array that this process's devices hold."""

@@ -125,7 +125,11 @@ class Documents:
         long_documents: Literal["split", "truncate", "drop", "error"] = "split",
         field: str = "data.train",
     ):
-        source_names = [str(number) for number in range(len(tokenized))] if source_names is None else source_names
+        source_names = (
+            [str(number) for number in range(len(tokenized))]
+            if source_names is None
+            else source_names
+        )
         self._tokenized = tokenized
         self._chunks: list[_Chunk] = []
         # of each chunk: the dataset it is of, and which of its records is the chunk's first
@@ -135,7 +139,11 @@ class Documents:
         for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
             chunks, found, record = _read_chunks(dataset), [], 0
             for chunk, all_lengths in chunks:
-                used = all_lengths if longest_row is None else _used_lengths(all_lengths, longest_row, long_documents)
+                used = (
+                    all_lengths
+                    if longest_row is None
+                    else _used_lengths(all_lengths, longest_row, long_documents)
+                )
                 inside = np.ones(len(used), bool)
                 if held_out is not None:
                     inside = held_out[number][record : record + len(used)] == use_held_out
@@ -149,7 +157,9 @@ class Documents:
                 self._chunk_origins.append((number, record))
                 record += len(all_lengths)
             if long_documents == "error" and longest_row is not None:
-                _check_lengths(dataset, [all_lengths for _, all_lengths in chunks], longest_row, field)
+                _check_lengths(
+                    dataset, [all_lengths for _, all_lengths in chunks], longest_row, field
+                )
             source = _count_source(name, dataset, found, longest_row)
             if use_held_out:  # the rest is not held out
                 source = dataclasses.replace(source, num_held_out=0, num_tokens_held_out=0)
@@ -158,7 +168,10 @@ class Documents:
         """True if the documents have a weight for each token's loss."""
         self.lengths = np.concatenate(lengths).astype(np.int64)
         # where document d is: in which chunk, and as which of its documents
-        self._chunk_of_document, self._index_in_chunk = np.concatenate(chunk_of), np.concatenate(place_of)
+        self._chunk_of_document, self._index_in_chunk = (
+            np.concatenate(chunk_of),
+            np.concatenate(place_of),
+        )
         self._source_ends = np.cumsum([source.num_documents for source in self.sources])
         most = int(self.lengths.max(initial=0))
         if most > POSITION_LIMIT:
@@ -168,7 +181,11 @@ class Documents:
             )
         if self.num_loss_tokens == 0:
             dropped = sum(source.num_dropped for source in self.sources)
-            longer = f" ({dropped:,} longer than a row of {longest_row:,} tokens were dropped)" if dropped else ""
+            longer = (
+                f" ({dropped:,} longer than a row of {longest_row:,} tokens were dropped)"
+                if dropped
+                else ""
+            )
             raise UserError(
                 f"{field}: no token has a label, there is nothing to learn from{longer}. "
                 "Give documents of two tokens or more, with labels that are not all -100."
@@ -202,23 +219,43 @@ class Documents:
             weights=np.zeros(end - begin, np.float32) if self.has_weights else None,
         )
         starts = row.starts
-        touched = slice(np.searchsorted(starts + row.length, begin, side="right"), np.searchsorted(starts, end))
-        left, right = np.maximum(starts[touched], begin), np.minimum((starts + row.length)[touched], end)
+        touched = slice(
+            np.searchsorted(starts + row.length, begin, side="right"), np.searchsorted(starts, end)
+        )
+        left, right = (
+            np.maximum(starts[touched], begin),
+            np.minimum((starts + row.length)[touched], end),
+        )
         document, first = row.document[touched], row.offset[touched] + left - starts[touched]
         behind = right.max(initial=begin)
         share.positions[: behind - begin] = np.repeat((first - left).astype(np.int32), right - left)
         share.positions[: behind - begin] += np.arange(begin, behind, dtype=np.int32)
         # What can be is done for all pieces at once: a row of 468 takes 2 ms instead of 3.3 (2 cores, both busy)
-        chunks, places = self._chunk_of_document[document].tolist(), self._index_in_chunk[document].tolist()
+        chunks, places = (
+            self._chunk_of_document[document].tolist(),
+            self._index_in_chunk[document].tolist(),
+        )
         lasts = np.minimum(self.lengths[document] - 1, first + right - left).tolist()
-        pieces = zip(chunks, places, first.tolist(), lasts, (left - begin).tolist(), (right - begin).tolist(), strict=True)
+        pieces = zip(
+            chunks,
+            places,
+            first.tolist(),
+            lasts,
+            (left - begin).tolist(),
+            (right - begin).tolist(),
+            strict=True,
+        )
         for number, place, skipped, last, at, end_at in pieces:
             chunk = self._chunks[number]
             start = int(chunk.starts[place])
             share.tokens[at:end_at] = chunk.tokens[start + skipped : start + skipped + end_at - at]
-            share.labels[at : at + last - skipped] = chunk.labels[start + skipped + 1 : start + last + 1]
+            share.labels[at : at + last - skipped] = chunk.labels[
+                start + skipped + 1 : start + last + 1
+            ]
             if share.weights is not None and chunk.weights is not None:
-                share.weights[at : at + last - skipped] = chunk.weights[start + skipped + 1 : start + last + 1]
+                share.weights[at : at + last - skipped] = chunk.weights[
+                    start + skipped + 1 : start + last + 1
+                ]
         return share
 
 
@@ -226,26 +263,42 @@ def concatenate_slices(shares: Sequence[RowSlice]) -> RowSlice:
     """Ranges of a row's tokens, one behind the other."""
     if len(shares) == 1:
         return shares[0]
-    names = [field.name for field in dataclasses.fields(RowSlice) if getattr(shares[0], field.name) is not None]
-    return RowSlice(**{name: np.concatenate([getattr(share, name) for share in shares]) for name in names})
+    names = [
+        field.name
+        for field in dataclasses.fields(RowSlice)
+        if getattr(shares[0], field.name) is not None
+    ]
+    return RowSlice(
+        **{name: np.concatenate([getattr(share, name) for share in shares]) for name in names}
+    )
 
 
 def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
     """The row's pieces for attention."""
     free = (0, max_segments - len(row.length))
-    return SegmentSlots(starts=np.pad(row.starts, free).astype(np.int32), lengths=np.pad(row.length, free).astype(np.int32))
+    return SegmentSlots(
+        starts=np.pad(row.starts, free).astype(np.int32),
+        lengths=np.pad(row.length, free).astype(np.int32),
+    )
 
 
 def _read_chunks(dataset: "datasets.Dataset") -> list[tuple[_Chunk, np.ndarray]]:
     """The documents, with the length of each."""
     tokens = list(sources.read_lists(dataset, "tokens"))
-    labels = list(sources.read_lists(dataset, "labels")) if "labels" in dataset.column_names else tokens
-    assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(tokens, labels, strict=True)), "a label for each token"
+    labels = (
+        list(sources.read_lists(dataset, "labels")) if "labels" in dataset.column_names else tokens
+    )
+    assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(tokens, labels, strict=True)), (
+        "a label for each token"
+    )
     weights: list[np.ndarray] | list[None] = [None] * len(tokens)
     if "weights" in dataset.column_names:
         weights = [values for _, values in sources.read_lists(dataset, "weights")]
     return [
-        (_Chunk(starts=offsets[:-1], tokens=values, labels=marks, weights=factors), np.diff(offsets))
+        (
+            _Chunk(starts=offsets[:-1], tokens=values, labels=marks, weights=factors),
+            np.diff(offsets),
+        )
         for (offsets, values), (_, marks), factors in zip(tokens, labels, weights, strict=True)
     ]
 
@@ -257,7 +310,9 @@ def _used_lengths(lengths: np.ndarray, longest: int, long_documents: str) -> np.
     return np.where(lengths > longest, 0, lengths) if long_documents == "drop" else lengths
 
 
-def _check_lengths(dataset: "datasets.Dataset", lengths: Sequence[np.ndarray], longest: int, field: str) -> None:
+def _check_lengths(
+    dataset: "datasets.Dataset", lengths: Sequence[np.ndarray], longest: int, field: str
+) -> None:
     all_lengths = np.concatenate(lengths)
     too_long = np.flatnonzero(all_lengths > longest)
     if len(too_long):
@@ -277,7 +332,10 @@ def _count_source(
 ) -> SourceCounts:
     """Args: found: of each chunk, the length of all documents, which of them belong to this part of the source, which of
     those are used, and how much of each."""
-    counts = dict.fromkeys((field.name for field in dataclasses.fields(SourceCounts) if field.name.startswith("num_")), 0)
+    counts = dict.fromkeys(
+        (field.name for field in dataclasses.fields(SourceCounts) if field.name.startswith("num_")),
+        0,
+    )
     for chunk, lengths, inside, places, used in found:
         whole = lengths[places]
         is_left_out = inside.copy()

@@ -12,11 +12,16 @@ from jaxsp.data.packing.pipeline import Assignment
 from jaxsp.data.packing.row_reader import SourceCounts
 
 
-def describe_data(data: PackedDataset, config: Config, schedule: RowSchedule) -> list[tuple[str, str]]:
+def describe_data(
+    data: PackedDataset, config: Config, schedule: RowSchedule
+) -> list[tuple[str, str]]:
     """Pairs of a word and what is to be known: documents, pieces, tokens, rows; what is left out; each source's share."""
     sources, lengths = data.documents.sources, data.documents.lengths
     tokens, pieces = int(lengths.sum()), int(np.sum(-(-lengths // config.data.max_row_tokens)))
-    num_rows = {stream.row_tokens: sum(part.count_rows(1) for part in stream.parts) for stream in data.streams}
+    num_rows = {
+        stream.row_tokens: sum(part.count_rows(1) for part in stream.parts)
+        for stream in data.streams
+    }
     space = sum(row_tokens * count for row_tokens, count in num_rows.items())
     several = len(config.data.row_lengths) > 1
     packed = " and ".join(
@@ -34,11 +39,16 @@ def describe_data(data: PackedDataset, config: Config, schedule: RowSchedule) ->
         said.append(("", others))
     said += [("skipped", words) for source in sources for words in source.skipped_examples]
     said += [
-        ("note", words) for stream in data.streams for part in stream.parts if (words := _suggest_packing(part, config, stream))
+        ("note", words)
+        for stream in data.streams
+        for part in stream.parts
+        if (words := _suggest_packing(part, config, stream))
     ]
     if len(sources) > 1:
         passes = None if data.source_weights is None else _estimate_epochs(data, schedule)
-        said += [("source", _describe_source(data, number, passes)) for number in range(len(sources))]
+        said += [
+            ("source", _describe_source(data, number, passes)) for number in range(len(sources))
+        ]
     return said
 
 
@@ -49,9 +59,16 @@ def num_steps_per_epoch(data: PackedDataset, config: Config) -> int | None:
 
 def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
     """What is left out, cut or split; nothing where all documents are as they were."""
-    total = {name: sum(getattr(source, name) for source in sources) for name in vars(sources[0]) if name.startswith("num_")}
+    total = {
+        name: sum(getattr(source, name) for source in sources)
+        for name in vars(sources[0])
+        if name.startswith("num_")
+    }
     longer = "longer than a row:"
-    cut, dropped = format_count(total["num_tokens_truncated"], "token"), format_count(total["num_tokens_dropped"], "token")
+    cut, dropped = (
+        format_count(total["num_tokens_truncated"], "token"),
+        format_count(total["num_tokens_dropped"], "token"),
+    )
     held_out = format_count(total["num_tokens_held_out"], "token")
     said = {
         "num_held_out": f"{format_count(total['num_held_out'], 'document')} held out for evaluation, with {held_out}",
@@ -84,9 +101,15 @@ def _describe_source(data: PackedDataset, number: int, passes: Sequence[float] |
     said = f"{source.name}: {format_count(source.num_documents, 'document')}, {format_count(source.num_tokens, 'token')}"
     if passes is None or data.source_weights is None:
         return said
-    learned = [times * one.num_tokens for times, one in zip(passes, data.documents.sources, strict=True)]
+    learned = [
+        times * one.num_tokens for times, one in zip(passes, data.documents.sources, strict=True)
+    ]
     times, share = passes[number], 100 * learned[number] / sum(learned)
-    often = f"repeated {times:.{1 + (times < 2)}f} times" if times > 1 else f"{100 * times:.1f} % of it is used"
+    often = (
+        f"repeated {times:.{1 + (times < 2)}f} times"
+        if times > 1
+        else f"{100 * times:.1f} % of it is used"
+    )
     return f"{said}; weight {100 * data.source_weights[number]:.4g} %, about {share:.1f} % of this run, {often}"
 
 
@@ -97,9 +120,14 @@ def _estimate_epochs(data: PackedDataset, schedule: RowSchedule) -> list[float]:
     """
     tokens = np.zeros(len(data.documents.sources))
     for stream, end in zip(data.streams, schedule.rows_consumed(len(schedule)), strict=True):
-        for part, source, number in zip(stream.parts, stream.sources, stream.count_rows_by_part(end), strict=True):
+        for part, source, number in zip(
+            stream.parts, stream.sources, stream.count_rows_by_part(end), strict=True
+        ):
             tokens[source] += number * part.num_tokens / part.count_rows(1)
-    return [float(sum_) / one.num_tokens for sum_, one in zip(tokens, data.documents.sources, strict=True)]
+    return [
+        float(sum_) / one.num_tokens
+        for sum_, one in zip(tokens, data.documents.sources, strict=True)
+    ]
 
 
 def describe_assignments(assignments: Sequence[Assignment]) -> list[str]:

@@ -26,7 +26,8 @@ EncodedRecord = tuple[np.ndarray, np.ndarray | None] | RecordError
 
 
 def encode_texts(
-    rendered: Sequence[RenderedRecord | RecordError], tokenizer: "transformers.PreTrainedTokenizerBase"
+    rendered: Sequence[RenderedRecord | RecordError],
+    tokenizer: "transformers.PreTrainedTokenizerBase",
 ) -> list[EncodedRecord]:
     """The tokens of each text and its labels; what was refused stays so.
 
@@ -50,13 +51,20 @@ def encode_texts(
     return encoded
 
 
-def _encode_without_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool) -> Iterator[EncodedRecord]:
+def _encode_without_labels(
+    rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool
+) -> Iterator[EncodedRecord]:
     texts = [one.text for one in rendered]
     end = tokenizer.eos_token_id if is_plain else None
     if _is_fast(tokenizer):
         _reset_backend(tokenizer)
         # 1.6 us a token; numbers to Python and to an array take 0.04, a BatchEncoding of it would take as much again
-        lists = [one.ids for one in tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=is_plain)]
+        lists = [
+            one.ids
+            for one in tokenizer.backend_tokenizer.encode_batch_fast(
+                texts, add_special_tokens=is_plain
+            )
+        ]
     else:
         options = {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         lists = tokenizer(texts, add_special_tokens=is_plain, **options)["input_ids"]
@@ -68,7 +76,9 @@ def _encode_without_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *
         yield np.fromiter(made, np.int32, len(made)), None
 
 
-def _encode_with_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool) -> Iterator[EncodedRecord]:
+def _encode_with_labels(
+    rendered: Sequence[RenderedRecord], tokenizer: Any, *, is_plain: bool
+) -> Iterator[EncodedRecord]:
     if not _is_fast(tokenizer):
         name = type(tokenizer).__name__
         problem = f"{name} does not say where its tokens stand: use data.train_on=all, or a tokenizer with a tokenizer.json"
@@ -87,9 +97,13 @@ def _encode_with_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, i
         labels = np.full_like(tokens, NO_LABEL)
         try:
             for start, stop in one.loss_spans or ():
-                first, last = _find_tokens(encoding, start, stop, exact=one.has_exact_spans, text=one.text)
+                first, last = _find_tokens(
+                    encoding, start, stop, exact=one.has_exact_spans, text=one.text
+                )
                 last = len(ids) if is_plain else last  # with the end token
-                labels[len(before) + first : len(before) + last] = tokens[len(before) + first : len(before) + last]
+                labels[len(before) + first : len(before) + last] = tokens[
+                    len(before) + first : len(before) + last
+                ]
             if (labels == NO_LABEL).all():
                 raise RecordError("there is no token in it to learn")
         except RecordError as problem:
@@ -98,17 +112,30 @@ def _encode_with_labels(rendered: Sequence[RenderedRecord], tokenizer: Any, *, i
             yield tokens, labels
 
 
-def _find_tokens(encoding: Any, start: int, stop: int, *, exact: bool, text: str) -> tuple[int, int]:
+def _find_tokens(
+    encoding: Any, start: int, stop: int, *, exact: bool, text: str
+) -> tuple[int, int]:
     """The first of the tokens of a part of a text, and the end of them. Raises: Refused where they are not the part's alone.
 
     Source: transformers' `return_assistant_tokens_mask`. Differs: the last character may be several tokens, which are all
         learned; and the tokens' characters are not trimmed, so that a part may begin with a space.
     """
     # characters that the tokenizer's normalizer dropped have no token
-    first = next((token for place in range(start, stop) if (token := encoding.char_to_token(place)) is not None), None)
+    first = next(
+        (
+            token
+            for place in range(start, stop)
+            if (token := encoding.char_to_token(place)) is not None
+        ),
+        None,
+    )
     if first is None:
         return len(encoding), len(encoding)
-    last = next(token for place in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(place)) is not None)
+    last = next(
+        token
+        for place in range(stop - 1, start - 1, -1)
+        if (token := encoding.char_to_token(place)) is not None
+    )
     while last + 1 < len(encoding) and encoding.token_to_chars(last + 1)[0] < stop:
         last += 1
     begins, ends = encoding.token_to_chars(first)[0], encoding.token_to_chars(last)[1]
@@ -151,5 +178,7 @@ def _without_post_processor(backend: Any) -> Iterator[Any]:
 def _surrounding_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and behind a text."""
     encoding = tokenizer.backend_tokenizer.encode("a")
-    own = [number for number, is_special in enumerate(encoding.special_tokens_mask) if not is_special]
+    own = [
+        number for number, is_special in enumerate(encoding.special_tokens_mask) if not is_special
+    ]
     return encoding.ids[: own[0]], encoding.ids[own[-1] + 1 :]

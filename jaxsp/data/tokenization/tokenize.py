@@ -69,20 +69,35 @@ def resolve_options(
     source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TokenizeOptions:
     """How a source's records become tokens. Raises: UserError where they need a chat template, and there is none."""
-    template = chat.load_template(data, tokenizer) if source.format == "messages" or data.chat_template is not None else None
-    return TokenizeOptions(tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on)
+    template = (
+        chat.load_template(data, tokenizer)
+        if source.format == "messages" or data.chat_template is not None
+        else None
+    )
+    return TokenizeOptions(
+        tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on
+    )
 
 
-def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[encoding.EncodedRecord]:
+def encode_records(
+    records: Sequence[str], options: TokenizeOptions
+) -> list[encoding.EncodedRecord]:
     """Tokens and labels of texts, or of records as JSON; or what is wrong with them."""
-    return encoding.encode_texts([_render_record(record, options) for record in records], options.tokenizer)
+    return encoding.encode_texts(
+        [_render_record(record, options) for record in records], options.tokenizer
+    )
 
 
 def _render_record(record: str, how: TokenizeOptions) -> RenderedRecord | RecordError:
     if how.format == "text":
         return RenderedRecord(text=record, is_plain=True)
     try:
-        return chat.render_record(json.loads(record), tokenizer=how.tokenizer, template=how.template, train_on=how.train_on)
+        return chat.render_record(
+            json.loads(record),
+            tokenizer=how.tokenizer,
+            template=how.template,
+            train_on=how.train_on,
+        )
     except RecordError as problem:
         return problem
 
@@ -111,9 +126,17 @@ def tokenize_dataset(
     else:
         assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
         made_by = resolve_options(source, data=data, tokenizer=tokenizer)
-        fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, dataset._fingerprint, _cache_key(made_by)))
+        fingerprint = datasets.fingerprint.Hasher.hash(
+            (_CACHE_VERSION, dataset._fingerprint, _cache_key(made_by))
+        )
         with sources.build_once(folder / f"cache-{fingerprint}.arrow"):
-            tokenized = _map_dataset(dataset, made_by, workers=data.num_workers, fingerprint=fingerprint, title=source.source)
+            tokenized = _map_dataset(
+                dataset,
+                made_by,
+                workers=data.num_workers,
+                fingerprint=fingerprint,
+                title=source.source,
+            )
     counted = _cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
     sources.check_bad_records(tokenized, data=data, error_prefix=asked)
     for column, (lowest, highest) in counted["ids"].items():
@@ -148,35 +171,52 @@ def encode_first_record(
         if entry["problem"] is not None:
             continue
         if made_by is None:
-            ids = {name: np.asarray(entry[name], np.int32) for name in ("input_ids", "labels") if name in entry}
+            ids = {
+                name: np.asarray(entry[name], np.int32)
+                for name in ("input_ids", "labels")
+                if name in entry
+            }
             made: encoding.EncodedRecord = (ids["input_ids"], ids.get("labels"))
         else:
-            (made,) = encode_records([entry["text" if source.format == "text" else "record"]], made_by)
+            (made,) = encode_records(
+                [entry["text" if source.format == "text" else "record"]], made_by
+            )
         if not isinstance(made, RecordError):
             if len(made[0]):
                 return entry["place"], *made
         elif data.on_bad_record == "error":
-            raise UserError(f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip.")
+            raise UserError(
+                f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip."
+            )
     raise UserError(f"{asked}: no record makes a token. Give files with at least one that does.")
 
 
 def _cache_key(how: TokenizeOptions) -> tuple[Any, ...]:
     """All that decides which tokens a record becomes."""
-    versions = [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")]
+    versions = [
+        importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
+    ]
     # one of the config, which a run keeps as its tokenizer's own, is the same there
     template = None if how.format == "text" else how.template or how.tokenizer.chat_template
     return (how.format, how.train_on, template, versions, tokenizers.serialize_files(how.tokenizer))
 
 
 def _map_dataset(
-    dataset: "datasets.Dataset", how: TokenizeOptions, *, workers: int | None, fingerprint: str, title: str
+    dataset: "datasets.Dataset",
+    how: TokenizeOptions,
+    *,
+    workers: int | None,
+    fingerprint: str,
+    title: str,
 ) -> "datasets.Dataset":
     import datasets
     import multiprocess
 
     cores = len(os.sched_getaffinity(0))
     num_bytes = dataset.data.nbytes
-    num_workers = min(workers or min(cores, -(-num_bytes // _BYTES_PER_WORKER[how.format])), len(dataset))
+    num_workers = min(
+        workers or min(cores, -(-num_bytes // _BYTES_PER_WORKER[how.format])), len(dataset)
+    )
     if num_workers > 1:
         # the workers of `datasets`: forking a process in which JAX has threads can hang
         multiprocess.set_start_method("spawn", force=True)
@@ -187,7 +227,9 @@ def _map_dataset(
         dataset.with_format("arrow")
         .map(
             functools.partial(
-                _encode_table, options=how, num_threads=max(cores // num_workers, 1) if num_workers > 1 else None
+                _encode_table,
+                options=how,
+                num_threads=max(cores // num_workers, 1) if num_workers > 1 else None,
             ),
             batched=True,
             batch_size=batch_size,
@@ -206,7 +248,9 @@ def _token_columns(how: TokenizeOptions) -> list[str]:
     return ["tokens", "labels"] if how.has_labels else ["tokens"]
 
 
-def _encode_table(records: pa.Table, *, options: TokenizeOptions, num_threads: int | None) -> pa.Table:
+def _encode_table(
+    records: pa.Table, *, options: TokenizeOptions, num_threads: int | None
+) -> pa.Table:
     """The tokens of some records. Args: num_threads: that a worker tokenises with; None: this process is no worker."""
     if num_threads is not None and num_threads > 1:
         # `datasets` forbids its workers threads of their own, for fear of forks; the cores would idle
@@ -216,7 +260,9 @@ def _encode_table(records: pa.Table, *, options: TokenizeOptions, num_threads: i
     usable = [number for number, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
     made = [(empty, empty)] * len(problems)
-    for number, one in zip(usable, encode_records([column[number] for number in usable], options), strict=True):
+    for number, one in zip(
+        usable, encode_records([column[number] for number in usable], options), strict=True
+    ):
         if isinstance(one, RecordError):
             problems[number] = str(one)
         else:
@@ -262,7 +308,12 @@ def _compute_token_stats(dataset: "datasets.Dataset") -> dict[str, Any]:
             known = ids if learned is None else ids[learned]
             for at in (known.argmin(), known.argmax()) if len(known) else ():
                 place = at if learned is None else learned[at]
-                ends.append((int(known[at]), before + int(np.searchsorted(offsets, place, side="right")) - 1))
+                ends.append(
+                    (
+                        int(known[at]),
+                        before + int(np.searchsorted(offsets, place, side="right")) - 1,
+                    )
+                )
             before += len(offsets) - 1
         digests += [column, lengths.hexdigest(), values.hexdigest()]
         if ends:

@@ -16,8 +16,18 @@ from jaxsp.training import memory_fit, sharding
 from jaxsp.training.memory_fit import MemoryUse
 
 WEIGHTS, OPTIMIZER, GRADIENTS, SAVED_ACTIVATIONS = "weights", "optimizer", "gradients", "residuals"
-ATTENTION, SOFTMAX_STATISTICS, CUDNN_WORKSPACE = "attention", "attention statistic", "cuDNN workspace"
-LAYER_TEMPORARIES, LOGITS, GATHERED_WEIGHTS, OTHER, RESERVED = "layer", "loss", "gathers", "other", "kept free"
+ATTENTION, SOFTMAX_STATISTICS, CUDNN_WORKSPACE = (
+    "attention",
+    "attention statistic",
+    "cuDNN workspace",
+)
+LAYER_TEMPORARIES, LOGITS, GATHERED_WEIGHTS, OTHER, RESERVED = (
+    "layer",
+    "loss",
+    "gathers",
+    "other",
+    "kept free",
+)
 
 CATEGORIES: Mapping[str, str] = {
     WEIGHTS: "float32 master weights, and copies to compute with where the master waits on the host",
@@ -55,9 +65,14 @@ def measure_step(step: PlannedStep) -> MemoryUse:
     arrays = [array for array in memory.read_buffers(step.dump) if not array.on_host]
     calls = memory.find_cudnn_backward_calls(step.dump)
     beside = max(
-        memory.compute_peak_bytes([array for array in arrays if array.first_use <= call <= array.last_use]) for call in calls
+        memory.compute_peak_bytes(
+            [array for array in arrays if array.first_use <= call <= array.last_use]
+        )
+        for call in calls
     )
-    given = sum(size for (_, on_host), size in memory.read_argument_bytes(step.dump).items() if not on_host)
+    given = sum(
+        size for (_, on_host), size in memory.read_argument_bytes(step.dump).items() if not on_host
+    )
     free = counted.device - given - beside
     return counted._replace(uncounted_workspace=max(0, counted.uncounted_workspace - free))
 
@@ -70,24 +85,33 @@ def break_down_peak(step: PlannedStep) -> MemoryBreakdown:
     for on_host, total in {False: needs.device_total, True: needs.host}.items():
         parts = dict.fromkeys(CATEGORIES, 0)
         del parts[RESERVED]
-        for argument, cause in (("state.master", WEIGHTS), ("state.opt", OPTIMIZER)):
+        for argument, cause in (("state.master", WEIGHTS), ("state.opt_state", OPTIMIZER)):
             parts[cause] = given.get((argument, on_host), 0)
         workspaces = {}
         if needs.uncounted_workspace and not on_host:
-            workspaces = dict.fromkeys(memory.find_cudnn_backward_calls(step.dump), step.choice.workspace_bytes)
+            workspaces = dict.fromkeys(
+                memory.find_cudnn_backward_calls(step.dump), step.choice.workspace_bytes
+            )
             parts[CUDNN_WORKSPACE] = step.choice.workspace_bytes
-        for cause, size in _categorize_peak(step, [array for array in arrays if array.on_host == on_host], workspaces):
+        for cause, size in _categorize_peak(
+            step, [array for array in arrays if array.on_host == on_host], workspaces
+        ):
             parts[cause] += size
         parts[OTHER] += total - sum(parts.values())
         told[on_host] = parts
     return MemoryBreakdown(device=told[False], host=told[True])
 
 
-def _categorize_peak(step: PlannedStep, arrays: list[Buffer], workspaces: Mapping[int, int]) -> Iterator[tuple[str, int]]:
+def _categorize_peak(
+    step: PlannedStep, arrays: list[Buffer], workspaces: Mapping[int, int]
+) -> Iterator[tuple[str, int]]:
     """Cause and bytes of each array that is there when all take most; a byte that two arrays share is the first one's."""
     tell = _Classifier(step)
     covered = 0
-    for array in sorted(memory.find_peak_buffers(arrays, workspaces), key=lambda array: (array.begin_byte, array.end_byte)):
+    for array in sorted(
+        memory.find_peak_buffers(arrays, workspaces),
+        key=lambda array: (array.begin_byte, array.end_byte),
+    ):
         yield tell(array), max(0, array.end_byte - max(array.begin_byte, covered))
         covered = max(covered, array.end_byte)
 
@@ -98,7 +122,10 @@ class _Classifier:
     def __init__(self, step: PlannedStep):
         program, model = step.program, step.program.model
         config = program.config
-        inner, num_shards = step.choice.strategy.ulysses_degree, device_mesh.num_shards(program.mesh)
+        inner, num_shards = (
+            step.choice.strategy.ulysses_degree,
+            device_mesh.num_shards(program.mesh),
+        )
         rows = list(jax.tree.leaves(program.table))
         self._num_layers = model.num_layers
         self._head_dim = model.head_dim
@@ -108,12 +135,16 @@ class _Classifier:
         self._loss_tile = min(program.loss_tile, self._device_tokens)
         # of a layer: its input, what attention gave, and its log-sum-exps. Heads that happen to be as many as layers are others
         of_heads = model.num_heads * model.head_dim
-        self._saved_sizes = {self._device_tokens * size for size in (model.hidden_size, of_heads, model.num_heads)}
+        self._saved_sizes = {
+            self._device_tokens * size for size in (model.hidden_size, of_heads, model.num_heads)
+        }
         self._vocab_size = model.vocab_size
         self._widths = {model.hidden_size, model.intermediate_size}
         held = math.lcm(model.num_kv_heads, inner)
         self._head_counts = {
-            heads // part for heads in (model.num_heads, held, model.num_heads + 2 * held) for part in (1, inner)
+            heads // part
+            for heads in (model.num_heads, held, model.num_heads + 2 * held)
+            for part in (1, inner)
         }
         large = [row for row in rows if row.size >= sharding.MIN_SHARDED_SIZE]
         self._gathered_sizes = {row.size for row in large}
@@ -128,18 +159,25 @@ class _Classifier:
         if stacked and array.num_elements // self._num_layers in self._saved_sizes:
             return SAVED_ACTIVATIONS
         if f"/{attention.SCOPE}/" in array.op_name or self._has_heads(array, dims):
-            is_statistic = self._has_lse_arrays and array.dtype == "f32" and self._head_dim not in dims
+            is_statistic = (
+                self._has_lse_arrays and array.dtype == "f32" and self._head_dim not in dims
+            )
             return SOFTMAX_STATISTICS if is_statistic else ATTENTION
         if array.num_elements in self._gathered_sizes:
             return GATHERED_WEIGHTS
         if f"/{sharding.WEIGHTS_SCOPE}/" in array.op_name:
             return GATHERED_WEIGHTS
-        if self._vocab_size in dims and (array.num_elements % (self._vocab_size * self._loss_tile) == 0):
+        if self._vocab_size in dims and (
+            array.num_elements % (self._vocab_size * self._loss_tile) == 0
+        ):
             return LOGITS
         if dims in self._shard_shapes:
             return GRADIENTS if array.dtype == "f32" else GATHERED_WEIGHTS
         wide = self._widths & set(dims)
-        if wide and (array.num_elements % self._device_tokens == 0 or array.num_elements % self._mlp_tile == 0):
+        if wide and (
+            array.num_elements % self._device_tokens == 0
+            or array.num_elements % self._mlp_tile == 0
+        ):
             return LAYER_TEMPORARIES
         return OTHER
 
@@ -158,6 +196,9 @@ def _shard_shape(row: Parameter, num_shards: int) -> tuple[int, ...]:
     placed = sharding.choose_placement(row, num_shards)
     return tuple(
         dim
-        for dim in (size // num_shards if place == placed.dim else size for place, size in enumerate(placed.stored_shape))
+        for dim in (
+            size // num_shards if place == placed.dim else size
+            for place, size in enumerate(placed.stored_shape)
+        )
         if dim > 1
     )

@@ -77,19 +77,30 @@ class Cluster:
     def memory_limit(self) -> MemoryLimit:
         """Memory that JAX may use on each device, and of its node for each device, with one process
         per device."""
-        host_bytes = device_mesh.usable_host_bytes(self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices)
-        return MemoryLimit(device_mesh.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes, host_bytes / self.node_devices)
+        host_bytes = device_mesh.usable_host_bytes(
+            self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices
+        )
+        return MemoryLimit(
+            device_mesh.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
+            host_bytes / self.node_devices,
+        )
 
 
 def make_cluster(
-    device_type: str, num_devices: int, *, node_devices: int | None = None, node_host_gib: float | None = None
+    device_type: str,
+    num_devices: int,
+    *,
+    node_devices: int | None = None,
+    node_host_gib: float | None = None,
 ) -> Cluster:
     """So many GPUs of a kind, in nodes of 8 unless it is said otherwise.
 
     Raises: UserError for a kind that is not known, and devices that do not fill their nodes.
     """
     if device_type not in gpus.GPUS:
-        longer = next((name for name in gpus.GPUS if name.startswith(f"{device_type}-")), device_type)
+        longer = next(
+            (name for name in gpus.GPUS if name.startswith(f"{device_type}-")), device_type
+        )
         hint = errors.did_you_mean(longer, gpus.GPUS)
         known = errors.format_choices(gpus.GPUS)
         raise UserError(f"--device = {device_type}: is not known. Use {known}.{hint}")
@@ -100,7 +111,9 @@ def make_cluster(
             f"--node-devices = {of_node}: {num_devices} GPUs do not fill nodes of {of_node}. Use {errors.format_choices(fits)}."
         )
     host = HOST_GIB_PER_GPU * of_node if node_host_gib is None else node_host_gib
-    return Cluster(device_type=device_type, num_devices=num_devices, node_devices=of_node, node_host_gib=host)
+    return Cluster(
+        device_type=device_type, num_devices=num_devices, node_devices=of_node, node_host_gib=host
+    )
 
 
 def make_devices(kind: str, count: int) -> list[Any]:
@@ -138,8 +151,14 @@ def build_program(
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
     sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    choice = attention.choose(config, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads)
+    heads = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
+    choice = attention.choose(
+        config, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads
+    )
     attend = attention.make_chosen_attend(choice)
     on = device_mesh.make_mesh(sizes, list(devices))
     return Program(config=config, model=model, mesh=on, attend=attend, num_steps=1), choice
@@ -153,7 +172,9 @@ def compile_config(
 
     Raises: what `program` and `compile_step` raise.
     """
-    return compile_program(*build_program(config, model=model, devices=devices, device_bytes=device_bytes))
+    return compile_program(
+        *build_program(config, model=model, devices=devices, device_bytes=device_bytes)
+    )
 
 
 def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:
@@ -173,7 +194,10 @@ def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:
             | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
         executable = train_step.check_collectives(
-            made, compile_options.compile_lowered(lowered, dataclasses.replace(made.compile_options, options=options))
+            made,
+            compile_options.compile_lowered(
+                lowered, dataclasses.replace(made.compile_options, options=options)
+            ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read_dump(folder, end) for end in ends)
@@ -221,12 +245,16 @@ def _mark_host_arguments(lowered: jax.stages.Lowered, made: Program) -> None:
         away = host_offload.should_offload(row)
         return away, jax.tree.map(lambda x: away and x.shape == weight.shape, opt)
 
-    weights, averages = optimizer.map_weights_and_state(made.table, of_weight, state.master, state.opt_state)
+    weights, averages = optimizer.map_weights_and_state(
+        made.table, of_weight, state.master, state.opt_state
+    )
     # in the order of the arguments: master, opt, step, then rows
     away = [*jax.tree.leaves((weights, averages)), False, *(False for _ in jax.tree.leaves(rows))]
     module: Any = lowered.compiler_ir()
     with module.context:
-        (main,) = (op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"')
+        (main,) = (
+            op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"'
+        )
         arguments = [{named.name: named.attr for named in one} for one in main.arg_attrs]
         for one, is_away in zip(arguments, away, strict=True):
             if is_away:

@@ -95,7 +95,7 @@ _H100 = Ceilings(
     host_gb_s=28.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "products_tflops": "vllm-project/vllm pull 23939: torch, 16,384 tokens x 7168 x 2112, 0.72 of the peak. Cubes of "
+        "matmul_tflops": "vllm-project/vllm pull 23939: torch, 16,384 tokens x 7168 x 2112, 0.72 of the peak. Cubes of "
         "8192 reach 765 (NVIDIA/cutlass issue 1662), the best of all shapes 794.5 (stas00/ml-engineering, MAMF)",
         "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/h200, "
         "2026-09-28: cuDNN 9.27 on an H200, which computes as fast, 2 rows of 32,768 tokens, 64 query and 8 K/V heads",
@@ -117,7 +117,7 @@ _H200 = dataclasses.replace(
     memory_gb_s=4150.0,
     sources={
         **_H100.sources,
-        "products_tflops": f"as the H100 (stas00/ml-engineering: the same). {_H100.sources['products_tflops']}",
+        "matmul_tflops": f"as the H100 (stas00/ml-engineering: the same). {_H100.sources['matmul_tflops']}",
         "memory_gb_s": f"{_AZURE}, ND H200 v5: BabelStream's triad; the data sheet says 4800",
     },
 )
@@ -133,7 +133,7 @@ _A100 = Ceilings(
     host_gb_s=9.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "products_tflops": f"{_AZURE}, ND A100 v4: cuBLASLt in float16, a cube of 8192, 0.81 of the peak",
+        "matmul_tflops": f"{_AZURE}, ND A100 v4: cuBLASLt in float16, a cube of 8192, 0.81 of the peak",
         "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/a100, "
         "2026-09-28: cuDNN 9.27 on an A100 80GB PCIe, which has less power, 2 rows of 32,768 tokens, 64 query and 8 K/V "
         "heads; FlashAttention-2 there 199 and 180",
@@ -159,7 +159,7 @@ _B200 = Ceilings(
     host_gb_s=28.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "products_tflops": "vllm-project/vllm pull 19566: torch on SM100, 16,384 tokens by a layer of Llama 3.1 8B, 0.67 "
+        "matmul_tflops": "vllm-project/vllm pull 19566: torch on SM100, 16,384 tokens by a layer of Llama 3.1 8B, 0.67 "
         "of the peak. Cubes of 8192 reach 1610 (NVIDIA's tilus, in float16), the best of all shapes 1745 "
         "(stas00/ml-engineering, MAMF)",
         "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/artifacts, bf16 on B200: "

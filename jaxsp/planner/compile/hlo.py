@@ -29,11 +29,19 @@ class Instruction:
     def called_computations(self) -> list[str]:
         """Computations that it names."""
         found = _CALLED_COMPUTATIONS.findall(self.attributes)
-        return [name.strip().lstrip("%") for one, several in found for name in (several.split(",") if several else [one])]
+        return [
+            name.strip().lstrip("%")
+            for one, several in found
+            for name in (several.split(",") if several else [one])
+        ]
 
     @property
     def operand_names(self) -> list[str]:
-        return [word.split()[-1].lstrip("%") for word in re.sub(r"/\*.*?\*/", "", self.operands).split(",") if word.strip()]
+        return [
+            word.split()[-1].lstrip("%")
+            for word in re.sub(r"/\*.*?\*/", "", self.operands).split(",")
+            if word.strip()
+        ]
 
     def find_computation(self, name: str) -> str:
         """The computation that it names as this."""
@@ -127,7 +135,13 @@ def count_runs(
     Args:   may: what need not run, being in a branch, is thought to run.
     Raises: ValueError for a loop around one that runs who knows how often, and unless it `may`, for one that need not run.
     """
-    known = ("while", "call", "fusion", "async-start", *(["conditional"] if include_branches else []))
+    known = (
+        "while",
+        "call",
+        "fusion",
+        "async-start",
+        *(["conditional"] if include_branches else []),
+    )
     times: collections.Counter[Instruction] = collections.Counter()
     idle: dict[str, bool] = {}
 
@@ -135,7 +149,10 @@ def count_runs(
         """No wanted instruction is in a computation, or in what it calls."""
         if name not in idle:
             lines = program.computations[name]
-            idle[name] = not any(is_counted(line) or not all(map(is_idle, line.called_computations)) for line in lines)
+            idle[name] = not any(
+                is_counted(line) or not all(map(is_idle, line.called_computations))
+                for line in lines
+            )
         return idle[name]
 
     def walk(name: str, often: int) -> None:
@@ -143,7 +160,10 @@ def count_runs(
         for line in program.computations[name]:
             times[line] += often if is_counted(line) else 0
             busy = [called for called in line.called_computations if not is_idle(called)]
-            if not busy or line.opcode in ("async-update", "async-done"):  # these name what async-start runs
+            if not busy or line.opcode in (
+                "async-update",
+                "async-done",
+            ):  # these name what async-start runs
                 continue
             if line.opcode not in known:
                 raise ValueError(f"{line.name} is a {line.opcode}: what is in it need not run")
@@ -152,7 +172,10 @@ def count_runs(
                 walk(called, often * rounds)
 
     walk(program.entry, 1)
-    return sorted(((line, count) for line, count in times.items() if count), key=lambda pair: pair[0].line_number)
+    return sorted(
+        ((line, count) for line, count in times.items() if count),
+        key=lambda pair: pair[0].line_number,
+    )
 
 
 def find_async_pairs(program: HloModule) -> dict[str, tuple[int, int]]:
@@ -165,7 +188,9 @@ def find_async_pairs(program: HloModule) -> dict[str, tuple[int, int]]:
     for lines in program.computations.values():
         begun: dict[str, Instruction] = {}
         for line in lines:
-            before = begun.get(line.operands.split()[-1].lstrip("%")) if line.operands.split() else None
+            before = (
+                begun.get(line.operands.split()[-1].lstrip("%")) if line.operands.split() else None
+            )
             if line.opcode == "async-start":
                 begun[line.name] = line
             elif line.opcode == "async-update" and before:
@@ -173,7 +198,9 @@ def find_async_pairs(program: HloModule) -> dict[str, tuple[int, int]]:
             elif line.opcode == "async-done" and before:
                 (name,) = before.called_computations
                 pair = before.line_number, line.line_number
-                found[name] = min(pair, found.get(name, pair), key=lambda lines: lines[1] - lines[0])
+                found[name] = min(
+                    pair, found.get(name, pair), key=lambda lines: lines[1] - lines[0]
+                )
     return found
 
 
@@ -195,7 +222,9 @@ def find_trip_count(loop: Instruction, program: HloModule) -> int:
         condition, body = (loop.find_computation(name) for name in ("condition", "body"))
         end = _find_operand_constant(program.computations[condition][-1], "compare", program)
         of_body = {line.name: line for line in program.computations[body]}
-        step = _find_operand_constant(of_body[program.computations[body][-1].operand_names[int(counter[1])]], "add", program)
+        step = _find_operand_constant(
+            of_body[program.computations[body][-1].operand_names[int(counter[1])]], "add", program
+        )
     if begin is None or end is None or step != 1:
         raise ValueError(f"{loop.name} is a loop, and how often it runs is not known")
     return end - begin
@@ -221,7 +250,11 @@ def _find_constant(name: str, lines: list[Instruction]) -> int | None:
     while line.opcode in ("copy", "bitcast"):
         name = line.operand_names[0]
         line = next(line for line in lines if line.name == name)
-    return int(line.operands) if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands) else None
+    return (
+        int(line.operands)
+        if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands)
+        else None
+    )
 
 
 def _find_shape_end(line: str, begin: int) -> int:

@@ -23,7 +23,9 @@ HOST_MEMORY_SPACE = 5
 """XLA's number for host memory that a GPU reaches by itself."""
 
 _ALLOCATION = re.compile(r"allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
-_BUFFER = re.compile(r" value: <\d+ (\S+?)(\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)\[([\d,]*)\]")
+_BUFFER = re.compile(
+    r" value: <\d+ (\S+?)(\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)\[([\d,]*)\]"
+)
 _LIVE_RANGE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)$")
 
 
@@ -57,7 +59,9 @@ def read_buffers(program: CompilerDump) -> list[Buffer]:
         for found in map(_LIVE_RANGE.match, program.live_ranges.splitlines())
         if found
     }
-    names = dict(re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', program.hlo_text, re.MULTILINE))
+    names = dict(
+        re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', program.hlo_text, re.MULTILINE)
+    )
     found: list[Buffer] = []
     space = None
     for line in program.buffer_assignment.splitlines():
@@ -88,7 +92,9 @@ def compute_peak_bytes(arrays: Sequence[Buffer]) -> int:
     return _union_bytes(find_peak_buffers(arrays))
 
 
-def find_peak_buffers(arrays: Sequence[Buffer], extra_bytes: Mapping[int, int] = types.MappingProxyType({})) -> list[Buffer]:
+def find_peak_buffers(
+    arrays: Sequence[Buffer], extra_bytes: Mapping[int, int] = types.MappingProxyType({})
+) -> list[Buffer]:
     """Arrays that are live at the peak of memory, which includes `beside`.
 
     Args: beside: bytes of other memory, by the number of the operation that uses it.
@@ -106,9 +112,14 @@ def find_peak_buffers(arrays: Sequence[Buffer], extra_bytes: Mapping[int, int] =
 def find_cudnn_backward_calls(program: CompilerDump) -> list[int]:
     """Numbers of the program's operations that are cuDNN's backward passes of attention."""
     names = re.findall(
-        r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward', program.hlo_text, re.MULTILINE
+        r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward',
+        program.hlo_text,
+        re.MULTILINE,
     )
-    numbers = {name: int(number) for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.live_ranges, re.MULTILINE)}
+    numbers = {
+        name: int(number)
+        for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.live_ranges, re.MULTILINE)
+    }
     return [numbers[name] for name in names if name in numbers]
 
 
@@ -122,7 +133,7 @@ def _union_bytes(arrays: Iterable[Buffer]) -> int:
 
 
 def read_argument_bytes(program: CompilerDump) -> dict[tuple[str, bool], int]:
-    """Bytes of a program's arguments that are called `state.master`, `state.opt` and so on, and whether on the host."""
+    """Bytes of a program's arguments that are called `state.master`, `state.opt_state` and so on, and whether on the host."""
     names = dict(re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|rows)\b', program.hlo_text))
     found: dict[tuple[str, bool], int] = {}
     for line in program.buffer_assignment.splitlines():
@@ -174,13 +185,32 @@ def causes(step: PlannedStep) -> list[Cause]:
     of_shards = sum((row.num_layers or 1) * _stored(row, num_shards) for row in table)
     averages = 8 * of_shards if program.config.optimizer.name == "adamw" else 0
     found = [
-        Cause(name=name, formula=formula, device=given.get((argument, False), 0), host=given.get((argument, True), 0))
-        for name, argument, formula in (("weights", "state.master", 4 * of_shards), ("averages", "state.opt", averages))
+        Cause(
+            name=name,
+            formula=formula,
+            device=given.get((argument, False), 0),
+            host=given.get((argument, True), 0),
+        )
+        for name, argument, formula in (
+            ("weights", "state.master", 4 * of_shards),
+            ("averages", "state.opt_state", averages),
+        )
     ]
     for kind in _together(_kinds(step)):
-        own = [array for array in arrays if (array.dtype, array.num_elements) in kind.sizes and _layers(array, kind.layers)]
-        device, host = (compute_peak_bytes([array for array in own if array.on_host == there]) for there in (False, True))
-        found.append(Cause(name=kind.name, formula=kind.formula, device=device, host=host, repeats=kind.repeats))
+        own = [
+            array
+            for array in arrays
+            if (array.dtype, array.num_elements) in kind.sizes and _layers(array, kind.layers)
+        ]
+        device, host = (
+            compute_peak_bytes([array for array in own if array.on_host == there])
+            for there in (False, True)
+        )
+        found.append(
+            Cause(
+                name=kind.name, formula=kind.formula, device=device, host=host, repeats=kind.repeats
+            )
+        )
     return found
 
 
@@ -200,7 +230,10 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
     held_heads = math.lcm(model.num_kv_heads, kind.ulysses_degree)
     repeats = held_heads // model.num_kv_heads
     own = config.batch.rows_per_microbatch * config.data.max_row_tokens // seq  # tokens
-    dtype, itemsize = {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)], program.dtype.itemsize
+    dtype, itemsize = (
+        {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)],
+        program.dtype.itemsize,
+    )
     # how many arrays ring and gather have at a time is up to XLA
     known = kind.outer_degree == 1
     q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
@@ -213,16 +246,40 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
     ]
     whole = [row.size for row in of_layer]
     shards = [N * _stored(row, num_shards) for row in of_layer]
-    kept = [_Kind(name="layer inputs", sizes=((dtype, N * own * D),), formula=itemsize * N * own * D, layers=N)]
+    kept = [
+        _Kind(
+            name="layer inputs",
+            sizes=((dtype, N * own * D),),
+            formula=itemsize * N * own * D,
+            layers=N,
+        )
+    ]
     if program.remat_policy.is_attention_saved:
         results = ((dtype, N * q), ("f32", N * own * H))
-        kept.append(_Kind(name="attention's results", sizes=results, formula=itemsize * N * q + 4 * N * own * H, layers=N))
+        kept.append(
+            _Kind(
+                name="attention's results",
+                sizes=results,
+                formula=itemsize * N * q + 4 * N * own * H,
+                layers=N,
+            )
+        )
     if config.memory.offload_optimizer == "state":
         copies = tuple((dtype, size) for size in shards)
-        kept.append(_Kind(name="layers' weights to compute with", sizes=copies, formula=itemsize * sum(shards), layers=N))
+        kept.append(
+            _Kind(
+                name="layers' weights to compute with",
+                sizes=copies,
+                formula=itemsize * sum(shards),
+                layers=N,
+            )
+        )
     if program.gather.gradients_on_host:
         # a microbatch's, and if there are several, their sums
-        several = config.batch.rows_per_step > config.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
+        several = (
+            config.batch.rows_per_step
+            > config.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
+        )
         gradients = 4 * sum(shards) * (2 if several else 1)
     else:
         # the largest once more, while it is divided
@@ -231,13 +288,35 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
     return [
         *kept,
         _Kind(name="gradients", sizes=sizes, formula=gradients, layers=N),
-        _Kind(name="a layer's whole weights", sizes=tuple((dtype, size) for size in whole), formula=None),
-        _Kind(name="a layer's whole gradients", sizes=tuple(("f32", size) for size in whole), formula=None),
+        _Kind(
+            name="a layer's whole weights",
+            sizes=tuple((dtype, size) for size in whole),
+            formula=None,
+        ),
+        _Kind(
+            name="a layer's whole gradients",
+            sizes=tuple(("f32", size) for size in whole),
+            formula=None,
+        ),
         _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
         _Kind(name="queries", sizes=((dtype, q),), formula=4 * itemsize * q if known else None),
-        _Kind(name="keys and values", sizes=((dtype, kv),), formula=4 * itemsize * kv if known else None, repeats=repeats),
-        _Kind(name="all-to-all", sizes=((dtype, travels),), formula=2 * itemsize * travels if known else None, repeats=repeats),
-        _Kind(name="MLP tile", sizes=((dtype, tile * F), (dtype, 2 * tile * F)), formula=4 * itemsize * tile * F),
+        _Kind(
+            name="keys and values",
+            sizes=((dtype, kv),),
+            formula=4 * itemsize * kv if known else None,
+            repeats=repeats,
+        ),
+        _Kind(
+            name="all-to-all",
+            sizes=((dtype, travels),),
+            formula=2 * itemsize * travels if known else None,
+            repeats=repeats,
+        ),
+        _Kind(
+            name="MLP tile",
+            sizes=((dtype, tile * F), (dtype, 2 * tile * F)),
+            formula=4 * itemsize * tile * F,
+        ),
         _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
         # the backward pass gathers it again, possibly while the copy of the forward pass is still
         # live
@@ -250,7 +329,14 @@ def _together(kinds: list[_Kind]) -> list[_Kind]:
     """The kinds, with those made one whose arrays cannot be told apart."""
     found: list[_Kind] = []
     for kind in kinds:
-        same = next((one for one in found if set(one.sizes) & set(kind.sizes) and one.layers == kind.layers), None)
+        same = next(
+            (
+                one
+                for one in found
+                if set(one.sizes) & set(kind.sizes) and one.layers == kind.layers
+            ),
+            None,
+        )
         if same is None:
             found.append(kind)
             continue

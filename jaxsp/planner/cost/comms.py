@@ -65,7 +65,9 @@ def parse_collectives(text: str) -> list[Collective]:
     Raises: ValueError for a collective, or a loop around one, that cannot be understood.
     """
     program = hlo.parse_module(text)
-    num_devices = _read_header_field(text, "num_partitions") * _read_header_field(text, "replica_count")
+    num_devices = _read_header_field(text, "num_partitions") * _read_header_field(
+        text, "replica_count"
+    )
     waited, once = hlo.find_async_pairs(program), dict[int, Collective]()
     for name, lines in program.computations.items():
         for number, one in _iterate_collectives(lines, num_devices):
@@ -76,14 +78,26 @@ def parse_collectives(text: str) -> list[Collective]:
 
 
 def sum_bytes(
-    found: Sequence[Collective], *, operation: str | None = None, scope: str | None = None, dtype: str | None = None
+    found: Sequence[Collective],
+    *,
+    operation: str | None = None,
+    scope: str | None = None,
+    dtype: str | None = None,
 ) -> float:
     """Bytes that a device sends in a program's collectives: all, or those of a kind, in a jax.named_scope, of a dtype."""
     # differentiated operations are jvp(scope)/..., and those that were combined (a/scope/x:b/scope/y)
     inside = re.compile(rf"(?<![\w.]){re.escape(scope)}(?![\w.])" if scope else "")
-    chosen = [one for one in found if operation in (None, one.operation) and inside.search(one.op_name)]
+    chosen = [
+        one for one in found if operation in (None, one.operation) and inside.search(one.op_name)
+    ]
     return sum(
-        (size * one.num_runs for one in chosen for name, size in one.bytes_by_dtype.items() if dtype in (None, name)), start=0.0
+        (
+            size * one.num_runs
+            for one in chosen
+            for name, size in one.bytes_by_dtype.items()
+            if dtype in (None, name)
+        ),
+        start=0.0,
     )
 
 
@@ -122,7 +136,9 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
     """
     config, model, sizes = program.config, program.model, program.mesh.shape
     slots = device_mesh.num_groups(program.mesh) * config.batch.rows_per_microbatch
-    num_turns = num_microbatches(rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots)
+    num_turns = num_microbatches(
+        rows_per_step=config.batch.rows_per_step, global_microbatch_rows=slots
+    )
     weights = sharding.weight_traffic(
         program.table,
         num_shards=device_mesh.num_shards(program.mesh),
@@ -131,10 +147,20 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
         reduce_dtype=config.memory.grad_reduce_dtype,
         num_microbatches=num_turns,
     )
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-    of_layer = attention.sent_bytes(config, program.attend.strategy, remat=program.remat_policy.remat, **heads)
+    heads = {
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+    }
+    of_layer = attention.sent_bytes(
+        config, program.attend.strategy, remat=program.remat_policy.remat, **heads
+    )
     found = collections.Counter(
-        {"all-gather": weights.all_gathers, "reduce-scatter": weights.reduce_scatters, "all-reduce": weights.all_reduces}
+        {
+            "all-gather": weights.all_gathers,
+            "reduce-scatter": weights.reduce_scatters,
+            "all-reduce": weights.all_reduces,
+        }
     )
     found.update({kind: num_turns * model.num_layers * size for kind, size in of_layer.items()})
     return dict(found)
@@ -170,7 +196,9 @@ def _read_header_field(text: str, field: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _iterate_collectives(lines: list[Instruction], num_devices: int) -> Iterator[tuple[int, Collective]]:
+def _iterate_collectives(
+    lines: list[Instruction], num_devices: int
+) -> Iterator[tuple[int, Collective]]:
     """Number and content of each collective of a computation; a -start counts with its -done, whose shape is the result's."""
     starts = {line.name: line for line in lines if line.opcode.endswith("-start")}
     ended = set()
@@ -184,16 +212,24 @@ def _iterate_collectives(lines: list[Instruction], num_devices: int) -> Iterator
         if kind != line.opcode:
             operand = line.operands.split()[-1].lstrip("%")
             if operand not in starts:
-                raise ValueError(f"{line.name} ends {operand}, which does not begin in the same computation")
+                raise ValueError(
+                    f"{line.name} ends {operand}, which does not begin in the same computation"
+                )
             begun = starts[operand]
             ended.add(operand)
         yield (
             line.line_number,
             dataclasses.replace(
-                _parse_collective(kind, begun, line.shape, num_devices), begin_line=begun.line_number, end_line=line.line_number
+                _parse_collective(kind, begun, line.shape, num_devices),
+                begin_line=begun.line_number,
+                end_line=line.line_number,
             ),
         )
-    missing = [name for name, line in starts.items() if line.opcode.removesuffix("-start") in COLLECTIVES and name not in ended]
+    missing = [
+        name
+        for name, line in starts.items()
+        if line.opcode.removesuffix("-start") in COLLECTIVES and name not in ended
+    ]
     if missing:
         raise ValueError(f"{missing[0]} does not end in the same computation")
 
@@ -224,7 +260,11 @@ def _parse_collective(kind: str, begun: Instruction, shape: str, num_devices: in
         raise ValueError(f"{begun.name} has no shape that is known: {shape}")
     bytes_of = {dtype: float(share(size)) for dtype, size in sizes.items()}
     return Collective(
-        operation=kind, op_name=op_name[1] if op_name else "", device_ids=group, bytes_by_dtype=bytes_of, num_runs=1
+        operation=kind,
+        op_name=op_name[1] if op_name else "",
+        device_ids=group,
+        bytes_by_dtype=bytes_of,
+        num_runs=1,
     )
 
 
@@ -255,16 +295,28 @@ def _parse_device_ids(line: Instruction, num_devices: int) -> tuple[int, ...]:
     if (listed := re.match(r"\{\{([\d,]+)\}", written)) is not None:
         return tuple(map(int, listed[1].split(",")))
     if (iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", written)) is not None:
-        return tuple(_parse_iota(iota[2]).reshape([int(dim) for dim in iota[1].split(",")])[0].tolist())
-    if (named := re.match(r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(([^{]*)\))? \{((?:'\w+',?)+)\}", written)) is not None:
+        return tuple(
+            _parse_iota(iota[2]).reshape([int(dim) for dim in iota[1].split(",")])[0].tolist()
+        )
+    if (
+        named := re.match(
+            r"mesh\[((?:'\w+'=\d+,?)+)\](?:, device_ids=\(([^{]*)\))? \{((?:'\w+',?)+)\}", written
+        )
+    ) is not None:
         # the devices of a mesh along axes by name; device_ids is their order where it is not 0, 1, 2, ...
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         along = re.findall(r"'(\w+)'", named[3])
         names = list(sizes)
-        order = tuple(names.index(axis) for axis in (*(name for name in names if name not in along), *along))
+        order = tuple(
+            names.index(axis) for axis in (*(name for name in names if name not in along), *along)
+        )
         size = math.prod(sizes[axis] for axis in along)
-        devices = np.arange(math.prod(sizes.values())) if named[2] is None else _parse_iota(named[2])
-        return tuple(devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, size)[0].tolist())
+        devices = (
+            np.arange(math.prod(sizes.values())) if named[2] is None else _parse_iota(named[2])
+        )
+        return tuple(
+            devices.reshape(tuple(sizes.values())).transpose(order).reshape(-1, size)[0].tolist()
+        )
     raise ValueError(f"{line.name} has groups in a form that is not known: {written[:80]}")
 
 

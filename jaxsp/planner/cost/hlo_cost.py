@@ -17,8 +17,27 @@ _HOST_LAYOUT = ":S(5)"
 """In the layout of an array in host memory."""
 
 _FREE_OPCODES = (
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional", "after-all"),
-    *("partition-id", "replica-id", "opt-barrier", "copy-start", "fusion-start", "async-start", "async-update", "async-done"),
+    *(
+        "parameter",
+        "constant",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "call",
+        "conditional",
+        "after-all",
+    ),
+    *(
+        "partition-id",
+        "replica-id",
+        "opt-barrier",
+        "copy-start",
+        "fusion-start",
+        "async-start",
+        "async-update",
+        "async-done",
+    ),
 )
 """Instructions that move nothing themselves. A copy or fusion that begins with -start is counted where it is done, and what an
 async-start runs, in the computation that it calls."""
@@ -69,7 +88,9 @@ def read_kernel_costs(text: str) -> list[KernelCost]:
     reader = _CostReader(program)
     return [
         reader.read_cost(*counted[line.line_number], times=times)
-        for line, times in hlo.count_runs(program, lambda line: line.line_number in counted, include_branches=True)
+        for line, times in hlo.count_runs(
+            program, lambda line: line.line_number in counted, include_branches=True
+        )
         if line.opcode != "custom-call" or "__cublas$" in line.attributes
     ]
 
@@ -95,7 +116,10 @@ class _CostReader:
 
     def __init__(self, program: HloModule):
         self._program = program
-        self._instructions = {name: {line.name: line for line in lines} for name, lines in program.computations.items()}
+        self._instructions = {
+            name: {line.name: line for line in lines}
+            for name, lines in program.computations.items()
+        }
         self._pairs = hlo.find_async_pairs(program)
 
     def read_cost(self, computation: str, line: Instruction, *, times: int) -> KernelCost:
@@ -103,7 +127,10 @@ class _CostReader:
         if line.opcode.endswith("-done"):
             begun = here[line.operand_names[-1]]
         # each operand once: an instruction may name one twice
-        read = [(one, self._read_bytes(begun, number, one)) for number, one in self._iterate_operands(begun, here)]
+        read = [
+            (one, self._read_bytes(begun, number, one))
+            for number, one in self._iterate_operands(begun, here)
+        ]
         written = self._written_bytes(begun, line, here)
         total = dict.fromkeys((False, True), 0.0)
         for operand, size in read:
@@ -124,7 +151,9 @@ class _CostReader:
             end_line=end,
         )
 
-    def _iterate_operands(self, line: Instruction, here: dict[str, Instruction]) -> Iterator[tuple[int, Instruction]]:
+    def _iterate_operands(
+        self, line: Instruction, here: dict[str, Instruction]
+    ) -> Iterator[tuple[int, Instruction]]:
         seen = set()
         for number, name in enumerate(line.operand_names):
             if name in here and name not in seen:
@@ -141,7 +170,11 @@ class _CostReader:
         if not line.opcode.startswith("fusion"):
             return whole
         inside = self._program.computations[line.find_computation("calls")]
-        (parameter,) = [one for one in inside if one.opcode == "parameter" and one.operands.strip() == str(number)]
+        (parameter,) = [
+            one
+            for one in inside
+            if one.opcode == "parameter" and one.operands.strip() == str(number)
+        ]
         return min(whole, self._used_bytes(inside, parameter))
 
     def _used_bytes(self, inside: list[Instruction], value: Instruction) -> float:
@@ -159,10 +192,17 @@ class _CostReader:
                 return math.inf
         return size
 
-    def _written_bytes(self, begun: Instruction, line: Instruction, here: dict[str, Instruction]) -> list[tuple[bool, float]]:
+    def _written_bytes(
+        self, begun: Instruction, line: Instruction, here: dict[str, Instruction]
+    ) -> list[tuple[bool, float]]:
         """Whether on the host, and bytes, of what an instruction writes."""
         if begun.opcode == "dynamic-update-slice":
-            return [(_HOST_LAYOUT in line.shape, comms.compute_shape_bytes(here[line.operand_names[1]].shape))]
+            return [
+                (
+                    _HOST_LAYOUT in line.shape,
+                    comms.compute_shape_bytes(here[line.operand_names[1]].shape),
+                )
+            ]
         if not begun.opcode.startswith("fusion"):
             # a copy's -start says where from and where to; its -done only where to
             return [(_HOST_LAYOUT in line.shape, comms.compute_shape_bytes(line.shape))]
@@ -175,11 +215,17 @@ class _CostReader:
             made = part
             while made.opcode in ("bitcast", "copy"):
                 made = named[made.operand_names[0]]
-            written = named[made.operand_names[1]].shape if made.opcode == "dynamic-update-slice" else part.shape
+            written = (
+                named[made.operand_names[1]].shape
+                if made.opcode == "dynamic-update-slice"
+                else part.shape
+            )
             found.append((_HOST_LAYOUT in part.shape, comms.compute_shape_bytes(written)))
         return found
 
-    def _iterate_matmul_flops(self, line: Instruction, here: dict[str, Instruction]) -> Iterator[float]:
+    def _iterate_matmul_flops(
+        self, line: Instruction, here: dict[str, Instruction]
+    ) -> Iterator[float]:
         """Operations of each matrix product in an instruction."""
         if line.opcode == "dot":
             (dims,) = re.findall(r"lhs_contracting_dims=\{([\d,]*)\}", line.attributes)
@@ -192,7 +238,9 @@ class _CostReader:
             for one in inner.values():
                 yield from self._iterate_matmul_flops(one, inner)
 
-    def _matmul_flops(self, line: Instruction, here: dict[str, Instruction], contracted: list[int]) -> float:
+    def _matmul_flops(
+        self, line: Instruction, here: dict[str, Instruction], contracted: list[int]
+    ) -> float:
         ((_, left),) = comms.parse_shape(here[line.operand_names[0]].shape)
         (_, result), *_ = comms.parse_shape(line.shape)
         return 2.0 * math.prod(result) * math.prod(left[dim] for dim in contracted)

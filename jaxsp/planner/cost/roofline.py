@@ -33,7 +33,10 @@ MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES =
 )
 """Causes of a step's time; their seconds add up to it."""
 
-HIDDEN_COLLECTIVES, HIDDEN_HOST_COPIES = "collectives that overlap kernels", "host copies that overlap kernels"
+HIDDEN_COLLECTIVES, HIDDEN_HOST_COPIES = (
+    "collectives that overlap kernels",
+    "host copies that overlap kernels",
+)
 
 LIKELY_RANGE = (1.0, 1.3)
 """Likely range of a measured step's time over its estimate.
@@ -91,7 +94,12 @@ def make_segment_lengths(*, rows: int, row_tokens: int, document_tokens: int) ->
 
 
 def estimate_step(
-    step: PlannedStep, collectives: list[Collective], *, ceilings: Ceilings, node_devices: int, segment_lengths: np.ndarray
+    step: PlannedStep,
+    collectives: list[Collective],
+    *,
+    ceilings: Ceilings,
+    node_devices: int,
+    segment_lengths: np.ndarray,
 ) -> TimeEstimate | None:
     """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
 
@@ -104,9 +112,18 @@ def estimate_step(
     # Five products where forward has two: the scores again, and the gradients of both sides of both products
     backward = 2.5 * forward
     forward *= 2 if program.remat_policy.remat == "full" else 1
-    kernels, text = hlo_cost.read_kernel_costs(step.dump.hlo_text), hlo.parse_module(step.dump.hlo_text)
-    on_host = {kernel.begin_line: kernel for kernel in kernels if kernel.bytes_from_host or kernel.bytes_to_host}
-    on_device = {kernel.line_number: kernel for kernel in kernels if kernel.begin_line not in on_host}
+    kernels, text = (
+        hlo_cost.read_kernel_costs(step.dump.hlo_text),
+        hlo.parse_module(step.dump.hlo_text),
+    )
+    on_host = {
+        kernel.begin_line: kernel
+        for kernel in kernels
+        if kernel.bytes_from_host or kernel.bytes_to_host
+    }
+    on_device = {
+        kernel.line_number: kernel for kernel in kernels if kernel.begin_line not in on_host
+    }
     seconds = {number: _estimate_kernel_s(kernel, ceilings) for number, kernel in on_device.items()}
     of_attention = _estimate_attention_s(
         text,
@@ -116,7 +133,8 @@ def estimate_step(
     scheduled = {
         one.begin_line: ScheduledTransfer(
             stream=COLLECTIVE_STREAM,
-            seconds=estimate_collective_s(one, ceilings=ceilings, node_devices=node_devices) / one.num_runs,
+            seconds=estimate_collective_s(one, ceilings=ceilings, node_devices=node_devices)
+            / one.num_runs,
             begin_line=one.begin_line,
             end_line=one.end_line,
         )
@@ -126,7 +144,9 @@ def estimate_step(
     simulated = timeline.simulate(text, seconds | of_attention, scheduled | copies)
     transfers = [
         *(
-            _make_transfer(one.operation, one.op_name, one.total_bytes, scheduled[one.begin_line], simulated)
+            _make_transfer(
+                one.operation, one.op_name, one.total_bytes, scheduled[one.begin_line], simulated
+            )
             for one in collectives
         ),
         *(
@@ -142,17 +162,25 @@ def estimate_step(
     ]
     by_kind = {True: [one for one in transfers if one.operation in comms.COLLECTIVES]}
     by_kind[False] = [one for one in transfers if one.operation not in comms.COLLECTIVES]
-    waited = {kind: sum((one.exposed_s for one in some), start=0.0) for kind, some in by_kind.items()}
+    waited = {
+        kind: sum((one.exposed_s for one in some), start=0.0) for kind, some in by_kind.items()
+    }
     total = {kind: sum((one.seconds for one in some), start=0.0) for kind, some in by_kind.items()}
     return TimeEstimate(
-        hardware_flops=sum((one.num_runs * one.flops for one in kernels), start=0.0) + forward + backward,
+        hardware_flops=sum((one.num_runs * one.flops for one in kernels), start=0.0)
+        + forward
+        + backward,
         host_copy_bytes=(
             sum((one.num_runs * one.bytes_from_host for one in kernels), start=0.0),
             sum((one.num_runs * one.bytes_to_host for one in kernels), start=0.0),
         ),
         seconds={
-            MATMULS: _sum_seconds(simulated, (number for number, kernel in on_device.items() if kernel.flops)),
-            MEMORY_BANDWIDTH: _sum_seconds(simulated, (number for number, kernel in on_device.items() if not kernel.flops)),
+            MATMULS: _sum_seconds(
+                simulated, (number for number, kernel in on_device.items() if kernel.flops)
+            ),
+            MEMORY_BANDWIDTH: _sum_seconds(
+                simulated, (number for number, kernel in on_device.items() if not kernel.flops)
+            ),
             ATTENTION: _sum_seconds(simulated, of_attention),
             EXPOSED_COLLECTIVES: waited[True],
             EXPOSED_HOST_COPIES: waited[False],
@@ -177,7 +205,9 @@ def find_bottleneck(seconds: Mapping[str, float]) -> str:
     )
 
 
-def _make_transfer(kind: str, op_name: str, size: float, one: ScheduledTransfer, simulated: Timeline) -> TransferEstimate:
+def _make_transfer(
+    kind: str, op_name: str, size: float, one: ScheduledTransfer, simulated: Timeline
+) -> TransferEstimate:
     waited = simulated.exposed.get(one.begin_line, ExposedTime(num_runs=0, seconds=0.0))
     return TransferEstimate(
         operation=kind,
@@ -191,18 +221,27 @@ def _make_transfer(kind: str, op_name: str, size: float, one: ScheduledTransfer,
 
 def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
     """Seconds of one run of a kernel."""
-    return max(kernel.flops / (ceilings.matmul_tflops * _TERA), kernel.device_bytes / (ceilings.memory_gb_s * _GIGA))
+    return max(
+        kernel.flops / (ceilings.matmul_tflops * _TERA),
+        kernel.device_bytes / (ceilings.memory_gb_s * _GIGA),
+    )
 
 
-def _estimate_attention_s(program: HloModule, *, forward_s: float, backward_s: float) -> dict[int, float]:
+def _estimate_attention_s(
+    program: HloModule, *, forward_s: float, backward_s: float
+) -> dict[int, float]:
     """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
     a direction."""
     found: dict[int, float] = {}
     runs = hlo.count_runs(
-        program, lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes, include_branches=True
+        program,
+        lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes,
+        include_branches=True,
     )
     for is_backward, total in ((False, forward_s), (True, backward_s)):
-        calls = [(line, times) for line, times in runs if ("Backward" in line.attributes) == is_backward]
+        calls = [
+            (line, times) for line, times in runs if ("Backward" in line.attributes) == is_backward
+        ]
         num_runs = sum(times for _, times in calls)
         found |= {line.line_number: total / num_runs for line, _ in calls}
     return found
@@ -230,9 +269,15 @@ def estimate_collective_s(sent: Collective, *, ceilings: Ceilings, node_devices:
         return sent.total_bytes / (ceilings.link_gb_s * _GIGA)
     count = len(sent.device_ids)
     if sent.operation == "all-to-all":
-        here = sum(device // node_devices == sent.device_ids[0] // node_devices for device in sent.device_ids)
+        here = sum(
+            device // node_devices == sent.device_ids[0] // node_devices
+            for device in sent.device_ids
+        )
         away = sent.total_bytes * (count - here) / (count - 1)
-        return max((sent.total_bytes - away) / (ceilings.link_gb_s * _GIGA), away / (ceilings.network_gb_s * _GIGA))
+        return max(
+            (sent.total_bytes - away) / (ceilings.link_gb_s * _GIGA),
+            away / (ceilings.network_gb_s * _GIGA),
+        )
     if sent.operation == "collective-permute":
         return sent.total_bytes / (ceilings.network_gb_s * _GIGA)
     per_node = count // len(nodes)

@@ -55,7 +55,11 @@ class Timeline:
     """Waits for each transfer, by the line number where it begins."""
 
 
-def simulate(program: HloModule, kernel_seconds: Mapping[int, float], transfers: Mapping[int, ScheduledTransfer]) -> Timeline:
+def simulate(
+    program: HloModule,
+    kernel_seconds: Mapping[int, float],
+    transfers: Mapping[int, ScheduledTransfer],
+) -> Timeline:
     """Simulates a program.
 
     Args:
@@ -64,8 +68,13 @@ def simulate(program: HloModule, kernel_seconds: Mapping[int, float], transfers:
     """
     simulator = _Simulator(program, kernel_seconds, transfers)
     simulator.run(program.entry, runs=1)
-    waited = {line: ExposedTime(num_runs=runs, seconds=simulator.exposed_s[line]) for line, runs in simulator.num_runs.items()}
-    return Timeline(seconds=simulator.end_s, kernel_seconds=simulator.kernel_seconds, exposed=waited)
+    waited = {
+        line: ExposedTime(num_runs=runs, seconds=simulator.exposed_s[line])
+        for line, runs in simulator.num_runs.items()
+    }
+    return Timeline(
+        seconds=simulator.end_s, kernel_seconds=simulator.kernel_seconds, exposed=waited
+    )
 
 
 class _TransferRun(NamedTuple):
@@ -81,7 +90,12 @@ class _TransferRun(NamedTuple):
 class _Simulator:
     """Clocks of all streams, in seconds from the beginning of the program."""
 
-    def __init__(self, program: HloModule, kernels: Mapping[int, float], transfers: Mapping[int, ScheduledTransfer]):
+    def __init__(
+        self,
+        program: HloModule,
+        kernels: Mapping[int, float],
+        transfers: Mapping[int, ScheduledTransfer],
+    ):
         self._program = program
         self._kernels = kernels
         self._transfers = transfers
@@ -99,7 +113,9 @@ class _Simulator:
     @property
     def end_s(self) -> float:
         """Time when all streams are idle."""
-        return max([self.compute_free_s, *(run.end_s for queue in self._queues.values() for run in queue)])
+        return max(
+            [self.compute_free_s, *(run.end_s for queue in self._queues.values() for run in queue)]
+        )
 
     def run(self, computation: str, *, runs: int) -> None:
         """Simulates a computation once, and counts it as `runs` executions."""
@@ -132,9 +148,16 @@ class _Simulator:
         """Waits for a transfer. Time in which an earlier one of its queue still runs counts for
         that one."""
         queue = self._queues.get(transfer.stream, [])
-        until = max([self.compute_free_s, *(run.end_s for run in queue if run.begin_line == transfer.begin_line)])
+        until = max(
+            [
+                self.compute_free_s,
+                *(run.end_s for run in queue if run.begin_line == transfer.begin_line),
+            ]
+        )
         for run in queue:
-            self.exposed_s[run.begin_line] += max(0.0, min(run.end_s, until) - max(run.begin_s, self.compute_free_s)) * runs
+            self.exposed_s[run.begin_line] += (
+                max(0.0, min(run.end_s, until) - max(run.begin_s, self.compute_free_s)) * runs
+            )
         self.compute_free_s = until
         self._queues[transfer.stream] = [run for run in queue if run.end_s > until]
 
@@ -145,11 +168,16 @@ class _Simulator:
         self.run(body, runs=runs)
         if trips == 1:
             return
-        now, queues = self.compute_free_s, {stream: list(queue) for stream, queue in self._queues.items()}
+        now, queues = (
+            self.compute_free_s,
+            {stream: list(queue) for stream, queue in self._queues.items()},
+        )
         self.run(body, runs=runs * (trips - 1))
         self._repeat_loop(now, queues, times=trips - 2)
 
-    def _repeat_loop(self, now: float, queues: Mapping[str, list[_TransferRun]], *, times: int) -> None:
+    def _repeat_loop(
+        self, now: float, queues: Mapping[str, list[_TransferRun]], *, times: int
+    ) -> None:
         """Advances all clocks by `times` more iterations, each as long as the one that started at
         `now`.
 
@@ -161,7 +189,10 @@ class _Simulator:
         for stream, queue in self._queues.items():
             old = queues.get(stream, [])
             self._queues[stream] = [
-                run if run in old else _TransferRun(run.begin_line, run.begin_s + seconds, run.end_s + seconds) for run in queue
+                run
+                if run in old
+                else _TransferRun(run.begin_line, run.begin_s + seconds, run.end_s + seconds)
+                for run in queue
             ]
 
     def _run_slowest(self, branches: list[str], runs: int) -> None:

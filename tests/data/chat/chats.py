@@ -112,7 +112,10 @@ _WORDS = (
     "a\r\nb\tc",
 )
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "K\u00f6ln \u2600", "days": 3}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "K\u00f6ln \u2600", "days": 3}},
+}
 
 
 def conversations(number: int, *, alternating: bool = False) -> list[list[dict[str, Any]]]:
@@ -121,7 +124,9 @@ def conversations(number: int, *, alternating: bool = False) -> list[list[dict[s
 
     def words() -> str:
         long = draw.random() < 0.05
-        return " ".join(draw.choice(_WORDS) for _ in range(400 if long else draw.randint(1, 3))).lstrip("\n")
+        return " ".join(
+            draw.choice(_WORDS) for _ in range(400 if long else draw.randint(1, 3))
+        ).lstrip("\n")
 
     made = []
     for _ in range(number):
@@ -131,7 +136,13 @@ def conversations(number: int, *, alternating: bool = False) -> list[list[dict[s
         for _ in range(draw.choice([1, 1, 2, 3, 6])):
             chat.append({"role": "user", "content": words()})
             if not alternating and draw.random() < 0.3:
-                chat.append({"role": "assistant", "content": draw.choice([None, "", words()]), "tool_calls": [CALL]})
+                chat.append(
+                    {
+                        "role": "assistant",
+                        "content": draw.choice([None, "", words()]),
+                        "tool_calls": [CALL],
+                    }
+                )
                 chat.append({"role": "tool", "name": "weather", "content": words()})
             chat.append({"role": "assistant", "content": words()})
         made.append(chat)
@@ -140,15 +151,17 @@ def conversations(number: int, *, alternating: bool = False) -> list[list[dict[s
 
 def call_text(message: dict[str, Any], before: str = "", after: str = "") -> str:
     """The tool calls of a message as the templates here write them."""
-    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []]
+    calls = [
+        json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or []
+    ]
     return "".join(before + call + after for call in calls)
 
 
-def tokenizer(*, normalizer: normalizers.Normalizer | None = None) -> transformers.PreTrainedTokenizerFast:
+def tokenizer(
+    *, normalizer: normalizers.Normalizer | None = None
+) -> transformers.PreTrainedTokenizerFast:
     """A small byte-level BPE that cuts text as those of Llama 3 and Qwen do, with the templates' special tokens."""
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
+    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer
@@ -165,5 +178,9 @@ def tokenizer(*, normalizer: normalizers.Normalizer | None = None) -> transforme
         special_tokens=SPECIAL,
         show_progress=False,
     )
-    backend.train_from_iterator(["\n".join([*_WORDS, "\n\n", "assistant\nuser\nsystem\n", "model\n"] * 3)], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    backend.train_from_iterator(
+        ["\n".join([*_WORDS, "\n\n", "assistant\nuser\nsystem\n", "model\n"] * 3)], trainer
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
+    )

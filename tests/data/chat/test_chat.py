@@ -20,10 +20,20 @@ from tests.messages import assert_names
 SHOWN = {
     "chatml": (
         chats.CHATML,
-        lambda m: (m["content"] or "") + chats.call_text(m, "<tool_call>", "</tool_call>") + "<|im_end|>\n",
+        lambda m: (
+            (m["content"] or "")
+            + chats.call_text(m, "<tool_call>", "</tool_call>")
+            + "<|im_end|>\n"
+        ),
     ),
-    "headers": (chats.HEADERS, lambda m: (m["content"] or "").strip() + chats.call_text(m) + "<|eot_id|>"),
-    "inst": (chats.INST, lambda m: " " + (m["content"] or "") + chats.call_text(m, "[TOOL_CALLS]") + "</s>"),
+    "headers": (
+        chats.HEADERS,
+        lambda m: (m["content"] or "").strip() + chats.call_text(m) + "<|eot_id|>",
+    ),
+    "inst": (
+        chats.INST,
+        lambda m: " " + (m["content"] or "") + chats.call_text(m, "[TOOL_CALLS]") + "</s>",
+    ),
     "turns": (chats.TURNS, lambda m: m["content"].strip() + "<end_of_turn>\n"),
 }
 """Templates without marks, and what a message of the assistant is in their text."""
@@ -67,23 +77,33 @@ def test_the_loss_is_on_what_the_assistant_says_and_its_end_mark(tokenizer, name
 def test_marks_give_the_mask_that_transformers_gives(tokenizer):
     for messages in chats.conversations(50):
         tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
-        theirs = tokenizer.apply_chat_template(messages, chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+        theirs = tokenizer.apply_chat_template(
+            messages, chat_template=chats.MARKED, return_assistant_tokens_mask=True
+        )
         assert tokens.tolist() == theirs["input_ids"]
         assert (labels != NO_LABEL).astype(int).tolist() == theirs["assistant_masks"]
-        np.testing.assert_array_equal(labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1])
+        np.testing.assert_array_equal(
+            labels, encode({"messages": messages}, tokenizer, chats.CHATML)[1]
+        )
 
 
 def test_marks_that_end_in_a_character_of_several_tokens_hold_all_of_it(tokenizer):
     """transformers marks but the first of them."""
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endfor %}"
-    tokens, labels = encode({"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template)
+    tokens, labels = encode(
+        {"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template
+    )
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["x \U0001f980"]
 
 
 def test_turns_that_change_when_others_follow_are_found(tokenizer):
     thinks = [
         {"role": "user", "content": "q"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\none", "tool_calls": [chats.CALL]},
+        {
+            "role": "assistant",
+            "content": "<think>\nhm\n</think>\n\none",
+            "tool_calls": [chats.CALL],
+        },
         {"role": "tool", "content": "<|im_start|>assistant\n"},
         {"role": "assistant", "content": "two"},
         {"role": "user", "content": "<|im_start|>assistant\nq"},
@@ -100,7 +120,9 @@ def test_turns_that_change_when_others_follow_are_found(tokenizer):
         "<think>\nso\n</think>\n\nfour<|im_end|>\n",
     ]
     for messages in chats.conversations(50):
-        expected = [SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"]
+        expected = [
+            SHOWN["chatml"][1](message) for message in messages if message["role"] == "assistant"
+        ]
         expected[-1] = f"<think>\n\n</think>\n\n{expected[-1]}"
         found = learned(*encode({"messages": messages}, tokenizer, chats.THINKING))
         assert [tokenizer.decode(run) for run in found] == expected
@@ -153,7 +175,11 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
         except jinja2.TemplateError as error:
             raise RecordError(str(error)) from None
 
-    ways = [assistant_spans._find_by_prefixes, assistant_spans._find_by_insertion, assistant_spans._find_by_exchanges]
+    ways = [
+        assistant_spans._find_by_prefixes,
+        assistant_spans._find_by_insertion,
+        assistant_spans._find_by_exchanges,
+    ]
     at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
     for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
         messages = [{k: v for k, v in one.items() if v is not None} for one in conversation]
@@ -189,7 +215,9 @@ def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, plac
 
 def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
     """As the prompts of models that think, which the turns of those that do not lack."""
-    thinks = chats.CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'")
+    thinks = chats.CHATML.replace(
+        "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
+    )
     assert "<think>" in thinks
     for talk in (TALK, TALK + TALK):
         found = learned(*encode({"messages": talk}, tokenizer, thinks))
@@ -197,10 +225,15 @@ def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
 
 
 def test_what_is_null_is_not_there_for_a_template(tokenizer):
-    template = chats.CHATML.replace("(message.content or '')", "(message.content if message.content is defined else 'nothing')")
+    template = chats.CHATML.replace(
+        "(message.content or '')", "(message.content if message.content is defined else 'nothing')"
+    )
     messages = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [chats.CALL]}]
     tokens, labels = encode({"messages": messages}, tokenizer, template)
-    assert tokens.tolist() == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    assert (
+        tokens.tolist()
+        == tokenizer.apply_chat_template(messages, chat_template=template)["input_ids"]
+    )
     assert tokenizer.decode(learned(tokens, labels)[0]).startswith("nothing<tool_call>")
 
 
@@ -221,26 +254,44 @@ def test_what_a_tokenizer_does_around_tokens_moves_no_label():
     for template in (chats.INST, chats.CHATML):
         for messages in chats.conversations(20):
             says = dict(SHOWN.values())[template]
-            expected = [unicodedata.normalize("NFC", says(message)) for message in messages if message["role"] == "assistant"]
-            assert [tokenizer.decode(run) for run in learned(*encode({"messages": messages}, tokenizer, template))] == expected
+            expected = [
+                unicodedata.normalize("NFC", says(message))
+                for message in messages
+                if message["role"] == "assistant"
+            ]
+            assert [
+                tokenizer.decode(run)
+                for run in learned(*encode({"messages": messages}, tokenizer, template))
+            ] == expected
     assert tokenizer.backend_tokenizer.post_processor is not None
 
 
 def test_a_token_across_the_border_is_refused(tokenizer):
-    record = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "\nan answer"}]}
+    record = {
+        "messages": [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "\nan answer"},
+        ]
+    }
     with pytest.raises(RecordError, match=r"token.*assistant\\n'.*'\\nan ans"):
         encode(record, tokenizer)
     assert encode(record, tokenizer, train_on="all")[1] is None
-    theirs = tokenizer.apply_chat_template(record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True)
+    theirs = tokenizer.apply_chat_template(
+        record["messages"], chat_template=chats.MARKED, return_assistant_tokens_mask=True
+    )
     labels = encode(record, tokenizer, chats.MARKED)[1]
-    assert (labels != NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], "marks are the user's word"
+    assert (labels != NO_LABEL).astype(int).tolist() == theirs["assistant_masks"], (
+        "marks are the user's word"
+    )
 
 
 TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
 PROMPT = "{%- if add_generation_prompt"
 PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
 UNPROMPTED = chats.CHATML[: chats.CHATML.index(PROMPT)]
-HALF_PROMPTED = chats.CHATML.replace("'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>' }}{% endif")
+HALF_PROMPTED = chats.CHATML.replace(
+    "'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>' }}{% endif"
+)
 CALLED = [TALK[0], {"role": "assistant", "tool_calls": [chats.CALL]}]
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "", "parameters": {}}}]
 
@@ -327,7 +378,9 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
         ({"messages": TALK}, "{{ strftime_now('%Y') }}" + chats.CHATML, ["date", "strftime_now"]),
         (
             {"messages": CALLED},
-            chats.CHATML.replace("call.function | tojson", "'' + call.function.name + call.function.arguments"),
+            chats.CHATML.replace(
+                "call.function | tojson", "'' + call.function.name + call.function.arguments"
+            ),
             ["arguments", "| tojson"],
         ),
         (
@@ -373,7 +426,9 @@ def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, templ
 def test_a_part_without_the_turns_words_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
-        assistant_spans.check_span(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion="")
+        assistant_spans.check_span(
+            TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
+        )
 
 
 def test_thinking_may_stand_before_the_words_and_nothing_else():
@@ -388,7 +443,9 @@ def test_thinking_may_stand_before_the_words_and_nothing_else():
     ):
         assert template_text.starts_with_message(said, text, before=before) == begins
     assert template_text.starts_with_message(
-        {"role": "assistant", "content": "a <think>b</think> c"}, "a <think>b</think> c<|im_end|>", before=""
+        {"role": "assistant", "content": "a <think>b</think> c"},
+        "a <think>b</think> c<|im_end|>",
+        before="",
     )
 
 
@@ -399,7 +456,9 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     ("template", "parts"),
     [
         (
-            "{% macro say(m) %}A: " + GENERATION + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+            "{% macro say(m) %}A: "
+            + GENERATION
+            + "{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
             ["{% generation %}", "{% macro %}"],
         ),
         (
@@ -421,7 +480,9 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
             ["{% generation %}", "{% recursive for %}"],
         ),
         (
-            "{% for m in messages %}{% generation %}" + GENERATION + "{% endgeneration %}{% endfor %}",
+            "{% for m in messages %}{% generation %}"
+            + GENERATION
+            + "{% endgeneration %}{% endfor %}",
             ["inside", "{% generation %}"],
         ),
         # two letters of an earlier turn
@@ -480,16 +541,25 @@ def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
 
 def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
     last = chats.MARKED.replace("{%- if message.role == 'assistant' %}", "{%- if loop.last %}")
-    cut = chats.MARKED.replace("{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}")
+    cut = chats.MARKED.replace(
+        "{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}"
+    )
     thinks = [TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}, *TALK]
-    for template, expected in ((last, ["answer<|im_end|>\n"]), (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"])):
+    for template, expected in (
+        (last, ["answer<|im_end|>\n"]),
+        (cut, ["one<|im_end|>\n", "answer<|im_end|>\n"]),
+    ):
         assert template != chats.MARKED
-        found = learned(*encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template))
+        found = learned(
+            *encode({"messages": thinks if template == cut else TALK + TALK}, tokenizer, template)
+        )
         assert [tokenizer.decode(run) for run in found] == expected
 
 
 def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
-    template = chats.MARKED.replace("role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}")
+    template = chats.MARKED.replace(
+        "role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}"
+    )
     assert template != chats.MARKED
     thinks = [*TALK, TALK[0], {"role": "assistant", "content": "<think>hm</think>one"}]
     found = learned(*encode({"messages": thinks}, tokenizer, template))
@@ -498,10 +568,15 @@ def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
 
 def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
     arguments = {"it's": ['a "quoted"\n\\ \u00f6', {"x": "1 < 2 & '3'"}]}
-    talk = [TALK[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    talk = [
+        TALK[0],
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]},
+    ]
     for way in ("tojson", "tojson(ensure_ascii=True)", "string", "string | e"):
         tokens, labels = encode(
-            {"messages": talk}, tokenizer, chats.CHATML.replace("call.function | tojson", f"call.function | {way}")
+            {"messages": talk},
+            tokenizer,
+            chats.CHATML.replace("call.function | tojson", f"call.function | {way}"),
         )
         assert len(learned(tokens, labels)) == 1
 
@@ -509,10 +584,16 @@ def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
 def test_words_that_others_say_too_are_told_apart(tokenizer):
     """`assistant` stands in the header, `x` in what the user says."""
     words = ["assistant", "x", "user", "x", "x", "assistant", "ask"]
-    talk = [{"role": ("user", "assistant")[number % 2], "content": word} for number, word in enumerate([*words, "<"])]
+    talk = [
+        {"role": ("user", "assistant")[number % 2], "content": word}
+        for number, word in enumerate([*words, "<"])
+    ]
     expected = [f"{message['content']}<|im_end|>\n" for message in talk[1::2]]
     for template in (chats.MARKED, chats.CHATML, chats.THINKING):
-        found = [tokenizer.decode(run) for run in learned(*encode({"messages": talk}, tokenizer, template))]
+        found = [
+            tokenizer.decode(run)
+            for run in learned(*encode({"messages": talk}, tokenizer, template))
+        ]
         assert [run.removeprefix("<think>\n\n</think>\n\n") for run in found] == expected
 
 
@@ -527,7 +608,9 @@ def test_a_template_that_writes_the_date_writes_the_same_tomorrow(tokenizer):
     assert tokenizer.decode(tokens).startswith("\n26 Jul 2024:<|im_start|>")
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
     given = {"messages": TALK, "chat_template_kwargs": {"date_string": "1 May 2025"}}
-    theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")["input_ids"]
+    theirs = tokenizer.apply_chat_template(TALK, chat_template=dated, date_string="1 May 2025")[
+        "input_ids"
+    ]
     assert encode(given, tokenizer, dated)[0].tolist() == theirs
 
 
@@ -553,22 +636,35 @@ def test_a_completion_without_a_token_learns_the_end_alone():
 def test_tools_reach_the_template(tokenizer):
     template = "{{ (tools | tojson) if tools }}" + chats.CHATML
     tokens, labels = encode({"messages": TALK, "tools": TOOLS}, tokenizer, template)
-    assert tokenizer.decode(tokens).startswith('[{"type": "function", "function": {"name": "weather"')
+    assert tokenizer.decode(tokens).startswith(
+        '[{"type": "function", "function": {"name": "weather"'
+    )
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
-    assert encode({"messages": TALK, "tools": []}, tokenizer)[0].tolist() == encode({"messages": TALK}, tokenizer)[0].tolist()
+    assert (
+        encode({"messages": TALK, "tools": []}, tokenizer)[0].tolist()
+        == encode({"messages": TALK}, tokenizer)[0].tolist()
+    )
 
 
 def test_a_completion_is_learned_with_the_end_token(tokenizer):
     tokens, labels = encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
-    assert (tokenizer.decode(tokens), [tokenizer.decode(run) for run in learned(tokens, labels)]) == (
+    assert (
+        tokenizer.decode(tokens),
+        [tokenizer.decode(run) for run in learned(tokens, labels)],
+    ) == (
         "2 + 2 = 4</s>",
         [" 4</s>"],
     )
     merged, labels = encode({"prompt": "it is an ", "completion": "answer"}, tokenizer)
-    assert [tokenizer.decode(run) for run in learned(merged, labels)] == [" answer</s>"], "a token across the border is learned"
+    assert [tokenizer.decode(run) for run in learned(merged, labels)] == [" answer</s>"], (
+        "a token across the border is learned"
+    )
     done, labels = encode({"prompt": "a", "completion": " b</s>"}, tokenizer)
     assert [tokenizer.decode(run) for run in learned(done, labels)] == [" b</s>"]
-    assert encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer, train_on="all")[0].tolist() == tokens.tolist()
+    assert (
+        encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer, train_on="all")[0].tolist()
+        == tokens.tolist()
+    )
     tokens, labels = encode({"prompt": TALK[:1], "completion": TALK[1:]}, tokenizer)
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
 
@@ -587,7 +683,11 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
 
     def given(name):
-        data = {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8, "chat_template": name}
+        data = {
+            "train": [{"source": "x", "format": "messages"}],
+            "row_tokens": 8,
+            "chat_template": name,
+        }
         return chat.load_template(DataConfig.model_validate(data), tokenizer)
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
@@ -606,7 +706,9 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
         given(None)
     own = chats.tokenizer()
     own.chat_template = chats.CHATML
-    data = DataConfig.model_validate({"train": [{"source": "x", "format": "messages"}], "row_tokens": 8})
+    data = DataConfig.model_validate(
+        {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8}
+    )
     assert chat.load_template(data, own) is None
 
 
@@ -618,9 +720,13 @@ def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
         with pytest.raises(RecordError, match=r"message 2 .*tool_calls"):
             encode({"messages": talk}, tokenizer, template)
         if template == chats.CHATML:
-            template = template.replace("(message.content or '')", "message.content + (message.function_call | string)")
+            template = template.replace(
+                "(message.content or '')", "message.content + (message.function_call | string)"
+            )
         else:
-            template = template.replace("message.content or ''", "message.content + (message.function_call | string)")
+            template = template.replace(
+                "message.content or ''", "message.content + (message.function_call | string)"
+            )
         (first, _) = learned(*encode({"messages": talk}, tokenizer, template))
         assert "Rome" in tokenizer.decode(first)
 
@@ -632,14 +738,21 @@ THOUGHT = chats.MARKED.replace(
 
 
 @pytest.mark.parametrize("template", [chats.CHATML, chats.MARKED, chats.THINKING, THOUGHT])
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}]
+)
 def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, mark):
     call = {"role": "assistant", "tool_calls": [chats.CALL], **mark}
     talk = [*TALK, TALK[0], {"role": "assistant", "content": "two", **mark}, TALK[0], call, TALK[0]]
     talk.append({"role": "assistant", "content": "three", "weight": 1, "train": True})
     if template == THOUGHT:
-        talk = [message | {"thinking": "hm"} if message["role"] == "assistant" else message for message in talk]
-    plain = [{key: value for key, value in one.items() if key not in ("weight", "train")} for one in talk]
+        talk = [
+            message | {"thinking": "hm"} if message["role"] == "assistant" else message
+            for message in talk
+        ]
+    plain = [
+        {key: value for key, value in one.items() if key not in ("weight", "train")} for one in talk
+    ]
     tokens, labels = encode({"messages": talk}, tokenizer, template)
     whole, every = encode({"messages": plain}, tokenizer, template)
     np.testing.assert_array_equal(tokens, whole)

@@ -14,25 +14,45 @@ from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
 
-sft_trainer = pytest.importorskip("trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11")
+sft_trainer = pytest.importorskip(
+    "trl.trainer.sft_trainer", reason="needs trl: pip install 'jaxsp[test]' on Python 3.11"
+)
 chat_template_utils = pytest.importorskip("trl.chat_template_utils", reason="needs trl, as above")
 
 
 def theirs(records, tokenizer, *, messages):
     """What SFTTrainer makes of a data set, by its own preparation."""
-    trainer = types.SimpleNamespace(_tokenizer=tokenizer, completion_only_loss=not messages, chat_template=None)
+    trainer = types.SimpleNamespace(
+        _tokenizer=tokenizer, completion_only_loss=not messages, chat_template=None
+    )
     config = types.SimpleNamespace(
-        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=messages, max_length=None, shuffle_dataset=False
+        dataset_num_proc=None,
+        dataset_text_field="text",
+        assistant_only_loss=messages,
+        max_length=None,
+        shuffle_dataset=False,
     )
     made = sft_trainer.SFTTrainer._prepare_dataset(
-        trainer, datasets.Dataset.from_list(records, on_mixed_types="use_json"), tokenizer, config, False, None, "train"
+        trainer,
+        datasets.Dataset.from_list(records, on_mixed_types="use_json"),
+        tokenizer,
+        config,
+        False,
+        None,
+        "train",
     )
     return [(row["input_ids"], row["labels"]) for row in made]
 
 
 def ours(records, tokenizer, template=None):
-    rendered = [chat.render_record(one, tokenizer=tokenizer, template=template, train_on="assistant") for one in records]
-    return [(tokens.tolist(), labels.tolist()) for tokens, labels in encoding.encode_texts(rendered, tokenizer)]
+    rendered = [
+        chat.render_record(one, tokenizer=tokenizer, template=template, train_on="assistant")
+        for one in records
+    ]
+    return [
+        (tokens.tolist(), labels.tolist())
+        for tokens, labels in encoding.encode_texts(rendered, tokenizer)
+    ]
 
 
 @pytest.fixture
@@ -52,7 +72,9 @@ def test_conversations(tokenizer):
 def test_prompts_and_completions_of_messages(tokenizer):
     records = []
     for messages in chats.conversations(50):
-        border = max(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+        border = (
+            max(number for number, message in enumerate(messages) if message["role"] == "user") + 1
+        )
         records.append({"prompt": messages[:border], "completion": messages[border:]})
     assert ours(records, tokenizer) == theirs(records, tokenizer, messages=False)
 
@@ -65,20 +87,31 @@ def test_prompts_and_completions_of_text(tokenizer, begins):
     if begins:
         post = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         tokenizer.backend_tokenizer.post_processor = post
-    texts = [message["content"] for messages in chats.conversations(30, alternating=True) for message in messages]
+    texts = [
+        message["content"]
+        for messages in chats.conversations(30, alternating=True)
+        for message in messages
+    ]
     records = [{"prompt": a, "completion": b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
-    records += [{"prompt": "an ", "completion": "answer"}, {"prompt": "", "completion": "x"}, {"prompt": "x", "completion": ""}]
+    records += [
+        {"prompt": "an ", "completion": "answer"},
+        {"prompt": "", "completion": "x"},
+        {"prompt": "x", "completion": ""},
+    ]
     records += [{"prompt": "x\n", "completion": "\ny"}, {"prompt": "x", "completion": "y</s>"}]
     made = ours(records, tokenizer)
     assert made == theirs(records, tokenizer, messages=False)
     assert (made[0][0][0] == tokenizer.bos_token_id) == begins
 
 
-@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "llama3", "gemma", "gemma3", "cohere", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_instruct_2507", "llama3", "gemma", "gemma3", "cohere", "lfm2"]
+)
 def test_the_mask_derived_of_a_known_template_is_that_of_its_counterpart_with_marks(name):
     """TRL has both of each model. Of Qwen 2.5's, the marks hold the header's line break too, which no prompt ends before."""
     plain, marked = (
-        (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}{kind}.jinja").read_text() for kind in ("", "_training")
+        (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}{kind}.jinja").read_text()
+        for kind in ("", "_training")
     )
     tokenizer = chats.tokenizer()
     tokenizer.add_special_tokens(
@@ -116,7 +149,9 @@ def test_the_marks_of_every_template_of_trl_are_taken(tokenizer, path):
         pytest.skip("takes no contents that are strings")
     tokenizer.chat_template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
     records = [{"messages": TALK}, {"messages": TALK[:2]}]
-    for (_, mine), (_, labels) in zip(ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True):
+    for (_, mine), (_, labels) in zip(
+        ours(records, tokenizer), theirs(records, tokenizer, messages=True), strict=True
+    ):
         # one of them has the date of today in its prompt
         assert [one for one in mine if one >= 0] == [one for one in labels if one >= 0]
 
@@ -171,7 +206,17 @@ def test_every_way_to_find_turns_finds_the_same_parts(monkeypatch, path):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2_5", "qwen2_5_training", "qwen3", "llama3_1", "llama3_2", "gptoss_training", "lfm2_v2", "gemma4"]
+    "name",
+    [
+        "qwen2_5",
+        "qwen2_5_training",
+        "qwen3",
+        "llama3_1",
+        "llama3_2",
+        "gptoss_training",
+        "lfm2_v2",
+        "gemma4",
+    ],
 )
 def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, name):
     template = (chat_template_utils._CHAT_TEMPLATES_DIR / f"{name}.jinja").read_text()
@@ -181,5 +226,7 @@ def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, na
     for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
         messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
         check = formats.make_checker(SourceConfig(source="x", format="messages"), has_labels=False)
-        made.append(ours([json.loads(check({"messages": messages})["record"])], tokenizer, template))
+        made.append(
+            ours([json.loads(check({"messages": messages})["record"])], tokenizer, template)
+        )
     assert made[0] == made[1]

@@ -16,7 +16,10 @@ from tests.messages import assert_names
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 
-CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "when": None}}}
+CALL = {
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Rome", "when": None}},
+}
 
 CALLED = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
@@ -24,7 +27,9 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def kept(record, format="messages", **fields):
-    found = formats.make_checker(SourceConfig(source="x", format=format, **fields), has_labels=False)(record)
+    found = formats.make_checker(
+        SourceConfig(source="x", format=format, **fields), has_labels=False
+    )(record)
     return json.loads(found["record"])
 
 
@@ -42,10 +47,19 @@ def test_messages_keep_what_a_template_may_use_and_nothing_else_of_the_record():
         {"role": "tool", "name": "weather", "tool_call_id": "1", "content": "22"},
         ASSISTANT,
     ]
-    record = {"messages": messages, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "id": 7}
+    record = {
+        "messages": messages,
+        "tools": [TOOL],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "id": 7,
+    }
     expected = [dict(message) for message in messages]
     del expected[2]["content"]
-    assert kept(record) == {"messages": expected, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}}
+    assert kept(record) == {
+        "messages": expected,
+        "tools": [TOOL],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     assert kept({"messages": [USER | {"tool_calls": []}], "tools": []}) == {"messages": [USER]}
 
 
@@ -55,7 +69,13 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
     expected = {"city": "Rome", "when": None, "at": [{"x": None}]}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
     record = {
-        "messages": [USER, {"role": "assistant", "tool_calls": [call, {"name": "f", "arguments": "{}"}, CALL, {"name": "g"}]}]
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [call, {"name": "f", "arguments": "{}"}, CALL, {"name": "g"}],
+            },
+        ]
     }
     assert kept(record)["messages"][1]["tool_calls"] == [
         {"id": "1", "type": "function", "function": {"name": "weather", "arguments": expected}},
@@ -67,8 +87,15 @@ def test_arguments_of_a_call_may_be_a_string_of_json():
 
 def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
     records = [
-        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}], "tools": [TOOL], "chat_template_kwargs": {"a": 1}},
-        {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
+        {
+            "messages": [USER, {"role": "assistant", "tool_calls": [CALL]}],
+            "tools": [TOOL],
+            "chat_template_kwargs": {"a": 1},
+        },
+        {
+            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
+            "chat_template_kwargs": {"b": 2},
+        },
     ]
     parquet.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
     columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
@@ -79,7 +106,10 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
             "tools": [TOOL],
             "chat_template_kwargs": {"a": 1},
         },
-        {"messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT], "chat_template_kwargs": {"b": 2}},
+        {
+            "messages": [{"role": "tool", "content": "x", "name": "n"}, ASSISTANT],
+            "chat_template_kwargs": {"b": 2},
+        },
     ]
 
 
@@ -87,7 +117,11 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     """In arguments of calls and in tools they are data; a message's own null field is one that it lacks."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
     said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
-    record = {"messages": [USER, said], "tools": [tool], "chat_template_kwargs": {"a": None, "b": 1}}
+    record = {
+        "messages": [USER, said],
+        "tools": [tool],
+        "chat_template_kwargs": {"a": None, "b": 1},
+    }
     (tmp_path / "a.jsonl").write_text(json.dumps(record))
     columns = formats.resolve_columns(SourceConfig(source="x", format="messages"), field="f.source")
     ((_, line, _),) = files.read_file(str(tmp_path / "a.jsonl"), columns)
@@ -96,36 +130,60 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
         "tools": [tool],
         "chat_template_kwargs": {"b": 1},
     }
-    json_table = pa.table({name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()})
+    json_table = pa.table(
+        {name: pa.array([json.dumps(value)], pa.json_()) for name, value in record.items()}
+    )
     parquet.write_table(json_table, tmp_path / "a.parquet")
     ((_, row, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert kept(row) == kept(line)
 
 
 def test_names_and_roles_are_the_users():
-    record = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}], "functions": [TOOL]}
+    record = {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
+        "functions": [TOOL],
+    }
     found = kept(
         record,
-        fields={"messages": "conversations", "role": "from", "content": "value", "tools": "functions"},
+        fields={
+            "messages": "conversations",
+            "role": "from",
+            "content": "value",
+            "tools": "functions",
+        },
         roles={"human": "user", "gpt": "assistant"},
     )
     assert found == {"messages": [USER, ASSISTANT], "tools": [TOOL]}
     both = {"role": "other", "from": "human", "value": "hi"}
-    assert kept({"messages": [both]}, fields={"role": "from", "content": "value"})["messages"][0] == {
+    assert kept({"messages": [both]}, fields={"role": "from", "content": "value"})["messages"][
+        0
+    ] == {
         "role": "human",
         "content": "hi",
     }
 
 
 def test_conversations_and_tools_may_be_strings_of_json():
-    record = {"messages": json.dumps([USER, ASSISTANT]), "tools": json.dumps([TOOL]), "chat_template_kwargs": '{"a": 1}'}
-    assert kept(record) == {"messages": [USER, ASSISTANT], "tools": [TOOL], "chat_template_kwargs": {"a": 1}}
-    assert kept({"messages": json.dumps([USER]), "tools": "", "chat_template_kwargs": ""}) == {"messages": [USER]}
+    record = {
+        "messages": json.dumps([USER, ASSISTANT]),
+        "tools": json.dumps([TOOL]),
+        "chat_template_kwargs": '{"a": 1}',
+    }
+    assert kept(record) == {
+        "messages": [USER, ASSISTANT],
+        "tools": [TOOL],
+        "chat_template_kwargs": {"a": 1},
+    }
+    assert kept({"messages": json.dumps([USER]), "tools": "", "chat_template_kwargs": ""}) == {
+        "messages": [USER]
+    }
 
 
 def test_parts_of_text_become_the_text_that_they_are():
     parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b", "image": None}]
-    assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [{"role": "user", "content": "a\nb"}]
+    assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [
+        {"role": "user", "content": "a\nb"}
+    ]
 
 
 def test_prompt_and_completion_are_both_text_or_both_messages():
@@ -137,7 +195,10 @@ def test_prompt_and_completion_are_both_text_or_both_messages():
     assert kept(alpaca, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
     said = problem(alpaca | {"input": "c"}, "prompt_completion", fields=fields)
     assert_names(said, "input", "instruction")
-    assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {"prompt": "a", "completion": "b"}
+    assert kept(alpaca | {"input": ""}, "prompt_completion", fields=fields) == {
+        "prompt": "a",
+        "completion": "b",
+    }
     mixed = {"prompt": "a", "completion": [ASSISTANT]}
     assert_names(problem(mixed, "prompt_completion"), "prompt", "string", "completion", "messages")
 
@@ -252,7 +313,9 @@ def test_what_is_wrong_with_a_record_is_said_with_what_it_has(record, parts):
 
 
 def test_a_field_that_is_not_used_may_hold_anything():
-    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {"messages": [USER]}
+    assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {
+        "messages": [USER]
+    }
 
 
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
@@ -264,20 +327,35 @@ def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
 
 
 def test_columns_are_called_as_the_user_says():
-    source = SourceConfig(source="x", format="prompt_completion", fields={"prompt": "q", "tools": "functions", "role": "who"})
+    source = SourceConfig(
+        source="x",
+        format="prompt_completion",
+        fields={"prompt": "q", "tools": "functions", "role": "who"},
+    )
     found = formats.resolve_columns(source, field="data.train.0.source")
-    assert (found.required, found.optional) == (("q", "completion"), ("functions", "chat_template_kwargs"))
+    assert (found.required, found.optional) == (
+        ("q", "completion"),
+        ("functions", "chat_template_kwargs"),
+    )
 
 
 def test_half_a_pair_is_named_by_the_half_that_is_missing(tmp_path):
     parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
-    columns = formats.resolve_columns(SourceConfig(source="x", format="prompt_completion"), field="f.source")
+    columns = formats.resolve_columns(
+        SourceConfig(source="x", format="prompt_completion"), field="f.source"
+    )
     ((_, record, _),) = files.read_file(str(tmp_path / "a.parquet"), columns)
     assert_names(problem(record, "prompt_completion"), "completion", "answer, prompt")
 
 
 def test_weight_and_train_of_a_message_are_0_or_1():
-    for fields in ({"weight": 0}, {"weight": 1.0}, {"train": False}, {"train": True}, {"weight": None}):
+    for fields in (
+        {"weight": 0},
+        {"weight": 1.0},
+        {"train": False},
+        {"train": True},
+        {"weight": None},
+    ):
         kept({"messages": [USER, ASSISTANT | fields]})
     for fields, parts in (
         ({"weight": 0.5}, ["weight", "0.5", "0", "1"]),
@@ -286,4 +364,9 @@ def test_weight_and_train_of_a_message_are_0_or_1():
         assert_names(problem({"messages": [USER, ASSISTANT | fields]}), "message 2", *parts)
     of_user = problem({"messages": [USER | {"train": True}, ASSISTANT]})
     assert_names(of_user, "message 1", "train", "true", "assistant", "data.train_on=all")
-    assert "function_call" in kept({"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]})["messages"][1]
+    assert (
+        "function_call"
+        in kept({"messages": [USER, {"role": "assistant", "function_call": {"name": "f"}}]})[
+            "messages"
+        ][1]
+    )

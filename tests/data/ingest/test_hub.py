@@ -17,7 +17,10 @@ from tests.messages import assert_names
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
-TRAIN, TEST = (datasets.Dataset.from_dict({"text": [f"{name} {row}" for row in range(5)]}) for name in ("train", "test"))
+TRAIN, TEST = (
+    datasets.Dataset.from_dict({"text": [f"{name} {row}" for row in range(5)]})
+    for name in ("train", "test")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +34,9 @@ def _own_cache(tmp_path, monkeypatch):
 
 def read(source, format="text", **fields):
     one = SourceConfig(source=source, format=format, **fields)
-    return sources.read(one, data=DataConfig(train=[one], row_tokens=8), field="data.train.0.source")
+    return sources.read(
+        one, data=DataConfig(train=[one], row_tokens=8), field="data.train.0.source"
+    )
 
 
 def problem(source, **fields):
@@ -78,7 +83,12 @@ def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
     datasets.DatasetDict(test=TEST).save_to_disk("single")
     datasets.DatasetDict(a=TRAIN, b=TEST).save_to_disk("other")
     assert read("both")["text"] == TRAIN["text"]
-    assert read("both", split="test")["text"] == read("single")["text"] == read("other", split="b")["text"] == TEST["text"]
+    assert (
+        read("both", split="test")["text"]
+        == read("single")["text"]
+        == read("other", split="b")["text"]
+        == TEST["text"]
+    )
     assert_names(
         problem("other"),
         "data.train.0.split",
@@ -110,7 +120,9 @@ def test_a_part_of_a_split_is_the_same_for_every_kind_of_source(tmp_path, split,
     ]
     for source in ("one", "both", "file.jsonl"):
         assert read(source, split=split)["text"] == [TRAIN["text"][row] for row in indices], source
-    assert [place.rpartition(" ")[2] for place in read("file.jsonl", split=split)["place"]] == [str(row + 1) for row in indices]
+    assert [place.rpartition(" ")[2] for place in read("file.jsonl", split=split)["place"]] == [
+        str(row + 1) for row in indices
+    ]
     assert read("both", split=split)["place"][0] == f"both ({split}), row 1"
     assert read("file.jsonl")["text"] == TRAIN["text"], "the whole is cached apart from its parts"
 
@@ -136,13 +148,19 @@ def test_a_part_that_is_not_there_is_refused(tmp_path, split, parts):
 
 
 def test_parts_of_a_source_become_their_own_tokens(tmp_path):
-    datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet("file.parquet")
+    datasets.Dataset.from_dict({"input_ids": [[n] * (n + 1) for n in range(9)]}).to_parquet(
+        "file.parquet"
+    )
     made = []
     for split in ("train[:3]", "train[3:]"):
         source = SourceConfig(source="file.parquet", format="tokens", split=split)
         data = DataConfig(train=[source], row_tokens=8)
         found = sources.read(source, data=data, field="data.train.0.source")
-        made.append(tokenize.tokenize_dataset(found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"))
+        made.append(
+            tokenize.tokenize_dataset(
+                found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"
+            )
+        )
     assert Documents([one.dataset for one in made]).lengths.tolist() == list(range(1, 10))
     assert made[0].digest != made[1].digest
 
@@ -167,10 +185,19 @@ def test_a_saved_folder_that_is_broken_is_named(tmp_path):
 
 
 def test_messages_of_a_data_set_are_read_as_they_were_put_in(tmp_path):
-    calls = [{"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": "x"})]
-    messages = [[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}] for call in calls]
-    datasets.Dataset.from_dict({"messages": messages, "id": [1, 2]}, on_mixed_types="use_json").save_to_disk("one")
-    assert [json.loads(record)["messages"] for record in read("one", "messages")["record"]] == messages
+    calls = [
+        {"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": "x"})
+    ]
+    messages = [
+        [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+        for call in calls
+    ]
+    datasets.Dataset.from_dict(
+        {"messages": messages, "id": [1, 2]}, on_mixed_types="use_json"
+    ).save_to_disk("one")
+    assert [
+        json.loads(record)["messages"] for record in read("one", "messages")["record"]
+    ] == messages
 
 
 def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
@@ -180,15 +207,23 @@ def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
         for split, content in (("train", TRAIN), ("test", TEST)):
             files[split] = str(tmp_path / f"{split}.parquet")
             content.to_parquet(files[split])
-        builder = datasets.load_dataset_builder("parquet", data_files=files, cache_dir=str(tmp_path / "made" / subset))
+        builder = datasets.load_dataset_builder(
+            "parquet", data_files=files, cache_dir=str(tmp_path / "made" / subset)
+        )
         builder.download_and_prepare()
         folder = tmp_path / f"cache/org___name/{subset}/0.0.0/{COMMIT}"
         folder.parent.mkdir(parents=True)
         made = pathlib.Path(builder.cache_dir).rename(folder)
         for path in made.glob("parquet-*.arrow"):
             path.rename(made / path.name.replace("parquet-", "name-"))
-        info = (made / "dataset_info.json").read_text().replace('"dataset_name": "parquet"', '"dataset_name": "name"')
-        (made / "dataset_info.json").write_text(info.replace('"config_name": "default"', f'"config_name": "{subset}"'))
+        info = (
+            (made / "dataset_info.json")
+            .read_text()
+            .replace('"dataset_name": "parquet"', '"dataset_name": "name"')
+        )
+        (made / "dataset_info.json").write_text(
+            info.replace('"config_name": "default"', f'"config_name": "{subset}"')
+        )
 
 
 def test_a_name_is_the_hubs_data_set_where_no_file_is_called_so(tmp_path):
@@ -223,7 +258,9 @@ def test_of_several_subsets_one_has_to_be_asked_for(tmp_path):
 
 
 def generation_error():
-    error = datasets.exceptions.DatasetGenerationError("An error occurred while generating the dataset")
+    error = datasets.exceptions.DatasetGenerationError(
+        "An error occurred while generating the dataset"
+    )
     error.__cause__ = ValueError("Not a parquet file\n" + "x" * 10_000)
     return error
 
@@ -235,7 +272,9 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
     ("error", "start", "parts"),
     [
         (
-            NOT_FOUND("Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to access it."),
+            NOT_FOUND(
+                "Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to access it."
+            ),
             "source = org/name: ",
             ["gated", "https://huggingface.co/datasets/org/name", "hf auth login"],
         ),
@@ -255,7 +294,9 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
             ["file", "folder", "cache", "hub", "hf download org/name"],
         ),
         (
-            ValueError("Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nExample of usage:"),
+            ValueError(
+                "Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nExample of usage:"
+            ),
             "source = org/name: ",
             ["data.train.0.subset", "a or b"],
         ),

@@ -20,7 +20,11 @@ from tests.messages import assert_names
 TEXT = RecordColumns(required=("text",), optional=("note",))
 
 RECORDS = [
-    {"text": f'{number}\u00e4\u4e2d\U0001f600 "quoted", [{{}}]\r\nnew\tline\\' + "x" * (number % 50), "note": "n" * number}
+    {
+        "text": f'{number}\u00e4\u4e2d\U0001f600 "quoted", [{{}}]\r\nnew\tline\\'
+        + "x" * (number % 50),
+        "note": "n" * number,
+    }
     for number in range(1, 301)
 ]
 """With what each kind of file has to escape."""
@@ -49,7 +53,10 @@ def as_csv(delimiter: str) -> bytes:
 
 
 def as_arrow(new) -> bytes:
-    table, sink = pa.table({name: [record[name] for record in RECORDS] for name in ("text", "note")}), io.BytesIO()
+    table, sink = (
+        pa.table({name: [record[name] for record in RECORDS] for name in ("text", "note")}),
+        io.BytesIO(),
+    )
     with new(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=70)
     return sink.getvalue()
@@ -61,14 +68,18 @@ def as_parquet() -> bytes:
     return sink.getvalue()
 
 
-LINES = "\n".join(json.dumps(record, ensure_ascii=number % 2 == 0) for number, record in enumerate(RECORDS)).encode()
+LINES = "\n".join(
+    json.dumps(record, ensure_ascii=number % 2 == 0) for number, record in enumerate(RECORDS)
+).encode()
 
 CONTENT = {
     "a.jsonl": LINES,
     "a.ndjson": LINES.replace(b"\n", b"\n\n  \r\n") + b"\n",
     "lines.json": b"\xef\xbb\xbf" + LINES,
     "array.json": json.dumps(RECORDS).encode(),
-    "indented.JSON": b"\xef\xbb\xbf\n" + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode() + b"\n",
+    "indented.JSON": b"\xef\xbb\xbf\n"
+    + json.dumps(RECORDS, indent=2, ensure_ascii=False).encode()
+    + b"\n",
     "a.csv": as_csv(","),
     "marked.csv": b"\xef\xbb\xbf" + as_csv(","),
     "a.tsv": as_csv("\t"),
@@ -87,7 +98,9 @@ def read(path, columns=TEXT):
     [
         (name, codec)
         for name in CONTENT
-        for codec in ((None, "gzip", "zstd") if records.detect_file_type(name) in ("json", "csv") else (None,))
+        for codec in (
+            (None, "gzip", "zstd") if records.detect_file_type(name) in ("json", "csv") else (None,)
+        )
     ],
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
@@ -121,17 +134,31 @@ def test_places_are_lines_rows_or_the_file(tmp_path):
 def test_several_compressed_files_in_one_are_one(tmp_path):
     half = LINES.index(b"\n", len(LINES) // 2)
     for name, codec in (("a.jsonl.gz", "gzip"), ("a.jsonl.zst", "zstd")):
-        (tmp_path / name).write_bytes(compressed(LINES[:half], codec) + compressed(LINES[half:], codec))
+        (tmp_path / name).write_bytes(
+            compressed(LINES[:half], codec) + compressed(LINES[half:], codec)
+        )
         assert [record for _, record, _ in read(name)] == RECORDS
 
 
 @pytest.mark.parametrize("cut", [1, 4, 8, 9, 0.5, 0.99])
 @pytest.mark.parametrize(
-    "name", ["a.jsonl.gz", "a.csv.gz", "a.txt.gz", "a.jsonl.zst", "a.json.zst", "a.parquet", "file.arrow", "stream.arrow"]
+    "name",
+    [
+        "a.jsonl.gz",
+        "a.csv.gz",
+        "a.txt.gz",
+        "a.jsonl.zst",
+        "a.json.zst",
+        "a.parquet",
+        "file.arrow",
+        "stream.arrow",
+    ],
 )
 def test_half_a_file_is_an_error(tmp_path, name, cut):
     codec = {".gz": "gzip", ".zst": "zstd"}.get(name[name.rindex(".") :])
-    inner = {"a.txt.gz": "a.jsonl", "a.json.zst": "array.json"}.get(name, name.removesuffix(".gz").removesuffix(".zst"))
+    inner = {"a.txt.gz": "a.jsonl", "a.json.zst": "array.json"}.get(
+        name, name.removesuffix(".gz").removesuffix(".zst")
+    )
     content = compressed(CONTENT[inner], codec)
     (tmp_path / name).write_bytes(content[: -int(cut if cut >= 1 else cut * len(content))])
     with pytest.raises(UserError, match=rf"^{name}: .*broken"):
@@ -140,7 +167,10 @@ def test_half_a_file_is_an_error(tmp_path, name, cut):
 
 def test_a_stream_cut_between_two_batches_is_an_error(tmp_path):
     whole = CONTENT["stream.arrow"]
-    ends = [whole.index(b"\xff\xff\xff\xff", start + 1) for start in [whole.index(b"\xff\xff\xff\xff", 5)]]
+    ends = [
+        whole.index(b"\xff\xff\xff\xff", start + 1)
+        for start in [whole.index(b"\xff\xff\xff\xff", 5)]
+    ]
     (tmp_path / "a.arrow").write_bytes(whole[: ends[0]])
     with pytest.raises(UserError, match=r"^a\.arrow: .*broken.*row 70.*stream"):
         read("a.arrow")
@@ -241,7 +271,9 @@ def test_a_file_that_is_no_file_of_its_kind_is_named(tmp_path, name, content, pa
     ],
 )
 @pytest.mark.parametrize("size", [1, 2**20])
-def test_a_record_that_cannot_be_read_is_one_all_the_same(tmp_path, monkeypatch, name, content, count, bad, size):
+def test_a_record_that_cannot_be_read_is_one_all_the_same(
+    tmp_path, monkeypatch, name, content, count, bad, size
+):
     monkeypatch.setattr(records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     found = read(name)
@@ -256,7 +288,9 @@ def test_bytes_that_a_table_calls_text_are_one_bad_row(tmp_path):
     texts = pa.array([b"x", b"\xff", b"y"]).view(pa.string())
     with pa.ipc.new_file(str(tmp_path / "a.arrow"), pa.schema({"text": pa.string()})) as writer:
         writer.write_batch(pa.record_batch([texts], names=["text"]))
-    assert [(record and record["text"], bool(problem)) for _, record, problem in read("a.arrow")] == [
+    assert [
+        (record and record["text"], bool(problem)) for _, record, problem in read("a.arrow")
+    ] == [
         ("x", False),
         (None, True),
         ("y", False),
@@ -264,18 +298,27 @@ def test_bytes_that_a_table_calls_text_are_one_bad_row(tmp_path):
 
 
 def test_only_the_wanted_columns_are_read_and_else_all_are_named(tmp_path):
-    parquet.write_table(pa.table({"body": ["x"], "text": ["y"], "number": [1]}), tmp_path / "a.parquet")
+    parquet.write_table(
+        pa.table({"body": ["x"], "text": ["y"], "number": [1]}), tmp_path / "a.parquet"
+    )
     assert read("a.parquet")[0][1] == {"text": "y"}
     wanted = RecordColumns(required=("text", "other"))
     assert read("a.parquet", wanted)[0][1] == dict.fromkeys(["body", "text", "number"], "")
 
 
 def test_json_in_tables_is_parsed(tmp_path):
-    messages = [[{"role": "a", "arguments": {"x": 1}}], [{"role": "b", "arguments": {"x": ["y", None]}}], None]
+    messages = [
+        [{"role": "a", "arguments": {"x": 1}}],
+        [{"role": "b", "arguments": {"x": ["y", None]}}],
+        None,
+    ]
     made = datasets.Dataset.from_dict({"messages": messages}, on_mixed_types="use_json")
     made.data.validate(full=True)
     parquet.write_table(made.data.table, tmp_path / "a.parquet")
-    found = [record["messages"] for _, record, _ in read("a.parquet", RecordColumns(required=("messages",)))]
+    found = [
+        record["messages"]
+        for _, record, _ in read("a.parquet", RecordColumns(required=("messages",)))
+    ]
     assert found == messages
 
 
@@ -310,7 +353,9 @@ def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, 
         tried.append(len(text))
         return decoder.raw_decode(text, at)
 
-    monkeypatch.setattr(records, "_make_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), []))
+    monkeypatch.setattr(
+        records, "_make_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), [])
+    )
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 10_000}]))
     assert len(read("a.json")) == 1
     assert len(tried) < 20
@@ -319,7 +364,9 @@ def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, 
 def test_records_come_one_after_another(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "_CHUNK_BYTES", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
-    assert [record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)] == RECORDS[:50]
+    assert [
+        record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)
+    ] == RECORDS[:50]
 
 
 def test_gzip_of_other_programs_is_read(tmp_path):

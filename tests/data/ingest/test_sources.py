@@ -29,7 +29,9 @@ def settings(**fields):
 
 def read(source, format="text", data=None, **fields):
     return sources.read(
-        SourceConfig(source=source, format=format, **fields), data=data or settings(), field="data.train.0.source"
+        SourceConfig(source=source, format=format, **fields),
+        data=data or settings(),
+        field="data.train.0.source",
     )
 
 
@@ -37,9 +39,15 @@ def problems(source, format="text", data=None, **fields):
     """What is wrong with a source, without whose fault it is."""
     with pytest.raises(UserError) as caught:
         read(source, format, data, **fields)
-    assert all("\n" not in problem and problem.startswith("data.train.0.") for problem in caught.value.problems)
+    assert all(
+        "\n" not in problem and problem.startswith("data.train.0.")
+        for problem in caught.value.problems
+    )
     assert not list(datasets.config.HF_DATASETS_CACHE.rglob("cache-*"))
-    return [problem.removeprefix(f"data.train.0.source = {source}: ") for problem in caught.value.problems]
+    return [
+        problem.removeprefix(f"data.train.0.source = {source}: ")
+        for problem in caught.value.problems
+    ]
 
 
 def write_parquet(path, columns):
@@ -78,12 +86,17 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
         {"input_ids": [], "labels": []},
     ]
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, records)))
-    write_parquet("a.parquet", {name: [record[name] for record in records] for name in ("input_ids", "labels")})
+    write_parquet(
+        "a.parquet",
+        {name: [record[name] for record in records] for name in ("input_ids", "labels")},
+    )
     for file in ("a.jsonl", "a.parquet"):
         found = read(file, format="tokens")
         assert found["input_ids"] == [[5, 6, 7], [8], []]
         assert found["labels"] == [[-100, 6, 7], [8], []]
-    (tmp_path / "b.json").write_text('{"text": "one", "more": {"a": 1}}\n{"text": "2020-01-01", "more": 3}\n')
+    (tmp_path / "b.json").write_text(
+        '{"text": "one", "more": {"a": 1}}\n{"text": "2020-01-01", "more": 3}\n'
+    )
     write_parquet("b.parquet", {"text": ["one", "2020-01-01"]})
     assert read("b.json")["text"] == read("b.parquet")["text"] == ["one", "2020-01-01"]
 
@@ -147,7 +160,9 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
 
 
 def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)  # whoever may do everything finds no folder that cannot be written
+    monkeypatch.setattr(
+        os, "access", lambda *_: False
+    )  # whoever may do everything finds no folder that cannot be written
     with sources.build_once(tmp_path / "records.arrow"):
         assert not list(tmp_path.glob("*.lock"))
 
@@ -187,7 +202,9 @@ def test_what_cannot_be_read_at_all_is_named_with_a_way_out(tmp_path, made, sour
         (tmp_path / name).write_text(content)
     (problem,) = problems(source, format)
     assert_names(problem, *parts)
-    assert not list((tmp_path / "cache").rglob("*.arrow")), "half a file would be taken for a whole one"
+    assert not list((tmp_path / "cache").rglob("*.arrow")), (
+        "half a file would be taken for a whole one"
+    )
 
 
 def test_the_same_name_in_another_folder_is_another_file(tmp_path, monkeypatch):
@@ -206,7 +223,9 @@ def test_json_lines_have_several_names(tmp_path):
 
 
 def write_lines(path, records):
-    path.write_text("\n".join(record if isinstance(record, str) else json.dumps(record) for record in records))
+    path.write_text(
+        "\n".join(record if isinstance(record, str) else json.dumps(record) for record in records)
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,7 +259,10 @@ def test_a_bad_record_is_named_with_its_line_and_what_is_wrong(tmp_path, format,
 
 def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tmp_path):
     labelled = {"input_ids": [1, 2], "labels": [-100, 2]}
-    write_lines(tmp_path / "a.jsonl", [labelled, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2]}])
+    write_lines(
+        tmp_path / "a.jsonl",
+        [labelled, {"input_ids": [1, 2], "labels": [1]}, {"input_ids": [1, 2]}],
+    )
     one, two, _ = problems("a.jsonl", "tokens")
     assert_names(one, "1 labels", "2 input_ids", "-100", start="a.jsonl, line 2: ")
     assert_names(two, "labels", "input_ids", start="a.jsonl, line 3: ")
@@ -257,11 +279,18 @@ def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
     assert_names(found["problem"][1], "JSON")
     assert_names(found["problem"][3], "text", "number", "string")
     for asked in ("one", "two"):  # also of what is cached
-        assert sources.check_bad_records(found, data=settings(on_bad_record="skip"), error_prefix=asked) == 2
+        assert (
+            sources.check_bad_records(
+                found, data=settings(on_bad_record="skip"), error_prefix=asked
+            )
+            == 2
+        )
 
 
 def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"])
+    write_lines(
+        tmp_path / "a.jsonl", [{"text": "x"}, *[{"text": number} for number in range(7)], "{"]
+    )
     for _ in range(2):  # what was read is kept, and so is what was wrong with it
         *named, summary = problems("a.jsonl")
         places, reasons = zip(*(line.split(": ", 1) for line in named), strict=True)
@@ -271,7 +300,10 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
         assert numbers(summary)[:3] == [8, 9, 5]
         assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
-    assert sources.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x") == 8
+    assert (
+        sources.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x")
+        == 8
+    )
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
     assert numbers(summary) == [8, 9, 5, 7, 8]
     assert_names(summary, "data.max_bad_records")
@@ -279,7 +311,11 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
 
 def test_reading_stops_early_where_nearly_everything_is_bad(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
-    for data, most in ((settings(), 100), (settings(on_bad_record="skip"), 100), (settings(max_bad_records=120), 120)):
+    for data, most in (
+        (settings(), 100),
+        (settings(on_bad_record="skip"), 100),
+        (settings(max_bad_records=120), 120),
+    ):
         first, second, *_, summary = problems("a.jsonl", data=data)
         assert_names(first, "text", "format: messages", start="a.jsonl, line 2: ")
         assert second.startswith("a.jsonl, line 3: ")
@@ -299,7 +335,9 @@ def test_a_source_of_which_nothing_is_left_is_refused_under_skip_too(tmp_path):
 
 
 def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
-    write_lines(tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}])
+    write_lines(
+        tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}]
+    )
     for fields, start, parts in (
         ({"fields": {"txt": "body"}}, "data.train.0.fields", ["txt", "text"]),
         ({"fields": {"role": "from"}}, "data.train.0.fields", ["role", "text"]),
@@ -350,10 +388,17 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
 
     def check(*given):
-        made = {f"data.train.{number}": SourceConfig(format="text", **one) for number, one in enumerate(given)}
+        made = {
+            f"data.train.{number}": SourceConfig(format="text", **one)
+            for number, one in enumerate(given)
+        }
         sources.check_no_duplicates(made)
 
-    check({"source": "a.jsonl"}, {"source": "b.jsonl"}, {"source": "a.jsonl", "fields": {"text": "body"}})
+    check(
+        {"source": "a.jsonl"},
+        {"source": "b.jsonl"},
+        {"source": "a.jsonl", "fields": {"text": "body"}},
+    )
     check({"source": "name/on_the_hub"}, {"source": "name/on_the_hub"})
     for other in ("./a.jsonl", "*.jsonl"):
         with pytest.raises(UserError) as caught:
@@ -366,14 +411,18 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
         )
 
 
-def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(tmp_path, monkeypatch):
+def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
+    tmp_path, monkeypatch
+):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
     find, listed = sources._find_files, []
     monkeypatch.setattr(sources, "_find_files", lambda *args: listed.append(args) or find(*args))
 
     def count(*given):
         listed.clear()
-        made = {f"data.train.{n}": SourceConfig(format="text", **one) for n, one in enumerate(given)}
+        made = {
+            f"data.train.{n}": SourceConfig(format="text", **one) for n, one in enumerate(given)
+        }
         sources.check_no_duplicates(made)
         return len(listed)
 
@@ -413,7 +462,10 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is
     if is_wrapped:
         cause, error = error, RuntimeError("while generating")
         error.__cause__ = cause
-    with pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"), sources.build_once(cached):
+    with (
+        pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"),
+        sources.build_once(cached),
+    ):
         raise error
     with pytest.raises(IsADirectoryError), sources.build_once(cached):
         raise IsADirectoryError(errno.EISDIR, "another error")

@@ -22,9 +22,14 @@ def tokenized(lengths, first=0, labels=False):
     for length in lengths:
         tokens.append(list(range(number, number + length)))
         number += length
-    columns = {"tokens": tokens, "place": [f"a.jsonl, line {line}" for line in range(1, len(lengths) + 1)]}
+    columns = {
+        "tokens": tokens,
+        "place": [f"a.jsonl, line {line}" for line in range(1, len(lengths) + 1)],
+    }
     if labels:
-        columns["labels"] = [[token if token % 3 else -100 for token in document] for document in tokens]
+        columns["labels"] = [
+            [token if token % 3 else -100 for token in document] for document in tokens
+        ]
     return datasets.Dataset.from_dict(columns)
 
 
@@ -34,7 +39,9 @@ def data_of(sources, config, weights=None, **fields):
         sets.append(tokenized(lengths, first))
         first += sum(lengths)
     names = [chr(ord("a") + number) for number in range(len(sources))]
-    documents = Documents(sets, source_names=names, longest_row=config.data.longest_row, **fields)
+    documents = Documents(
+        sets, source_names=names, longest_row=config.data.max_row_tokens, **fields
+    )
     return dataset.pack_documents("train", documents, config, digests=names, source_weights=weights)
 
 
@@ -43,7 +50,11 @@ def lengths_of(count, most, seed=0):
 
 
 def steps_of(data, config, mesh=(1, 2, 4), **how):
-    return list(data.feed(config, test_pipeline.mesh_of(*mesh), data.schedule(config, **how), layout=1).batches())
+    return list(
+        data.make_loader(
+            config, test_pipeline.mesh_of(*mesh), data.make_schedule(config, **how), layout_degree=1
+        ).batches()
+    )
 
 
 def taken(steps):
@@ -59,7 +70,9 @@ def test_each_document_goes_to_the_shortest_row_that_holds_it():
     config = test_pipeline.settings_of(**TWO)
     data = data_of([[1, 16, 17, 64, 65, 200]], config)
     found = {
-        stream.row_tokens: {int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document}
+        stream.row_tokens: {
+            int(d) for index in range(stream.count_rows(1)) for d in stream.row(index).document
+        }
         for stream in data.streams
     }
     assert found == {16: {0, 1}, 64: {2, 3, 4, 5}}
@@ -90,9 +103,13 @@ def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other
         other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
         after = steps_of(data, other, (1, 1, 2), consumed=consumed, epochs=2)
         pieces = sorted(
-            int(n) for counts in [*(step.counts for step in before), *(c for _, c in after)] for n in counts.segment_lengths
+            int(n)
+            for counts in [*(step.counts for step in before), *(c for _, c in after)]
+            for n in counts.segment_lengths
         )
-        whole = sorted(int(n) for _, counts in steps_of(data, config, epochs=2) for n in counts.segment_lengths)
+        whole = sorted(
+            int(n) for _, counts in steps_of(data, config, epochs=2) for n in counts.segment_lengths
+        )
         assert pieces == whole
 
 
@@ -103,7 +120,7 @@ def test_a_length_that_no_document_needs_has_no_steps():
 
 
 def shares_of(steps):
-    tokens = np.sum([counts.tokens_of_sources for _, counts in steps], axis=0)
+    tokens = np.sum([counts.tokens_per_source for _, counts in steps], axis=0)
     return tokens / tokens.sum()
 
 
@@ -118,7 +135,9 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
     assert {counts.epoch for _, counts in steps} == {None}
     lines = [
         words
-        for word, words in summary.describe_data(data, config, data.make_schedule(config, num_steps=300))
+        for word, words in summary.describe_data(
+            data, config, data.make_schedule(config, num_steps=300)
+        )
         if word == "source"
     ]
     total = sum(counts.segment_lengths.sum() for _, counts in steps)
@@ -169,21 +188,37 @@ def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
     data = data_of([LONG], config, long_documents=what)
     (source,) = data.documents.sources
     assert data.documents.lengths.tolist() == lengths
-    found = {name: value for name, value in vars(source).items() if value and name not in ("name", "num_documents")}
-    assert found == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
+    found = {
+        name: value
+        for name, value in vars(source).items()
+        if value and name not in ("name", "num_documents")
+    }
+    assert (
+        found
+        == {"num_tokens": sum(lengths), "num_loss_tokens": sum(n - 1 for n in lengths)} | counts
+    )
     steps = steps_of(data, config, epochs=1)
     assert len(taken(steps)) == sum(lengths)
-    assert sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps) == source.num_loss_tokens
+    assert (
+        sum(int(np.sum(np.asarray(given.labels_BL) != -100)) for given, _ in steps)
+        == source.num_loss_tokens
+    )
 
 
 def test_a_truncated_document_ends_like_any_other():
     """Its last token has no next one: the label would be a token that is not there."""
     for labels in (False, True):
         stored = Documents([tokenized([40], 1, labels)], longest_row=32, long_documents="truncate")
-        row = data_of([[40]], test_pipeline.settings_of(), long_documents="truncate").streams[0].row(0)
+        row = (
+            data_of([[40]], test_pipeline.settings_of(), long_documents="truncate")
+            .streams[0]
+            .row(0)
+        )
         share = stored.read_slice(row, 0, 32)
         assert share.tokens.tolist() == list(range(1, 33))
-        assert share.labels.tolist() == [token if token % 3 or not labels else -100 for token in range(2, 33)] + [-100]
+        assert share.labels.tolist() == [
+            token if token % 3 or not labels else -100 for token in range(2, 33)
+        ] + [-100]
         assert stored.num_loss_tokens == np.sum(share.labels != -100)
 
 
@@ -211,7 +246,12 @@ def test_rows_of_similar_work_are_side_by_side():
     for given, counts in steps:
         work = np.sort((np.asarray(given.lengths_BM).astype(int) ** 2).sum(-1), axis=1)
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
-    feed = data.make_loader(config, test_pipeline.mesh_of(1, 8, 1), data.make_schedule(config, epochs=1), layout_degree=1)
+    feed = data.make_loader(
+        config,
+        test_pipeline.mesh_of(1, 8, 1),
+        data.make_schedule(config, epochs=1),
+        layout_degree=1,
+    )
     unsorted = [_dealt_unsorted(data, 16 * step) for step in range(len(steps) - 1)]
     assert np.mean([counts.imbalance for _, counts in steps]) < 1 + 0.5 * (np.mean(unsorted) - 1)
     assert feed.num_steps == len(steps)
@@ -221,25 +261,39 @@ def test_rows_of_similar_work_are_side_by_side():
 
 def _dealt_unsorted(data, first):
     (stream,) = data.streams
-    work = np.array([int((stream.row(index).length.astype(int) ** 2).sum()) for index in range(first, first + 16)]).reshape(
-        2, 8
-    )
+    work = np.array(
+        [
+            int((stream.row(index).length.astype(int) ** 2).sum())
+            for index in range(first, first + 16)
+        ]
+    ).reshape(2, 8)
     return work.max(1).sum() / work.mean(1).sum()
 
 
 def test_who_gets_what_is_what_they_get():
     config = test_pipeline.settings_of(rows_per_step=8, rows_per_microbatch=2)
     data = data_of([lengths_of(60, 30)], config)
-    feed = data.make_loader(config, test_pipeline.mesh_of(1, 2, 4), data.make_schedule(config, epochs=1), layout_degree=1)
+    feed = data.make_loader(
+        config,
+        test_pipeline.mesh_of(1, 2, 4),
+        data.make_schedule(config, epochs=1),
+        layout_degree=1,
+    )
     (stream,) = data.streams
     for step, (given, _) in enumerate(feed.batches()):
         dealt = feed.assign_rows(step)
         assert [(hand.microbatch, hand.group, hand.devices) for hand in dealt] == [
-            (turn, group, tuple(range(4 * group, 4 * group + 4))) for turn in range(2) for group in range(2)
+            (turn, group, tuple(range(4 * group, 4 * group + 4)))
+            for turn in range(2)
+            for group in range(2)
         ]
         for hand in dealt:
-            there = np.asarray(given.lengths_BM)[hand.microbatch, 2 * hand.group : 2 * hand.group + 2]
-            rows_there = [[] if row is None else stream.row(row).length.tolist() for row in hand.rows]
+            there = np.asarray(given.lengths_BM)[
+                hand.microbatch, 2 * hand.group : 2 * hand.group + 2
+            ]
+            rows_there = [
+                [] if row is None else stream.row(row).length.tolist() for row in hand.rows
+            ]
             assert [length[length > 0].tolist() for length in there] == rows_there
             assert (hand.num_tokens, hand.num_segments) == (there.sum(), np.sum(there > 0))
     assert sorted(row for hand in feed.assign_rows(0) for row in hand.rows) == list(range(8))
@@ -273,7 +327,9 @@ def test_every_count_is_said_before_the_first_step():
 def test_what_would_become_of_long_documents_is_no_change_where_there_are_none():
     config = test_pipeline.settings_of()
     fingerprints = [
-        data_of([lengths], config, long_documents=what).fingerprint(test_pipeline.settings_of(long_documents=what))
+        data_of([lengths], config, long_documents=what).fingerprint(
+            test_pipeline.settings_of(long_documents=what)
+        )
         for lengths in ([3, 32], [3, 33])
         for what in ("split", "truncate")
     ]
@@ -281,7 +337,10 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
     for before, now in [(0, 2), (2, 0), (0, 3), (3, 0)]:
         said = dataset.describe_changes(fingerprints[before], fingerprints[now])
         assert not any("long_documents" in line for line in said), "the documents changed"
-    assert dataset.describe_changes(fingerprints[2], fingerprints[3])[0] == "data.long_documents = truncate, and was split"
+    assert (
+        dataset.describe_changes(fingerprints[2], fingerprints[3])[0]
+        == "data.long_documents = truncate, and was split"
+    )
 
 
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
@@ -291,15 +350,25 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
     data = data_of([lengths_of(60, 60)], config)
     schedule = data.make_schedule(config, epochs=3)
     needed = [[stream.count_rows(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
-    consumed = {step: np.array(schedule.rows_consumed(step)) for step in range(1, len(schedule) + 1)}
+    consumed = {
+        step: np.array(schedule.rows_consumed(step)) for step in range(1, len(schedule) + 1)
+    }
     # one step may complete two short epochs
-    expected = sorted({min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed})
+    expected = sorted(
+        {min(step for step in consumed if np.all(consumed[step] >= rows)) for rows in needed}
+    )
     found = [step for step in range(1, len(schedule) + 1) if data.is_epoch_end(schedule, step)]
     assert found == expected
     assert found[-1] == len(schedule)
     # and after a resume the same steps
     done = 3
-    begin = dict(zip([stream.row_tokens for stream in data.streams], schedule.rows_consumed(done), strict=True))
+    begin = dict(
+        zip(
+            [stream.row_tokens for stream in data.streams],
+            schedule.rows_consumed(done),
+            strict=True,
+        )
+    )
     rest = data.make_schedule(config, consumed=begin, epochs=3)
     found = [done + step for step in range(1, len(rest) + 1) if data.is_epoch_end(rest, step)]
     assert found == [step for step in expected if step > done]
@@ -308,7 +377,9 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
 def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
     planned, plan = [], packing.plan_rows
     monkeypatch.setattr(
-        packing, "plan_rows", lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how)
+        packing,
+        "plan_rows",
+        lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how),
     )
     config = test_pipeline.settings_of(rows_per_step=1)
     data = data_of([[32] * 4], config)
@@ -321,12 +392,17 @@ def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
     config = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
     data = data_of([[16] * 800], config)
     (said,) = [
-        words for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1)) if word == "note"
+        words
+        for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+        if word == "note"
     ]
     assert_names(said, "1,024", "12 %", "8")
     (cap,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", said))
     (length,) = map(int, re.findall(r"data\.row_tokens=(\d+)", said))
-    for fields in ({"row_tokens": 1024, "max_pieces": cap}, {"row_tokens": length, "max_pieces": 8}):
+    for fields in (
+        {"row_tokens": 1024, "max_pieces": cap},
+        {"row_tokens": length, "max_pieces": 8},
+    ):
         other = test_pipeline.settings_of(**fields)
         (stream,) = data_of([[16] * 800], other).streams
         assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
@@ -338,7 +414,9 @@ def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
     config = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
     data = data_of([[5] * 60], config)
     (said,) = [
-        words for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1)) if word == "note"
+        words
+        for word, words in summary.describe_data(data, config, data.make_schedule(config, epochs=1))
+        if word == "note"
     ]
     assert_names(said, "data.max_segments_per_row=64")
     assert "data.row_tokens=" not in said
@@ -351,7 +429,12 @@ def test_skipped_records_are_named(tmp_path):
     source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data, field="data.train.0.source")
     made = tokenize.tokenize_dataset(
-        read, source=source, data=config.data, tokenizer=None, vocab_size=9, field="data.train.0.source"
+        read,
+        source=source,
+        data=config.data,
+        tokenizer=None,
+        vocab_size=9,
+        field="data.train.0.source",
     )
     documents = Documents([made.dataset], source_names=["a"], longest_row=32)
     data = dataset.pack_documents("train", documents, config, digests=[made.digest])
@@ -365,7 +448,11 @@ def test_skipped_records_are_named(tmp_path):
 def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
     config = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
     now = data_of([[3, 4]], config).fingerprint(config)
-    before = {name: value for name, value in now.items() if name not in ("data.max_segments_per_row", "run.seed")}
+    before = {
+        name: value
+        for name, value in now.items()
+        if name not in ("data.max_segments_per_row", "run.seed")
+    }
     assert dataset.describe_changes(before, now) == []
     (line,) = dataset.describe_changes(before, now | {"data.max_segments_per_row": 9})
     assert line.startswith("data.max_segments_per_row = 9, and was 64")
@@ -382,7 +469,10 @@ def test_changes_of_the_data_are_named():
     assert_names(slots, "5", start="data.max_segments_per_row = 6")
     longer = data_of([[3, 4], [6, 1]], config)
     renamed = {**longer.fingerprint(config)}
-    renamed["sources"] = [{**renamed["sources"][0], "name": "x"}, {**renamed["sources"][1], "digest": "new"}]
+    renamed["sources"] = [
+        {**renamed["sources"][0], "name": "x"},
+        {**renamed["sources"][1], "digest": "new"},
+    ]
     (tokens,) = dataset.describe_changes(before, renamed)
     assert_names(tokens, "2", "1", "7", "5", start="data.train.1 (b)")
     (count,) = dataset.describe_changes(before, data_of([[3]], config).fingerprint(config))

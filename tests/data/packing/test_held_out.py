@@ -23,7 +23,9 @@ def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
 def test_the_choice_depends_on_seed_name_and_index_only():
     chosen = choose()
     assert chosen.sum() == 200
-    assert np.flatnonzero(chosen)[:6].tolist() == [25, 27, 32, 35, 37, 39], "with every version of NumPy"
+    assert np.flatnonzero(chosen)[:6].tolist() == [25, 27, 32, 35, 37, 39], (
+        "with every version of NumPy"
+    )
     assert np.array_equal(choose([9] * 1000), chosen), "not the lengths"
     for other in (choose(seed=1), choose(name="b")):
         assert 0.1 < np.mean(other & chosen) / np.mean(chosen) < 0.3, "independent"
@@ -37,10 +39,15 @@ def test_every_document_is_learned_or_held_out():
     tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
     chosen = held_out.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
     parts = [
-        Documents([tokenized], source_names=["a"], held_out=chosen, use_held_out=which, longest_row=7)
+        Documents(
+            [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, longest_row=7
+        )
         for which in (False, True)
     ]
-    places = [{parts[k].find_origin(document).location for document in range(len(parts[k].lengths))} for k in (0, 1)]
+    places = [
+        {parts[k].find_origin(document).location for document in range(len(parts[k].lengths))}
+        for k in (0, 1)
+    ]
     assert not places[0] & places[1]
     assert len(places[0] | places[1]) == np.count_nonzero(lengths)
     assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
@@ -48,7 +55,10 @@ def test_every_document_is_learned_or_held_out():
     assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, held.num_tokens)
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
     assert train.num_split + held.num_split == sum(length > 7 for length in lengths)
-    assert numbers(summary.describe_exclusions([train]))[:2] == [held.num_documents, held.num_tokens]
+    assert numbers(summary.describe_exclusions([train]))[:2] == [
+        held.num_documents,
+        held.num_tokens,
+    ]
     assert held.num_held_out == 0
 
 
@@ -72,7 +82,9 @@ def test_another_fraction_is_a_change_of_the_data():
     assert held_out.digest_split("x", nothing, is_held_out=True) != "x"
 
 
-@pytest.mark.parametrize(("count", "fraction", "expected"), [(5, 0.02, 1), (5, 0.2, 1), (200, 0.05, 10), (30, 0.1, 3)])
+@pytest.mark.parametrize(
+    ("count", "fraction", "expected"), [(5, 0.02, 1), (5, 0.2, 1), (200, 0.05, 10), (30, 0.1, 3)]
+)
 def test_few_documents_are_divided_exactly(count, fraction, expected):
     assert choose([5] * count, fraction=fraction).sum() == expected
 

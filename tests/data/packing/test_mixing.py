@@ -15,7 +15,11 @@ def parts(*num_rows, row_tokens=8):
     """Sources of so many full rows; the rows of source s are documents 100 * s and on."""
     return [
         PackedEpochs(
-            np.full(count, row_tokens), row_tokens=row_tokens, max_segments=1, seed=0, documents=100 * source + np.arange(count)
+            np.full(count, row_tokens),
+            row_tokens=row_tokens,
+            max_segments=1,
+            seed=0,
+            documents=100 * source + np.arange(count),
         )
         for source, count in enumerate(num_rows)
     ]
@@ -26,7 +30,13 @@ def stream_of(*num_rows, shares=SHARES):
 
 
 def test_every_beginning_has_each_part_in_proportion():
-    found = np.array([stream.row(index).document[0] // 100 for stream in [stream_of(7, 5, 3)] for index in range(2000)])
+    found = np.array(
+        [
+            stream.row(index).document[0] // 100
+            for stream in [stream_of(7, 5, 3)]
+            for index in range(2000)
+        ]
+    )
     for end in range(1, 2000):
         counts = np.bincount(found[:end], minlength=3)
         assert np.all(np.abs(counts - end * np.array(SHARES)) < 1.5), end
@@ -35,7 +45,9 @@ def test_every_beginning_has_each_part_in_proportion():
 def test_the_order_is_the_one_that_is_drawn():
     """As at the top of the module; the first of two that stand at the same place comes first."""
     stream = stream_of(9, 9, shares=(0.75, 0.25))
-    assert "".join("ab"[stream.row(index).document[0] // 100] for index in range(12)) == "aabaaabaaaba"
+    assert (
+        "".join("ab"[stream.row(index).document[0] // 100] for index in range(12)) == "aabaaabaaaba"
+    )
 
 
 def test_each_part_goes_through_its_own_rows_without_a_gap():
@@ -58,7 +70,11 @@ def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
     def stream():
         return stream_of(*(5,) * len(shares), shares=shares)
 
-    straight = [(stream._locate_row(index), stream.row(index).document[0]) for stream in [stream()] for index in range(5000)]
+    straight = [
+        (stream._locate_row(index), stream.row(index).document[0])
+        for stream in [stream()]
+        for index in range(5000)
+    ]
     for part in range(len(shares)):
         places = [place for (found, place), _ in straight if found == part]
         assert places == list(range(len(places))), "each of a part's rows once, in order"
@@ -70,20 +86,30 @@ def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
 def test_one_part_is_its_own_sequence_with_epochs():
     (only,) = parts(5)
     stream = RowStream([only], [1.0], row_tokens=8)
-    assert [stream.row(index).document[0] for index in range(12)] == [only.row(index).document[0] for index in range(12)]
+    assert [stream.row(index).document[0] for index in range(12)] == [
+        only.row(index).document[0] for index in range(12)
+    ]
     assert [stream.find_epoch(index) for index in (0, 4, 5)] == [0, 0, 1]
     assert (stream.count_rows(3), stream.count_rows_by_part(12)) == (15, [12])
     assert stream_of(5, 5, 5).find_epoch(3) is None
 
 
 def schedule(**changed):
-    fields = {"begin": (0, 0), "rows_per_step": (8, 2), "shares": (0.75, 0.25), "seed": 0, "num_steps": 400}
+    fields = {
+        "begin_rows": (0, 0),
+        "rows_per_step": (8, 2),
+        "fractions": (0.75, 0.25),
+        "seed": 0,
+        "num_steps": 400,
+    }
     return mixing.build_schedule(**fields | changed)
 
 
 def laid_out(found):
     """Stream, first row and number of rows of each step. Shapes: [steps]."""
-    return np.array([found.rows(step) for step in range(len(found))], np.int64).reshape(-1, 3).T
+    return (
+        np.array([found.step_rows(step) for step in range(len(found))], np.int64).reshape(-1, 3).T
+    )
 
 
 def test_steps_of_each_length_come_in_proportion_and_in_an_order_that_the_seed_decides():
@@ -93,7 +119,9 @@ def test_steps_of_each_length_come_in_proportion_and_in_an_order_that_the_seed_d
     streams = stream.tolist()
     assert streams == laid_out(schedule())[0].tolist()
     assert streams != laid_out(schedule(seed=1))[0].tolist()
-    assert len({tuple(streams[place : place + 4]) for place in range(0, 400, 4)}) == 4, "not one pattern again and again"
+    assert len({tuple(streams[place : place + 4]) for place in range(0, 400, 4)}) == 4, (
+        "not one pattern again and again"
+    )
 
 
 def test_a_stream_s_steps_follow_each_other_without_a_gap():
@@ -104,37 +132,57 @@ def test_a_stream_s_steps_follow_each_other_without_a_gap():
     assert set(num_rows.tolist()) == {8, 2}
 
 
-@pytest.mark.parametrize("many", [{"num_steps": 60}, {"num_steps": None, "ends": (301, 33)}])
+@pytest.mark.parametrize("many", [{"num_steps": 60}, {"num_steps": None, "end_rows": (301, 33)}])
 def test_a_schedule_goes_on_from_what_was_consumed(many):
     straight = schedule(**many)
     for done in range(len(straight) + 1):
-        rest = many if many.get("ends") else {"num_steps": 60 - done}
-        after = schedule(**rest, begin=straight.rows_consumed(done))
+        rest = many if many.get("end_rows") else {"num_steps": 60 - done}
+        after = schedule(**rest, begin_rows=straight.rows_consumed(done))
         np.testing.assert_array_equal(laid_out(after), laid_out(straight)[:, done:])
 
 
 def test_at_the_end_of_the_data_every_row_was_there_once():
-    found = schedule(num_steps=None, ends=(301, 33))
+    found = schedule(num_steps=None, end_rows=(301, 33))
     assert len(found) == 38 + 17
     assert found.rows_consumed(len(found)) == (301, 33)
     assert found.num_rows == 301 + 33
     for stream, end in ((0, 301), (1, 33)):
-        steps = [rows for rows in map(found.step_rows, range(len(found))) if rows.stream_index == stream]
-        assert [index for rows in steps for index in range(rows.first_row, rows.first_row + rows.num_rows)] == list(range(end))
+        steps = [
+            rows for rows in map(found.step_rows, range(len(found))) if rows.stream_index == stream
+        ]
+        assert [
+            index
+            for rows in steps
+            for index in range(rows.first_row, rows.first_row + rows.num_rows)
+        ] == list(range(end))
 
 
 def test_one_length_is_one_integer():
-    found = mixing.build_schedule(begin_rows=[10], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19])
+    found = mixing.build_schedule(
+        begin_rows=[10], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19]
+    )
     assert laid_out(found).tolist() == [[0, 0, 0], [10, 14, 18], [4, 4, 1]]
     assert [found.rows_consumed(step) for step in range(4)] == [(10,), (14,), (18,), (19,)]
-    assert len(mixing.build_schedule(begin_rows=[20], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19])) == 0
+    assert (
+        len(
+            mixing.build_schedule(
+                begin_rows=[20], rows_per_step=[4], fractions=[1.0], seed=0, end_rows=[19]
+            )
+        )
+        == 0
+    )
 
 
 def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
-    found = mixing.build_schedule(begin_rows=[5], rows_per_step=[4], fractions=[1.0], seed=0, num_steps=10**9)
+    found = mixing.build_schedule(
+        begin_rows=[5], rows_per_step=[4], fractions=[1.0], seed=0, num_steps=10**9
+    )
     assert found.step_rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
     assert (found.rows_consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
     assert sum(stream_of(7, 5, 3).count_rows_by_part(10**12)) == 10**12
-    for fields in ({"begin": [0], "rows_per_step": [4], "shares": [1.0], "num_steps": 10**20}, {"num_steps": 10**9}):
+    for fields in (
+        {"begin_rows": [0], "rows_per_step": [4], "fractions": [1.0], "num_steps": 10**20},
+        {"num_steps": 10**9},
+    ):
         with pytest.raises(UserError, match=r"^run\.steps: .*\b1[0,]{9,} .*\b1[0,]+"):
             schedule(**fields)

@@ -17,18 +17,25 @@ def mixed_lengths(count, *, mean=1000, seed=0):
 
 
 def pieces(row):
-    return list(zip(row.document.tolist(), row.first.tolist(), row.length.tolist(), strict=True))
+    return list(zip(row.document.tolist(), row.offset.tolist(), row.length.tolist(), strict=True))
 
 
 def test_every_token_lies_in_one_row():
     lengths = np.array([5, 3, 11, 2, 8, 16, 1, 17, 40])
     plan = packing.plan_rows(lengths, row_tokens=8, max_segments=3, seed=1)
-    seen = [(document, first + k) for row in range(len(plan)) for document, first, n in pieces(plan.row(row)) for k in range(n)]
+    seen = [
+        (document, first + k)
+        for row in range(len(plan))
+        for document, first, n in pieces(plan.row(row))
+        for k in range(n)
+    ]
     assert sorted(seen) == [(document, k) for document, n in enumerate(lengths) for k in range(n)]
     for row in range(len(plan)):
         assert plan.row(row).length.sum() <= 8
         assert len(plan.row(row).length) <= 3
-        assert plan.row(row).starts.tolist() == [sum(plan.row(row).length[:k]) for k in range(len(plan.row(row).length))]
+        assert plan.row(row).starts.tolist() == [
+            sum(plan.row(row).length[:k]) for k in range(len(plan.row(row).length))
+        ]
 
 
 def test_a_long_document_is_cut_into_rows_and_a_remainder():
@@ -40,14 +47,20 @@ def test_a_long_document_is_cut_into_rows_and_a_remainder():
 def test_a_document_goes_where_the_least_space_is_left():
     assert packing._best_fit(np.array([5, 6, 3, 2, 1]), 8, 9).tolist() == [0, 1, 0, 1, 2]
     assert packing._best_fit(np.array([5, 6, 2, 3, 8]), 8, 9).tolist() == [0, 1, 1, 0, 2]
-    assert packing._best_fit(np.array([1, 1, 1, 1, 1]), 8, 2).tolist() == [0, 0, 1, 1, 2], "two pieces at most"
+    assert packing._best_fit(np.array([1, 1, 1, 1, 1]), 8, 2).tolist() == [0, 0, 1, 1, 2], (
+        "two pieces at most"
+    )
 
 
 def test_the_seed_alone_decides():
     lengths = mixed_lengths(500)
-    one, same, other = (packing.plan_rows(lengths, row_tokens=4096, max_segments=64, seed=(seed, 0)) for seed in (3, 3, 4))
+    one, same, other = (
+        packing.plan_rows(lengths, row_tokens=4096, max_segments=64, seed=(seed, 0))
+        for seed in (3, 3, 4)
+    )
     assert all(
-        np.array_equal(getattr(one, name), getattr(same, name)) for name in ("document", "first", "length", "row_starts")
+        np.array_equal(getattr(one, name), getattr(same, name))
+        for name in ("document", "offset", "length", "row_starts")
     )
     assert not np.array_equal(one.document, other.document)
 
@@ -87,10 +100,15 @@ def test_epochs_follow_each_other_without_a_gap():
     expected = []
     for epoch in range(4):
         plan = packing.plan_rows(
-            np.array((5, 3, 11, 2, 8, 16, 1, 17, 40, 6, 6, 6, 7, 2, 3)), row_tokens=8, max_segments=3, seed=(0, epoch)
+            np.array((5, 3, 11, 2, 8, 16, 1, 17, 40, 6, 6, 6, 7, 2, 3)),
+            row_tokens=8,
+            max_segments=3,
+            seed=(0, epoch),
         )
         expected += [(epoch, pieces(plan.row(row))) for row in range(len(plan))]
-    assert [(sequence.find_epoch(i), pieces(sequence.row(i))) for i in range(len(expected))] == expected
+    assert [
+        (sequence.find_epoch(i), pieces(sequence.row(i))) for i in range(len(expected))
+    ] == expected
     assert sequence.count_rows(0) == 0
     assert sequence.count_rows(4) == len(expected)
     first, second = ([row for epoch, row in expected if epoch == wanted] for wanted in (0, 1))
@@ -116,7 +134,9 @@ def test_threads_may_share_it(monkeypatch):
 def test_many_epochs_are_counted_after_four_plans(monkeypatch):
     """Each has every token once, in an order of its own; later ones have the rows of one of the first four."""
     plan, seeds = packing.plan_rows, []
-    monkeypatch.setattr(packing, "plan_rows", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k))
+    monkeypatch.setattr(
+        packing, "plan_rows", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k)
+    )
     sequence = epochs()
     assert sequence.count_rows(1) > 0
     assert seeds == [(0, 0)]
@@ -156,27 +176,45 @@ def test_pieces_of_more_than_half_a_row_come_first():
 
 def test_short_pieces_are_not_shut_out_where_the_cap_is_near():
     random = np.random.default_rng(0)
-    lengths = np.concatenate([random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)])
-    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.84, "0.81 if long pieces come first"
+    lengths = np.concatenate(
+        [random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)]
+    )
+    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.84, (
+        "0.81 if long pieces come first"
+    )
 
 
 CHAT = mixed_lengths(200_000, mean=280)
-BIMODAL = np.concatenate([np.full(120_000, 100), np.random.default_rng(0).integers(8000, 20_000, 4000)])
+BIMODAL = np.concatenate(
+    [np.full(120_000, 100), np.random.default_rng(0).integers(8000, 20_000, 4000)]
+)
 
 
 @pytest.mark.parametrize(
     ("lengths", "row_tokens", "max_pieces"),
-    [(CHAT, 32768, 64), (CHAT, 32768, 128), (CHAT, 131072, 64), (mixed_lengths(50_000), 32768, 8), (BIMODAL, 32768, 64)],
+    [
+        (CHAT, 32768, 64),
+        (CHAT, 32768, 128),
+        (CHAT, 131072, 64),
+        (mixed_lengths(50_000), 32768, 8),
+        (BIMODAL, 32768, 64),
+    ],
 )
 def test_what_is_advised_fills_the_rows(lengths, row_tokens, max_pieces):
     found = advice(lengths, row_tokens=row_tokens, max_pieces=max_pieces)
-    assert found.filled_fraction == pytest.approx(fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01)
+    assert found.filled_fraction == pytest.approx(
+        fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01
+    )
     assert found.filled_fraction < 0.99
     assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments) >= 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments - 32) < 0.99, "not more than it takes"
+    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments - 32) < 0.99, (
+        "not more than it takes"
+    )
     assert fullness(lengths, row_tokens=found.row_tokens, max_pieces=max_pieces) >= 0.99
     longer = found.row_tokens + row_tokens // 16
-    assert fullness(lengths, row_tokens=longer, max_pieces=max_pieces) < 0.99, "not shorter than it takes"
+    assert fullness(lengths, row_tokens=longer, max_pieces=max_pieces) < 0.99, (
+        "not shorter than it takes"
+    )
     assert found.num_cut == np.sum((found.row_tokens < lengths) & (lengths <= row_tokens))
 
 
@@ -188,7 +226,9 @@ def test_advice_is_round():
 def test_no_row_may_be_short_enough():
     found = advice(np.full(100_000, 30), row_tokens=131072, max_pieces=8)
     assert (found.row_tokens, found.num_cut) == (None, 0)
-    assert fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_segments) > 0.95, "23 rows"
+    assert (
+        fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_segments) > 0.95
+    ), "23 rows"
 
 
 def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
@@ -200,7 +240,10 @@ def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
     "lengths",
     [
         pytest.param(mixed_lengths(20_000), id="full"),
-        pytest.param(np.random.default_rng(0).integers(13_107, 22_937, 20_000), id="two fit at most, whatever the cap"),
+        pytest.param(
+            np.random.default_rng(0).integers(13_107, 22_937, 20_000),
+            id="two fit at most, whatever the cap",
+        ),
         pytest.param(np.full(64, 20), id="one row holds all"),
         pytest.param(np.zeros(0, np.int64), id="none"),
     ],

@@ -53,12 +53,16 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_p
 def pipeline_of(documents, *, mesh=(1, 2, 4), epochs=2, first_row=0, layout=1, **fields):
     config = settings_of(**fields)
     data = dataset.pack_documents("train", documents, config, digests=["unused"])
-    schedule = data.make_schedule(config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs)
+    schedule = data.make_schedule(
+        config, consumed={config.data.max_row_tokens: first_row}, epochs=epochs
+    )
     return data.make_loader(config, mesh_of(*mesh), schedule, layout_degree=layout)
 
 
 def ragged(count=60, seed=1):
-    return documents_of([*np.random.default_rng(seed).integers(1, 50, count).tolist(), 100], labels=True)
+    return documents_of(
+        [*np.random.default_rng(seed).integers(1, 50, count).tolist(), 100], labels=True
+    )
 
 
 def undealt(given, *, groups, rows_per_microbatch=1):
@@ -70,7 +74,9 @@ def undealt(given, *, groups, rows_per_microbatch=1):
         array = np.asarray(getattr(given, name))
         turns, slots, _ = array.shape
         order = {
-            step_row_index(turn, slot, num_groups=groups, rows_per_microbatch=rows_per_microbatch): array[turn, slot]
+            step_row_index(
+                turn, slot, num_groups=groups, rows_per_microbatch=rows_per_microbatch
+            ): array[turn, slot]
             for turn in range(turns)
             for slot in range(slots)
         }
@@ -85,7 +91,9 @@ def local(array, device):
 
 def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
     """The contract of issue 2, and the row after it."""
-    documents = Documents([datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})])
+    documents = Documents(
+        [datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
+    )
     feed = pipeline_of(documents, mesh=(1, 1, 2), rows_per_step=2, row_tokens=6, epochs=1)
     ((given, _),) = feed.batches()
     assert given.tokens_BL.shape == (2, 1, 6), "one row at a time, two turns"
@@ -97,7 +105,10 @@ def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
         (3, 1): ([6, 7, 8], [3, 4, 5], [7, 8, -100]),
     }
     for (first, device), (tokens, positions, labels) in expected.items():
-        there = [local(array, jax.devices()[device]) for array in (given.tokens_BL, given.positions_BL, given.labels_BL)]
+        there = [
+            local(array, jax.devices()[device])
+            for array in (given.tokens_BL, given.positions_BL, given.labels_BL)
+        ]
         assert [array[turns[first], 0].tolist() for array in there] == [tokens, positions, labels]
 
 
@@ -105,7 +116,9 @@ def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
 def test_devices_get_the_chunks_of_the_layout(degree):
     """Shares of 8 tokens, of 2 degree chunks: the same rows, of which the first and the last lie together."""
     documents = ragged()
-    plain, laid_out = (list(pipeline_of(documents, mesh=(1, 2, 4), layout=one).batches()) for one in (1, degree))
+    plain, laid_out = (
+        list(pipeline_of(documents, mesh=(1, 2, 4), layout=one).batches()) for one in (1, degree)
+    )
     order = layouts.token_order(32, degree)
     assert order.tolist() != list(range(32))
     for (one, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
@@ -117,21 +130,39 @@ def test_devices_get_the_chunks_of_the_layout(degree):
 
 
 def test_rows_are_dealt_to_the_groups_in_turn():
-    feed = pipeline_of(documents_of([8] * 16), mesh=(1, 2, 2), rows_per_step=8, rows_per_microbatch=2, row_tokens=8, epochs=1)
+    feed = pipeline_of(
+        documents_of([8] * 16),
+        mesh=(1, 2, 2),
+        rows_per_step=8,
+        rows_per_microbatch=2,
+        row_tokens=8,
+        epochs=1,
+    )
     ((given, _), *_) = feed.batches()
     # equally long: they are dealt in their order
-    first = [int(feed._documents.read_slice(feed._streams[0].row(row), 0, 1).tokens[0]) for row in range(8)]
+    first = [
+        int(feed._documents.read_slice(feed._streams[0].row(row), 0, 1).tokens[0])
+        for row in range(8)
+    ]
     # group 0 gets rows 0, 2, 4, 6 and group 1 the others, two at once
-    assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [[first[i] for i in (0, 2, 1, 3)], [first[i] for i in (4, 6, 5, 7)]]
+    assert np.asarray(given.tokens_BL)[:, :, 0].tolist() == [
+        [first[i] for i in (0, 2, 1, 3)],
+        [first[i] for i in (4, 6, 5, 7)],
+    ]
 
 
 @pytest.mark.parametrize("length", [125, 126, 127, 128])
 def test_a_document_that_almost_fills_its_row(length):
-    feed = pipeline_of(documents_of([length]), mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1)
+    feed = pipeline_of(
+        documents_of([length]), mesh=(1, 1, 4), rows_per_step=1, row_tokens=128, epochs=1
+    )
     ((given, counts),) = feed.batches()
     assert np.sum(np.asarray(given.labels_BL) != -100) == length - 1
     assert np.asarray(given.positions_BL)[0, 0].tolist() == [*range(length)] + [0] * (128 - length)
-    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.segment_lengths.tolist()) == ([length, 0, 0, 0, 0], [length])
+    assert (np.asarray(given.lengths_BM)[0, 0].tolist(), counts.segment_lengths.tolist()) == (
+        [length, 0, 0, 0, 0],
+        [length],
+    )
 
 
 def test_a_step_is_the_same_on_every_mesh():
@@ -150,8 +181,11 @@ def test_a_step_is_the_same_on_every_mesh():
         for run in runs[1:]:
             for (one, one_counts), (other, other_counts) in zip(runs[0], run, strict=True):
                 assert all(np.array_equal(one[name], other[name]) for name in SPECS)
-                assert np.array_equal(one_counts.piece_lengths, other_counts.piece_lengths)
-                assert (one_counts.num_rows, one_counts.epoch) == (other_counts.num_rows, other_counts.epoch)
+                assert np.array_equal(one_counts.segment_lengths, other_counts.segment_lengths)
+                assert (one_counts.num_rows, one_counts.epoch) == (
+                    other_counts.num_rows,
+                    other_counts.epoch,
+                )
 
 
 def test_arrays_are_split_as_the_step_expects():
@@ -163,7 +197,9 @@ def test_arrays_are_split_as_the_step_expects():
 
 def by_work(plans, indices):
     """The slow and obvious order: the row with the most attention work first, equal ones in the order of the plan."""
-    return sorted(indices, key=lambda index: (-sum(int(n) ** 2 for n in plans.row(index).length), index))
+    return sorted(
+        indices, key=lambda index: (-sum(int(n) ** 2 for n in plans.row(index).length), index)
+    )
 
 
 def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
@@ -172,27 +208,42 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
     feed = pipeline_of(documents, epochs=3)
     plans = PackedEpochs(documents.lengths, row_tokens=32, max_segments=5, seed=0)
     total = plans.count_rows(3)
-    assert all(plans.count_rows(epochs) % 16 for epochs in (1, 2, 3)), "epochs must not end with a step here"
+    assert all(plans.count_rows(epochs) % 16 for epochs in (1, 2, 3)), (
+        "epochs must not end with a step here"
+    )
     steps = [(undealt(given, groups=2), counts) for given, counts in feed.batches()]
     assert len(steps) == feed.num_steps == -(-total // 16)
     for name in SPECS:
         found = np.concatenate([step[name] for step, _ in steps])
-        order = [index for first in range(0, total, 16) for index in by_work(plans, range(first, min(first + 16, total)))]
+        order = [
+            index
+            for first in range(0, total, 16)
+            for index in by_work(plans, range(first, min(first + 16, total)))
+        ]
         for index, row in enumerate(map(plans.row, order)):
             share, slots = documents.read_slice(row, 0, 32), row_reader.make_slots(row, 5)
             whole = dataclasses.asdict(share) | dataclasses.asdict(slots)
             assert np.array_equal(found[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(found[total:] == (-100 if name == "labels_BL" else 0))
-    assert sum(int(counts.segment_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
-    assert [counts.num_rows for _, counts in steps] == [16] * (len(steps) - 1) + [total - 16 * (len(steps) - 1)]
-    assert [counts.epoch for _, counts in steps] == [plans.find_epoch(min(16 * k + 15, total - 1)) for k in range(len(steps))]
+    assert (
+        sum(int(counts.segment_lengths.sum()) for _, counts in steps) == 3 * documents.lengths.sum()
+    )
+    assert [counts.num_rows for _, counts in steps] == [16] * (len(steps) - 1) + [
+        total - 16 * (len(steps) - 1)
+    ]
+    assert [counts.epoch for _, counts in steps] == [
+        plans.find_epoch(min(16 * k + 15, total - 1)) for k in range(len(steps))
+    ]
 
 
 def test_a_run_continues_at_any_step():
     documents = ragged()
     straight = [undealt(given, groups=2) for given, _ in pipeline_of(documents).batches()]
     for step in range(len(straight) + 1):
-        continued = [undealt(given, groups=2) for given, _ in pipeline_of(documents, first_row=16 * step).batches()]
+        continued = [
+            undealt(given, groups=2)
+            for given, _ in pipeline_of(documents, first_row=16 * step).batches()
+        ]
         assert len(continued) == len(straight) - step
         for one, other in zip(straight[step:], continued, strict=True):
             assert all(np.array_equal(one[name], other[name]) for name in SPECS)
@@ -205,15 +256,25 @@ class Recorded(Documents):
         self.__dict__.update(documents.__dict__)
         self.read = []
 
-    def share(self, row, begin, end):
-        self.read.append((id(row) if row is packing.EMPTY_ROW else (int(row.document[0]), int(row.offset[0])), begin, end))
+    def read_slice(self, row, begin, end):
+        self.read.append(
+            (
+                id(row) if row is packing.EMPTY_ROW else (int(row.document[0]), int(row.offset[0])),
+                begin,
+                end,
+            )
+        )
         return super().read_slice(row, begin, end)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
     slots_of, slots_made = row_reader.make_slots, []
-    monkeypatch.setattr(row_reader, "make_slots", lambda row, max_pieces: slots_made.append(row) or slots_of(row, max_pieces))
+    monkeypatch.setattr(
+        row_reader,
+        "make_slots",
+        lambda row, max_segments: slots_made.append(row) or slots_of(row, max_segments),
+    )
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
     feed.read_step(0)
@@ -238,20 +299,27 @@ def test_a_process_reads_its_own_shares_only(monkeypatch):
     step = feed.read_step(0)
     assert {(begin, end) for _, begin, end in documents.read} == {(8, 16)}
     assert len(documents.read) == 16
-    assert sorted(step.blocks["tokens_BL"]) == [((0, 8), (0, 1), (8, 16)), ((0, 8), (1, 2), (8, 16))]
+    assert sorted(step.blocks["tokens_BL"]) == [
+        ((0, 8), (0, 1), (8, 16)),
+        ((0, 8), (1, 2), (8, 16)),
+    ]
     for name, blocks in step.blocks.items():
-        assert all(np.array_equal(block, whole.blocks[name][span]) for span, block in blocks.items())
-    assert np.array_equal(step.counts.segment_lengths, whole.counts.segment_lengths), "counts are the whole step's"
+        assert all(
+            np.array_equal(block, whole.blocks[name][span]) for span, block in blocks.items()
+        )
+    assert np.array_equal(step.counts.segment_lengths, whole.counts.segment_lengths), (
+        "counts are the whole step's"
+    )
 
 
 class Failing(Recorded):
     reads_left = 40
 
-    def share(self, row, begin, end):
+    def read_slice(self, row, begin, end):
         self.reads_left -= 1
         if self.reads_left < 0:
             raise OSError("the disk is gone")
-        return super().share(row, begin, end)
+        return super().read_slice(row, begin, end)
 
 
 def test_an_exception_while_reading_reaches_the_caller():

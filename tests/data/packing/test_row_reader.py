@@ -4,7 +4,6 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.core import batch
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing, row_reader
 from jaxsp.data.packing.packing import PackedRow
@@ -14,7 +13,9 @@ from jaxsp.data.packing.row_reader import Documents
 def dataset(documents, labels=None):
     columns = {"tokens": documents} | ({} if labels is None else {"labels": labels})
     ids = datasets.LargeList(datasets.Value("int32"))
-    return datasets.Dataset.from_dict(columns, features=datasets.Features(dict.fromkeys(columns, ids)))
+    return datasets.Dataset.from_dict(
+        columns, features=datasets.Features(dict.fromkeys(columns, ids))
+    )
 
 
 def row_of(*pieces):
@@ -25,7 +26,7 @@ def row_of(*pieces):
 def written_out(documents, labels, row, row_tokens):
     """The slow and obvious row: every token of every piece, one at a time."""
     found = []
-    for document, first, length in zip(row.document, row.first, row.length, strict=True):
+    for document, first, length in zip(row.document, row.offset, row.length, strict=True):
         tokens = documents[document]
         marks = labels[document] if labels else tokens
         for k in range(first, first + length):
@@ -44,7 +45,9 @@ def test_every_range_of_a_row_is_cut_from_the_whole_row():
         for begin in range(15):
             for end in range(begin, 15):
                 share = stored.read_slice(row, begin, end)
-                assert np.array_equal([share.tokens, share.labels, share.positions], whole[:, begin:end]), (begin, end)
+                assert np.array_equal(
+                    [share.tokens, share.labels, share.positions], whole[:, begin:end]
+                ), (begin, end)
                 assert share.tokens.dtype == share.labels.dtype == share.positions.dtype == np.int32
 
 
@@ -53,13 +56,18 @@ def test_a_document_over_three_rows_keeps_labels_and_positions():
     plan = packing.plan_rows(stored.lengths, row_tokens=8, max_segments=4, seed=0)
     shares = []
     for row in map(plan.row, range(len(plan))):
-        for document, start, length, first in zip(row.document, row.starts, row.length, row.offset, strict=True):
+        for document, start, length, first in zip(
+            row.document, row.starts, row.length, row.offset, strict=True
+        ):
             if document == 1:
                 shares.append((first, stored.read_slice(row, int(start), int(start + length))))
     shares.sort(key=lambda found: found[0])
     assert [first for first, _ in shares] == [0, 8, 16]
     assert np.concatenate([share.tokens for _, share in shares]).tolist() == list(range(100, 120))
-    assert np.concatenate([share.labels for _, share in shares]).tolist() == [*range(101, 120), -100]
+    assert np.concatenate([share.labels for _, share in shares]).tolist() == [
+        *range(101, 120),
+        -100,
+    ]
     assert np.concatenate([share.positions for _, share in shares]).tolist() == list(range(20))
 
 
@@ -86,13 +94,24 @@ def test_loss_tokens_are_those_with_a_label():
 def test_a_slice_of_a_dataset_is_read_in_its_place():
     stored = dataset([[1, 2], [3, 4, 5], [6, 7]])
     middle = datasets.Dataset(stored.data.slice(1, 2), info=stored.info)
-    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5).tokens.tolist() == [3, 4, 5, 6, 7]
+    assert Documents([middle]).read_slice(row_of((0, 0, 3), (1, 0, 2)), 0, 5).tokens.tolist() == [
+        3,
+        4,
+        5,
+        6,
+        7,
+    ]
 
 
 def test_slots_are_filled_from_the_front():
     slots = row_reader.make_slots(row_of((4, 0, 3), (9, 8, 4)), 4)
     assert (slots.starts.tolist(), slots.lengths.tolist()) == ([0, 3, 0, 0], [3, 4, 0, 0])
-    assert not np.any([row_reader.make_slots(packing.EMPTY_ROW, 2).starts, row_reader.make_slots(packing.EMPTY_ROW, 2).lengths])
+    assert not np.any(
+        [
+            row_reader.make_slots(packing.EMPTY_ROW, 2).starts,
+            row_reader.make_slots(packing.EMPTY_ROW, 2).lengths,
+        ]
+    )
 
 
 def test_tokens_are_not_copied(tmp_path):
@@ -111,7 +130,7 @@ def test_nothing_to_learn_is_an_error():
 
 
 def test_a_document_without_positions_is_an_error(monkeypatch):
-    monkeypatch.setattr(batch, "POSITION_LIMIT", 4)
+    monkeypatch.setattr(row_reader, "POSITION_LIMIT", 4)
     assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
     with pytest.raises(
         UserError,

@@ -55,7 +55,9 @@ def words_tokenizer(**special):
     backend = library.Tokenizer(library.models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     if special.get("bos_token"):
-        backend.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        backend.post_processor = library.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 1)]
+        )
     return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
 
@@ -74,14 +76,25 @@ def test_an_end_is_added_once_and_special_tokens_are_the_tokenizers_own(tmp_path
 def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
     """Also of one that is not fast, and of one that was saved with truncation and padding."""
     # ByT5 warns of an end token inside a text
-    said = [message["content"].replace("</s>", "") for chat in chats.conversations(20, alternating=True) for message in chat]
+    said = [
+        message["content"].replace("</s>", "")
+        for chat in chats.conversations(20, alternating=True)
+        for message in chat
+    ]
     write(tmp_path / "a.jsonl", *({"text": words} for words in said))
     cut = chats.tokenizer()
     cut.backend_tokenizer.enable_truncation(3)
     cut.backend_tokenizer.enable_padding(length=5)
-    for tokenizer in (cut, chats.tokenizer(), tokenizers.make_byte_tokenizer(), transformers.ByT5Tokenizer()):
+    for tokenizer in (
+        cut,
+        chats.tokenizer(),
+        tokenizers.make_byte_tokenizer(),
+        transformers.ByT5Tokenizer(),
+    ):
         made, end = tokens("a.jsonl", tokenizer=tokenizer), tokenizer.eos_token_id
-        assert made == [ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]]
+        assert made == [
+            ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]
+        ]
 
 
 def test_token_records_stay_as_they_are(tmp_path):
@@ -93,13 +106,23 @@ def test_token_records_stay_as_they_are(tmp_path):
 
 def test_conversations_and_completions_have_labels_unless_all_is_learned(tmp_path):
     tokenizer = chats.tokenizer()
-    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    write(
+        tmp_path / "a.jsonl",
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
+    )
     write(tmp_path / "b.jsonl", {"prompt": "q", "completion": " x"})
-    for name, format, said in (("a.jsonl", "messages", "x<|im_end|>\n"), ("b.jsonl", "prompt_completion", " x</s>")):
-        found = tokenize(name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML).dataset[0]
+    for name, format, said in (
+        ("a.jsonl", "messages", "x<|im_end|>\n"),
+        ("b.jsonl", "prompt_completion", " x</s>"),
+    ):
+        found = tokenize(
+            name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML
+        ).dataset[0]
         assert len(found["labels"]) == len(found["tokens"])
         assert tokenizer.decode([label for label in found["labels"] if label != -100]) == said
-        everything = tokenize(name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all").dataset
+        everything = tokenize(
+            name, format=format, tokenizer=tokenizer, chat_template=chats.CHATML, train_on="all"
+        ).dataset
         assert set(everything.column_names) == {"place", "problem", "tokens"}
         assert everything["tokens"][0] == found["tokens"]
 
@@ -133,7 +156,12 @@ def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(encoding, "encode_texts", encode)
     monkeypatch.setattr(text, "_compute_token_stats", encode)
-    assert tokens("a.txt") == tokens("a.txt", workers=3) == tokens("a.txt", workers=None) == first
+    assert (
+        tokens("a.txt")
+        == tokens("a.txt", num_workers=3)
+        == tokens("a.txt", num_workers=None)
+        == first
+    )
     with pytest.raises(RuntimeError, match="again"):
         tokenize("a.txt", tokenizer=words_tokenizer())
     (tmp_path / "a.txt").write_text("other text")
@@ -142,13 +170,21 @@ def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
 
 
 def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monkeypatch):
-    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    write(
+        tmp_path / "a.jsonl",
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
+    )
     tokenizer = chats.tokenizer()
     made = []
     encode = encoding.encode_texts
     monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
     for number, change in enumerate(
-        [{"chat_template": chats.CHATML}, {"chat_template": chats.TURNS}, {"chat_template": chats.CHATML, "train_on": "all"}], 1
+        [
+            {"chat_template": chats.CHATML},
+            {"chat_template": chats.TURNS},
+            {"chat_template": chats.CHATML, "train_on": "all"},
+        ],
+        1,
     ):
         for _ in range(2):
             tokenize("a.jsonl", format="messages", tokenizer=tokenizer, **change)
@@ -159,12 +195,17 @@ def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monke
 
 
 def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, monkeypatch):
-    write(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]})
+    write(
+        tmp_path / "a.jsonl",
+        {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
+    )
     write(tmp_path / "b.jsonl", {"text": "x"})
     made = []
     encode = encoding.encode_texts
     monkeypatch.setattr(encoding, "encode_texts", lambda *args: made.append(1) or encode(*args))
-    first = tokens("a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML)
+    first = tokens(
+        "a.jsonl", format="messages", tokenizer=chats.tokenizer(), chat_template=chats.CHATML
+    )
     kept = chats.tokenizer()
     kept.chat_template = chats.CHATML
     assert tokens("a.jsonl", format="messages", tokenizer=kept) == first
@@ -181,7 +222,10 @@ def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
     chunks = [[[1, 2, 3], [4]], [[5, 6]]]
 
     def digest(chunks, labels=None):
-        tables = [datasets.Dataset.from_dict({"tokens": chunk}, features=features("tokens")) for chunk in chunks]
+        tables = [
+            datasets.Dataset.from_dict({"tokens": chunk}, features=features("tokens"))
+            for chunk in chunks
+        ]
         made = datasets.concatenate_datasets(tables)
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
@@ -195,18 +239,31 @@ def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
     assert digest([[*chunks[0], *chunks[1]]]) == digest([[[1, 2, 3]], [[4], [5, 6]]]) == same
     labels = [[-100, 2, 3], [4], [5, 6]]
     others = [[[[1, 2], [3, 4], [5, 6]]], [[[1, 2, 3], [4], [5, 7]]], [[[4], [1, 2, 3], [5, 6]]]]
-    digests = [same, *map(digest, others), digest(chunks, labels), digest(chunks, [[1, 2, 3], *labels[1:]])]
+    digests = [
+        same,
+        *map(digest, others),
+        digest(chunks, labels),
+        digest(chunks, [[1, 2, 3], *labels[1:]]),
+    ]
     assert len(set(digests)) == len(digests)
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2]}, {"input_ids": [3]})
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/b.jsonl").write_text((tmp_path / "a.jsonl").read_text())
-    assert tokenize("a.jsonl", format="tokens").digest == tokenize("elsewhere/b.jsonl", format="tokens").digest
+    assert (
+        tokenize("a.jsonl", format="tokens").digest
+        == tokenize("elsewhere/b.jsonl", format="tokens").digest
+    )
 
 
 def test_the_lowest_and_the_highest_id_are_known_by_their_records():
     features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
-    parts = [datasets.Dataset.from_dict({"tokens": lists}, features=features) for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])]
-    assert text._compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {"tokens": [(3, 2), (9, 3)]}
+    parts = [
+        datasets.Dataset.from_dict({"tokens": lists}, features=features)
+        for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
+    ]
+    assert text._compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
+        "tokens": [(3, 2), (9, 3)]
+    }
 
 
 @pytest.mark.e2e
@@ -215,16 +272,19 @@ def test_workers_change_nothing(tmp_path):
     write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
     program = """
 import jax
-from jaxsp.core import config
-from jaxsp.data import sources, text, tokenizers
+from jaxsp.config import schema
+from jaxsp.data.ingest import sources
+from jaxsp.data.tokenization import tokenize, tokenizers
 jax.devices()
-data = config.Data.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
+data = schema.DataConfig.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
 records = sources.read(data.train[0], data=data, field="f")
-args = dict(source=data.train[0], data=data, tokenizer=tokenizers.of_bytes(), vocab_size=257, field="f")
-made = text.tokenize(records, **args)
+args = dict(source=data.train[0], data=data, tokenizer=tokenizers.make_byte_tokenizer(), vocab_size=257, field="f")
+made = tokenize.tokenize_dataset(records, **args)
 print([made.digest, made.dataset["tokens"][:]])
 """
-    ran = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert "num_proc=2" in ran.stderr, "the bar says how many work"
     assert "os.fork" not in ran.stderr, ran.stderr
@@ -236,10 +296,14 @@ def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
     """`datasets` forbids its workers threads."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
-    how = TokenizeOptions(tokenizer=tokenizers.make_byte_tokenizer(), template=None, format="text", train_on="all")
+    how = TokenizeOptions(
+        tokenizer=tokenizers.make_byte_tokenizer(), template=None, format="text", train_on="all"
+    )
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):
-        assert text._encode_table(records, options=how, num_threads=threads)["tokens"].to_pylist() == [[120, 256]]
+        assert text._encode_table(records, options=how, num_threads=threads)[
+            "tokens"
+        ].to_pylist() == [[120, 256]]
         assert (os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"]) == expected
 
 
@@ -254,7 +318,11 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
     write(tmp_path / "b.jsonl", {"input_ids": [1, -100], "labels": [1, -100]})
     with pytest.raises(UserError, match=r"b\.jsonl, line 1: .*tokens.* -100\b"):
         tokenize("b.jsonl", format="tokens", vocab_size=256)
-    write(tmp_path / "c.jsonl", {"input_ids": [1], "labels": [-100]}, {"input_ids": [1, 2], "labels": [-100, -1]})
+    write(
+        tmp_path / "c.jsonl",
+        {"input_ids": [1], "labels": [-100]},
+        {"input_ids": [1, 2], "labels": [-100, -1]},
+    )
     with pytest.raises(UserError, match=r"c\.jsonl, line 2: .*labels.* -1\b"):
         tokenize("c.jsonl", format="tokens", vocab_size=256)
     (tmp_path / "d.txt").write_text("x")
@@ -270,7 +338,11 @@ def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
     records = sources.read(config.train[0], data=config, field=FIELD)
     place, tokens, labels = text.encode_first_record(records, data=config, **how)
     made = text.tokenize_dataset(records, data=config, vocab_size=1000, **how).dataset[1]
-    assert (place, tokens.tolist(), labels.tolist()) == (made["place"], made["tokens"], made["labels"])
+    assert (place, tokens.tolist(), labels.tolist()) == (
+        made["place"],
+        made["tokens"],
+        made["labels"],
+    )
     assert np.any(labels != -100)
     strict = config.model_copy(update={"on_bad_record": "error"})
     with pytest.raises(UserError, match=r"line 1: .*assistant.*data\.on_bad_record=skip"):

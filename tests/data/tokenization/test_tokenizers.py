@@ -13,7 +13,9 @@ from jaxsp.data.tokenization import tokenizers
 def test_a_token_of_the_bytes_tokenizer_is_a_byte(tmp_path):
     made = tokenizers.make_byte_tokenizer()
     made.save_pretrained(tmp_path / "tokenizer")
-    everything = "".join(map(chr, range(0x800))) + "\r\n \U0001f600 中文 <eos> def f(x):\n\treturn x"
+    everything = (
+        "".join(map(chr, range(0x800))) + "\r\n \U0001f600 中文 <eos> def f(x):\n\treturn x"
+    )
     for tokenizer in (made, transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")):
         ids = tokenizer(everything)["input_ids"]
         assert ids == list(everything.encode())
@@ -27,7 +29,9 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"model\.tokenizer = nowhere: "):
         tokenizers.load("nowhere")
     for missing in (f"{tmp_path}/none", "./none", "a/b/c"):
-        with pytest.raises(UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"):
+        with pytest.raises(
+            UserError, match=f"model.tokenizer = {re.escape(missing)}: .*no such folder"
+        ):
             tokenizers.load(missing)
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
@@ -41,12 +45,18 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
 
 def test_content_is_all_that_a_tokenizer_is_made_of_but_templates_and_use_does_not_change_it():
     def words(**special):
-        backend = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>"))
+        backend = library.Tokenizer(
+            library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>")
+        )
         return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
 
     ends = words(eos_token="</s>")
     before = tokenizers.serialize_files(ends)
-    assert before == tokenizers.serialize_files(words(eos_token="</s>")) != tokenizers.serialize_files(words())
+    assert (
+        before
+        == tokenizers.serialize_files(words(eos_token="</s>"))
+        != tokenizers.serialize_files(words())
+    )
     ends("one")
     assert tokenizers.serialize_files(ends) == before
     for template in ("{{ messages }}", {"default": "{{ messages }}", "tool_use": "{{ tools }}"}):

@@ -8,25 +8,41 @@ from tests.messages import assert_names
 
 
 def cell(levers, *, num_devices=8, row_tokens=131072):
-    return memory.Cell(levers=levers, num_devices=num_devices, row_tokens=row_tokens, max_documents=64)
+    return memory.Cell(
+        levers=levers, num_devices=num_devices, row_tokens=row_tokens, max_documents=64
+    )
 
 
 @pytest.mark.parametrize("num_devices", memory.TOKENS)
 @pytest.mark.parametrize("levers", memory.LEVERS)
 def test_every_cell_is_a_config_whose_devices_are_as_many_as_it_says(levers, num_devices):
     asked = schema.parse(memory.fields(cell(levers, num_devices=num_devices)))
-    assert asked.mesh.data * asked.mesh.seq == num_devices == asked.batch.rows_per_step * asked.mesh.seq
+    assert (
+        asked.mesh.data * asked.mesh.seq
+        == num_devices
+        == asked.batch.rows_per_step * asked.mesh.seq
+    )
 
 
 def test_each_line_pulls_the_levers_of_those_before_it():
     found = {name: schema.parse(memory.fields(cell(name))) for name in memory.LEVERS}
     assert [one.mesh.seq for one in found.values()] == [1, 1, *[8] * 7]
     assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *["auto"] * 8]
-    assert [one.memory.mlp_tile_tokens for one in found.values()] == [131072, 131072, 16384, 16384, *["auto"] * 5]
-    assert [one.memory.remat for one in found.values()] == ["none"] * 3 + ["save_attention"] * 4 + ["full"] * 2
+    assert [one.memory.mlp_tile_tokens for one in found.values()] == [
+        131072,
+        131072,
+        16384,
+        16384,
+        *["auto"] * 5,
+    ]
+    assert [one.memory.remat for one in found.values()] == ["none"] * 3 + ["save_attention"] * 4 + [
+        "full"
+    ] * 2
     offloaded = ["none"] * 5 + ["layer_inputs_and_attention"] * 2 + ["layer_inputs"] * 2
     assert [one.memory.offload_activations for one in found.values()] == offloaded
-    assert [one.memory.offload_optimizer for one in found.values()] == ["none"] * 6 + ["state"] * 2 + ["state_and_gradients"]
+    assert [one.memory.offload_optimizer for one in found.values()] == ["none"] * 6 + [
+        "state"
+    ] * 2 + ["state_and_gradients"]
 
 
 def test_a_line_says_what_a_cell_takes_or_why_it_is_not_known():

@@ -12,16 +12,22 @@ MEGA = 2**20
 
 def kernels(*lines, more=""):
     body = "\n".join(f"  {line}" for line in lines)
-    return hlo_cost.read_kernel_costs(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
+    return hlo_cost.read_kernel_costs(
+        f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    )
 
 
 def computation(name, *lines):
-    return f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    return (
+        f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    )
 
 
 A = "%a = bf16[512,1024]{1,0} parameter(0)"
 B = "%b = bf16[1024,2048]{1,0} parameter(1)"
-DOT = "ROOT %d = bf16[512,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+DOT = (
+    "ROOT %d = bf16[512,2048]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+)
 
 
 def test_a_product_counts_two_for_each_multiplication_and_reads_and_writes_each_array_once():
@@ -31,7 +37,9 @@ def test_a_product_counts_two_for_each_multiplication_and_reads_and_writes_each_
 
 
 def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
-    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    config = (
+        '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+    )
     cublas = (
         '%c = (bf16[512,2048]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config='
         + config
@@ -42,7 +50,9 @@ def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
 
 
 def test_elements_of_tuples_are_read_as_xla_of_jax_0_11_abbreviates_them():
-    pair = "%p = (s32[], bf16[1024,2048]{1,0}, /*index=2*/(bf16[512,1024]{1,0}, u32[])) parameter(0)"
+    pair = (
+        "%p = (s32[], bf16[1024,2048]{1,0}, /*index=2*/(bf16[512,1024]{1,0}, u32[])) parameter(0)"
+    )
     rename = "%q = (bf16[512,1024]{1,0}, u32[]) bitcast(%p#2)"
     fusion = "ROOT %f = bf16[512,2048]{1,0} fusion(%q#0, %p#1, /*index=2*/%p#1), kind=kCustom, calls=%inner"
     dot = "ROOT %d = bf16[512,2048]{1,0} dot(%q#0, %p#1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -75,7 +85,9 @@ def test_a_slice_of_a_stack_reads_the_slice_alone():
 def test_an_update_in_place_writes_the_update_alone():
     new = "%n = f32[1,1024,1024]{2,1,0} parameter(2)"
     fusion = "ROOT %f = f32[32,1024,1024]{2,1,0} fusion(%s, %i, %n), kind=kLoop, calls=%inner"
-    (one,) = kernels(STACK, PLACE, new, fusion, more=computation("inner", STACK, PLACE, new, UPDATE))
+    (one,) = kernels(
+        STACK, PLACE, new, fusion, more=computation("inner", STACK, PLACE, new, UPDATE)
+    )
     assert one.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
 
 
@@ -99,7 +111,9 @@ def test_an_update_that_runs_beside_others_counts_once():
     shapes = "((f32[32,1024,1024]{2,1,0:S(5)}, s32[], f32[1,1024,1024]{2,1,0}), f32[32,1024,1024]{2,1,0:S(5)}, u32[])"
     begin = f"%b = {shapes} async-start(%s, %i, %n), calls=%wrapped"
     done = "ROOT %e = f32[32,1024,1024]{2,1,0:S(5)} async-done(%b)"
-    more = computation("inner", stack, PLACE, new, update) + computation("wrapped", stack, PLACE, new, fusion)
+    more = computation("inner", stack, PLACE, new, update) + computation(
+        "wrapped", stack, PLACE, new, fusion
+    )
     (one,) = kernels(stack, PLACE, new, begin, done, more=more)
     assert (one.bytes_from_host, one.bytes_to_host) == (0, 4 * MEGA)
 
@@ -112,7 +126,13 @@ def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wan
     found = sum(one.flops * one.num_runs for one in hlo_cost.read_kernel_costs(step.dump.hlo_text))
     attention = flops.attention_flops(model, programs.pieces(step))
     needed = (flops.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
-    D, F, H, G, K = model.hidden_size, model.intermediate_size, model.num_heads, model.num_kv_heads, model.head_dim
+    D, F, H, G, K = (
+        model.hidden_size,
+        model.intermediate_size,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+    )
     layer = 2 * tokens * (D * (2 * H + 2 * G) * K + 3 * D * F)
     again = model.num_layers * (layer - 2 * tokens * D * F) + 2 * tokens * model.vocab_size * D
     assert found == pytest.approx(needed + again, rel=0.02)

@@ -11,7 +11,9 @@ LINKS = "collectives"
 
 
 def computation(name, *lines):
-    return f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    return (
+        f"%{name} (b: f32[8]) -> f32[8] {{\n" + "\n".join(f"  {line}" for line in lines) + "\n}\n"
+    )
 
 
 def kernel(name):
@@ -41,19 +43,30 @@ def simulate(*lines, more="", kernels, transfers=None):
     """
     body = "\n".join(f"  {line}" for line in lines)
     program = hlo.parse_module(f"{HEAD}{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n")
-    number = {line.name: line.line_number for lines in program.computations.values() for line in lines}
+    number = {
+        line.name: line.line_number for lines in program.computations.values() for line in lines
+    }
     found = {
         number[name]: ScheduledTransfer(
-            stream=stream, seconds=seconds, begin_line=number[name], end_line=number.get(f"{name}.end", number[name])
+            stream=stream,
+            seconds=seconds,
+            begin_line=number[name],
+            end_line=number.get(f"{name}.end", number[name]),
         )
         for name, (stream, seconds) in (transfers or {}).items()
     }
-    simulated = timeline.simulate(program, {number[name]: seconds for name, seconds in kernels.items()}, found)
+    simulated = timeline.simulate(
+        program, {number[name]: seconds for name, seconds in kernels.items()}, found
+    )
     never = ExposedTime(num_runs=0, seconds=0.0)
     return simulated, {name: simulated.exposed.get(number[name], never) for name in transfers or {}}
 
 
-@pytest.mark.parametrize(("seconds", "waited"), [(2.0, 0.0), (3.0, 0.0), (5.0, 2.0)], ids=["shorter", "as long", "longer"])
+@pytest.mark.parametrize(
+    ("seconds", "waited"),
+    [(2.0, 0.0), (3.0, 0.0), (5.0, 2.0)],
+    ids=["shorter", "as long", "longer"],
+)
 def test_a_collective_is_hidden_as_far_as_kernels_run_beside_it(seconds, waited):
     found, waits = simulate(
         begin("x"), kernel("product"), end("x"), kernel("next"),
@@ -63,10 +76,16 @@ def test_a_collective_is_hidden_as_far_as_kernels_run_beside_it(seconds, waited)
     assert found.seconds == 4.0 + waited
 
 
-@pytest.mark.parametrize("lines", [(begin("x"), end("x")), ("%x = f32[64]{0} all-gather(%a)",)], ids=["pair", "blocking"])
+@pytest.mark.parametrize(
+    "lines", [(begin("x"), end("x")), ("%x = f32[64]{0} all-gather(%a)",)], ids=["pair", "blocking"]
+)
 def test_a_collective_that_nothing_hides_is_waited_for(lines):
     found, waits = simulate(
-        kernel("before"), *lines, kernel("after"), kernels={"before": 3.0, "after": 1.0}, transfers={"x": (LINKS, 2.0)}
+        kernel("before"),
+        *lines,
+        kernel("after"),
+        kernels={"before": 3.0, "after": 1.0},
+        transfers={"x": (LINKS, 2.0)},
     )
     assert waits["x"].seconds == 2.0
     assert found.seconds == 6.0
@@ -111,7 +130,12 @@ def test_a_loop_counts_as_often_as_it_runs(trips):
 def test_loops_in_loops_multiply():
     inner = computation("inner", kernel("product"))
     outer = computation("outer", loop("inner", 3), begin("x"), end("x"))
-    found, waits = simulate(loop("outer", 4), more=inner + outer, kernels={"product": 1.0}, transfers={"x": (LINKS, 0.5)})
+    found, waits = simulate(
+        loop("outer", 4),
+        more=inner + outer,
+        kernels={"product": 1.0},
+        transfers={"x": (LINKS, 0.5)},
+    )
     assert found.seconds == 4 * (3 + 0.5)
     assert waits["x"] == ExposedTime(num_runs=4, seconds=2.0)
 
@@ -147,7 +171,17 @@ def test_of_a_conditional_the_slowest_branch_counts():
 
 def test_kernels_of_called_computations_run_in_their_place():
     more = computation("called", kernel("inside"))
-    for line in ("%c = f32[8]{0} call(%a), to_apply=%called", "%c = (f32[8]{0}) async-start(%a), calls=%called"):
-        found, waits = simulate(begin("x"), line, end("x"), more=more, kernels={"inside": 2.0}, transfers={"x": (LINKS, 3.0)})
+    for line in (
+        "%c = f32[8]{0} call(%a), to_apply=%called",
+        "%c = (f32[8]{0}) async-start(%a), calls=%called",
+    ):
+        found, waits = simulate(
+            begin("x"),
+            line,
+            end("x"),
+            more=more,
+            kernels={"inside": 2.0},
+            transfers={"x": (LINKS, 3.0)},
+        )
         assert waits["x"].seconds == 1.0
         assert found.seconds == 3.0

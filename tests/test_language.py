@@ -1,0 +1,215 @@
+"""Rules for language and layout of the source (plain American English, one statement per line).
+
+`python -m tests.test_language PATH...` prints the violations in files and folders.
+"""
+
+import ast
+import pathlib
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+
+import pytest
+
+REPO = pathlib.Path(__file__).parent.parent
+
+CHECKED = ()
+"""Folders and files that follow the rules."""
+
+MAX_COLUMNS = 100
+
+MAX_FUNCTION_LINES = 60
+
+LONG_FUNCTIONS: dict[str, str] = {}
+"""Functions that may be longer, with the reason: `jaxsp/package/module.py:function`."""
+
+DOCSTRING_STARTS = "what where whether that of how which why and but as if who whose".split()
+"""First words of a docstring that is not a verb or a noun phrase."""
+
+BANNED = {
+    r"so many": "name the number",
+    r"in any case": "leave it out",
+    r"without a word": "silently",
+    r"by itself": "name who or when",
+    r"of ours": "jaxsp's, or internal",
+    r"(is|are|was) told": "receives, is given",
+    r"that is no\b": "is not",
+    r"behind": "after",
+    r"alone": "only",
+    r"nobody|whoever|somebody|anybody": "name who",
+    r"ways? out": "suggestion",
+    r"(says|said) (so|that|what|how|which)": "prints, records, requires",
+    r"levers?": "memory option",
+    r"pieces?": "segment",
+    r"rectangles?": "off-diagonal block",
+    r"at once": "at the same time, immediately, or rows per microbatch",
+    r"no number": "NaN, or not a number",
+    r"rows_at_once|max_documents_per_row|inner_degree|grace_s|on_nan|max_bad_steps": "renamed",
+    r"bad_steps\.jsonl|best_by|padding_share|save_s|residual_and_attention": "renamed",
+    r"attention\.kind|attention\.outer|data\.workers|--show-example|jaxsp\.measure": "renamed",
+}
+"""Idioms and old names, with the replacement."""
+
+LOOP_VARIABLES = ("one", "found", "made")
+"""Names that say nothing about the thing."""
+
+
+def python_files(paths: Iterator[pathlib.Path]) -> Iterator[pathlib.Path]:
+    for path in paths:
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the docstrings of modules, classes, functions and attributes."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if not isinstance(body, list):
+            continue
+        for statement in body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                if isinstance(statement.value.value, str):
+                    yield statement.lineno, statement.value.value
+
+
+def bad_docstrings(text: str) -> Iterator[tuple[int, str]]:
+    for line, docstring in docstrings(ast.parse(text)):
+        first = re.match(r"\W*([A-Za-z]+)", docstring)
+        if first and first[1].lower() in DOCSTRING_STARTS:
+            yield line, f"docstring begins with {first[1]}: begin with a verb or a noun phrase"
+
+
+def prose(text: str) -> Iterator[tuple[int, str]]:
+    """Comments and strings of a Python file, with their lines."""
+    lines = iter(text.splitlines(keepends=True))
+    for token in tokenize.generate_tokens(lambda: next(lines, "")):
+        if token.type in (tokenize.COMMENT, tokenize.STRING, FSTRING_MIDDLE):
+            yield token.start[0], token.string
+
+
+FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)
+"""Python 3.12 splits f-strings into tokens."""
+
+
+def banned_idioms(text: str) -> Iterator[tuple[int, str]]:
+    for start, part in prose(text):
+        for number, line in enumerate(part.splitlines(), start):
+            for pattern, replacement in BANNED.items():
+                if match := re.search(rf"(?<![\w.`]){pattern}(?!\w)", line, re.IGNORECASE):
+                    yield number, f"{match[0]!r}: {replacement}"
+
+
+def long_lines(text: str) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if len(line) > MAX_COLUMNS:
+            yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
+
+
+def long_functions(text: str, name: str = "") -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES and f"{name}:{node.name}" not in LONG_FUNCTIONS:
+                yield node.lineno, f"{node.name}: {length} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def compressed_code(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.For | ast.comprehension):
+            for target in ast.walk(node.target):
+                if isinstance(target, ast.Name) and target.id in LOOP_VARIABLES:
+                    yield target.lineno, f"loop variable {target.id}: name the thing"
+        elif isinstance(node, ast.Assign):
+            target = node.targets[0]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                if not is_exchange(target, node.value):
+                    yield node.lineno, "several assignments in one statement: one per line"
+        elif isinstance(node, ast.IfExp):
+            if any(isinstance(part, ast.IfExp) for part in (node.body, node.orelse)):
+                yield node.lineno, "nested conditional expressions: use if"
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            if any(map(is_text_or_list, (node.left, node.right))):
+                if any(map(is_condition, (node.left, node.right))):
+                    yield node.lineno, "text or list times a condition: use if"
+
+
+def is_exchange(target: ast.Tuple, value: ast.Tuple) -> bool:
+    """True for `a, b = b, a + b`: values that use the names that are assigned."""
+    names = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+    used = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
+    return bool(names & used)
+
+
+def is_text_or_list(node: ast.AST) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    return is_text or isinstance(node, ast.JoinedStr | ast.List | ast.ListComp)
+
+
+def is_condition(node: ast.AST) -> bool:
+    is_bool_call = isinstance(node, ast.Call) and ast.unparse(node.func) in ("bool", "isinstance")
+    is_named = isinstance(node, ast.Name | ast.Attribute) and re.search(
+        r"(^|\.|_)(is|has)_", ast.unparse(node)
+    )
+    is_negation = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+    is_comparison = isinstance(node, ast.Compare | ast.BoolOp)
+    return bool(is_bool_call or is_named or is_negation or is_comparison)
+
+
+CHECKS = (bad_docstrings, banned_idioms, long_lines, compressed_code)
+
+
+def violations(*paths: pathlib.Path) -> Iterator[str]:
+    for file in python_files(iter(paths)):
+        name = str(file.relative_to(REPO)) if file.is_relative_to(REPO) else str(file)
+        text = file.read_text(encoding="utf-8")
+        problems = [*long_functions(text, name)]
+        if file != pathlib.Path(__file__):
+            problems += [problem for check in CHECKS for problem in check(text)]
+        for line, problem in sorted(problems):
+            yield f"{name}:{line}: {problem}"
+
+
+def test_source_follows_the_rules():
+    assert list(violations(*(REPO / path for path in CHECKED))) == []
+
+
+@pytest.mark.parametrize(
+    ("check", "text", "line"),
+    [
+        (bad_docstrings, 'def f():\n    """What it does."""', 2),
+        (bad_docstrings, 'class C:\n    a: int\n    """and of how much."""', 3),
+        (banned_idioms, "x = 1\n# left in any case", 2),
+        (banned_idioms, 'raise ValueError(f"{1}: there is no way out")', 1),
+        (banned_idioms, '"""\n\nNobody reads it.\n"""', 3),
+        (long_lines, "x = 1\n" + "#" * 101, 2),
+        (long_functions, "def f():\n" + "    x = 1\n" * 60, 1),
+        (compressed_code, "a, b = 1, 2", 1),
+        (compressed_code, "[one for one in range(3)]", 1),
+        (compressed_code, "for found in range(3):\n    pass", 1),
+        (compressed_code, "a = 1 if b else 2 if c else 3", 1),
+        (compressed_code, "a = 's' * (n > 1)", 1),
+        (compressed_code, "a = [x] * is_first", 1),
+    ],
+)
+def test_each_rule_finds_a_violation(check, text, line):
+    assert [number for number, _ in check(text)] == [line]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'def f():\n    """Documents of a row."""',
+        "a, b = b, a",
+        "a, b = f()",
+        "a = '-' * width",
+        "a = 1 if b else 2",
+        "x = 'a standalone model'",
+    ],
+)
+def test_plain_code_has_no_violation(text):
+    assert [problem for check in CHECKS for problem in check(text)] == []
+
+
+if __name__ == "__main__":
+    lines = list(violations(*map(pathlib.Path.absolute, map(pathlib.Path, sys.argv[1:]))))
+    print("\n".join([*lines, f"{len(lines)} violations"]))
