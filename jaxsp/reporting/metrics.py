@@ -19,48 +19,64 @@ METRICS_FILE, EVAL_FILE, NONFINITE_FILE = "metrics.jsonl", "eval.jsonl", "nonfin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsLine:
-    """One line of metrics.jsonl; None where a number does not exist on this machine or in this step."""
+    """One line of metrics.jsonl: one training step. Undefined numbers are null.
+
+    Counts and losses mean the same on every mesh. attention_imbalance, times, speeds and memory
+    depend on the mesh.
+    """
 
     step: int
-    """Steps so far, this one counted."""
+    """Number of steps so far, including this one. A step without loss tokens, or with a non-finite
+    loss or gradient norm, counts but changes no weight."""
     epoch: int | None
-    """Pass over the data, from 1, that the step's last row belongs to; None where sources are mixed by weight."""
+    """Pass over the data that the step's last row belongs to, from 1. null if sources have weights."""
     loss: float | None
-    """Mean over the step's loss tokens; None where there is none, or it is not finite."""
+    """Mean loss over the step's loss tokens, over all rows at once (not a mean of means). null if
+    there are no loss tokens or the loss is not finite."""
     token_accuracy: float | None
-    """Fraction of loss tokens that were predicted right; None if there is none, or the step is not finite."""
+    """Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss
+    tokens or the step is not finite."""
     grad_norm: float | None
-    """Global, before clipping; None where it is not finite."""
+    """Global norm of the step's gradient before clipping. null if it is not finite."""
     learning_rate: float
+    """Learning rate of this update."""
     num_rows: int
-    """Rows with at least one piece."""
+    """Number of rows with at least one segment."""
     num_tokens: int
-    """Tokens of all pieces, each once over the whole mesh, with a loss or not."""
+    """Number of tokens in all segments of the step, each counted once over the whole mesh, whether
+    or not it has a loss."""
     num_loss_tokens: int
+    """Number of tokens whose next token is a training target. A document of n tokens has at most
+    n - 1, however it is cut."""
     num_tokens_total: int
-    """num_tokens of all steps so far."""
+    """Sum of num_tokens over all steps so far."""
     num_tokens_by_source: dict[str, int]
-    """num_tokens of each source."""
+    """num_tokens of each source, by name."""
     row_tokens: int
-    """Length of the step's rows."""
+    """Row length of the step, in tokens."""
     padding_fraction: float
-    """Of the step's token slots, those that no piece fills."""
+    """Fraction of the step's token slots that no segment fills."""
     attention_imbalance: float
-    """Attention work of the group of devices that has most, over the groups' mean, turn by turn; 1 is even."""
+    """Attention work (sum of squared segment lengths) of each microbatch's busiest
+    sequence-parallel group, relative to the mean over groups. 1 is balanced."""
     step_s: float
-    """Seconds between the end of the step before and the end of this one."""
+    """Seconds from the end of the previous step to the end of this one, without evaluations and
+    checkpoints between them."""
     data_wait_s: float
-    """Seconds of these that the devices waited for the step's rows."""
+    """Seconds of step_s that devices waited for the step's rows."""
     checkpoint_wait_s: float | None
-    """Seconds that checkpoints kept steps from beginning since the line before; None where none was written."""
+    """Seconds that checkpoints have delayed steps since the previous line. null if none was written."""
     tokens_per_s: float
+    """num_tokens / step_s."""
     tokens_per_s_per_device: float
+    """tokens_per_s divided by the number of devices."""
     tflops_per_device: float
-    """Arithmetic that was needed (causal, piece by piece; recomputation not counted), per second."""
+    """TFLOP/s of required arithmetic on each device: causal attention within each document, without
+    recomputation."""
     mfu: float | None
-    """tflops_per_device over the device's bfloat16 peak; None for devices that PEAK_TFLOPS does not know."""
+    """tflops_per_device divided by the GPU's bfloat16 peak. null for unknown devices."""
     device_peak_gib: float | None
-    """The most memory any device of this process had in use so far."""
+    """Highest memory use of any device of this process so far, in GiB. null on CPUs."""
 
 
 class MetricsWriter:

@@ -16,20 +16,24 @@ from jaxsp.training.train_step import StepMetrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonfiniteStep:
-    """One line of nonfinite_steps.jsonl."""
+    """One line of nonfinite_steps.jsonl: a step whose loss or gradient norm was not finite."""
 
     step: int
+    """Number of steps so far, including this one."""
     loss: float | str
-    """nan, inf and -inf are words: JSON has no such numbers."""
+    """Mean loss. nan, inf and -inf are text, because JSON has no such numbers."""
     grad_norm: float | str
+    """Global norm of the gradient before clipping, as for loss."""
     learning_rate: float
+    """Learning rate of this update, which was not applied."""
     row_tokens: int
-    """Length of the step's rows."""
+    """Row length of the step, in tokens."""
     rows: list[int]
-    """By their numbers in the sequence of rows of this length, from 0."""
+    """Indices of the step's rows in the sequence of rows of this length, from 0."""
     documents: list[dict[str, Any]]
-    """All pieces in these rows: `row`, `source`, `document` (which of the source's records, from 0), `place` (file, and line or
-    row), `first_token` of the document in the piece, and `tokens` of the piece."""
+    """All segments of these rows. Each has row, source, document (index of the record in its
+    source, from 0), place (file and line or row), first_token (offset of the segment in its
+    document) and tokens (length of the segment)."""
 
 
 class NonfiniteTracker:

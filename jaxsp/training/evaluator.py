@@ -19,24 +19,28 @@ from jaxsp.training.train_step import Program, StepTotals
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """One line of eval.jsonl: one data set at one step."""
+    """One line of eval.jsonl: one eval set at one step. Undefined numbers are null."""
 
     step: int
-    """Steps that the weights were trained for; 0 for those of a Hugging Face folder."""
+    """Training steps of the weights; 0 for the weights of a Hugging Face folder."""
     data: str
-    """The data set's name."""
+    """Name of the eval set."""
     loss: float | None
-    """Mean over all loss tokens of the data set; None where it is not finite."""
+    """Mean loss over all loss tokens of the eval set. null if it is not finite."""
     perplexity: float | None
-    """e to the loss; None where that is not finite."""
+    """exp(loss). null if it is not finite."""
     token_accuracy: float
-    """Share of loss tokens that the model thought likeliest."""
+    """Fraction of loss tokens whose top-1 prediction is correct."""
     num_documents: int
+    """Number of documents."""
     num_rows: int
+    """Number of rows that the documents are packed into."""
     num_tokens: int
+    """Number of tokens in all segments."""
     num_loss_tokens: int
+    """Number of tokens whose next token is a target."""
     seconds: float
-    """Without compiling."""
+    """Duration in seconds, without compilation."""
 
 
 def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:

@@ -1,0 +1,101 @@
+"""Writes the reference of configs/README.md: all config fields, and the fields of a run's JSON lines.
+
+    python -m scripts.config_reference
+
+Config fields come from `python -m jaxsp.train --help`, the others from the docstrings of the
+dataclasses. Each part of the file is between two marker comments.
+"""
+
+import ast
+import dataclasses
+import inspect
+import pathlib
+import re
+import textwrap
+from collections.abc import Iterator
+
+from jaxsp.config import schema
+from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.reporting.nonfinite import NonfiniteStep
+from jaxsp.training.evaluator import EvalResult
+from scripts import generated_text
+
+FILE = pathlib.Path(__file__).parent.parent / "configs/README.md"
+
+LINES = {
+    "metrics reference": MetricsLine,
+    "eval reference": EvalResult,
+    "nonfinite reference": NonfiniteStep,
+}
+"""Dataclasses of JSON lines, by the part of the file that lists their fields."""
+
+WIDTH = 100
+
+
+def render_parts() -> dict[str, str]:
+    """The generated parts of the file, by name."""
+    parts = {name: render_dataclass(cls) for name, cls in LINES.items()}
+    parts["config reference"] = render_config(schema.describe_fields())
+    return parts
+
+
+def render_config(help_text: str) -> str:
+    """Markdown for the text that `--help` prints about the config: a heading for each section."""
+    lines = help_text.splitlines()
+    blocks = []
+    for index, line in enumerate(lines):
+        if section := re.fullmatch(r"(\w+): (.+)", line):
+            blocks.append(f"### {section[1]}\n\n{_wrap(section[2])}\n\n")
+        elif field := re.fullmatch(r"  (\S+)  \((.+); (required|default .*)\)", line):
+            name, kind, default = field.groups()
+            blocks.append(_render_field(name, f"{kind}; {_quote_default(default)}", lines[index + 1].strip()))
+    return "".join(blocks).replace("\n### ", "\n\n### ")
+
+
+def render_dataclass(cls: type) -> str:
+    """Markdown for the docstrings of a dataclass: its own, then those of its fields."""
+    docstrings = dict(_attribute_docstrings(cls))
+    blocks = [f"{_wrap(' '.join(inspect.getdoc(cls).split()))}\n\n"]
+    blocks += [_render_field(field.name, "", docstrings[field.name]) for field in dataclasses.fields(cls)]
+    return "".join(blocks)
+
+
+def _attribute_docstrings(cls: type) -> Iterator[tuple[str, str]]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    for attribute, text in zip(tree.body, tree.body[1:], strict=False):
+        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name) and is_text:
+            yield attribute.target.id, " ".join(str(text.value.value).split())
+
+
+def _quote_default(default: str) -> str:
+    word, _, value = default.partition(" ")
+    return f"{word} `{value}`" if value else word
+
+
+def _render_field(name: str, kind: str, meaning: str) -> str:
+    note = f" ({kind})" if kind else ""
+    return _wrap(f"- `{name}`{note}: {_escape(meaning)}", indent="  ") + "\n"
+
+
+def _escape(text: str) -> str:
+    """Escapes asterisks outside of code, which Markdown would take for emphasis."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("*", r"\*") for part in parts[::2]]
+    return "`".join(parts)
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    return textwrap.fill(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def main() -> None:
+    for name, text in render_parts().items():
+        generated_text.write_part(FILE, name, text)
+
+
+if __name__ == "__main__":
+    main()
