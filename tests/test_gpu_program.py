@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from jaxsp.attention.kernels import packed
+from jaxsp.attention.kernels import cudnn_slots
 from jaxsp.config import schema
 from jaxsp.hf import families, published
 from jaxsp.planner import planning
@@ -106,7 +106,9 @@ def test_attention_travels_in_bfloat16_as_often_as_its_docstring_says(small):
 def test_cudnn_is_called_once_for_each_length_forward_and_not_again_backward(small):
     slots, text = small
     expected = (
-        1 if slots == 1 else len(packed.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots))
+        1
+        if slots == 1
+        else len(cudnn_slots.plan_calls(num_rows=1, row_tokens=8192, max_segments=slots))
     )
     assert num_calls(text) == (4 * 3 * expected, 4 * 3 * expected)  # of layers and turns
 

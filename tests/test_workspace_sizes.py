@@ -8,7 +8,7 @@ import types
 import jax
 import pytest
 
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, packed
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_slots
 from jaxsp.attention.kernels.cudnn_limits import CallSplit
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import cluster
@@ -33,7 +33,7 @@ def test_every_case_is_one_that_cudnn_can_do(h100):
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
-    formula = cudnn_limits.workspace_bytes(CASE.work, CallSplit(1, packed.CAPACITY_FACTOR))
+    formula = cudnn_limits.workspace_bytes(CASE.work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR))
     monkeypatch.setattr(cudnn_calls, "read_workspace_bytes", lambda text: formula // 2)
     found = workspace.measure(CASE, h100)
     assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
@@ -51,7 +51,7 @@ def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
     case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
-    text = workspace.compiled(case, h100, split=CallSplit(1, packed.CAPACITY_FACTOR)).as_text()
+    text = workspace.compiled(case, h100, split=CallSplit(1, cudnn_slots.CAPACITY_FACTOR)).as_text()
     assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
 
 

@@ -19,11 +19,11 @@ from jaxtyping import Array, Float, Int32
 from jaxsp.attention import all_gather, ring, strategies, ulysses, zigzag
 from jaxsp.attention.kernels import (
     blockwise,
+    checkpoint_names,
     cudnn,
     cudnn_calls,
     cudnn_limits,
-    names,
-    packed,
+    cudnn_slots,
     reference,
     segments,
 )
@@ -38,7 +38,7 @@ from jaxsp.core.errors import UserError
 SCOPE = "attend"
 """Every operation of attention carries this word in the compiled program."""
 
-CHECKPOINT_NAMES = names.CHECKPOINT_NAMES
+CHECKPOINT_NAMES = checkpoint_names.CHECKPOINT_NAMES
 """What a kernel names for its backward pass."""
 
 KERNELS: dict[str, Callable[..., Array]] = {
@@ -197,7 +197,7 @@ def choose(
         return of(
             kernel=kernel,
             head_chunks=1,
-            capacity_factor=packed.CAPACITY_FACTOR,
+            capacity_factor=cudnn_slots.CAPACITY_FACTOR,
             fallback_reason=why,
             workspace_bytes=0,
             lse_bytes=0,
@@ -346,7 +346,7 @@ def make_attend(
     seq: int = 1,
     strategy: Strategy | None = None,
     head_chunks: int = 1,
-    capacity_factor: int = packed.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
 ) -> Attend:
     """Attention for groups of devices, with a kernel from KERNELS by name, or one of the caller's own, used as it is.
 
@@ -403,7 +403,7 @@ def make_two_chunk_attend(
     To try a kernel's parts with, without other devices. Args: outer: ring or gather.
     """
     kind, alone = Strategy(seq=1, ulysses_degree=1), ZigzagGroup(degree=1)
-    parts = _chunk_kernel(kernel, head_chunks, packed.CAPACITY_FACTOR, kind)
+    parts = _chunk_kernel(kernel, head_chunks, cudnn_slots.CAPACITY_FACTOR, kind)
     if outer_strategy == "ring":
         inner = functools.partial(ring.attend, kernel=parts, group=alone)
     else:

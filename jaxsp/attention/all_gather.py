@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import zigzag
-from jaxsp.attention.kernels import names, segments
+from jaxsp.attention.kernels import checkpoint_names, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.zigzag import ChunkKernel, LocalSegments, PartialAttention, ZigzagGroup
 from jaxsp.core import axes
@@ -125,7 +125,10 @@ def _attend_fwd(
         .transpose(1, 0, 3, 2, 4)
         .reshape(B, H, l)
     )
-    out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
+    out, lse = (
+        checkpoint_name(out, checkpoint_names.OUT),
+        checkpoint_name(lse, checkpoint_names.LSE),
+    )
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import zigzag
-from jaxsp.attention.kernels import names, segments
+from jaxsp.attention.kernels import checkpoint_names, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 from jaxsp.attention.zigzag import ChunkKernel, LocalSegments, PartialAttention, ZigzagGroup
 
@@ -140,7 +140,10 @@ def _attend_fwd(
         sums = visit(sums, kv, group.degree - 1)
     out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
     lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
-    out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
+    out, lse = (
+        checkpoint_name(out, checkpoint_names.OUT),
+        checkpoint_name(lse, checkpoint_names.LSE),
+    )
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn, cudnn_calls, packed, reference
-from jaxsp.attention.kernels.packed import CallSlots, PackedCall
+from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_slots, reference
+from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall
 from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -206,7 +206,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
         tables = cudnn.make_tables(starts, lengths, row_tokens=L)
         forward = functools.partial(
-            cudnn._attention_fwd, static=cudnn._StaticArgs(1, packed.CAPACITY_FACTOR, None)
+            cudnn._attention_fwd, static=cudnn._StaticArgs(1, cudnn_slots.CAPACITY_FACTOR, None)
         )
         _, saved = jax.eval_shape(forward, q, k, v, starts, lengths, tables)
         assert saved[-1].shape == (1, 4, L), kind
@@ -214,26 +214,26 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
 
 
 def test_calls_have_room_for_four_times_the_rows_whatever_the_number_of_pieces():
-    found = packed.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
+    found = cudnn_slots.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
     assert [(call.longer_than, call.slot_tokens, call.num_slots) for call in found] == [
         (32768, 131072, 4),
         (8192, 32768, 16),
         (0, 8192, 64),
     ]
     for num_rows, max_pieces in ((1, 5), (2, 64), (3, 1000)):
-        calls = packed.plan_calls(num_rows=num_rows, row_tokens=2**20, max_segments=max_pieces)
+        calls = cudnn_slots.plan_calls(num_rows=num_rows, row_tokens=2**20, max_segments=max_pieces)
         assert (
             max(call.num_slots * call.slot_tokens for call in calls)
-            <= packed.CAPACITY_FACTOR * num_rows * 2**20
+            <= cudnn_slots.CAPACITY_FACTOR * num_rows * 2**20
         )
         assert calls[-1].num_slots >= num_rows * max_pieces
-    few = packed.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
+    few = cudnn_slots.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
     assert few == (PackedCall(longer_than=0, slot_tokens=2**20, num_slots=4, num_tokens=2**21),)
 
 
 @pytest.mark.parametrize("row_tokens", [128, 384, 512, 6144])
 @pytest.mark.parametrize("max_pieces", [2, 5, 17, 300])
-@pytest.mark.parametrize("room", packed.CAPACITY_FACTORS)
+@pytest.mark.parametrize("room", cudnn_slots.CAPACITY_FACTORS)
 def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
     rng = np.random.default_rng(max_pieces)
     starts, lengths = np.zeros((2, 2, max_pieces), np.int32)
@@ -247,10 +247,10 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
             np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1),
         )
     in_slots = []
-    calls = packed.plan_calls(
+    calls = cudnn_slots.plan_calls(
         num_rows=2, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=room
     )
-    tables = packed.make_tables(
+    tables = cudnn_slots.make_tables(
         calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens
     )
     for number, call in enumerate(calls):
@@ -269,7 +269,7 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
 
 def test_a_statistic_comes_back_from_its_compressed_form():
     call = PackedCall(longer_than=0, slot_tokens=8, num_slots=4, num_tokens=16)
-    taken = packed.make_tables(
+    taken = cudnn_slots.make_tables(
         (call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8
     ).get_slots(0)
     assert taken.starts_S.tolist() == [0, 3, 9, 0]
@@ -277,11 +277,11 @@ def test_a_statistic_comes_back_from_its_compressed_form():
     assert taken.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
     statistic = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
     held = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
-    found = packed.expand_lse(
-        packed.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8
+    found = cudnn_slots.expand_lse(
+        cudnn_slots.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8
     )
     assert (
-        np.asarray(found) == np.where(held[:, None], statistic, np.float32(packed.MASKED_LSE))
+        np.asarray(found) == np.where(held[:, None], statistic, np.float32(cudnn_slots.MASKED_LSE))
     ).all()
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, packed
+from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, cudnn_slots
 from jaxsp.attention.kernels.cudnn_limits import CallSplit, KernelWorkload
 from jaxsp.planner.compile import compiled
 
@@ -72,7 +72,9 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     text = program(h100, slots=slots, K=K, window=window)
     assert windows(text, "") == windows(text, "Backward") == told
     assert cudnn_calls.read_workspace_bytes(text) is None, "no size is known without a GPU"
-    calls = packed.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
+    calls = (
+        cudnn_slots.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
+    )
     shapes = [(call.num_slots, H, call.slot_tokens) for call in calls] or [(1, H, L)]
     results = [
         line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line
@@ -85,5 +87,5 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)
     assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.lse_bytes(
-        work, CallSplit(1, packed.CAPACITY_FACTOR)
+        work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
     )

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import Attend
-from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, packed, reference, segments
+from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, cudnn_slots, reference, segments
 from jaxsp.attention.kernels.cudnn_limits import KernelWorkload
 from tests import batches, tolerances
 
@@ -226,4 +226,4 @@ def test_a_row_of_a_million_tokens_is_right_to_its_end(takes):
             batches.difference(np.asarray(found[name][:, -last:]), right[name])
             < tolerances.KERNEL_BF16
         ), name
-    assert len(packed.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3
+    assert len(cudnn_slots.plan_calls(num_rows=1, row_tokens=tokens, max_segments=64)) == 3

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import names, segments
+from jaxsp.attention.kernels import checkpoint_names, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 BLOCK_TOKENS = 256
@@ -92,7 +92,10 @@ def _attention_fwd(
     out_BLhK, lse_BhL = forward(
         q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype
     )
-    out_BLhK, lse_BhL = checkpoint_name(out_BLhK, names.OUT), checkpoint_name(lse_BhL, names.LSE)
+    out_BLhK, lse_BhL = (
+        checkpoint_name(out_BLhK, checkpoint_names.OUT),
+        checkpoint_name(lse_BhL, checkpoint_names.LSE),
+    )
     return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
 
 

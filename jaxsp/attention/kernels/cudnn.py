@@ -2,7 +2,7 @@
 
 The library's calls are wrapped in our own custom_vjp, whose output and log-sum-exp have names for a
 remat policy. Heads are processed in chunks, one after another, and segments of different lengths in
-separate calls (packed.py). Results of several calls are merged in place: a chunk's gradients
+separate calls (cudnn_slots.py). Results of several calls are merged in place: a chunk's gradients
 overwrite its queries, keys and values in the input arrays.
 """
 
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import cudnn_calls, names, packed
-from jaxsp.attention.kernels.packed import CallSlots, PackedCall, SegmentTables
+from jaxsp.attention.kernels import checkpoint_names, cudnn_calls, cudnn_slots
+from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 
@@ -29,7 +29,7 @@ def attention(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
-    capacity_factor: int = packed.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
     window: int | None = None,
     tables: SegmentTables | None = None,
 ) -> Float[Array, "B L h K"]:
@@ -41,7 +41,7 @@ def attention(
 
     Args:
         head_chunks: number of chunks of the heads, computed one after another; one of `limits.parts`.
-        slot_room: one of packed.ROOMS.
+        slot_room: one of cudnn_slots.ROOMS.
         window: a token sees itself and the window - 1 tokens before it; None: all of them.
         tables: what `make_tables` returns for these segments; None: made here.
     Raises: limits.obstacles lists what cuDNN cannot do; the caller must check it.
@@ -67,19 +67,19 @@ def make_tables(
     lengths_BM: Int32[Array, "B M"],
     *,
     row_tokens: int,
-    capacity_factor: int = packed.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
 ) -> SegmentTables | None:
     """Slot tables of packed rows, which all layers share; None for rows of one slot, which need none."""
     num_rows, max_pieces = starts_BM.shape
     if max_pieces == 1:
         return None
-    made = packed.plan_calls(
+    made = cudnn_slots.plan_calls(
         num_rows=num_rows,
         row_tokens=row_tokens,
         max_segments=max_pieces,
         capacity_factor=capacity_factor,
     )
-    return packed.make_tables(made, starts_BM, lengths_BM, row_tokens=row_tokens)
+    return cudnn_slots.make_tables(made, starts_BM, lengths_BM, row_tokens=row_tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,10 @@ def _attention_fwd(
 ) -> tuple[Array, tuple[Any, ...]]:
     calls, inside = _make_row_calls(q, starts_BM, lengths_BM, tables, static)
     out, lse = _forward(calls, inside, q, k, v, static.head_chunks)
-    out, lse = checkpoint_name(out, names.OUT), checkpoint_name(lse, names.LSE)
+    out, lse = (
+        checkpoint_name(out, checkpoint_names.OUT),
+        checkpoint_name(lse, checkpoint_names.LSE),
+    )
     return out, (q, k, v, starts_BM, lengths_BM, tables, out, lse)
 
 
@@ -139,7 +142,7 @@ def forward(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
-    capacity_factor: int = packed.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
     window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output, 0 at padding, and log-sum-exp, undefined there."""
@@ -162,7 +165,7 @@ def backward(
     lengths_BM: Int32[Array, "B M"],
     *,
     head_chunks: int = 1,
-    capacity_factor: int = packed.CAPACITY_FACTOR,
+    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
     window: int | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include further keys."""
@@ -262,7 +265,7 @@ class _WholeRowCall:
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
         # Queries at padding see the segment before them, and must add nothing to its gradients
-        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, packed.MASKED_LSE)
+        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_slots.MASKED_LSE)
         return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=self.window)
 
 
@@ -280,14 +283,16 @@ class _SlotCall:
         out, statistic_ShT = cudnn_calls.forward(
             self.slots, *map(self._as_slot_rows, (q, k, v)), window=self.window
         )
-        lse_Nh = packed.compress_lse(statistic_ShT, self.slots)
+        lse_Nh = cudnn_slots.compress_lse(statistic_ShT, self.slots)
         return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
 
     def backward(
         self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
     ) -> tuple[Array, Array, Array]:
         lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
-        statistic_ShT = packed.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
+        statistic_ShT = cudnn_slots.expand_lse(
+            lse_Nh, self.slots, slot_tokens=self.call.slot_tokens
+        )
         arrays = map(self._as_slot_rows, (q, k, v, out, dout))
         dq, dk, dv = cudnn_calls.backward(self.slots, statistic_ShT, *arrays, window=self.window)
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
@@ -309,7 +314,7 @@ def _make_row_calls(
     if tables is None:
         inside_BL = jnp.arange(L, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
         return [_WholeRowCall(inside_BL, starts_BM[:, 0] == 0, static.window)], inside_BL
-    made = packed.plan_calls(
+    made = cudnn_slots.plan_calls(
         num_rows=B,
         row_tokens=L,
         max_segments=starts_BM.shape[1],

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxsp.attention.kernels.packed import CallSlots
+from jaxsp.attention.kernels.cudnn_slots import CallSlots
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jaxsp.attention.kernels import cudnn_calls, packed
+from jaxsp.attention.kernels import cudnn_calls, cudnn_slots
 from jaxsp.core import errors
 
 MAX_ELEMENTS = 2**31 - 1
@@ -102,7 +102,7 @@ class KernelWorkload:
         }
         return [
             (call.num_slots, call.slot_tokens)
-            for call in packed.plan_calls(**rows, capacity_factor=capacity_factor)
+            for call in cudnn_slots.plan_calls(**rows, capacity_factor=capacity_factor)
         ]
 
     def max_slot_tokens(self, capacity_factor: int) -> int:
@@ -142,7 +142,7 @@ class CallSplit(NamedTuple):
     head_chunks: int
     """One of `parts`."""
     capacity_factor: int
-    """One of packed.ROOMS."""
+    """One of cudnn_slots.ROOMS."""
 
 
 TARGET_WORKSPACE_BYTES = 6 * 2**30
@@ -154,7 +154,7 @@ def choose_split(workload: KernelWorkload, *, head_chunks: int | None = None) ->
 
     Args: head_chunks: one of `parts`; None: as few as possible.
     """
-    rooms = packed.CAPACITY_FACTORS if workload.is_packed else packed.CAPACITY_FACTORS[:1]
+    rooms = cudnn_slots.CAPACITY_FACTORS if workload.is_packed else cudnn_slots.CAPACITY_FACTORS[:1]
     splits = [
         CallSplit(chunks, room)
         for chunks in legal_head_chunks(workload)
