@@ -92,7 +92,7 @@ def test_slurm_starts_again_what_hangs_and_nothing_else(commands, codes, code, s
     assert ended == code
     assert (
         trains(called)
-        == ["python -m jaxsp.train a.yaml run.shutdown_grace=270 run.steps=3"] * starts
+        == ["python -m jaxsp.train a.yaml run.shutdown_grace=270s run.steps=3"] * starts
     )
     assert not any(line.startswith("scontrol") for line in called)
 
@@ -118,7 +118,7 @@ def test_slurm_asks_for_a_config(commands):
 def test_slurm_warns_earlier_than_a_run_may_take_to_stop():
     text = SLURM.read_text()
     warned = int(re.search(r"--signal=B:USR1@(\d+)", text)[1])
-    assert float(re.search(r"run.shutdown_grace=(\d+)", text)[1]) < warned
+    assert float(re.search(r"run.shutdown_grace=(\d+)s", text)[1]) < warned
     subprocess.run(["bash", "-n", SLURM], check=True)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.MULTILINE))
     assert options["ntasks-per-node"] == options["gpus-per-node"], "one task for each GPU"
@@ -142,7 +142,8 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
     config = schema.load(command[3], command[4:])
-    assert config.run.shutdown_grace < POD["terminationGracePeriodSeconds"]
+    shutdown_grace_s = config.run.shutdown_grace.total_seconds()
+    assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
     mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
     assert config.run.directory.startswith(f"{mount}/")
 

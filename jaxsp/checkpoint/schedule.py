@@ -72,7 +72,7 @@ class CheckpointSchedule:
         if step < self._next_check_step:
             return False
         seconds = broadcast_from_first(time.monotonic() - self._saved_at)
-        left = 60 * self._config.save_interval - seconds
+        left = self._config.save_interval.total_seconds() - seconds
         seconds_per_step = seconds / (step - self._from_step)
         self._next_check_step = step + max(1, int(left / seconds_per_step / 2))
         return left <= 0

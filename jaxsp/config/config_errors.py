@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from typing import Annotated, Any, Literal, cast, get_args, get_origin
 
 import pydantic
@@ -43,7 +44,7 @@ def _type_name(annotation: Any) -> str:
         return _type_name(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return " | ".join(get_args(annotation))
-    plain = {dict: "mapping", tuple: "list", str: "text", type(None): "null"}
+    plain = {dict: "mapping", tuple: "list", str: "text", timedelta: "duration", type(None): "null"}
     if (name := plain.get(get_origin(annotation) or annotation)) is not None:
         return name
     return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__

@@ -98,7 +98,7 @@ run.steps: max_steps train_iters train_steps training_steps total_steps num_trai
 run.epochs: num_epochs num_train_epochs max_epochs n_epochs (a whole number)
 run.log_every: logging_steps log_interval logging_interval log_freq log_period steps_per_print
 run.save_every: save_steps save_strategy save_interval save_freq checkpoint_interval
-    checkpoint_period checkpoint.interval (steps, or minutes such as 30m, or epoch)
+    checkpoint_period checkpoint.interval (steps, or a duration such as 30m, or epoch)
 run.save_every=epoch: saves_per_epoch (or a number of steps)
 run.eval_every: eval_steps eval_strategy evaluation_strategy eval_interval eval_freq
     validation.freq (steps, or epoch)
@@ -113,8 +113,8 @@ run.resume: resume_from_checkpoint auto_resume_from_checkpoints auto_resume load
 run.resume=never: overwrite_output_dir (nothing is overwritten, so name a new run.directory)
 not offered: ignore_data_skip (a run that resumes continues with the next rows)
 run.step_timeout=...: ddp_timeout nccl_timeout distributed_timeout_minutes train_timeout_seconds
-    init_timeout_seconds (minutes; null: from the time of earlier steps)
-run.stop_after=...: exit_duration_in_mins max_time max_run_time (in minutes)
+    init_timeout_seconds (a duration such as 30m; null: from the time of earlier steps)
+run.stop_after=...: exit_duration_in_mins max_time max_run_time (a duration such as 110m)
 run.deterministic: full_determinism use_deterministic deterministic_mode
 run.on_nonfinite=...: check_for_nan_in_loss_and_grad logging_nan_inf_filter (stop or skip)
 model.source=...: model.name (a Hugging Face folder, or a name on the hub)

@@ -86,7 +86,7 @@ def _check_early_stopping(run: Any, checkpoint: Any, data: Any) -> list[str]:
     if not _list_eval_names(data):
         return [f"{asked}: there is no data set to evaluate on. {_EVAL_SUGGESTION}"]
     keeps_best = isinstance(checkpoint, dict) and checkpoint.get("keep_best")
-    with_checkpoints = keeps_best and run.get("save_every", "30m") is not None
+    with_checkpoints = keeps_best and run.get("save_every", "default") is not None
     if run.get("eval_every") is None and not with_checkpoints:
         return [f"{asked}: nothing is evaluated before the last step. Set run.eval_every=100."]
     return []

@@ -3,8 +3,8 @@
 import copy
 import math
 import pathlib
-import re
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -12,7 +12,7 @@ import yaml
 
 from jaxsp.config import config_errors, foreign_config, yaml_io
 from jaxsp.config import overrides as given
-from jaxsp.core import paths
+from jaxsp.core import durations, paths
 from jaxsp.core.errors import UserError
 
 
@@ -34,6 +34,27 @@ PositiveCount = Annotated[int, pydantic.Field(ge=1, le=MAX_COUNT)]
 NonNegativeCount = Annotated[int, pydantic.Field(ge=0, le=MAX_COUNT)]
 NonNegativeFloat = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+
+
+def _parse_positive_duration(value: object) -> timedelta:
+    duration = durations.parse(value)
+    if not duration:
+        raise ValueError("must be longer than 0s")
+    return duration
+
+
+Duration = Annotated[
+    timedelta,
+    pydantic.BeforeValidator(durations.parse),
+    pydantic.PlainSerializer(durations.to_text),
+]
+"""A number with a unit: 25s, 110m or 12h."""
+
+PositiveDuration = Annotated[
+    timedelta,
+    pydantic.BeforeValidator(_parse_positive_duration),
+    pydantic.PlainSerializer(durations.to_text),
+]
 
 
 def is_count(value: Any) -> bool:
@@ -66,9 +87,11 @@ class RunConfig(ConfigSection):
     """Passes over the training data. Give this or steps."""
     log_every: PositiveCount = 1
     """Steps between two lines of metrics.jsonl."""
-    save_every: Annotated[int | str | None, with_examples("100", "30m")] = "30m"
-    """Steps between two checkpoints, or minutes: 30m, or epoch: at the end of each epoch of run.epochs. null: only after the
-    last step."""
+    save_every: Annotated[
+        PositiveCount | Duration | Literal["epoch"] | None, with_examples("100", "30m")
+    ] = timedelta(minutes=30)
+    """Steps between two checkpoints, or a duration such as 30m, or epoch: at the end of each epoch
+    of run.epochs. null: only after the last step."""
     eval_every: Annotated[PositiveCount | Literal["epoch"] | None, with_examples(100)] = None
     """Steps between two evaluations of the eval sets, or epoch: at the end of each epoch of run.epochs. They are also evaluated
     after the last step; null: only then."""
@@ -88,17 +111,16 @@ class RunConfig(ConfigSection):
     """When a run would go on with other rows than before, because data, row_tokens or seed changed. error: it does not.
     restart: with the first of the new rows. continue: behind as many of them as were consumed of the old, where row_tokens is
     as before."""
-    shutdown_grace: NonNegativeFloat = 25
-    """After SIGTERM or SIGINT the step that is running ends and a checkpoint is written, if both are expected to take fewer
-    seconds than this; else the run leaves at once, and says what is lost. SLURM and Kubernetes kill 30 s after the signal
-    unless told otherwise. A second signal leaves in any case, at once."""
-    stop_after: Annotated[float | None, with_examples(110, gt=0, allow_inf_nan=False)] = None
-    """Minutes from the start of the process until the run stops as after a signal, however long that takes; for queues with a
-    time limit. They begin anew where the launcher starts it again. null: never."""
-    step_timeout: Annotated[float | None, with_examples(30, gt=0, allow_inf_nan=False)] = None
-    """Minutes without a sign of life of a step, an evaluation's batch or a checkpoint's write that end the run with exit code
-    75, which jaxsp.launch answers by starting again. null: ten times what such steps took, and 10 minutes at least; the first
-    has no limit then."""
+    shutdown_grace: Annotated[Duration, with_examples("25s")] = timedelta(seconds=25)
+    """Time that the run may take to stop after SIGTERM or SIGINT. The run finishes the current step and writes a checkpoint if
+    both are expected to fit; otherwise it exits immediately and prints what is lost. A second signal always exits
+    immediately. SLURM and Kubernetes kill a process 30 s after the signal by default."""
+    stop_after: Annotated[PositiveDuration | None, with_examples("110m")] = None
+    """Time from the start of the process after which the run stops as after a signal, without the limit of shutdown_grace; for
+    queues with a time limit. A restart by the launcher resets it. null: never."""
+    step_timeout: Annotated[PositiveDuration | None, with_examples("30m")] = None
+    """Time without progress in a step, an evaluation batch or a checkpoint write after which the run exits with code 75;
+    jaxsp.launch then restarts it. null: ten times the usual duration, and at least 10 minutes; the first step has no limit."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a step whose loss or gradient norm is not finite. It changed neither weights nor optimizer, and nonfinite_steps.jsonl
     says which documents it had. stop: a checkpoint is written and the run ends; the same command goes on behind the step.
@@ -123,13 +145,14 @@ class RunConfig(ConfigSection):
     @pydantic.field_validator("save_every", mode="before")
     @classmethod
     def _check_save_every(cls, value: Any) -> Any:
-        if (
-            value is None
-            or is_count(value)
-            or (isinstance(value, str) and re.fullmatch("[1-9][0-9]*m|epoch", value))
-        ):
+        if value is None or value == "epoch" or is_count(value):
             return value
-        raise ValueError("must be a number of steps, minutes such as 30m, epoch, or null")
+        try:
+            return _parse_positive_duration(value)
+        except ValueError:
+            raise ValueError(
+                "must be a number of steps, a duration such as 30m, epoch, or null"
+            ) from None
 
     @pydantic.field_validator("eval_every", mode="before")
     @classmethod
@@ -154,11 +177,9 @@ class RunConfig(ConfigSection):
         return self.save_every if isinstance(self.save_every, int) else None
 
     @property
-    def save_interval(self) -> int | None:
-        """Minutes between two checkpoints, where the field counts minutes."""
-        if not isinstance(self.save_every, str) or self.save_every == "epoch":
-            return None
-        return int(self.save_every[:-1])
+    def save_interval(self) -> timedelta | None:
+        """Time between two checkpoints, if the field is a duration."""
+        return self.save_every if isinstance(self.save_every, timedelta) else None
 
 
 class ModelSourceConfig(ConfigSection):

@@ -2,9 +2,12 @@
 
 import pathlib
 import re
+from datetime import timedelta
 from typing import Any
 
 import yaml
+
+from jaxsp.core import durations
 
 PARTIAL_SUFFIX = ".partial"
 """Behind the name of a file that is being written."""
@@ -25,7 +28,12 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that _Loader would read as a number."""
+    """Quotes the text that _Loader would read as a number, and writes durations with their unit."""
+
+
+_Dumper.add_representer(
+    timedelta, lambda dumper, value: dumper.represent_str(durations.to_text(value))
+)
 
 
 for _side in (_Loader, _Dumper):

@@ -136,18 +136,19 @@ def describe_documents(data: PackedDataset) -> str:
 
 def _describe_outputs(program: Program, inputs: RunInputs) -> str:
     config = program.config
-    every = config.run.save_every
-    when = {
-        int: f"every {every} steps and at the end",
-        str: f"every {str(every)[:-1]} minutes and at the end",
-    }
-    if every == "epoch":
-        when[str] = "after every epoch"
+    if config.run.save_steps is not None:
+        when = f"every {config.run.save_steps} steps and at the end"
+    elif config.run.save_interval is not None:
+        when = f"every {durations.to_text(config.run.save_interval)} and at the end"
+    elif config.run.save_every == "epoch":
+        when = "after every epoch"
+    else:
+        when = "at the end"
     parts = ["config.yaml", "banner.txt", "metrics.jsonl"] + ["eval.jsonl"] * bool(inputs.eval_sets)
     profiled = config.logging.profile_steps
     parts += ["tensorboard/"] * config.logging.tensorboard
     parts += ["profile/"] * (profiled is not None and profiled[0] > inputs.start.step)
-    return ", ".join([*parts, "model/", f"checkpoints/ {when.get(type(every), 'at the end')}"])
+    return ", ".join([*parts, "model/", f"checkpoints/ {when}"])
 
 
 def _note_long_documents(*, model_fields: dict, longest: int) -> list[tuple[str, str]]:

@@ -111,13 +111,11 @@ class Preemption:
             for number in os.read(self._pipe[0], 64) if ready else b"":
                 if number in SIGNALS:
                     self._handle_signal(signal.Signals(number))
-            minutes = self._config.stop_after
-            if (
-                self.reason is None
-                and minutes is not None
-                and time.monotonic() - self._start_time >= 60 * minutes
-            ):
-                self._request_stop(f"{_STOP_AFTER} = {minutes:g}")
+            stop_after = self._config.stop_after
+            if self.reason is None and stop_after is not None:
+                elapsed_s = time.monotonic() - self._start_time
+                if elapsed_s >= stop_after.total_seconds():
+                    self._request_stop(f"{_STOP_AFTER} = {durations.to_text(stop_after)}")
             if self.reason is None and (asked := distributed.published(_STOP_KEY)):
                 index, reason = min(asked.items())
                 self._hold_dispatch(
@@ -195,10 +193,11 @@ class Preemption:
             if place.num_dispatched is not None
         )
         shutdown_grace = self._config.shutdown_grace
-        if rest_s > shutdown_grace and any(place.is_signal for place in places.values()):
+        is_signal = any(place.is_signal for place in places.values())
+        if is_signal and rest_s > shutdown_grace.total_seconds():
             self._exit(
                 f"at once: what was sent to the devices and a checkpoint would take about {rest_s:.0f} s, and run.shutdown_grace is "
-                f"{shutdown_grace:g}. {self._describe_lost_steps(last)}"
+                f"{durations.to_text(shutdown_grace)}. {self._describe_lost_steps(last)}"
             )
         with self._condition:
             self._stop_step = last

@@ -41,10 +41,10 @@ class Watchdog:
     def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):
         self._config, self._status, self._has_heartbeat = config, status, has_heartbeat
         self._path = pathlib.Path(config.directory) / run_dir.HEARTBEAT_FILE
-        timeout = config.step_timeout
-        self._interval_s = (
-            HEARTBEAT_INTERVAL_S if timeout is None else min(HEARTBEAT_INTERVAL_S, 60 * timeout / 4)
-        )
+        self._interval_s = HEARTBEAT_INTERVAL_S
+        if config.step_timeout is not None:
+            quarter_s = config.step_timeout.total_seconds() / 4
+            self._interval_s = min(HEARTBEAT_INTERVAL_S, quarter_s)
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=self._watch, name="watchdog", daemon=True)]
         if has_heartbeat:  # another thread: a disk that does not answer holds it
@@ -76,7 +76,7 @@ class Watchdog:
         if not activity.is_watched:
             return math.inf
         if self._config.step_timeout is not None:
-            return 60 * self._config.step_timeout
+            return self._config.step_timeout.total_seconds()
         return (
             math.inf
             if activity.expected_s is None

@@ -41,7 +41,7 @@ export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
 for restarts_left in 3 2 1 0; do
     [ -z "$time_is_up" ] || break
     # 270 of the 300 s: starting, and noticing, take some
-    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.shutdown_grace=270 "$@" &
+    srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.shutdown_grace=270s "$@" &
     step=$!
     wait "$step"
     code=$?

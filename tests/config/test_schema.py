@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+from datetime import timedelta
 
 import pytest
 import yaml
@@ -83,6 +84,31 @@ def test_what_is_saved_is_read_back(file, tmp_path, directory):
     assert schema.load(tmp_path / "saved.yaml", []) == first
 
 
+@pytest.mark.parametrize("text", ["0s", "0.6s", "90s", "25m", "1.5h", "36h", "239999.999h"])
+def test_a_saved_duration_is_read_back(file, tmp_path, text):
+    config = schema.load(file, [f"run.shutdown_grace={text}"])
+    schema.save(config, tmp_path / "saved.yaml")
+    assert schema.load(tmp_path / "saved.yaml", []) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "interval"),
+    [
+        ("1h", None, timedelta(hours=1)),
+        ("30m", None, timedelta(minutes=30)),
+        ("100", 100, None),
+        ("epoch", None, None),
+        ("null", None, None),
+    ],
+)
+def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, steps, interval):
+    config = schema.load(file, [f"run.save_every={text}", "run.steps=null", "run.epochs=1"])
+    assert config.run.save_steps == steps
+    assert config.run.save_interval == interval
+    schema.save(config, tmp_path / "saved.yaml")
+    assert schema.load(tmp_path / "saved.yaml", []) == config
+
+
 def test_all_problems_are_told_at_once(file):
     file.write_text(
         SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace(
@@ -125,13 +151,18 @@ SAID = {
     "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. For example run.steps=1000.",
     "run.steps=null": "run.steps, run.epochs: .*missing.*run.epochs=1.",
     "run.epochs=1": "run.steps = 3, run.epochs = 1: .*run.steps=null or run.epochs=null.",
-    "run.save_every=0": "run.save_every = 0: .*minutes.*epoch.*null.*=100.",
+    "run.save_every=0": "run.save_every = 0: .*duration.*epoch.*null.*=100.",
+    "run.save_every=0m": "run.save_every = 0m: .*duration.*epoch.*null.*=100.",
     "run.eval_every=1m": "run.eval_every = 1m: .*epoch.*null.*=100.",
     "run.early_stopping_patience=2": "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05.",
     "run.early_stopping_min_delta=0.1": "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0.",
     "run.save_every=epoch": "run.save_every = epoch: .*run.epochs=1.*run.save_every=100.",
     "run.eval_every=epoch": "run.eval_every = epoch: .*run.epochs=1.*run.eval_every=100.",
-    "run.save_every=1h": "run.save_every = 1h: .*minutes.*=100.",
+    "run.save_every=1d": "run.save_every = 1d: .*duration.*=100.",
+    "run.shutdown_grace=25": "run.shutdown_grace = 25: .*unit.*110m.*run.shutdown_grace=25s.",
+    "run.shutdown_grace=-1s": "run.shutdown_grace = -1s: .*unit.*run.shutdown_grace=25s.",
+    "run.stop_after=999999999h": "run.stop_after = 999999999h: .*at most 240000h.*=110m.",
+    "run.step_timeout=0s": "run.step_timeout = 0s: must be longer than 0s.*run.step_timeout=30m.",
     "model.source=a/b": "model.source = a/b, model.config = .*: .*model.source=null or model.config=null.",
     "model.config=null": "model.source, model.config: .*missing.*model.source=.*.",
     "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: .*first.*last.*=[3, 5].",
@@ -379,7 +410,9 @@ def test_the_help_says_types_and_defaults():
         "model.tokenizer  (text | null; default null)",
         "model.compute_dtype  (bfloat16 | float32; default bfloat16)",
         "data.train  (list; required)",
-        "run.save_every  (int | text | null; default 30m)",
+        "run.save_every  (int | duration | epoch | null; default 30m)",
+        "run.shutdown_grace  (duration; default 25s)",
+        "run.stop_after  (duration | null; default null)",
         "optimizer.eps  (float; default 1e-08)",
         "memory.mlp_tile_tokens  (auto | int; default auto)",
     ):

@@ -1,4 +1,6 @@
-"""Durations in output."""
+"""Durations in configs and in output."""
+
+from datetime import timedelta
 
 import pytest
 
@@ -20,3 +22,32 @@ from jaxsp.core import durations
 )
 def test_durations_are_in_units_that_people_read(seconds, words):
     assert durations.describe(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("text", "duration"),
+    [
+        ("25s", timedelta(seconds=25)),
+        ("0.6s", timedelta(milliseconds=600)),
+        ("110m", timedelta(minutes=110)),
+        ("1.5h", timedelta(minutes=90)),
+        ("12h", timedelta(hours=12)),
+        ("0s", timedelta()),
+    ],
+)
+def test_a_duration_is_a_number_with_a_unit(text, duration):
+    assert durations.parse(text) == duration
+    assert durations.parse(duration) == duration
+
+
+@pytest.mark.parametrize(
+    "value", [25, 2.5, None, "", "25", "s", "25 s", "-1s", "1d", "1e3s", ".5h", "1234567890s", "٣s"]
+)
+def test_anything_else_is_refused(value):
+    with pytest.raises(ValueError, match=r"unit.*25s"):
+        durations.parse(value)
+
+
+@pytest.mark.parametrize("text", ["0s", "0.6s", "0.001s", "25s", "110m", "2h", "1234567s"])
+def test_the_text_of_a_duration_uses_the_largest_whole_unit(text):
+    assert durations.to_text(durations.parse(text)) == text

@@ -180,7 +180,7 @@ def cases() -> list[Case]:
             ("raise", ("run.save_every=4",)),
             ("SIGKILL", ("run.save_every=4",)),
             ("SIGSTOP", ("run.save_every=4",)),
-            ("hang", ("run.save_every=4", "run.step_timeout=0.3")),
+            ("hang", ("run.save_every=4", "run.step_timeout=18s")),
         )
         for victim in (0, 1)
         for launched in (False, True)

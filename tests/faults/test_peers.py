@@ -45,7 +45,7 @@ def test_two_processes_that_stopped_resume_with_the_numbers_of_a_run_that_did_no
 @pytest.mark.slow  # runtime/test_watchdog.py and test_launch.py have its parts
 def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     job = peers.Job(tmp_path)
-    words = ("run.save_every=4", "run.step_timeout=0.15")
+    words = ("run.save_every=4", "run.step_timeout=9s")
     outcome = peers.happen(job, peers.Case(event="hang", victim=1, launched=True, words=words))
     assert outcome.codes == [0], outcome.said
     assert re.search(messages.holding("step ", "9 s", "run.step_timeout"), outcome.said)

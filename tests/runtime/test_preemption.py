@@ -21,7 +21,7 @@ import os, sys, time
 from jaxsp.config import schema
 from jaxsp.runtime import preemption, run_status
 now = run_status.RunStatus()
-settings = schema.RunConfig(directory=sys.argv[1], shutdown_grace=float(sys.argv[2]), stop_after=eval(sys.argv[3]))
+settings = schema.RunConfig(directory=sys.argv[1], shutdown_grace=sys.argv[2], stop_after=eval(sys.argv[3]))
 begun, step_s = int(sys.argv[4]), float(sys.argv[5])
 with preemption.Preemption(settings, now) as stop:
     for step in range(1, begun + 1):
@@ -44,7 +44,7 @@ def run(
     folder,
     *,
     number=signal.SIGTERM,
-    shutdown_grace=25,
+    shutdown_grace="25s",
     stop_after=None,
     begun=3,
     step_s=0.1,
@@ -52,7 +52,7 @@ def run(
     again_after=None,
 ):
     """Exit code, stdout, stderr, and seconds from the signal to the end."""
-    words = map(str, (folder, shutdown_grace, stop_after, begun, step_s, then_s))
+    words = map(str, (folder, shutdown_grace, repr(stop_after), begun, step_s, then_s))
     running = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, *words],
         stdout=subprocess.PIPE,
@@ -112,12 +112,12 @@ def test_where_the_grace_is_too_short_it_leaves_at_once_and_says_what_is_lost(tm
     code, printed, said, _ = run(tmp_path, step_s=100.0)
     assert (code, printed) == (0, "")
     assert re.search(r"\b(99|100) s\b", said)
-    assert re.search(messages.holding("run.shutdown_grace", 25, "1 step", "step 2"), said)
+    assert re.search(messages.holding("run.shutdown_grace", "25s", "1 step", "step 2"), said)
 
 
 def test_where_nothing_was_saved_all_steps_are_said_to_be_lost(tmp_path):
     _, _, said, _ = run(tmp_path, step_s=100.0)
-    assert re.search(messages.holding("run.shutdown_grace", 25, "3 steps"), said)
+    assert re.search(messages.holding("run.shutdown_grace", "25s", "3 steps"), said)
 
 
 def test_a_second_signal_leaves_at_once(tmp_path):
@@ -133,9 +133,9 @@ def test_signals_at_the_same_time_are_one(tmp_path):
 
 
 def test_a_run_stops_when_its_time_is_up_however_long_the_step_takes(tmp_path):
-    code, printed, said, _ = run(tmp_path, stop_after=0.01, step_s=100.0)
+    code, printed, said, _ = run(tmp_path, stop_after="0.6s", step_s=100.0)
     assert (code, printed) == (0, "next step: False\n")
-    assert re.search(messages.holding("run.stop_after = 0.01", "step 3"), said)
+    assert re.search(messages.holding("run.stop_after = 0.6s", "step 3"), said)
 
 
 def test_processes_that_are_started_do_not_inherit_the_signals(tmp_path):
@@ -160,7 +160,7 @@ with preemption.Preemption(schema.RunConfig(directory="x"), run_status.RunStatus
     [
         ("SIGINT", 0.2, ["step 74", "Ctrl-C"]),
         ("SIGTERM to process 1", 9.7, ["SIGTERM to process 1", "step 74", "10 s", "SIGTERM"]),
-        ("run.stop_after = 30", 0.2, ["run.stop_after = 30", "step 74", "Ctrl-C"]),
+        ("run.stop_after = 30m", 0.2, ["run.stop_after = 30m", "step 74", "Ctrl-C"]),
     ],
 )
 def test_a_stop_names_its_step_and_how_to_leave_at_once(reason, rest_s, parts):

@@ -23,7 +23,7 @@ import sys, threading, time
 from jaxsp.config import schema
 from jaxsp.runtime import run_status, watchdog
 now = run_status.RunStatus()
-with watchdog.Watchdog(schema.RunConfig(directory=sys.argv[1], step_timeout=0.01), now, has_heartbeat=True):
+with watchdog.Watchdog(schema.RunConfig(directory=sys.argv[1], step_timeout="0.6s"), now, has_heartbeat=True):
     now.waiting_for_step(7)
     def sits_here(): time.sleep(100)
     sits_here()
@@ -35,22 +35,21 @@ def doing(**fields):
 
 
 @pytest.mark.parametrize(
-    ("minutes", "now", "seconds"),
+    ("step_timeout", "now", "seconds"),
     [
         (None, doing(expected_s=1.0), 600),
         (None, doing(expected_s=200.0), 2000),
         (None, doing(), math.inf),  # the first step: nobody knows how long it takes
-        (30, doing(), 1800),
-        (30, doing(expected_s=1.0), 1800),
-        (30, doing(is_watched=False), math.inf),  # compiling
+        ("30m", doing(), 1800),
+        ("30m", doing(expected_s=1.0), 1800),
+        ("30m", doing(is_watched=False), math.inf),  # compiling
     ],
 )
 def test_ten_times_the_usual_and_ten_minutes_are_too_long_unless_the_config_says_otherwise(
-    tmp_path, minutes, now, seconds
+    tmp_path, step_timeout, now, seconds
 ):
-    dog = Watchdog(
-        RunConfig(directory=str(tmp_path), step_timeout=minutes), RunStatus(), has_heartbeat=False
-    )
+    config = RunConfig(directory=str(tmp_path), step_timeout=step_timeout)
+    dog = Watchdog(config, RunStatus(), has_heartbeat=False)
     assert dog.timeout_s(now) == seconds
 
 
@@ -124,7 +123,7 @@ def test_a_progress_bar_is_no_sign_of_life_of_a_write(tmp_path, monkeypatch):
 
 @pytest.mark.e2e
 def test_signs_of_life_keep_a_run_alive(tmp_path):
-    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout="1.2s")
     with Watchdog(config, now, has_heartbeat=True):
         now.waiting_for_step(0)
         for _ in range(10):
@@ -146,7 +145,7 @@ def test_compiling_is_not_watched_whatever_the_config_says():
 
 @pytest.mark.e2e
 def test_a_checkpoint_that_is_written_slowly_is_a_sign_of_life(tmp_path):
-    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout=0.02)
+    now, config = RunStatus(), RunConfig(directory=str(tmp_path), step_timeout="1.2s")
     with Watchdog(config, now, has_heartbeat=False):
         now.begin("the checkpoint of step 1", is_writing=True)
         with (tmp_path / "state").open("wb") as file:
@@ -184,7 +183,9 @@ def test_the_usual_time_of_a_step_is_that_of_steps_with_rows_as_long():
 
 def test_a_watchdog_does_not_end_a_process_that_has_left_it(tmp_path):
     now = RunStatus()
-    with Watchdog(RunConfig(directory=str(tmp_path), step_timeout=0.005), now, has_heartbeat=False):
+    with Watchdog(
+        RunConfig(directory=str(tmp_path), step_timeout="0.3s"), now, has_heartbeat=False
+    ):
         pass
     now.waiting_for_step(1)
     time.sleep(0.6)
