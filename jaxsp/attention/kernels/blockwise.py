@@ -19,6 +19,7 @@ Source: the forward pass is Rabe and Staats 2021, arXiv:2112.05682; the backward
 with dq, dk and dv in one walk because the blocks are visited one after another.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import checkpoint_names, segments
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 BLOCK_TOKENS = 256
@@ -383,3 +385,21 @@ def _join_blocks(
     r = num_heads // g
     x = x.reshape(n, g, r, rC // r, K).transpose(0, 3, 1, 2, 4)
     return x.reshape(-1, num_heads, K)[:num_tokens]
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockwiseKernel(Kernel):
+    """The functions of this module: any device, any dtype, rows of any length."""
+
+    name = "blockwise"
+
+    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
+        return functools.partial(attention, window=window)
+
+    def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
+        return ChunkKernel(
+            forward=forward,
+            backward=backward,
+            off_diagonal_forward=off_diagonal_forward,
+            off_diagonal_backward=off_diagonal_backward,
+        )

@@ -16,9 +16,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import checkpoint_names, cudnn_calls, cudnn_slots
+from jaxsp.attention.kernels import checkpoint_names, cudnn_calls, cudnn_limits, cudnn_memory
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
+from jaxsp.core.errors import UserError
 
 
 def attention(
@@ -531,3 +534,90 @@ def _lse_mask(inside_BL: Array | None) -> Array:
 def _force_order(arrays: Any) -> Any:
     """The same arrays, after all of them have been computed. Otherwise XLA may keep the results of several calls at once."""
     return jax.lax.optimization_barrier(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class CudnnKernel(Kernel):
+    """cuDNN's flash attention in bfloat16, on NVIDIA GPUs."""
+
+    name = "cudnn"
+    masks_padding = True
+    supports_head_chunks = True
+    needs_selfcheck = True
+    custom_call_prefix = "__cudnn$fmha"
+
+    @property
+    def title(self) -> str:
+        return "cuDNN"
+
+    def describe(self) -> str:
+        return cudnn_calls.describe_version()
+
+    def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
+        return functools.partial(
+            attention,
+            window=window,
+            head_chunks=settings.head_chunks,
+            capacity_factor=settings.capacity_factor,
+        )
+
+    def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
+        chunks = {"head_chunks": settings.head_chunks}
+        split = {**chunks, "capacity_factor": settings.capacity_factor}
+        return ChunkKernel(
+            forward=functools.partial(forward, **split),
+            backward=functools.partial(backward, **split),
+            off_diagonal_forward=functools.partial(off_diagonal_forward, **chunks),
+            off_diagonal_backward=functools.partial(off_diagonal_backward, **chunks),
+        )
+
+    def make_tables(
+        self,
+        settings: KernelSettings,
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+        *,
+        row_tokens: int,
+    ) -> SegmentTables | None:
+        return make_tables(
+            starts_BM,
+            lengths_BM,
+            row_tokens=row_tokens,
+            capacity_factor=settings.capacity_factor,
+        )
+
+    def unsupported_reasons(
+        self, workload: KernelWorkload, *, devices: Sequence[Device], device_bytes: int | None
+    ) -> list[UnsupportedReason]:
+        return cudnn_limits.unsupported_reasons(
+            cudnn_memory.with_score_workspace(workload, devices),
+            devices=devices,
+            device_bytes=device_bytes,
+        )
+
+    def legal_head_chunks(self, workload: KernelWorkload) -> list[int]:
+        return cudnn_memory.legal_head_chunks(workload)
+
+    def configure(
+        self,
+        workload: KernelWorkload,
+        *,
+        devices: Sequence[Device],
+        device_bytes: int | None,
+        head_chunks: int | None,
+    ) -> KernelSettings:
+        workload = cudnn_memory.with_score_workspace(workload, devices)
+        split = cudnn_memory.choose_split(workload, head_chunks=head_chunks)
+        if device_bytes is not None:
+            shortage = cudnn_memory.describe_shortage(workload, split, device_bytes=device_bytes)
+            if shortage is not None:
+                raise UserError(shortage)
+        return KernelSettings(
+            head_chunks=split.head_chunks,
+            capacity_factor=split.capacity_factor,
+            workspace_bytes=cudnn_memory.workspace_bytes(workload, split),
+            lse_bytes=cudnn_memory.lse_bytes(workload, split),
+        )
+
+    def read_workspace_bytes(self, program_text: str) -> int | None:
+        return cudnn_calls.read_workspace_bytes(program_text)
