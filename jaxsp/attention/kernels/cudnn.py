@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from jaxsp.attention.kernels import checkpoint_names, cudnn_calls, cudnn_limits, cudnn_memory
+from jaxsp.attention.kernels import (
+    checkpoint_names,
+    cudnn_calls,
+    cudnn_limits,
+    cudnn_memory,
+    cudnn_slots,
+)
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
 from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
@@ -562,13 +568,13 @@ class CudnnKernel(Kernel):
         )
 
     def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
-        chunks = {"head_chunks": settings.head_chunks}
-        split = {**chunks, "capacity_factor": settings.capacity_factor}
+        with_chunks = functools.partial(functools.partial, head_chunks=settings.head_chunks)
+        with_split = functools.partial(with_chunks, capacity_factor=settings.capacity_factor)
         return ChunkKernel(
-            forward=functools.partial(forward, **split),
-            backward=functools.partial(backward, **split),
-            off_diagonal_forward=functools.partial(off_diagonal_forward, **chunks),
-            off_diagonal_backward=functools.partial(off_diagonal_backward, **chunks),
+            forward=with_split(forward),
+            backward=with_split(backward),
+            off_diagonal_forward=with_chunks(off_diagonal_forward),
+            off_diagonal_backward=with_chunks(off_diagonal_backward),
         )
 
     def make_tables(
