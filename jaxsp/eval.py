@@ -16,6 +16,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
+from jaxsp.reporting import console as output
 from jaxsp.run import build, resume
 from jaxsp.runtime import cluster, device_mesh, distributed, jsonl, run_paths
 from jaxsp.training import train_step
@@ -117,7 +118,7 @@ def main(arguments: list[str]) -> None:
             f"{one.name}: {banner.describe_documents(one)}", highlight=False, soft_wrap=True
         )
     for result in Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
-        console.print(banner.format_result(result), highlight=False, soft_wrap=True)
+        console.print(output.format_result(result), highlight=False, soft_wrap=True)
         if out is not None and jax.process_index() == 0:
             jsonl.append_record(out, result)
     if out is not None:

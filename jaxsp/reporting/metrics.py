@@ -1,4 +1,4 @@
-"""The numbers of a step: what metrics.jsonl says, and the arithmetic behind FLOPs."""
+"""Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, and TensorBoard."""
 
 import dataclasses
 import json
@@ -13,8 +13,9 @@ from jaxsp.runtime.jsonl import AppendFile
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-METRICS_FILE, EVAL_FILE, NONFINITE_FILE = "metrics.jsonl", "eval.jsonl", "nonfinite_steps.jsonl"
-"""What a run directory's files of numbers are called."""
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+NONFINITE_FILE = "nonfinite_steps.jsonl"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,10 @@ class MetricsLine:
     """Number of steps so far, including this one. A step without loss tokens, or with a non-finite
     loss or gradient norm, counts but changes no weight."""
     epoch: int | None
-    """Pass over the data that the step's last row belongs to, from 1. null if sources have weights."""
+    """Pass over the data that the step's last row belongs to, from 1. null if sources have
+    weights."""
     loss: float | None
-    """Mean loss over the step's loss tokens, over all rows at once (not a mean of means). null if
+    """Mean loss over all loss tokens of the step (not a mean of means over rows or devices). null if
     there are no loss tokens or the loss is not finite."""
     token_accuracy: float | None
     """Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss
@@ -65,7 +67,8 @@ class MetricsLine:
     data_wait_s: float
     """Seconds of step_s that devices waited for the step's rows."""
     checkpoint_wait_s: float | None
-    """Seconds that checkpoints have delayed steps since the previous line. null if none was written."""
+    """Seconds that checkpoints have delayed steps since the previous line. null if none was
+    written."""
     tokens_per_s: float
     """num_tokens / step_s."""
     tokens_per_s_per_device: float
@@ -80,21 +83,22 @@ class MetricsLine:
 
 
 class MetricsWriter:
-    """Appends lines to metrics.jsonl and eval.jsonl, each readable at once, and their numbers for TensorBoard.
+    """Appends lines to metrics.jsonl and eval.jsonl, and their numbers to TensorBoard's events.
 
-    Lines of steps after `from_step` are left from a run that went on from there once before; they go.
-    With several processes, the first alone writes.
+    A line can be read as soon as it is written. Existing lines of steps after `from_step` are
+    removed: the run repeats those steps. Process 0 writes; the others ignore every call.
     """
 
     def __init__(self, directory: pathlib.Path, *, from_step: int, tensorboard: bool):
+        self._directory = directory
         self._files: dict[str, AppendFile] = {}
         self._tensorboard: TensorBoardWriter | None = None
         if jax.process_index() > 0:
             return
         for name in (METRICS_FILE, EVAL_FILE, NONFINITE_FILE):
             jsonl.truncate_after(directory / name, from_step)
-        self._directory = directory
-        self._files = {name: AppendFile(directory / name) for name in (METRICS_FILE, EVAL_FILE)}
+        for name in (METRICS_FILE, EVAL_FILE):
+            self._files[name] = AppendFile(directory / name)
         if tensorboard:
             from jaxsp.reporting.tensorboard import TensorBoardWriter
 
@@ -110,85 +114,53 @@ class MetricsWriter:
             self._tensorboard.close()
 
     def sync(self) -> None:
-        """Makes what was written outlive a power cut. Raises: OSError where some of it finds no room."""
+        """Makes the written lines survive a power failure. Raises: OSError if the disk is full."""
         for file in self._files.values():
             file.sync()
         if self._tensorboard is not None:
             self._tensorboard.sync()
 
     def write_step(self, line: MetricsLine) -> None:
-        """A step of training."""
+        """Writes the line of a training step."""
         self._write(METRICS_FILE, dataclasses.asdict(line), "train")
 
     def write_eval(self, result: "DataclassInstance") -> None:
-        """An evaluation of one data set."""
+        """Writes the line of an evaluation of one eval set."""
         fields = dataclasses.asdict(result)
         self._write(EVAL_FILE, fields, f"eval/{fields['data']}")
 
     def write_nonfinite_step(self, line: "DataclassInstance") -> None:
-        """A step whose numbers are not finite; most runs have none, and no such file."""
-        if jax.process_index() == 0:
-            if NONFINITE_FILE not in self._files:
-                self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
-            self._files[NONFINITE_FILE].add(
-                json.dumps(dataclasses.asdict(line), allow_nan=False).encode() + b"\n"
-            )
+        """Writes the line of a non-finite step. The first one creates the file."""
+        if jax.process_index() > 0:
+            return
+        if NONFINITE_FILE not in self._files:
+            self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
+        self._files[NONFINITE_FILE].add(_encode_line(dataclasses.asdict(line)))
 
-    def _write(self, name: str, fields: dict[str, Any], group: str) -> None:
-        if name in self._files:
-            self._files[name].add(json.dumps(fields, allow_nan=False).encode() + b"\n")
-        if self._tensorboard is not None:
-            parts = {
-                f"{field}/{name}": part
-                for field, value in fields.items()
-                if isinstance(value, dict)
-                for name, part in value.items()
-            }
-            numbers = {
-                f"{group}/{field}": float(value)
-                for field, value in (fields | parts).items()
-                if field != "step" and isinstance(value, int | float)
-            }
-            self._tensorboard.add_scalars(numbers, step=fields["step"])
+    def _write(self, file_name: str, fields: dict[str, Any], group: str) -> None:
+        if file_name in self._files:
+            self._files[file_name].add(_encode_line(fields))
+        if self._tensorboard is None:
+            return
+        numbers = dict(fields)
+        for field, value in fields.items():
+            if isinstance(value, dict):
+                numbers |= {f"{field}/{name}": number for name, number in value.items()}
+        scalars = {
+            f"{group}/{name}": float(number)
+            for name, number in numbers.items()
+            if name != "step" and isinstance(number, int | float)
+        }
+        self._tensorboard.add_scalars(scalars, step=fields["step"])
 
 
-class ProfilerTrace:
-    """A trace of some steps by JAX's profiler. The first process writes it; all of them begin and end it at the same steps."""
-
-    def __init__(self, directory: pathlib.Path, steps: tuple[int, int] | None):
-        self._directory = directory
-        self._first, self._last = steps or (0, 0)
-        self._is_running = False
-
-    def __enter__(self) -> "ProfilerTrace":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_running:
-            self.stop()
-
-    def should_start(self, step: int) -> bool:
-        """Whether it is to begin before this step; nothing else may be running then."""
-        return step == self._first
-
-    def start(self) -> None:
-        self._is_running = True
-        if jax.process_index() == 0:
-            jax.profiler.start_trace(str(self._directory))
-
-    def should_stop(self, step: int) -> bool:
-        """Whether it is to end when this step has ended."""
-        return self._is_running and step == self._last
-
-    def stop(self) -> None:
-        self._is_running = False
-        if jax.process_index() == 0:
-            jax.profiler.stop_trace()
+def _encode_line(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:
-    """The most memory one of these devices had in use, ever; None where devices do not say."""
-    peaks: list[Any] = [
-        (device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices
-    ]
-    return max(peaks) / 2**30 if all(peak is not None for peak in peaks) else None
+    """Returns the highest memory use of any of these devices so far; None if not reported."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not all("peak_bytes_in_use" in device_stats for device_stats in stats):
+        return None
+    return max(device_stats["peak_bytes_in_use"] for device_stats in stats) / 2**30

@@ -1,7 +1,6 @@
-"""Steps whose loss or gradient norm was not finite: what they had, and whether the run goes on."""
+"""Steps with a non-finite loss or gradient norm: their documents, and the limit on their number."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,71 +30,75 @@ class NonfiniteStep:
     rows: list[int]
     """Indices of the step's rows in the sequence of rows of this length, from 0."""
     documents: list[dict[str, Any]]
-    """All segments of these rows. Each has row, source, document (index of the record in its
-    source, from 0), place (file and line or row), first_token (offset of the segment in its
-    document) and tokens (length of the segment)."""
+    """All segments of these rows. Each has row (index of its row, as in rows), source (name),
+    record_index (index of the record in its source, from 0), location (file, and line or row),
+    first_token (offset of the segment in its document) and tokens (length of the segment)."""
 
 
 class NonfiniteTracker:
-    """Notes the bad steps of a run, and knows when it has to end."""
+    """Records the non-finite steps of a run, and decides when the run must stop."""
 
     def __init__(self, config: RunConfig, writer: MetricsWriter):
-        self._config, self._writer = config, writer
+        self._config = config
+        self._writer = writer
         self._steps: list[int] = []
+        self._max_steps = 0 if config.on_nonfinite == "stop" else config.max_nonfinite_steps
 
     @property
     def is_over_limit(self) -> bool:
         return len(self._steps) > self._max_steps
 
-    @property
-    def _max_steps(self) -> int:
-        return 0 if self._config.on_nonfinite == "stop" else self._config.max_nonfinite_steps
-
     def record_step(
-        self, step: int, metrics: StepMetrics, pipeline: BatchLoader, step_index: int
+        self, step: int, metrics: StepMetrics, loader: BatchLoader, step_index: int
     ) -> None:
-        """Notes a step. Args: index: of the step in the feed."""
+        """Records a step. Args: step_index: index of the step in the loader."""
         self._steps.append(step)
-        if jax.process_index() > 0:  # what follows takes its time
+        if jax.process_index() > 0:  # finding the documents takes time
             return
+        segments = loader.list_segments(step_index)
         line = NonfiniteStep(
             step=step,
             loss=_json_number(metrics.loss),
             grad_norm=_json_number(metrics.grad_norm),
             learning_rate=float(metrics.learning_rate),
-            row_tokens=pipeline.row_tokens(step_index),
-            **_document_fields(pipeline.list_segments(step_index)),
+            row_tokens=loader.row_tokens(step_index),
+            rows=sorted({segment.row_index for segment in segments}),
+            documents=[_describe_segment(segment) for segment in segments],
         )
         self._writer.write_nonfinite_step(line)
 
     def stop_message(self, *, saved_step: int) -> str:
-        """Why the run has to end, and what to do. Args: saved: the step of the checkpoint that was written then."""
-        # one more was under way when this was known
-        many, folder = "", self._config.directory
-        more = "run.on_nonfinite=skip leaves such steps out."
+        """Returns the reason for the stop, with suggestions.
+
+        Args:
+            saved_step: step of the checkpoint that was written at the stop. One more step was
+                already running when the limit was exceeded.
+        """
+        directory = self._config.directory
+        reason = "the loss or the gradient norm is not finite"
+        suggestion = "run.on_nonfinite=skip to skip such steps"
         if self._config.on_nonfinite == "skip":
-            many = f", more often since the process began than run.max_nonfinite_steps = {self._max_steps}"
-            more = "run.max_nonfinite_steps lets more pass."
+            reason += (
+                f", in more steps since the process started than run.max_nonfinite_steps = "
+                f"{self._max_steps}"
+            )
+            suggestion = "a larger run.max_nonfinite_steps"
         return (
-            f"step {self._steps[self._max_steps]}: the loss or the gradient norm is not finite{many}. The step changed no weight; "
-            f"{folder}/checkpoints/{saved_step} has the weights after {saved_step} steps, those that were not finite left out, and "
-            f"{folder}/{metrics.NONFINITE_FILE} names its documents. The same command goes on behind it. A lower "
-            f"optimizer.learning_rate or more optimizer.warmup_steps usually help; {more}"
+            f"step {self._steps[self._max_steps]}: {reason}. The step changed no weight. Its "
+            f"documents are in {directory}/{metrics.NONFINITE_FILE}; the weights of step "
+            f"{saved_step} are in {directory}/checkpoints/{saved_step}. The same command continues "
+            f"after that step. Use a lower optimizer.learning_rate, more optimizer.warmup_steps, "
+            f"or {suggestion}."
         )
 
 
-def _document_fields(segments: Sequence[StepSegment]) -> dict[str, Any]:
-    """The fields `rows` and `documents` of a line."""
-    documents = [
-        {
-            "row": one.row_index,
-            **dataclasses.asdict(one.origin),
-            "first_token": one.offset,
-            "tokens": one.num_tokens,
-        }
-        for one in segments
-    ]
-    return {"rows": sorted({one.row_index for one in segments}), "documents": documents}
+def _describe_segment(segment: StepSegment) -> dict[str, Any]:
+    return {
+        "row": segment.row_index,
+        **dataclasses.asdict(segment.origin),
+        "first_token": segment.offset,
+        "tokens": segment.num_tokens,
+    }
 
 
 def _json_number(value: Any) -> float | str:

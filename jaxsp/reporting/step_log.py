@@ -1,4 +1,4 @@
-"""What is noted of each step when it has ended."""
+"""Records each step after it ends: metrics.jsonl, progress, totals, and non-finite steps."""
 
 import collections
 import contextlib
@@ -14,9 +14,9 @@ import numpy as np
 from jaxsp.data.packing.pipeline import StepCounts
 from jaxsp.model import flops
 from jaxsp.reporting import metrics
-from jaxsp.reporting.banner import Progress
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.reporting.nonfinite import NonfiniteTracker
+from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import evaluator
 from jaxsp.training.inputs import RunInputs
@@ -25,20 +25,21 @@ from jaxsp.training.train_step import Program, StepMetrics
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DispatchedStep:
-    """A step on its way through the devices."""
+    """A step that the devices are running."""
 
     metrics: StepMetrics
     counts: StepCounts
     batch_requested_at: float
-    """When the loop asked for its rows, a time of time.perf_counter."""
+    """Time at which the loop requested the step's batch (time.perf_counter)."""
     batch_ready_at: float
+    """Time at which the batch was ready (time.perf_counter)."""
     end_time: "EndTime"
 
 
 class EndTime:
     """Time at which the results of a step were ready.
 
-    A thread notes it. The loop may read the results later, when the next step has ended too.
+    A thread waits for them, because the loop may read them later, after the next step has ended.
     """
 
     def __init__(self, results: Any):
@@ -53,7 +54,7 @@ class EndTime:
         self._time = time.perf_counter()
 
     def get(self) -> float:
-        """Waits for the results. Returns a time of time.perf_counter."""
+        """Waits for the results, and returns the time (time.perf_counter)."""
         self._thread.join()
         return self._time
 
@@ -69,51 +70,50 @@ class StepLog:
         progress: Progress,
         status: RunStatus,
     ):
+        self._program = program
+        self._inputs = inputs
+        self._writer = writer
+        self._progress = progress
         self._status = status
-        self._program, self._inputs, self._writer, self._progress = (
-            program,
-            inputs,
-            writer,
-            progress,
-        )
-        self._began = self._ended = time.perf_counter()
-        self._batch_requested_at = self._batch_ready_at = self._began
+        self._began = time.perf_counter()
+        self._ended = self._began
+        self._batch_requested_at = self._began
+        self._batch_ready_at = self._began
         self._previous_step: DispatchedStep | None = None
-        self._num_finished, self._num_tokens = inputs.start.step, inputs.start.num_tokens
+        self._num_finished = inputs.start.step
+        self._num_tokens = inputs.start.num_tokens
         self._source_names = [source.name for source in inputs.train_set.documents.sources]
+        self._checkpoint_wait_s = 0.0
         self.recent_losses: collections.deque[float] = collections.deque(maxlen=20)
-        run = program.config.run
-        self.nonfinite = NonfiniteTracker(run, writer)
-        self.checkpoint_wait_s: float | None = None
-        """Seconds that checkpoints kept steps from beginning since the line before."""
+        self.nonfinite = NonfiniteTracker(program.config.run, writer)
         self.first_line: MetricsLine
         self.last_line: MetricsLine
 
     @property
     def num_dispatched(self) -> int:
-        """Steps sent to the devices since step 0."""
+        """Number of steps dispatched to the devices since step 0."""
         return self._num_finished + (self._previous_step is not None)
 
     @property
     def can_continue(self) -> bool:
-        """Whether no step has ended the run because its numbers are not finite."""
+        """True unless the run has too many non-finite steps."""
         return not self.nonfinite.is_over_limit
 
     @property
     def elapsed_s(self) -> float:
-        """From before the first step to the end of the last."""
+        """Seconds from before the first step to the end of the last."""
         return self._ended - self._began
 
     @contextlib.contextmanager
     def measure_batch_wait(self) -> Iterator[None]:
-        """Measures how long the rows of the next step take."""
+        """Measures the time until the next batch is ready."""
         self._batch_requested_at = time.perf_counter()
         yield
         self._batch_ready_at = time.perf_counter()
 
     def record_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
-        """Records the step that was running, then notes the one that was sent to the devices."""
-        running = DispatchedStep(
+        """Records the dispatch of a step, then the results of the step before it."""
+        dispatched = DispatchedStep(
             metrics=metrics,
             counts=counts,
             batch_requested_at=self._batch_requested_at,
@@ -121,104 +121,113 @@ class StepLog:
             end_time=EndTime(metrics),
         )
         self.record_previous_step()
-        self._previous_step = running
+        self._previous_step = dispatched
+
+    def record_checkpoint_wait(self, seconds: float) -> None:
+        """Adds to the time that checkpoints have delayed steps since the previous line."""
+        self._checkpoint_wait_s += seconds
 
     def record_previous_step(self) -> None:
-        """Waits for the step that is running, if there is one, and records it."""
+        """Waits for the running step, if there is one, and records its results."""
         if self._previous_step is None:
             return
-        running, self._previous_step = self._previous_step, None
-        numbers = jax.device_get(running.metrics)
-        # threads may note the ends of two steps in either order
-        ended = max(running.end_time.get(), self._ended + 1e-6)
+        step = self._previous_step
+        self._previous_step = None
+        results = jax.device_get(step.metrics)
+        # two threads may note the ends of two steps in either order
+        ended = max(step.end_time.get(), self._ended + 1e-6)
         step_s = ended - self._ended
-        # rows that arrive while the step before runs cost nothing
-        data_wait_s = max(
-            0.0, running.batch_ready_at - max(running.batch_requested_at, self._ended)
-        )
+        # a batch that arrives while the previous step runs costs nothing
+        wait_began = max(step.batch_requested_at, self._ended)
+        data_wait_s = max(0.0, step.batch_ready_at - wait_began)
         self._ended = ended
         self._num_finished += 1
         self._status.finished(self._num_finished, step_s)
-        self._num_tokens += int(numbers.num_tokens)
-        if not numbers.is_finite:
-            config, material = self._program.config, self._inputs
-            feed = material.train_set.make_loader(
-                config,
-                self._program.mesh,
-                material.schedule,
-                layout_degree=self._program.attend.layout_degree,
-            )
-            self.nonfinite.record_step(
-                self._num_finished, numbers, feed, self._num_finished - material.start.step - 1
-            )
-            if self.can_continue:
-                self._progress.print_line(
-                    f"step {self._num_finished}  IS LEFT OUT: not finite; {metrics.NONFINITE_FILE} names its documents"
-                )
-        self.last_line = self._build_line(running, numbers, step_s=step_s, data_wait_s=data_wait_s)
+        self._num_tokens += int(results.num_tokens)
+        if not results.is_finite:
+            self._record_nonfinite_step(results)
+        self.last_line = self._build_line(step, results, step_s=step_s, data_wait_s=data_wait_s)
         if self._num_finished == self._inputs.start.step + 1:
             self.first_line = self.last_line
         if self.last_line.loss is not None:
             self.recent_losses.append(self.last_line.loss)
-        due = evaluator.is_due(self._program.config.run.log_every, self._num_finished)
-        if due or not numbers.is_finite or self._num_finished == self._program.num_steps:
+        is_due = evaluator.is_due(self._program.config.run.log_every, self._num_finished)
+        if is_due or not results.is_finite or self._num_finished == self._program.num_steps:
             self._writer.write_step(self.last_line)
-            self.checkpoint_wait_s = None
+            self._checkpoint_wait_s = 0.0
         self._progress.show_step(self.last_line)
 
+    def _record_nonfinite_step(self, results: StepMetrics) -> None:
+        loader = self._inputs.train_set.make_loader(
+            self._program.config,
+            self._program.mesh,
+            self._inputs.schedule,
+            layout_degree=self._program.attend.layout_degree,
+        )
+        step_index = self._num_finished - self._inputs.start.step - 1
+        self.nonfinite.record_step(self._num_finished, results, loader, step_index)
+        if self.can_continue:
+            self._progress.print_line(
+                f"step {self._num_finished}  SKIPPED: the loss or the gradient norm is not finite; "
+                f"its documents are in {metrics.NONFINITE_FILE}"
+            )
+
     def restart_clock(self) -> None:
-        """Leaves out of the next step's time what was done while no step was running."""
+        """Leaves the time since the last step out of the next step's time."""
         if self._previous_step is None:
             self._ended = time.perf_counter()
             self._status.waiting_for_step(self._num_finished)
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded so far."""
+        """Number of recorded steps since step 0."""
         assert self._previous_step is None, "the tokens of the running step are not counted yet"
         return self._num_finished
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the recorded steps."""
+        """Number of tokens in the recorded steps since step 0."""
         return self._num_tokens
 
     def _build_line(
-        self, running: DispatchedStep, numbers: StepMetrics, *, step_s: float, data_wait_s: float
+        self, step: DispatchedStep, results: StepMetrics, *, step_s: float, data_wait_s: float
     ) -> MetricsLine:
-        config, mesh, counts = self._program.config, self._program.mesh, running.counts
-        num_devices, num_tokens = mesh.devices.size, int(numbers.num_tokens)
+        config = self._program.config
+        mesh = self._program.mesh
+        counts = step.counts
+        num_devices = mesh.devices.size
+        num_tokens = int(results.num_tokens)
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
-        tflops = (
-            flops.step_flops(self._program.model, counts.segment_lengths)
-            / step_s
-            / num_devices
-            / 1e12
-        )
+        num_slots = config.batch.rows_per_step * config.data.max_row_tokens
+        loss = None
+        token_accuracy = None
+        if results.num_loss_tokens:
+            loss = _finite_or_none(results.loss)
+            if results.is_finite:
+                token_accuracy = float(results.token_accuracy)
+        step_flops = flops.step_flops(self._program.model, counts.segment_lengths)
+        tflops = step_flops / step_s / num_devices / 1e12
         peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
         return MetricsLine(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,
-            loss=_finite_or_none(numbers.loss) if numbers.num_loss_tokens else None,
-            token_accuracy=float(numbers.token_accuracy)
-            if numbers.num_loss_tokens and numbers.is_finite
-            else None,
-            grad_norm=_finite_or_none(numbers.grad_norm),
-            learning_rate=float(numbers.learning_rate),
-            num_rows=int(numbers.num_rows),
+            loss=loss,
+            token_accuracy=token_accuracy,
+            grad_norm=_finite_or_none(results.grad_norm),
+            learning_rate=float(results.learning_rate),
+            num_rows=int(results.num_rows),
             num_tokens=num_tokens,
-            num_loss_tokens=int(numbers.num_loss_tokens),
+            num_loss_tokens=int(results.num_loss_tokens),
             num_tokens_total=self._num_tokens,
             num_tokens_by_source=dict(
                 zip(self._source_names, counts.tokens_per_source, strict=True)
             ),
             row_tokens=counts.row_tokens,
-            padding_fraction=1
-            - num_tokens / (config.batch.rows_per_step * config.data.max_row_tokens),
+            padding_fraction=1 - num_tokens / num_slots,
             attention_imbalance=counts.imbalance,
             step_s=step_s,
             data_wait_s=data_wait_s,
-            checkpoint_wait_s=self.checkpoint_wait_s,
+            checkpoint_wait_s=self._checkpoint_wait_s or None,
             tokens_per_s=num_tokens / step_s,
             tokens_per_s_per_device=num_tokens / step_s / num_devices,
             tflops_per_device=tflops,
@@ -228,5 +237,5 @@ class StepLog:
 
 
 def _finite_or_none(value: Any) -> float | None:
-    """JSON has no NaN."""
+    """Returns None for NaN and infinities, which JSON does not have."""
     return float(value) if np.isfinite(value) else None

@@ -1,4 +1,7 @@
-"""Numbers for TensorBoard. To import it takes seconds where PyTorch is installed, which tensorboardX imports."""
+"""TensorBoard events.
+
+Importing this module takes seconds if PyTorch is installed, because tensorboardX imports it.
+"""
 
 import os
 import pathlib
@@ -13,22 +16,21 @@ from jaxsp.runtime.jsonl import AppendFile
 
 
 class TensorBoardWriter:
-    """TensorBoard's file of events.
+    """Writes TensorBoard's event file.
 
-    (tensorboardX writes them in a thread: on a full disk that dies, and the tenth event after it blocks the run for ever.)
+    tensorboardX's SummaryWriter is not used: its thread dies on a full disk, and the tenth event
+    after that blocks the run forever.
     """
 
     def __init__(self, directory: pathlib.Path, *, from_step: int):
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = AppendFile(
-            directory
-            / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
-        )
+        suffix = f"{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(directory / f"events.out.tfevents.{suffix}")
         self._add_event(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
-        # events of these steps that are there already do not count
-        begins = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        # a session start makes TensorBoard drop older events of the steps from here on
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add_event(
-            event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=begins)
+            event_pb2.Event(wall_time=time.time(), step=from_step + 1, session_log=start)
         )
 
     def add_scalars(self, scalars: dict[str, float], *, step: int) -> None:
@@ -36,23 +38,22 @@ class TensorBoardWriter:
             summary_pb2.Summary.Value(tag=name, simple_value=value)
             for name, value in scalars.items()
         ]
-        self._add_event(
-            event_pb2.Event(
-                wall_time=time.time(), step=step, summary=summary_pb2.Summary(value=values)
-            )
-        )
+        summary = summary_pb2.Summary(value=values)
+        self._add_event(event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 
     def sync(self) -> None:
-        """As that of `records.Lines`."""
+        """Makes the events survive a power failure. Raises: OSError if the disk is full."""
         self._file.sync()
 
     def close(self) -> None:
         self._file.close()
 
     def _add_event(self, event: event_pb2.Event) -> None:
-        """A record of TensorFlow's: its length, that one's checksum, the event, and its checksum."""
+        """Writes a TFRecord: length, checksum of the length, event, checksum of the event."""
         data = event.SerializeToString()
-        length, checksum = struct.pack("<Q", len(data)), record_writer.masked_crc32c
-        self._file.add(
-            length + struct.pack("<I", checksum(length)) + data + struct.pack("<I", checksum(data))
-        )
+        length = struct.pack("<Q", len(data))
+        self._file.add(length + _checksum(length) + data + _checksum(data))
+
+
+def _checksum(data: bytes) -> bytes:
+    return struct.pack("<I", record_writer.masked_crc32c(data))

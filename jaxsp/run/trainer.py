@@ -20,8 +20,10 @@ from jaxsp.core import durations, errors
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.packing import summary
 from jaxsp.reporting import banner
-from jaxsp.reporting.banner import Progress
-from jaxsp.reporting.metrics import MetricsWriter, ProfilerTrace
+from jaxsp.reporting import console as output
+from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.reporting.profiler import ProfilerTrace
+from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.runtime import distributed, run_dir, run_paths
 from jaxsp.runtime.preemption import Preemption
@@ -75,7 +77,7 @@ def train(
 
     # What will happen, in words
     lines = banner.describe_run(program, inputs)
-    banner.print_pairs(console, lines)
+    output.print_pairs(console, lines)
     for words in selfcheck.check_device(program, inputs.attention_choice):
         console.print(words, soft_wrap=True, highlight=False)
     if warning := _check_disk(program, folder, num_steps=program.num_steps - start.step):
@@ -104,7 +106,7 @@ def train(
 
     # From here on there is a run
     lock = run_dir.create(
-        folder, config, banner_text=banner.format_pairs(lines), keep_model=inputs.write_model
+        folder, config, banner_text=output.format_pairs(lines), keep_model=inputs.write_model
     )
 
     # Steps; the numbers of one are fetched when the next is under way
@@ -141,7 +143,7 @@ def train(
             for result in evaluate.run(state.master, num_steps=number, on_batch=pace.heartbeat):
                 losses[result.data] = result.loss
                 writer.write_eval(result)
-                progress.print_line(banner.format_result(result))
+                progress.print_line(output.format_result(result))
             pace.evaluation_s = time.perf_counter() - asked
             early_stopping.record(number, losses)
             return losses
@@ -225,9 +227,10 @@ def train(
                     has_pending_evaluation=owes_evaluation,
                     early_stopping=early_stopping.state,
                 )
-                log.checkpoint_wait_s = checkpoints.save(
+                wait_s = checkpoints.save(
                     state, meta, is_last=last or stops_early or preemption.reason is not None
                 )
+                log.record_checkpoint_wait(wait_s)
             log.restart_clock()
         log.record_previous_step()
         pace.begin("the last checkpoint", expected_s=pace.step_s, is_writing=True)
@@ -258,7 +261,7 @@ def train(
             )
         return
     with distributed.ignore_broken_pipe():
-        banner.print_pairs(
+        output.print_pairs(
             console,
             banner.summarize_run(
                 program,

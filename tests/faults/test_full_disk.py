@@ -19,8 +19,8 @@ from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import schema
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.reporting.banner import Progress
 from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.reporting.progress import Progress
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile

@@ -1,18 +1,47 @@
 """Times of steps, and what the terminal and the log show of them."""
 
 import io
+import json
 import re
 import time
 
+import jax
+import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.reporting import banner
-from jaxsp.reporting.banner import Progress
+from jaxsp.checkpoint.schedule import CheckpointSchedule
+from jaxsp.config import schema
+from jaxsp.reporting import progress as progress_module
 from jaxsp.reporting.metrics import MetricsLine
+from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import EndTime
+from jaxsp.run import build, trainer
 from jaxsp.runtime import distributed
-from tests import messages
+from tests import batches, messages
+
+
+def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch):
+    tokens = np.random.default_rng(0).integers(0, 257, (8, 64)).tolist()
+    lines = [json.dumps({"input_ids": document}) for document in tokens]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    fields = {
+        "run": {"directory": str(tmp_path / "run"), "steps": 6, "save_every": 1, "log_every": 3},
+        "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
+        "data": {
+            "train": [{"source": str(tmp_path / "data.jsonl"), "format": "tokens"}],
+            "row_tokens": 64,
+        },
+        "batch": {"rows_per_step": 1},
+        "optimizer": {"name": "sgd", "learning_rate": 0.1},
+        "logging": {"tensorboard": False},
+    }
+    monkeypatch.setattr(CheckpointSchedule, "save", lambda *_, **__: 1.5)
+    program, inputs = build.build_training(schema.parse(fields), devices=jax.devices()[:1])
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    written = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    waits = {line["step"]: line["checkpoint_wait_s"] for line in written}
+    assert waits == {3: 2 * 1.5, 6: 3 * 1.5}, "after steps 1 and 2; after steps 3, 4 and 5"
 
 
 def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
@@ -53,7 +82,7 @@ def shown(
 ):
     """Output for finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
-    monkeypatch.setattr(banner.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
     console = rich.console.Console(
         file=file, force_terminal=terminal, width=width, color_system=None, markup=False
