@@ -48,7 +48,9 @@ def render_config(help_text: str) -> str:
             blocks.append(f"### {section[1]}\n\n{_wrap(section[2])}\n\n")
         elif field := re.fullmatch(r"  (\S+)  \((.+); (required|default .*)\)", line):
             name, kind, default = field.groups()
-            blocks.append(_render_field(name, f"{kind}; {_quote_default(default)}", lines[index + 1].strip()))
+            blocks.append(
+                _render_field(name, f"{kind}; {_quote_default(default)}", lines[index + 1].strip())
+            )
     return "".join(blocks).replace("\n### ", "\n\n### ")
 
 
@@ -56,7 +58,9 @@ def render_dataclass(cls: type) -> str:
     """Markdown for the docstrings of a dataclass: its own, then those of its fields."""
     docstrings = dict(_attribute_docstrings(cls))
     blocks = [f"{_wrap(' '.join(inspect.getdoc(cls).split()))}\n\n"]
-    blocks += [_render_field(field.name, "", docstrings[field.name]) for field in dataclasses.fields(cls)]
+    blocks += [
+        _render_field(field.name, "", docstrings[field.name]) for field in dataclasses.fields(cls)
+    ]
     return "".join(blocks)
 
 
@@ -65,7 +69,11 @@ def _attribute_docstrings(cls: type) -> Iterator[tuple[str, str]]:
     assert isinstance(tree, ast.ClassDef)
     for attribute, text in zip(tree.body, tree.body[1:], strict=False):
         is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
-        if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name) and is_text:
+        if (
+            isinstance(attribute, ast.AnnAssign)
+            and isinstance(attribute.target, ast.Name)
+            and is_text
+        ):
             yield attribute.target.id, " ".join(str(text.value.value).split())
 
 

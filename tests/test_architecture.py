@@ -8,9 +8,12 @@ import fnmatch
 import graphlib
 import pathlib
 import re
+import textwrap
 from collections.abc import Iterator
 
 import pytest
+
+from scripts import generated_text
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -139,43 +142,47 @@ def wrong_files(repo: pathlib.Path) -> Iterator[str]:
                 yield f"{name}: is not empty"
 
 
-def tree(readme: str) -> dict[str, str]:
-    """Paths in the file tree of a README (the fenced block with a line `jaxsp/`), with descriptions."""
-    for block in re.findall(r"^```.*?\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
-        if not re.search(r"^\s*jaxsp/(\s|$)", block, re.MULTILINE):
+README = pathlib.Path("jaxsp/README.md")
+
+PART = "modules"
+"""Generated part of README that lists all modules."""
+
+MAX_COLUMNS = 100
+
+
+def render_modules(repo: pathlib.Path) -> str:
+    """Markdown list of the modules of jaxsp, each with the first sentence of its docstring."""
+    entries = []
+    for folder in [repo / "jaxsp", *sorted((repo / "jaxsp").rglob("*/"))]:
+        if not any(file.stat().st_size for file in folder.rglob("*.py")):
             continue
-        descriptions: dict[str, str] = {}
-        folders: list[tuple[int, str]] = []
-        for line in filter(str.strip, block.splitlines()):
-            indent = len(line) - len(line.lstrip())
-            name, *words = line.split()
-            folders = [(column, folder) for column, folder in folders if column < indent]
-            path = (folders[-1][1] if folders else "") + name
-            descriptions[path] = " ".join(words)
-            if name.endswith("/"):
-                folders.append((indent, path))
-        return descriptions
-    return {}
+        depth = len(folder.relative_to(repo).parts) - 1
+        entries.append(("  " * depth + folder.name + "/", ""))
+        for file in sorted(folder.glob("*.py")):
+            if file.stat().st_size:
+                entries.append(("  " * (depth + 1) + file.name, first_sentence(file)))
+    column = max(len(name) for name, _ in entries) + 2
+    lines = []
+    for name, description in entries:
+        wrapped = textwrap.wrap(
+            description, MAX_COLUMNS - column, break_long_words=False, break_on_hyphens=False
+        )
+        first, *rest = wrapped or [""]
+        lines.append(f"{name:<{column}}{first}".rstrip())
+        lines += [" " * column + line for line in rest]
+    return "\n".join(["```", *lines, "```", ""])
 
 
-def wrong_tree(repo: pathlib.Path) -> Iterator[str]:
-    readme = repo / README
-    descriptions = tree(readme.read_text(encoding="utf-8")) if readme.exists() else {}
-    if not descriptions:
-        yield f"{README}: has no fenced block with a line for jaxsp/"
-        return
-    for path, words in descriptions.items():
-        if not (repo / path).exists() or path.endswith("/") != (repo / path).is_dir():
-            yield f"{README}: {path} does not exist"
-        elif path.endswith(".py") and not words:
-            yield f"{README}: {path} has no description"
-    for file in python_files(repo, "jaxsp"):
-        name = str(file.relative_to(repo))
-        if file.stat().st_size and name not in descriptions:
-            yield f"{README}: {name} is not in the tree"
+def first_sentence(file: pathlib.Path) -> str:
+    """First sentence of a module's docstring, without its period."""
+    docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    return re.split(r"\. (?=[A-Z])", paragraph)[0].removesuffix(".")
 
 
-README = "README.md"
+def wrong_module_list(repo: pathlib.Path) -> Iterator[str]:
+    if generated_text.read_part(repo / README, PART) != render_modules(repo):
+        yield f"{README}: the module list is out of date. Run python -m tests.test_architecture"
 
 
 @pytest.mark.parametrize("check", [wrong_imports, cycles, wrong_files])
@@ -240,18 +247,8 @@ VIOLATIONS = [
     (wrong_files, {"../tests/utils": "x = 1"}, "tests/utils.py: a catch-all name"),
     (wrong_files, {"common/x": "x = 1"}, "jaxsp/common/x.py: a catch-all name"),
     (wrong_files, {"data/__init__": "x = 1"}, "jaxsp/data/__init__.py: is not empty"),
-    (wrong_tree, {README: "no tree"}, "has no fenced block"),
-    (wrong_tree, {"core/new": "x = 1"}, "jaxsp/core/new.py is not in the tree"),
-    (
-        wrong_tree,
-        {README: "```\njaxsp/\n  train.py the command\n  core/\n    axes.py\n```"},
-        "core/axes.py has no description",
-    ),
-    (
-        wrong_tree,
-        {README: "```\njaxsp/\n  core/\n    mash.py the mesh\n```"},
-        "jaxsp/core/mash.py does not exist",
-    ),
+    (wrong_module_list, {"core/new": '"""New module."""'}, "the module list is out of date"),
+    (wrong_module_list, {"core/axes": '"""Other words."""'}, "the module list is out of date"),
 ]
 
 
@@ -260,16 +257,37 @@ def test_each_check_finds_a_violation(tmp_path, check, files, violation):
     modules = ("train", "core/axes", "core/errors", "training/loss", "hf/names")
     valid = {f"jaxsp/{name}.py": "x = 1" for name in modules}
     valid["jaxsp/attention/__init__.py"] = "from jaxsp.core import axes"
-    descriptions = "\n".join(f"  {path[6:]}  words" for path in valid)
-    valid[README] = f"```\njaxsp/\n{descriptions}\n```"
+    valid[str(README)] = f"<!-- begin {PART} -->\n<!-- end {PART} -->\n"
     for name, text in valid.items():
         write(tmp_path / name, text)
+    generated_text.write_part(tmp_path / README, PART, render_modules(tmp_path))
     assert list(check(tmp_path)) == []
     for name, text in files.items():
-        write(tmp_path / (name if name == README else f"jaxsp/{name}.py"), text)
+        write(tmp_path / f"jaxsp/{name}.py", text)
     assert violation in "\n".join(check(tmp_path))
 
 
 def write(path: pathlib.Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def test_modules_are_listed_with_the_first_sentence_of_their_docstrings(tmp_path):
+    long_text = "Names of axes, " + "and more of them, " * 5 + "wrapped. Second sentence."
+    write(tmp_path / "jaxsp/train.py", '"""python -m jaxsp.train: trains."""')
+    write(tmp_path / "jaxsp/data/chat/axes.py", f'"""{long_text}\n\nSecond paragraph."""')
+    write(tmp_path / "jaxsp/empty/__init__.py", "")
+    assert render_modules(tmp_path).splitlines() == [
+        "```",
+        "jaxsp/",
+        "  train.py     python -m jaxsp.train: trains",
+        "  data/",
+        "    chat/",
+        "      axes.py  Names of axes, and more of them, and more of them, and more of them, and more of",
+        "               them, and more of them, wrapped",
+        "```",
+    ]
+
+
+if __name__ == "__main__":
+    generated_text.write_part(REPO / README, PART, render_modules(REPO))

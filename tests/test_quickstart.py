@@ -17,7 +17,7 @@ from jaxsp.data.packing.packing import PackedRow
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding, train_step
-from tests import tolerances
+from tests import markdown, tolerances
 
 pytestmark = pytest.mark.e2e
 
@@ -29,11 +29,12 @@ def quickstart(tmp_path_factory):
     """The run's directory, and all that the command printed."""
     folder = tmp_path_factory.mktemp("quickstart")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(
-        r"^python3 -m venv \S+ && .* && (python -m jaxsp\.train configs/quickstart.yaml && .*)$",
-        readme,
-        re.MULTILINE,
-    )
+    install = r"python3 -m venv \S+ && \S+ \S+ && pip install -e \. && "
+    (command,) = [
+        re.sub(f"^{install}", "", command)
+        for command in markdown.commands(readme)
+        if re.match(f"{install}python -m jaxsp", command)
+    ]
     command = command.replace(
         "configs/quickstart.yaml", f"configs/quickstart.yaml run.directory={folder}/quickstart"
     )

@@ -1,27 +1,114 @@
-"""README's Python code is the example that test_library.py runs; test_quickstart.py and test_train.py run its commands."""
+"""Links, commands, examples and generated parts of the READMEs are valid.
 
-import pathlib
+test_quickstart.py and test_train.py run the commands of README.md, test_library.py the example.
+"""
+
+import importlib.util
 import re
 import textwrap
 
+import pytest
+
 from jaxsp import library, plan
-from jaxsp.config import schema
+from jaxsp.config import schema, yaml_io
 from jaxsp.planner import plots
+from scripts import config_reference, generated_text
+from tests import markdown
+from tests.markdown import REPO
 
-REPO = pathlib.Path(__file__).parent.parent
-README = (REPO / "README.md").read_text(encoding="utf-8")
+MAX_README_LINES = 170
+
+each_readme = pytest.mark.parametrize(
+    "path", markdown.readmes(), ids=lambda path: str(path.relative_to(REPO))
+)
 
 
-def test_its_code_is_the_example_of_the_library():
-    (code,) = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    assert code.strip() == textwrap.dedent(library.__doc__.partition("Example:\n")[2]).strip()
+def read(name: str) -> str:
+    return (REPO / name).read_text(encoding="utf-8")
 
 
-def test_its_plans_can_be_asked_for(monkeypatch):
-    """The words of each command, without compiling: that a plan comes of them is tested in test_plan.py."""
-    commands = re.findall(r"^python -m jaxsp\.plan (.*)$", README, re.MULTILINE)
+@each_readme
+def test_relative_links_and_anchors_exist(path):
+    assert list(markdown.broken_links(path)) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    text = "# A b: `c`\n[1](#a-b-c) [2](#other) [3](no.md) [4](other.md#x-y) [5](https://x.y/z)\n"
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "other.md").write_text("## X Y\n\n```\n# Not a heading\n```\n")
+    (first, second) = markdown.broken_links(tmp_path / "README.md")
+    assert "#other" in first
+    assert "no.md" in second
+    (tmp_path / "README.md").write_text("[1](other.md#not-a-heading)")
+    assert len(list(markdown.broken_links(tmp_path / "README.md"))) == 1
+
+
+@each_readme
+def test_modules_that_are_run_exist(path):
+    for name in re.findall(r"python -m ([\w.]+\w)", path.read_text(encoding="utf-8")):
+        is_placeholder = name.endswith(".NAME")
+        if name.startswith(("jaxsp.", "scripts.", "tests.")) and not is_placeholder:
+            assert name == "jaxsp.benchmark" or importlib.util.find_spec(name) is not None, name
+
+
+def test_the_readme_is_short():
+    assert len(read("README.md").splitlines()) <= MAX_README_LINES
+
+
+def test_the_config_of_the_quickstart_is_valid():
+    (text,) = markdown.code_blocks(read("README.md"), "yaml")
+    config = schema.parse(yaml_io.load(text))
+    assert config.mesh.seq == 8
+
+
+def test_the_sources_of_the_data_example_are_valid():
+    (text,) = markdown.code_blocks(read("configs/README.md"), "yaml")
+    fields = schema.read(REPO / "configs/quickstart.yaml")
+    fields["data"] = yaml_io.load(text)["data"]
+    assert len(schema.parse(fields).data.train) == 3
+
+
+def test_the_library_example_is_the_one_in_its_docstring():
+    (code,) = markdown.code_blocks(read("jaxsp/README.md"), "python")
+    example = library.__doc__.partition("Example:\n")[2]
+    assert code.strip() == textwrap.dedent(example).strip()
+
+
+def test_plan_commands_have_valid_arguments(monkeypatch):
+    """test_plan.py makes plans."""
+    commands = [
+        command.removeprefix("python -m jaxsp.plan ")
+        for name in ("configs/README.md", "scripts/README.md")
+        for command in markdown.commands(read(name))
+        if command.startswith("python -m jaxsp.plan ")
+    ]
     assert len(commands) == 4
-    monkeypatch.setattr(plots, "check_output", lambda file: None)  # matplotlib is in the plan extra
+    monkeypatch.setattr(plots, "check_output", lambda file: None)  # needs the plan extra
     for command in commands:
-        given = plan.parse_arguments(command.split())
-        schema.load(REPO / given.config, given.changes)
+        arguments = plan.parse_arguments(command.replace("'", "").split())
+        schema.load(REPO / arguments.config, arguments.changes)
+
+
+@pytest.mark.parametrize("name", ["config", "metrics", "eval", "nonfinite"])
+def test_the_reference_is_up_to_date(name):
+    part = f"{name} reference"
+    text = generated_text.read_part(config_reference.FILE, part)
+    assert text == config_reference.render_parts()[part], "run python -m scripts.config_reference"
+
+
+def test_the_reference_has_every_field_of_the_config():
+    text = config_reference.render_config(schema.describe_fields())
+    for section, model in schema.Config.model_fields.items():
+        assert f"### {section}\n" in text
+        for field in model.annotation.model_fields:
+            assert f"- `{section}.{field}` (" in text
+    assert "- `data.train[].source` (text; required): " in text
+
+
+def test_a_generated_part_needs_its_markers(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("a\n<!-- begin x -->\nold\n<!-- end x -->\nb\n")
+    generated_text.write_part(path, "x", "new\n")
+    assert path.read_text() == "a\n<!-- begin x -->\nnew\n<!-- end x -->\nb\n"
+    with pytest.raises(ValueError, match="must have one line <!-- begin y -->"):
+        generated_text.read_part(path, "y")

@@ -26,7 +26,7 @@ from jaxsp.data.packing.pipeline import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import build, trainer
-from tests import batches, messages
+from tests import batches, markdown, messages
 
 MODEL = {**batches.SMALL_LLAMA, "num_hidden_layers": 2}
 
@@ -154,9 +154,11 @@ def test_lengths_that_do_not_divide_give_the_losses_of_one_device(tmp_path):
 def test_readme_s_two_meshes_give_the_same_numbers(tmp_path):
     # with XLA's optimisations, which the other tests do without
     readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    commands = re.findall(
-        r"^python -m (jaxsp\.train .* run\.directory=(\S+) .*)$", readme, re.MULTILINE
-    )
+    matches = [
+        re.match(r"python -m (jaxsp\.train .* run\.directory=(\S+) .*)", line)
+        for line in markdown.commands(readme)
+    ]
+    commands = [match.groups() for match in matches if match]
     assert len(commands) == 2
     seen = []
     for words, directory in commands:
