@@ -23,7 +23,7 @@ from jaxsp.checkpoint.writer import DELETING_SUFFIX, CheckpointWriter, WriteOutc
 from jaxsp.config import schema
 from jaxsp.config.schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError
-from jaxsp.run import build, trainer
+from jaxsp.run import build, preflight, trainer
 from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -455,14 +455,14 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
 
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
-    compile_, seen, now = trainer._compile_steps, [], RunStatus()
+    compile_, seen, now = preflight.compile_steps, [], RunStatus()
 
     def watched(program, material, console):
         compiled = compile_(program, material, console)
         look = lambda run: lambda *given: seen.append(set(now._running)) or run(*given)
         return {length: look(run) for length, run in compiled.items()}
 
-    monkeypatch.setattr(trainer, "_compile_steps", watched)
+    monkeypatch.setattr(preflight, "compile_steps", watched)
     chosen = settings(folder, "run.steps=3")
     program, material = build.build_training(chosen, devices=jax.devices()[:1])
     trainer.train(
@@ -503,7 +503,7 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
     monkeypatch.setattr(
         multihost_utils, "process_allgather", lambda own: told.append(own) or np.stack([own, own])
     )
-    trainer._check_agreement(program, material)
+    preflight.check_agreement(program, material)
     changed = {
         "nothing": (program, material),
         "train": (
@@ -530,7 +530,7 @@ def test_processes_with_different_data_or_configs_do_not_train_together(
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda own: np.stack([told[0], own]))
     says = messages.holding(*says) or None
     with pytest.raises(UserError, match=says) if says else contextlib.nullcontext():
-        trainer._check_agreement(*changed)
+        preflight.check_agreement(*changed)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):

@@ -1,0 +1,166 @@
+"""Checks and compilation before the first step of a run."""
+
+import dataclasses
+import hashlib
+import pathlib
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import rich.console
+from jax.experimental import multihost_utils
+
+from jaxsp.checkpoint import disk_space, writer
+from jaxsp.core import durations, errors
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import UserError
+from jaxsp.runtime import run_paths
+from jaxsp.training import evaluator, memory_options, selfcheck, train_step
+from jaxsp.training.early_stopping import EarlyStopping
+from jaxsp.training.inputs import RunInputs
+from jaxsp.training.train_step import Program, StepMetrics, TrainState
+
+CompiledSteps = dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]]
+"""Compiled training steps, by row length in tokens."""
+
+
+def check_agreement(program: Program, inputs: RunInputs) -> None:
+    """Checks that all processes have the same config, data, options and starting step.
+
+    Raises: UserError in all processes if they differ.
+    """
+    if jax.process_count() == 1:
+        return
+    start = inputs.start
+    config = program.config
+    compared = [
+        (f"data: {source.name}", digest)
+        for data in (inputs.train_set, *inputs.eval_sets)
+        for source, digest in data.digested_sources
+    ]
+    compared += [
+        ("the config", repr(config)),
+        ("XLA_FLAGS", repr(program.compile_options)),
+        ("attention (the devices' memory or versions)", repr(inputs.attention_choice)),
+    ]
+    digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
+    hashes = [np.frombuffer(digest, np.int32) for digest in digests]
+    consumed = sum(start.rows_consumed.values())
+    local = np.concatenate([[start.step, consumed], *hashes]).astype(np.int32)
+    all_processes = multihost_utils.process_allgather(local)
+    is_different = (all_processes != all_processes[0]).any(0)
+    if is_different[:2].any():
+        steps = errors.format_choices(sorted({*all_processes[:, 0].tolist()}))
+        raise UserError(
+            f"run.directory = {config.run.directory}: processes would begin at steps {steps}, "
+            "because they see different checkpoints. Name a folder that all nodes share."
+        )
+    for (name, _), differs in zip(compared, is_different[2:].reshape(-1, 2).any(1), strict=True):
+        if differs:
+            raise UserError(
+                f"{name}: must be the same in all processes. Give all of them the same files, "
+                "for example in a folder that all nodes share."
+            )
+
+
+def ranking_eval_set(program: Program, inputs: RunInputs) -> dict[str, str] | None:
+    """Name and digest of the eval set whose loss ranks checkpoints; None without eval sets."""
+    best_eval = program.config.checkpoint.best_eval
+    for data in inputs.eval_sets:
+        if best_eval in (None, data.name):
+            return evaluator.identify_eval_set(data, program.config)
+    return None
+
+
+def make_early_stopping(program: Program, inputs: RunInputs) -> EarlyStopping:
+    """Early stopping with the state of the run's own checkpoint, if it resumes from one."""
+    config = program.config
+    is_resume = inputs.start.is_resume_in(pathlib.Path(config.run.directory))
+    return EarlyStopping(
+        config.run,
+        ranking_eval_set(program, inputs),
+        resumed_state=inputs.start.early_stopping if is_resume else None,
+    )
+
+
+def describe_completion(
+    program: Program, inputs: RunInputs, early_stopping: EarlyStopping
+) -> str | None:
+    """Message for a run that has nothing left to do; None if it has steps to run."""
+    directory = program.config.run.directory
+    if inputs.start.step >= program.num_steps:
+        return (
+            f"{directory}: has all its {program.num_steps} steps. "
+            "Raise run.steps or run.epochs to train longer."
+        )
+    if early_stopping.should_stop():
+        return (
+            f"{directory}: stopped early at step {inputs.start.step}: {early_stopping.reason}. "
+            "Raise run.early_stopping_patience, or set it to null, to train longer."
+        )
+    return None
+
+
+def report_checks(program: Program, inputs: RunInputs, console: rich.console.Console) -> None:
+    """Runs the self-checks and the disk check, and prints a line for each result.
+
+    Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
+    """
+    lines = list(selfcheck.check_device(program, inputs.attention_choice))
+    if warning := _check_disk(program, num_steps=program.num_steps - inputs.start.step):
+        lines.append(warning)
+    for line in lines:
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+def _check_disk(program: Program, *, num_steps: int) -> str | None:
+    """Warning if the disk may become full. Only process 0 checks.
+
+    Raises: UserError if no checkpoint fits.
+    """
+    if jax.process_index() > 0:
+        return None
+    state = train_step.abstract_inputs(program)[0]
+    checkpoints = pathlib.Path(program.config.run.directory) / run_paths.CHECKPOINTS_DIR
+    return disk_space.check(
+        program.config,
+        checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
+        num_steps=num_steps,
+        leftover_bytes=writer.leftover_bytes(checkpoints),
+    )
+
+
+def compile_steps(
+    program: Program, inputs: RunInputs, console: rich.console.Console
+) -> CompiledSteps:
+    """Compiles the step for each row length and reserves the host memory for offloaded arrays.
+
+    Raises: UserError if a step does not fit the device or the host.
+    """
+    compiled: CompiledSteps = {}
+    host_bytes = 0
+    lengths = [stream.row_tokens for stream in inputs.train_set.streams]
+    for number, row_tokens in enumerate(lengths, 1):
+        name = "the step"
+        progress = ""
+        if len(lengths) > 1:
+            name += f" for rows of {row_tokens:,} tokens"
+            progress = f", {number} of {len(lengths)}"
+        config = program.config.with_row_tokens(row_tokens)
+        began = time.perf_counter()
+        with console.status(f"compiling {name}{progress}"):
+            step = memory_options.compile_fitting_step(
+                dataclasses.replace(program, config=config),
+                workspace_bytes=inputs.attention_choice.workspace_bytes,
+            )
+        duration = durations.describe(round(time.perf_counter() - began, 1))
+        console.print(
+            f"{name} was compiled in {duration}; {memory_options.describe_compiled(step)}",
+            soft_wrap=True,
+            highlight=False,
+        )
+        compiled[row_tokens] = step.executable
+        host_bytes = max(host_bytes, step.memory_use.host)
+    memory_options.reserve_host_memory(program, host_bytes)
+    return compiled

@@ -1,0 +1,390 @@
+"""Everything around the steps of a run: batches, log, evaluation, checkpoints, early ends."""
+
+import contextlib
+import dataclasses
+import enum
+import pathlib
+import time
+from collections.abc import Iterator
+
+import rich.console
+
+from jaxsp.checkpoint import schedule
+from jaxsp.checkpoint.reader import CheckpointMeta
+from jaxsp.checkpoint.schedule import CheckpointSchedule
+from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.core.batch import Batch
+from jaxsp.core.errors import NeedsAttentionError
+from jaxsp.data.packing import summary
+from jaxsp.data.packing.pipeline import StepCounts
+from jaxsp.reporting import banner
+from jaxsp.reporting.banner import Progress
+from jaxsp.reporting.metrics import MetricsWriter, ProfilerTrace
+from jaxsp.reporting.step_log import StepLog
+from jaxsp.run import preflight
+from jaxsp.runtime import distributed, run_dir, run_paths
+from jaxsp.runtime.preemption import Preemption
+from jaxsp.training.early_stopping import EarlyStopping
+from jaxsp.training.evaluator import Evaluator
+from jaxsp.training.inputs import RunInputs
+from jaxsp.training.train_step import Program, StepMetrics, TrainState
+
+
+class Outcome(enum.Enum):
+    """Ends of a session."""
+
+    COMPLETE = enum.auto()
+    STOPPED_EARLY = enum.auto()
+    """Early stopping ended it after a step."""
+    NO_STEP = enum.auto()
+    """Early stopping ended it before its first step."""
+    PREEMPTED = enum.auto()
+    NONFINITE = enum.auto()
+
+
+class BatchReader:
+    """Batches of a run with their steps, read one ahead.
+
+    Iterating yields (step, batch, counts). The loop calls `prefetch` while a step runs on the
+    devices, so that the next batch is transferred meanwhile.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Batch, StepCounts]], *, start_step: int):
+        self._batches = batches
+        self._step = start_step
+        self._next: tuple[Batch, StepCounts] | None = None
+
+    def prefetch(self) -> None:
+        """Reads the next batch."""
+        self._next = next(self._batches, None)
+
+    def __iter__(self) -> Iterator[tuple[int, Batch, StepCounts]]:
+        while self._next is not None:
+            self._step += 1
+            batch, counts = self._next
+            yield self._step, batch, counts
+
+
+class Session:
+    """One process's part in a run, from its first to its last step.
+
+    Use: `with session.open(banner)`, then `evaluate_before_training`, then for each batch
+    `should_dispatch`, `before_dispatch`, the step, `after_dispatch`, `evaluate_and_save`; at the
+    end `save_last`, and after the context `print_outcome`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inputs: RunInputs,
+        console: rich.console.Console,
+        preemption: Preemption,
+        early_stopping: EarlyStopping,
+    ):
+        config = program.config
+        self._program = program
+        self._config = config
+        self._inputs = inputs
+        self._start = inputs.start
+        self._console = console
+        self._preemption = preemption
+        self._status = preemption.status
+        self._early_stopping = early_stopping
+        self._eval_set = preflight.ranking_eval_set(program, inputs)
+        self._evaluator = Evaluator(program, inputs.eval_sets)
+        self._directory = pathlib.Path(config.run.directory)
+        self._is_resume = self._start.is_resume_in(self._directory)
+        self._has_pending_evaluation = False
+        self._is_stopped_early = False
+        self._is_training = False
+        self._loader = inputs.train_set.make_loader(
+            config, program.mesh, inputs.schedule, layout_degree=program.attend.layout_degree
+        )
+
+    def print_assignments(self) -> None:
+        """Prints which rows of the first step each sequence-parallel group gets."""
+        lines = summary.describe_assignments(self._loader.assign_rows(0))
+        text = "\n".join([f"step {self._start.step + 1}:", *lines])
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    @contextlib.contextmanager
+    def open(self, banner_text: str) -> Iterator[None]:
+        """Creates the run directory and its files, and closes them at the end."""
+        config = self._config
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                run_dir.create(
+                    self._directory,
+                    config,
+                    banner_text=banner_text,
+                    keep_model=self._inputs.write_model,
+                )
+            )
+            # a new run also drops the evaluation before its first step, which it repeats
+            from_step = self._start.step if self._is_resume else self._start.step - 1
+            self._metrics_writer = stack.enter_context(
+                MetricsWriter(
+                    self._directory, from_step=from_step, tensorboard=config.logging.tensorboard
+                )
+            )
+            self._checkpoint_writer = stack.enter_context(
+                CheckpointWriter(
+                    self._directory / run_paths.CHECKPOINTS_DIR,
+                    table=self._program.table,
+                    retention=config.checkpoint,
+                    status=self._status,
+                    # every step that a checkpoint contains has its line in metrics.jsonl
+                    before_write=self._metrics_writer.sync,
+                    eval_set=self._eval_set,
+                )
+            )
+            self._progress = stack.enter_context(
+                Progress(
+                    self._console, first_step=self._start.step, num_steps=self._program.num_steps
+                )
+            )
+            self._trace = stack.enter_context(
+                ProfilerTrace(self._directory / "profile", config.logging.profile_steps)
+            )
+            batches = stack.enter_context(contextlib.closing(self._loader.batches()))
+            self.batches = BatchReader(batches, start_step=self._start.step)
+            yield
+
+    def evaluate_before_training(self, state: TrainState) -> bool:
+        """Evaluates the initial weights if that is due, and prepares the first step.
+
+        It is due with run.eval_at_start in a new run, and if the run resumes from a checkpoint of
+        its own whose evaluation was skipped because of a stop.
+
+        Returns: False if early stopping ends the run.
+        """
+        self._checkpoint_writer.compile_ahead(state)
+        # process 0 may have recorded the loss in a file that another node still has cached
+        is_pending = bool(
+            schedule.broadcast_from_first(
+                float(self._is_resume and self._start.has_pending_evaluation)
+            )
+        )
+        is_first = self._config.run.eval_at_start and not self._is_resume
+        if is_first:
+            self._early_stopping.expect_evaluation()
+        if self._inputs.eval_sets and (is_pending or is_first):
+            losses = self._evaluate(self._start.step, state)
+            if self._is_resume:
+                assert self._eval_set is not None, "there are eval sets"
+                self._checkpoint_writer.record_eval(
+                    self._start.step,
+                    losses[self._eval_set["name"]],
+                    early_stopping=self._early_stopping.state,
+                )
+        if self._early_stopping.should_stop():
+            self._progress.print_line(
+                f"stopped early after step {self._start.step}: {self._early_stopping.reason}"
+            )
+            return False
+        self._is_training = True
+        self._log = StepLog(
+            self._program, self._inputs, self._metrics_writer, self._progress, self._status
+        )
+        self._checkpoints = CheckpointSchedule(
+            self._checkpoint_writer,
+            self._config.run,
+            first_step=self._start.step,
+            print_line=self._progress.print_line,
+        )
+        self._status.waiting_for_step(self._start.step)
+        with self._log.measure_batch_wait():
+            self.batches.prefetch()
+        return True
+
+    def should_dispatch(self, step: int) -> bool:
+        """True if the step may be sent to the devices; called for each, in order."""
+        if self._is_stopped_early:
+            return False
+        if self._status.is_slow:
+            self._log.record_previous_step()
+        return self._log.can_continue and self._preemption.should_dispatch(step)
+
+    def before_dispatch(self, step: int, counts: StepCounts) -> None:
+        """Starts the profiler if this step is its first, and updates the run's status."""
+        if self._trace.should_start(step):
+            self._log.record_previous_step()
+            self._trace.start()
+        self._status.dispatched(step, counts.row_tokens)
+
+    def after_dispatch(self, metrics: StepMetrics, counts: StepCounts) -> None:
+        """Records the previous step and reads the next batch while this step runs."""
+        self._log.record_dispatch(metrics, counts)
+        with self._log.measure_batch_wait():
+            self.batches.prefetch()
+        self._checkpoints.poll()
+        self._status.checkpoint_s = self._checkpoint_writer.write_s
+
+    def evaluate_and_save(self, step: int, state: TrainState) -> None:
+        """Evaluates and writes a checkpoint after a step if they are due.
+
+        The devices are idle meanwhile, and the time counts for no step. The evaluation comes first:
+        its results would be lost if the run was killed after the checkpoint.
+        """
+        is_last = step == self._program.num_steps
+        should_save, should_evaluate = self._find_due(step, is_last=is_last)
+        should_stop_trace = self._trace.should_stop(step)
+        if not (should_save or should_evaluate or should_stop_trace):
+            return
+        self._log.record_previous_step()
+        if should_stop_trace:
+            self._trace.stop()
+        losses: dict[str, float | None] = {}
+        self._has_pending_evaluation = should_evaluate
+        # A stop does not wait for an evaluation. All processes agree: each has now allowed the next
+        # step, or none has.
+        if (
+            should_evaluate
+            and self._log.can_continue
+            and (is_last or self._preemption.should_dispatch(step + 1))
+        ):
+            losses = self._evaluate(step, state)
+            self._has_pending_evaluation = False
+            self._is_stopped_early = self._early_stopping.should_stop()
+        if should_save or self._is_stopped_early:
+            self._save(step, state, losses, is_last=is_last)
+        self._log.restart_clock()
+
+    def save_last(self, state: TrainState) -> None:
+        """Writes the last checkpoint, unless it is on disk.
+
+        Raises: NeedsAttentionError if every attempt fails.
+        """
+        self._log.record_previous_step()
+        self._status.begin("the last checkpoint", expected_s=self._status.step_s, is_writing=True)
+        # each checkpoint needs a loss if they are ranked
+        self._has_pending_evaluation |= self._config.checkpoint.keep_best > 0
+        self._checkpoints.finish(state, self._build_meta())
+
+    @property
+    def outcome(self) -> Outcome:
+        """End of the session; read after the last step."""
+        if not self._is_training:
+            return Outcome.NO_STEP
+        if not self._log.can_continue:
+            return Outcome.NONFINITE
+        if self._checkpoints.last_saved_step < self._program.num_steps:
+            if self._is_stopped_early:
+                return Outcome.STOPPED_EARLY
+            if self._preemption.reason is not None:
+                return Outcome.PREEMPTED
+        return Outcome.COMPLETE
+
+    def print_outcome(self) -> None:
+        """Prints why the run ended, and the summary of a run that is done.
+
+        Raises: NeedsAttentionError after steps that were not finite.
+        """
+        outcome = self.outcome
+        if outcome is Outcome.NO_STEP:
+            return
+        step = self._checkpoints.last_saved_step
+        if outcome is Outcome.NONFINITE:
+            raise NeedsAttentionError(self._log.nonfinite.stop_message(saved_step=step))
+        with distributed.ignore_broken_pipe():
+            if outcome is Outcome.PREEMPTED:
+                self._console.print(
+                    f"stopped by {self._preemption.reason} after step {step}; "
+                    "the same command resumes from there"
+                )
+                return
+            if outcome is Outcome.STOPPED_EARLY:
+                self._console.print(
+                    f"stopped early after step {step}: {self._early_stopping.reason}",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+            banner.print_pairs(
+                self._console,
+                banner.summarize_run(
+                    self._program,
+                    self._log.first_line,
+                    self._log.last_line,
+                    recent_losses=self._log.recent_losses,
+                    seconds=self._log.elapsed_s,
+                ),
+            )
+
+    def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
+        """Returns whether a checkpoint and an evaluation are due after a step.
+
+        All processes must call it once per step: the schedule communicates.
+        """
+        run = self._config.run
+        is_epoch_end = not is_last and self._is_epoch_end(step)
+        should_save = (
+            self._checkpoints.is_due(step)
+            or is_last
+            or (is_epoch_end and run.save_every == "epoch")
+        )
+        should_evaluate = (
+            self._evaluator.is_due(step) or is_last or (is_epoch_end and run.eval_every == "epoch")
+        )
+        should_rank = should_save and self._config.checkpoint.keep_best > 0
+        if should_evaluate or (should_rank and run.eval_every is None):
+            self._early_stopping.expect_evaluation()
+        return should_save, should_evaluate or should_rank
+
+    def _is_epoch_end(self, step: int) -> bool:
+        """True if an epoch ends with a step and the config requests an action there."""
+        run = self._config.run
+        if "epoch" not in (run.save_every, run.eval_every):
+            return False
+        return self._inputs.train_set.is_epoch_end(self._inputs.schedule, step - self._start.step)
+
+    def _evaluate(self, step: int, state: TrainState) -> dict[str, float | None]:
+        """Evaluates the weights after a step, records the results, returns losses by eval set."""
+        with self._status.compiling("the evaluation"):
+            self._evaluator.compile()
+        when = f"after step {step}"
+        if step == self._start.step:
+            when = f"before step {step + 1}"
+        self._status.begin(
+            f"the evaluation {when}",
+            expected_s=self._status.step_s,
+            duration_s=self._status.evaluation_s,
+        )
+        began = time.perf_counter()
+        losses = {}
+        for result in self._evaluator.run(
+            state.master, num_steps=step, on_batch=self._status.heartbeat
+        ):
+            losses[result.data] = result.loss
+            self._metrics_writer.write_eval(result)
+            self._progress.print_line(banner.format_result(result))
+        self._status.evaluation_s = time.perf_counter() - began
+        self._early_stopping.record(step, losses)
+        return losses
+
+    def _save(
+        self, step: int, state: TrainState, losses: dict[str, float | None], *, is_last: bool
+    ) -> None:
+        """Starts writing a checkpoint."""
+        self._status.begin(
+            f"the checkpoint of step {step}", expected_s=self._status.step_s, is_writing=True
+        )
+        eval_loss = losses.get(self._eval_set["name"]) if self._eval_set else None
+        meta = dataclasses.replace(self._build_meta(), eval_loss=eval_loss, eval_set=self._eval_set)
+        is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
+        self._log.checkpoint_wait_s = self._checkpoints.save(state, meta, is_last=is_end)
+
+    def _build_meta(self) -> CheckpointMeta:
+        """Metadata of a checkpoint made now; all dispatched steps must be recorded."""
+        inputs = self._inputs
+        consumed = inputs.schedule.rows_consumed(self._log.num_steps - self._start.step)
+        lengths = [str(stream.row_tokens) for stream in inputs.train_set.streams]
+        return CheckpointMeta(
+            config=self._config.model_dump(mode="json"),
+            model=inputs.hf_config,
+            data=inputs.train_set.fingerprint(self._config),
+            step=self._log.num_steps,
+            rows_consumed=dict(zip(lengths, consumed, strict=True)),
+            num_tokens_total=self._log.num_tokens,
+            has_pending_evaluation=self._has_pending_evaluation,
+            early_stopping=self._early_stopping.state,
+        )
