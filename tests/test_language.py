@@ -43,7 +43,6 @@ BANNED = {
     r"levers?": "memory option",
     r"pieces?": "segment",
     r"rectangles?": "off-diagonal block",
-    r"at once": "at the same time, immediately, or rows per microbatch",
     r"no number": "NaN, or not a number",
     r"rows_at_once|max_documents_per_row|inner_degree|grace_s|on_nan|max_bad_steps": "renamed",
     r"bad_steps\.jsonl|best_by|padding_share|save_s|residual_and_attention": "renamed",

@@ -1,0 +1,181 @@
+"""Data sets of a config: sources are opened, tokenized and packed."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxsp.config.schema import Config, SourceConfig
+from jaxsp.core.errors import ProblemCollector, UserError
+from jaxsp.data.ingest import sources
+from jaxsp.data.packing import dataset, held_out
+from jaxsp.data.packing.dataset import PackedDataset
+from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.tokenization import tokenize
+from jaxsp.data.tokenization.tokenize import TokenizedSource
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedSources:
+    """Sources of a config and their records, by the field of the config (`data.train.0`)."""
+
+    train: dict[str, SourceConfig]
+    """Training sources; empty if neither training nor data.eval_fraction needs them."""
+    evals: dict[str, SourceConfig]
+    records: dict[str, Any]
+    """Records of the sources that could be opened."""
+
+    @property
+    def all(self) -> dict[str, SourceConfig]:
+        return self.train | self.evals
+
+    @property
+    def have_text(self) -> bool:
+        """True if a source needs a tokenizer."""
+        return any(source.format != "tokens" for source in self.all.values())
+
+
+def open_sources(
+    config: Config, *, for_training: bool, problems: ProblemCollector
+) -> OpenedSources:
+    """Opens the sources of a config; what is wrong with them goes to `problems`."""
+    data = config.data
+    train: dict[str, SourceConfig] = {}
+    if for_training or data.eval_fraction is not None:
+        train = {f"data.train.{number}": source for number, source in enumerate(data.train)}
+    evals = {f"data.eval.{number}": source for number, source in enumerate(data.eval)}
+    records = {}
+    for field, source in (train | evals).items():
+        with problems.collect():
+            records[field] = sources.read(source, data=data, field=f"{field}.source")
+    with problems.collect():
+        _check_unique_names(train)
+        _check_unique_names(evals)
+    with problems.collect():
+        sources.check_no_duplicates(
+            {field: source for field, source in train.items() if field in records}
+        )
+    return OpenedSources(train=train, evals=evals, records=records)
+
+
+def tokenize_sources(
+    opened: OpenedSources, config: Config, *, tokenizer: Any, vocab_size: int
+) -> dict[str, TokenizedSource]:
+    """Tokenizes all sources, by the field of the config.
+
+    Raises: UserError with the problems of all sources.
+    """
+    problems = ProblemCollector()
+    tokenized = {}
+    for field, source in opened.all.items():
+        with problems.collect():
+            tokenized[field] = tokenize.tokenize_dataset(
+                opened.records[field],
+                source=source,
+                field=f"{field}.source",
+                data=config.data,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+            )
+    problems.raise_if_any()
+    return tokenized
+
+
+def make_data_sets(
+    opened: OpenedSources,
+    tokenized: Mapping[str, TokenizedSource],
+    config: Config,
+    *,
+    for_training: bool,
+) -> tuple[PackedDataset | None, tuple[PackedDataset, ...]]:
+    """Packs the training set (None unless `for_training`) and the eval sets.
+
+    Each eval source is one eval set. Records held out by data.eval_fraction are one more. Eval sets
+    have rows of the greatest length only.
+    """
+    eval_config = config.with_row_tokens(config.data.max_row_tokens)
+    evals = [
+        _pack({field: source}, tokenized, eval_config, name=_name(source), field=f"{field}.source")
+        for field, source in opened.evals.items()
+    ]
+    masks = None
+    if config.data.eval_fraction is not None:
+        masks = held_out.select_records(
+            [tokenized[field].dataset for field in opened.train],
+            source_names=[_name(source) for source in opened.train.values()],
+            fraction=config.data.eval_fraction,
+            seed=config.run.seed,
+        )
+        held_out_set = _pack(
+            opened.train,
+            tokenized,
+            eval_config,
+            name=held_out.EVAL_SET_NAME,
+            field="data.eval_fraction",
+            masks=masks,
+            use_held_out=True,
+        )
+        evals.append(held_out_set)
+    train = None
+    if for_training:
+        train = _pack(
+            opened.train, tokenized, config, name="train", field="data.train", masks=masks
+        )
+    return train, tuple(evals)
+
+
+def _pack(
+    members: Mapping[str, SourceConfig],
+    tokenized: Mapping[str, TokenizedSource],
+    config: Config,
+    *,
+    name: str,
+    field: str,
+    masks: Sequence[np.ndarray] | None = None,
+    use_held_out: bool = False,
+) -> PackedDataset:
+    """Packs one data set.
+
+    Args:
+        members: its sources, by the field of the config.
+        masks: for each source, which records are held out.
+        use_held_out: use the held-out records instead of the others.
+    """
+    documents = Documents(
+        [tokenized[member].dataset for member in members],
+        source_names=[_name(source) for source in members.values()],
+        held_out=masks,
+        use_held_out=use_held_out,
+        longest_row=config.data.max_row_tokens,
+        long_documents=config.data.long_documents,
+        field=field,
+    )
+    weights = None
+    if len(members) > 1 and not use_held_out:
+        given = [source.weight for source in members.values() if source.weight is not None]
+        weights = given or None
+    digests = [tokenized[member].digest for member in members]
+    if masks is not None:
+        digests = [
+            held_out.digest_split(digest, mask, is_held_out=use_held_out)
+            for digest, mask in zip(digests, masks, strict=True)
+        ]
+    return dataset.pack_documents(name, documents, config, digests=digests, source_weights=weights)
+
+
+def _name(source: SourceConfig) -> str:
+    return source.name or source.source
+
+
+def _check_unique_names(group: Mapping[str, SourceConfig]) -> None:
+    """Raises: UserError if two sources of a group have one name."""
+    names = []
+    for number, (field, source) in enumerate(group.items()):
+        name = _name(source)
+        if name in names:
+            raise UserError(
+                f"{field}.name = {name}: another source has this name. Give each its own: "
+                f"{field}.name={name}-{number}."
+            )
+        names.append(name)
