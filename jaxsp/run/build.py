@@ -155,8 +155,8 @@ def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) 
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[1] > last_step:
         raise UserError(
-            f"logging.profile_steps = {list(profiled)}: must be steps of the run, which has "
-            f"{last_step}. Use null to profile none."
+            f"logging.profile_steps = {list(profiled)}: the run has only {last_step} steps. "
+            "Use earlier ones, or null to profile none."
         )
     return schedule
 

@@ -18,8 +18,10 @@ from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing import summary
 from jaxsp.data.packing.pipeline import StepCounts
 from jaxsp.reporting import banner
-from jaxsp.reporting.banner import Progress
-from jaxsp.reporting.metrics import MetricsWriter, ProfilerTrace
+from jaxsp.reporting import console as output
+from jaxsp.reporting.metrics import MetricsWriter
+from jaxsp.reporting.profiler import ProfilerTrace
+from jaxsp.reporting.progress import Progress
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import preflight
 from jaxsp.runtime import distributed, run_dir, run_paths
@@ -299,7 +301,7 @@ class Session:
                     soft_wrap=True,
                     highlight=False,
                 )
-            banner.print_pairs(
+            output.print_pairs(
                 self._console,
                 banner.summarize_run(
                     self._program,
@@ -356,7 +358,7 @@ class Session:
         ):
             losses[result.data] = result.loss
             self._metrics_writer.write_eval(result)
-            self._progress.print_line(banner.format_result(result))
+            self._progress.print_line(output.format_result(result))
         self._status.evaluation_s = time.perf_counter() - began
         self._early_stopping.record(step, losses)
         return losses
@@ -371,7 +373,8 @@ class Session:
         eval_loss = losses.get(self._eval_set["name"]) if self._eval_set else None
         meta = dataclasses.replace(self._build_meta(), eval_loss=eval_loss, eval_set=self._eval_set)
         is_end = is_last or self._is_stopped_early or self._preemption.reason is not None
-        self._log.checkpoint_wait_s = self._checkpoints.save(state, meta, is_last=is_end)
+        wait_s = self._checkpoints.save(state, meta, is_last=is_end)
+        self._log.record_checkpoint_wait(wait_s)
 
     def _build_meta(self) -> CheckpointMeta:
         """Metadata of a checkpoint made now; all dispatched steps must be recorded."""

@@ -4,6 +4,7 @@ import rich.console
 
 from jaxsp.checkpoint import reader
 from jaxsp.reporting import banner
+from jaxsp.reporting import console as output
 from jaxsp.run import preflight
 from jaxsp.run.preflight import CompiledSteps
 from jaxsp.run.session import Session
@@ -42,14 +43,14 @@ def train(
         console.print(completion)
         return
     description = banner.describe_run(program, inputs)
-    banner.print_pairs(console, description)
+    output.print_pairs(console, description)
     preflight.report_checks(program, inputs, console)
     compiled_steps = preflight.compile_steps(program, inputs, console)
     state = _make_state(program, inputs)
     session = Session(program, inputs, console, preemption, early_stopping)
     if verbose:
         session.print_assignments()
-    with session.open(banner.format_pairs(description)):
+    with session.open(output.format_pairs(description)):
         if session.evaluate_before_training(state):
             state = run_steps(session, compiled_steps, state)
             session.save_last(state)
