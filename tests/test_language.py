@@ -14,7 +14,7 @@ import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
 
-CHECKED = ()
+CHECKED = ("jaxsp/run",)
 """Folders and files that follow the rules."""
 
 MAX_COLUMNS = 100

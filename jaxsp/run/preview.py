@@ -1,4 +1,7 @@
-"""python -m jaxsp.train CONFIG.yaml --preview: what is learned of the first record of each training source."""
+"""Preview of the training data: the first record of each source, with the tokens that have a loss.
+
+Printed by `python -m jaxsp.train CONFIG.yaml --preview`.
+"""
 
 import itertools
 from typing import Any
@@ -17,27 +20,31 @@ from jaxsp.run import build
 
 _LOSS_STYLE = "black on green"
 
-_LOSS_OPEN, _LOSS_CLOSE = "\u27e6", "\u27e7"
-"""Around what is learned, where there are no colours."""
+_LOSS_OPEN = "\u27e6"
+_LOSS_CLOSE = "\u27e7"
+"""Brackets around tokens with a loss, where the output has no colors."""
 
 _MAX_TOKENS = {"text": 400, "tokens": 400, "messages": 4000, "prompt_completion": 4000}
-"""Most tokens shown of a record, by the source's format: the first and the last half. All tokens of a
-text have a loss, whereas a chat has to be read to see which of its messages do."""
+"""Maximum number of tokens shown of a record, by the source's format: its first and last half. All
+tokens of a text have a loss; in a chat, a user wants to see which messages have one."""
 
 
 def print_preview(config: Config, console: rich.console.Console) -> None:
-    """Prints the first usable record of each training source, as the text of its tokens, with those that are learned marked.
+    """Prints the first usable record of each training source and marks the tokens with a loss.
 
-    It reads, renders and tokenises as training does, but tokenises no more than it shows, and needs no device.
+    Reads, renders and tokenizes as training does, but only the records it shows. Needs no device.
 
     Raises: UserError with the problems of all sources.
     """
-    problems, tokenizer = ProblemCollector(), None
-    named, model = config.model.tokenizer, config.model.source
-    if named is not None or any(source.format != "tokens" for source in config.data.train):
-        tokenizer = build.load_tokenizer(
-            config, folder.find(model) if named is None and model is not None else None, None
-        )
+    problems = ProblemCollector()
+    tokenizer = None
+    model = config.model
+    has_text = any(source.format != "tokens" for source in config.data.train)
+    if model.tokenizer is not None or has_text:
+        model_folder = None
+        if model.tokenizer is None and model.source is not None:
+            model_folder = folder.find(model.source)
+        tokenizer = build.load_tokenizer(config, model_folder, None)
     for number, source in enumerate(config.data.train):
         with problems.collect():
             _print_source(
@@ -55,23 +62,23 @@ def _print_source(
     field: str,
 ) -> None:
     records = sources.read(source, data=data, field=field)
-    place, tokens, labels = tokenize.encode_first_record(
+    location, tokens, labels = tokenize.encode_first_record(
         records, source=source, data=data, tokenizer=tokenizer, field=field
     )
-    learned = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
-    learned[:1] = False  # no token comes before it that it could be told from
-    legend = _highlight("like this" if learned.any() else "nothing", console)
-    said = rich.text.Text(f"{field} = {source.source}: {place}\n{len(tokens):,} tokens, ")
-    said.append(f"{learned.sum():,} of them with a loss, ").append(legend).append("\n\n")
+    has_loss = np.ones(len(tokens), bool) if labels is None else labels != NO_LABEL
+    has_loss[:1] = False  # the first token is never a target
+    legend = _highlight("like this" if has_loss.any() else "nothing", console)
+    text = rich.text.Text(f"{field} = {source.source}: {location}\n{len(tokens):,} tokens, ")
+    text.append(f"{has_loss.sum():,} of them with a loss, ").append(legend).append("\n\n")
     half = _MAX_TOKENS[source.format] // 2
     for start, stop in _choose_spans(len(tokens), half=half):
         if start:
-            said.append(f"\n\n... {start - half:,} tokens ...\n\n")
-        borders = [start, *(np.flatnonzero(np.diff(learned[start:stop])) + start + 1), stop]
-        for first, last in itertools.pairwise(borders):
-            words = _decode(tokens[first:last], tokenizer)
-            said.append(_highlight(words, console) if learned[first] else words)
-    console.print(said.append("\n"), highlight=False, soft_wrap=True)
+            text.append(f"\n\n... {start - half:,} tokens ...\n\n")
+        changes = np.flatnonzero(np.diff(has_loss[start:stop])) + start + 1
+        for first, last in itertools.pairwise([start, *changes, stop]):
+            part = _decode(tokens[first:last], tokenizer)
+            text.append(_highlight(part, console) if has_loss[first] else part)
+    console.print(text.append("\n"), highlight=False, soft_wrap=True)
 
 
 def _choose_spans(num_tokens: int, *, half: int) -> list[tuple[int, int]]:
@@ -82,7 +89,7 @@ def _choose_spans(num_tokens: int, *, half: int) -> list[tuple[int, int]]:
 
 
 def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
-    """The text of tokens, with special tokens; their numbers, where there is no tokenizer."""
+    """Text of tokens, including special tokens; their ids without a tokenizer."""
     if tokenizer is None:
         return "".join(f" {token}" for token in tokens)
     return tokenizer.decode(
@@ -90,9 +97,9 @@ def _decode(tokens: np.ndarray, tokenizer: Any) -> str:
     )
 
 
-def _highlight(words: str, console: rich.console.Console) -> rich.text.Text:
-    """Text that is learned: in colour, or in brackets where there is none. Line breaks are tokens too, and made visible."""
-    words = words.replace("\n", "\u21b5\n")
+def _highlight(part: str, console: rich.console.Console) -> rich.text.Text:
+    """Text with a loss: in color, or in brackets. Line breaks are tokens too and made visible."""
+    part = part.replace("\n", "\u21b5\n")
     if console.is_terminal and not console.no_color:
-        return rich.text.Text(words, style=_LOSS_STYLE)
-    return rich.text.Text(f"{_LOSS_OPEN}{words}{_LOSS_CLOSE}")
+        return rich.text.Text(part, style=_LOSS_STYLE)
+    return rich.text.Text(f"{_LOSS_OPEN}{part}{_LOSS_CLOSE}")

@@ -1,4 +1,4 @@
-"""Where a run goes on: the checkpoint, and whether what is asked now still fits it."""
+"""Resuming: which checkpoint a run continues from, and whether the config still fits it."""
 
 import dataclasses
 import os
@@ -20,8 +20,7 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
-from jaxsp.runtime import run_dir as lock
-from jaxsp.runtime import run_paths
+from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training.inputs import StartPoint
 
 _TOKEN_FIELDS = (
@@ -31,267 +30,334 @@ _TOKEN_FIELDS = (
     "model.tokenizer",
     "model.source",
 )
-"""Fields, or how they begin, that make other tokens."""
+"""Prefixes of fields that change the tokens."""
 
 _NEUTRAL_FIELDS = (
-    *(
-        "mesh.",
-        "logging.",
-        "checkpoint.",
-        "memory.",
-        "batch.rows_per_microbatch",
-        "data.eval.",
-        "data.num_workers",
-        "attention.head_chunks",
-    ),
-    *(
-        "run.log_every",
-        "run.save_every",
-        "run.eval_every",
-        "run.eval_at_start",
-        "run.early_stopping",
-        "run.shutdown_grace",
-        "run.stop_after",
-        "run.step_timeout",
-    ),
+    "mesh.",
+    "logging.",
+    "checkpoint.",
+    "memory.",
+    "attention.head_chunks",
+    "batch.rows_per_microbatch",
+    "data.eval.",
+    "data.num_workers",
     "run.deterministic",
+    "run.early_stopping",
+    "run.eval_at_start",
+    "run.eval_every",
+    "run.log_every",
+    "run.save_every",
+    "run.shutdown_grace",
+    "run.step_timeout",
+    "run.stop_after",
 )
-"""Fields, or how they begin, that alter neither rows nor weights, but for rounding; `memory.grad_reduce_dtype` does."""
+"""Prefixes of fields that change neither rows nor weights, except for rounding."""
 
+_ALTERING_FIELDS = ("memory.grad_reduce_dtype",)
+"""Exceptions to _NEUTRAL_FIELDS."""
+
+_UNREPORTED_FIELDS = ("run.directory", "run.resume", "run.on_data_change")
 
 _NO_START = -2
-"""What a process tells in place of a step."""
+"""Sent to the other processes instead of a step by a process that cannot start."""
+
+_UNNUMBERED = -1
+"""Sent instead of a step if the checkpoint's folder is not called by its step."""
+
+_MAX_VALUE_CHARS = 60
+"""Longest value in a list of changes; a chat template has pages."""
 
 
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
-    """The checkpoint that a run goes on from; not one of `without`, which are damaged.
+    """Finds the checkpoint that a run resumes from; None for a new run.
 
-    Raises: UserError where there has to be one, or run.directory cannot be used.
+    Args:
+        skip: damaged checkpoints.
+    Raises: UserError if run.resume requires a checkpoint and there is none, or run.directory cannot
+        be used.
     """
     directory = pathlib.Path(run.directory)
     paths.check_folder(directory, field="run.directory")
     if run.resume not in ("auto", "never"):
         paths.check_folder(pathlib.Path(run.resume), field="run.resume")
-    there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    asked = f"run.directory = {run.directory}"
-    if not there.is_dir():
-        raise UserError(f"{asked}: {there} is a file. Name a folder that is new or empty.")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{asked}: {there} cannot be written. Name another folder: run.directory=runs/a."
-        )
+    _check_writable(run)
     has_files = directory.is_dir() and any(
-        path.name not in lock.BOOKKEEPING_FILES for path in directory.iterdir()
+        path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
     )
-    begun_from = _read_first_resume(directory)
-    if run.resume in ("auto", begun_from):  # the same command again goes on, wherever it began
+    first_resume = _read_first_resume(directory)
+    # the same command again resumes the run, also one that started from another run's checkpoint
+    if run.resume in ("auto", first_resume):
         if has_files and not (directory / run_paths.CONFIG_FILE).is_file():
             raise UserError(
-                f"{asked}: holds files, but no run. Name a folder that is new or empty."
+                f"run.directory = {run.directory}: contains files that are not a run's. Name a "
+                "folder that is new or empty."
             )
-        found = run_paths.find_latest_in_run(directory, exclude=skip)
-        aside = directory / run_paths.DAMAGED_DIR
-        if found is None and aside.is_dir():
-            raise UserError(
-                f"{asked}: none of its checkpoints is whole; the damaged ones lie in {aside}. Put a copy of one into "
-                f"{directory / run_paths.CHECKPOINTS_DIR}, or begin anew in another folder: run.directory={run.directory}-2."
-            )
-        if found is None and run.resume != begun_from is not None:
-            raise UserError(
-                f"{asked}: the run there was to go on from {begun_from}, and was cut off before a checkpoint of its own. "
-                f"Say it again: run.resume={begun_from}."
-            )
-        if found is not None or run.resume == "auto":
-            return found
+        checkpoint = _find_own_checkpoint(run, first_resume, skip)
+        if checkpoint is not None or run.resume == "auto":
+            return checkpoint
     elif has_files:
         raise UserError(
-            f"{asked}: is not empty. Remove it, name another (run.directory={run.directory}-2), or go on with run.resume=auto."
+            f"run.directory = {run.directory}: is not empty. Remove it, name another folder "
+            f"(run.directory={run.directory}-2), or resume with run.resume=auto."
         )
     if run.resume == "never":
         return None
-    found = run_paths.find_latest(run.resume, exclude=skip)
-    if found is None:
+    checkpoint = run_paths.find_latest(run.resume, exclude=skip)
+    if checkpoint is None:
         raise UserError(
-            f"run.resume = {run.resume}: holds no checkpoint. Give a run's directory or a folder in its checkpoints/, or "
-            "auto or never."
+            f"run.resume = {run.resume}: contains no checkpoint. Use a run's directory, a folder "
+            "in its checkpoints/, auto or never."
         )
-    return found
+    return checkpoint
+
+
+def _check_writable(run: RunConfig) -> None:
+    """Raises: UserError if the run's directory cannot be created or written."""
+    directory = pathlib.Path(run.directory)
+    candidates = (directory, *directory.absolute().parents)
+    existing = next(path for path in candidates if path.exists())
+    if not existing.is_dir():
+        raise UserError(
+            f"run.directory = {run.directory}: {existing} is a file. Name a folder that is new or "
+            "empty."
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(
+            f"run.directory = {run.directory}: {existing} is not writable. Name another folder: "
+            "run.directory=runs/a."
+        )
+
+
+def _find_own_checkpoint(
+    run: RunConfig, first_resume: str | None, skip: Sequence[pathlib.Path]
+) -> pathlib.Path | None:
+    """Latest checkpoint in the run's own directory.
+
+    Raises: UserError if it had checkpoints but all are damaged, and if it started from another
+        run's checkpoint but has none of its own yet.
+    """
+    directory = pathlib.Path(run.directory)
+    checkpoint = run_paths.find_latest_in_run(directory, exclude=skip)
+    if checkpoint is not None:
+        return checkpoint
+    damaged = directory / run_paths.DAMAGED_DIR
+    if damaged.is_dir():
+        raise UserError(
+            f"run.directory = {run.directory}: all its checkpoints are damaged; they are in "
+            f"{damaged}. Put a copy of one into {directory / run_paths.CHECKPOINTS_DIR}, or start "
+            f"again in another folder: run.directory={run.directory}-2."
+        )
+    if first_resume is not None and run.resume != first_resume:
+        raise UserError(
+            f"run.directory = {run.directory}: this run started from {first_resume} and ended "
+            "before it wrote a checkpoint. Start it again from there: "
+            f"run.resume={first_resume}."
+        )
+    return None
 
 
 def _read_first_resume(directory: pathlib.Path) -> str | None:
-    """What run.resume named when the run in a directory began; None where that was no other run's checkpoint."""
+    """Checkpoint of another run that the run in a directory started from; None if there is none."""
     path = directory / run_paths.CONFIG_FILE
     if not path.is_file():
         return None
     try:
-        named = schema.load(path, []).run.resume
-    except UserError:  # whoever wrote it, it was not this version
+        resume = schema.load(path, []).run.resume
+    except UserError:  # written by another version
         return None
-    return None if named in ("auto", "never") else named
+    return None if resume in ("auto", "never") else resume
 
 
 def check_same_checkpoint(
-    run: RunConfig, found: pathlib.Path | None, problems: Sequence[str]
+    run: RunConfig, checkpoint: pathlib.Path | None, problems: Sequence[str]
 ) -> None:
-    """Settles between processes where the run begins. Called by all of them.
+    """Checks that all processes resume from the same step. All of them must call it.
 
-    Args:   problems: why this process knows no beginning.
-    Raises: UserError where one of them has problems, with its own, and where they see different checkpoints.
+    Args:
+        problems: reasons why this process cannot start.
+    Raises: UserError in all processes if one has problems, or if they see different checkpoints.
     """
     if jax.process_count() == 1:
         return
-    own = (
-        _NO_START
-        if problems
-        else 0
-        if found is None
-        else int(found.name)
-        if found.name.isdecimal()
-        else -1
-    )
-    of_all = multihost_utils.process_allgather(np.int32(own))
-    if (of_all == _NO_START).any():
+    local_step = 0
+    if problems:
+        local_step = _NO_START
+    elif checkpoint is not None:
+        local_step = int(checkpoint.name) if checkpoint.name.isdecimal() else _UNNUMBERED
+    steps = multihost_utils.process_allgather(np.int32(local_step))
+    if (steps == _NO_START).any():
         raise UserError(
             problems
-            or f"run.directory = {run.directory}: process {of_all.argmin()} says why it does not begin."
+            or f"run.directory = {run.directory}: process {steps.argmin()} cannot start; it prints "
+            "the reason."
         )
-    steps = np.unique(of_all)
-    if len(steps) > 1:
+    different = np.unique(steps)
+    if len(different) > 1:
         raise UserError(
-            f"run.directory = {run.directory}: processes would begin at steps {errors.format_choices(steps.tolist())}, because they "
-            "see different checkpoints. Name a folder that all nodes share."
+            f"run.directory = {run.directory}: processes would begin at steps "
+            f"{errors.format_choices(different.tolist())}, because they see different checkpoints. "
+            "Name a folder that all nodes share."
         )
 
 
 def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
-    """Lets a run go on without a checkpoint that is damaged, and says what becomes of that, for people.
+    """Lets a run resume from the checkpoint before a damaged one, and returns a line for the user.
 
-    One of the run itself is moved, which process 0 does for all; another run's stays where it is.
+    A damaged checkpoint of the run itself is moved away, by process 0; another run's stays where it is.
 
-    Raises: Damaged again, where the run was told to go on from that very one.
+    Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """
-    said = f"{damage.path} IS DAMAGED: {damage.reason}."
+    problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == pathlib.Path(run.directory).resolve():
-        return f"{said} It is set aside, in {reader.set_aside(damage.path)}; the run goes on from the one before it."
+        moved = reader.set_aside(damage.path)
+        return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     if run_paths.find_latest(run.resume) == pathlib.Path(run.resume).resolve():
         raise damage
-    return f"{said} It is left where it is; the run goes on from the one before it."
+    return f"{problem} It was not moved; the run resumes from the checkpoint before it."
 
 
-def find_model_dir(found: pathlib.Path) -> pathlib.Path | None:
-    """Where the run of a checkpoint keeps the small files of its model; None for a checkpoint that lies elsewhere."""
-    run = run_paths.find_run_dir(found)
-    return run / "model" if run is not None and (run / "model").is_dir() else None
+def find_model_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
+    """Folder with the model's small files in the run of a checkpoint; None outside of a run."""
+    directory = run_paths.find_run_dir(checkpoint)
+    if directory is None or not (directory / "model").is_dir():
+        return None
+    return directory / "model"
 
 
 def make_start_point(
     meta: CheckpointMeta,
-    found: pathlib.Path,
+    checkpoint: pathlib.Path,
     config: Config,
     *,
     model: ModelConfig,
     data: PackedDataset,
 ) -> StartPoint:
-    """Where a run goes on from a checkpoint. Raises: UserError where that is of another model, or of other rows."""
-    way_out = (
-        f"Undo that, or begin a run with these weights: python -m jaxsp.export {found} FOLDER, then run.directory=NEW "
-        "model.source=FOLDER."
+    """Builds the starting point of a run from a checkpoint.
+
+    Raises: UserError if the checkpoint is of another model, optimizer or data.
+    """
+    saved = schema.parse(meta.config)
+    suggestion = (
+        "Undo the change, or start a new run with these weights: "
+        f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."
     )
-    saved, problems = schema.parse(meta.config), []
-    was = families.parse_model_config(meta.model, field="model.config")
-    for name in (
-        field.name
-        for field in dataclasses.fields(model)
-        if getattr(model, field.name) != getattr(was, field.name)
-    ):
-        said = f"{name} = {getattr(model, name)}: is {getattr(was, name)} in the model of {found}"
-        problems.append(f"model: {said}. {way_out}")
+    problems = _model_problems(meta, checkpoint, model, suggestion)
     if saved.optimizer.name != config.optimizer.name:
         problems.append(
-            f"optimizer.name: {found} has the state of {saved.optimizer.name}. {way_out}"
+            f"optimizer.name: {checkpoint} has the state of {saved.optimizer.name}. {suggestion}"
         )
-    rows, changed = (
-        {int(length): count for length, count in meta.rows_consumed.items()},
-        _list_changes(saved, config),
-    )
-    if others := dataset.describe_changes(meta.data, data.fingerprint(config)):
-        what, then = "; ".join(others), config.run.on_data_change
-        same_lengths = saved.data.row_lengths == config.data.row_lengths
-        consumed = " and ".join(
-            f"{count:,} rows of {length:,} tokens" for length, count in rows.items()
-        )
-        if then == "error":
-            fields = [change for change in changed if change.startswith(_TOKEN_FIELDS)]
-            because = f" (changed: {', '.join(fields)})" if fields else ""
-            or_else = " or continue (behind as many of them)" if same_lengths else ""
-            problems.append(
-                f"{what}{because}: that makes other rows than those that {found} has consumed ({consumed}). Undo that, or set "
-                f"run.on_data_change=restart (begin with the first of the new rows){or_else}."
-            )
-        elif then == "restart":
-            rows, changed = {}, (*changed, f"{what}: begins with the first of the new rows")
-        elif not same_lengths:
-            problems.append(
-                f"{what}: run.on_data_change = continue: rows of other lengths cannot be counted on. Use restart."
-            )
+    rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
+    changes = _list_changes(saved, config)
+    if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
+        text = "; ".join(differences)
+        problems += _data_problems(text, meta, checkpoint, saved, config, changes)
+        if config.run.on_data_change == "restart":
+            rows_consumed = {}
+            changes = (*changes, f"{text}: starts with the first of the new rows")
         else:
-            changed = (
-                *changed,
-                f"{what}: goes on behind as many of the new rows as were consumed of the old ({consumed})",
+            changes = (
+                *changes,
+                f"{text}: skips as many new rows as were consumed of the old ones "
+                f"({_describe_consumed(meta)})",
             )
     if problems:
         raise UserError(problems)
     return StartPoint(
-        checkpoint=found,
+        checkpoint=checkpoint,
         step=meta.step,
-        rows_consumed=rows,
+        rows_consumed=rows_consumed,
         num_tokens=meta.num_tokens_total,
         has_pending_evaluation=meta.has_pending_evaluation,
         early_stopping=meta.early_stopping,
-        config_changes=changed,
+        config_changes=changes,
+    )
+
+
+def _model_problems(
+    meta: CheckpointMeta, checkpoint: pathlib.Path, model: ModelConfig, suggestion: str
+) -> list[str]:
+    """Differences between the model of a checkpoint and that of the config."""
+    saved = families.parse_model_config(meta.model, field="model.config")
+    problems = []
+    for name in (field.name for field in dataclasses.fields(model)):
+        value = getattr(model, name)
+        saved_value = getattr(saved, name)
+        if value != saved_value:
+            problems.append(
+                f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. "
+                f"{suggestion}"
+            )
+    return problems
+
+
+def _data_problems(
+    differences: str,
+    meta: CheckpointMeta,
+    checkpoint: pathlib.Path,
+    saved: Config,
+    config: Config,
+    changes: Sequence[str],
+) -> list[str]:
+    """Problems of a run whose rows have changed; none if run.on_data_change allows it."""
+    has_same_lengths = saved.data.row_lengths == config.data.row_lengths
+    if config.run.on_data_change == "error":
+        fields = [change for change in changes if change.startswith(_TOKEN_FIELDS)]
+        reason = f" (changed: {', '.join(fields)})" if fields else ""
+        alternative = " or continue (skip as many new rows)" if has_same_lengths else ""
+        return [
+            f"{differences}{reason}: the rows are not those that {checkpoint} has consumed "
+            f"({_describe_consumed(meta)}). Undo the change, or set run.on_data_change=restart "
+            f"(start with the first of the new rows){alternative}."
+        ]
+    if config.run.on_data_change == "continue" and not has_same_lengths:
+        return [
+            f"{differences}: run.on_data_change = continue: must have the same row lengths as "
+            "before. Use restart."
+        ]
+    return []
+
+
+def _describe_consumed(meta: CheckpointMeta) -> str:
+    return " and ".join(
+        f"{count:,} rows of {int(length):,} tokens" for length, count in meta.rows_consumed.items()
     )
 
 
 def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
-    """The fields that are not as they were, with both values: those that alter training, then the others, as one."""
-    # a checkpoint of an earlier version lacks fields; `saved` has their defaults
-    before, now = (dict(_flatten(either.model_dump(mode="json"))) for either in (saved, config))
-    not_said = ("run.directory", "run.resume", "run.on_data_change")
-    words = {
-        field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
-        for field in before | now
-        if before.get(field) != now.get(field) and field not in not_said
-    }
-    others = [
-        field
-        for field in words
-        if field.startswith(_NEUTRAL_FIELDS) and field != "memory.grad_reduce_dtype"
-    ]
-    altering = tuple(word for field, word in words.items() if field not in others)
-    rest = " and ".join(words[field] for field in others)
-    return (
-        (*altering, f"{rest} (which alter{'s' * (len(others) == 1)} nothing that is learned)")
-        if others
-        else altering
-    )
+    """Changed fields with both values; those without effect on the model come last, as one."""
+    before = dict(_flatten(saved.model_dump(mode="json")))
+    now = dict(_flatten(config.model_dump(mode="json")))
+    altering = []
+    neutral = []
+    for field in before | now:
+        if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
+            continue
+        change = f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
+        if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS:
+            neutral.append(change)
+        else:
+            altering.append(change)
+    if not neutral:
+        return tuple(altering)
+    return (*altering, f"{' and '.join(neutral)} (without effect on what the model learns)")
 
 
 def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Each value of nested fields, with its name as in `key.path=value`."""
-    inner = (
-        fields.items()
-        if isinstance(fields, dict)
-        else enumerate(fields)
-        if isinstance(fields, list)
-        else ()
-    )
-    for name, value in inner:
+    """Yields each value of nested fields with its name as in `key.path=value`."""
+    items: Any = ()
+    if isinstance(fields, dict):
+        items = fields.items()
+    elif isinstance(fields, list):
+        items = enumerate(fields)
+    for name, value in items:
         yield from _flatten(value, f"{field}.{name}" if field else str(name))
     if not isinstance(fields, dict | list):
         yield field, fields
 
 
 def _shorten(value: Any) -> str:
-    """A value in a few words: a chat template is pages."""
+    """A value on one line."""
     text = yaml_io.format_value(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= _MAX_VALUE_CHARS:
+        return text
+    return f"{text[: _MAX_VALUE_CHARS - 3]}..."
