@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Format, lint, types, tests (default and e2e); stops at the first failure. `--fix` formats and repairs first, `--no-tests`
-# leaves out the tests, `--all` adds the slow ones (about an hour on 2 cores).
+# Checks format, lint and types, and runs the default and e2e tests. Stops at the first failure.
+# `--fix` formats and repairs first, `--no-tests` skips the tests, and `--all` adds the slow tests
+# (about an hour on 2 cores).
 #
-# `--releases` instead checks each supported release of JAX in a fresh environment (scripts/check_release.py).
-# It needs Python 3.11 and 3.12, a package index, and about 4 GB in the temporary folder.
+# `--releases` checks each supported release of JAX in a fresh environment instead
+# (scripts/check_release.py). It needs Python 3.11 and 3.12, a package index, and about 4 GB in the
+# temporary folder.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -12,7 +14,7 @@ run() {
     "$@"
 }
 
-# Checks release $2 of JAX on Python $1, in a fresh environment. All other versions are those of CI.
+# Checks release $2 of JAX on Python $1 in a fresh environment. Other versions are those of CI.
 check_release() {
     local python constraints="scripts/constraints/python$1.txt"
     if ! python=$(find_python "$1"); then
@@ -21,9 +23,11 @@ check_release() {
     fi
     checked=$((checked + 1))
     rm -rf "$folder/environment"
-    sed -E "s/^(jax|jaxlib|jax-cuda12-(pjrt|plugin))==.*/\1==$2/" "$constraints" > "$folder/constraints.txt"
+    sed -E "s/^(jax|jaxlib|jax-cuda12-(pjrt|plugin))==.*/\1==$2/" "$constraints" \
+        > "$folder/constraints.txt"
     if ! "$python" -m venv "$folder/environment" ||
-        ! "$folder/environment/bin/pip" install --quiet -e '.[plan]' -c "$folder/constraints.txt"; then
+        ! "$folder/environment/bin/pip" install --quiet -e '.[plan]' \
+            -c "$folder/constraints.txt"; then
         echo "jax $2: FAILED: it could not be installed on Python $1"
         return 1
     fi
@@ -31,14 +35,15 @@ check_release() {
 }
 
 check_releases() {
-    local version failed=0 checked=0
+    local version release failed=0 checked=0
     source scripts/find_python.sh
     folder=$(mktemp -d)
     trap 'rm -rf "$folder"' EXIT
-    # its XLA differs from those of the releases before and after it
+    # the XLA of 0.11.2 differs from that of the releases before and after it
     check_release 3.12 0.11.2 || failed=1
     for version in 3.11 3.12; do
-        check_release $version "$(sed -n 's/^jax==//p' scripts/constraints/python$version.txt)" || failed=1
+        release=$(sed -n 's/^jax==//p' "scripts/constraints/python$version.txt")
+        check_release $version "$release" || failed=1
     done
     if [ $checked -lt 3 ]; then
         echo "$checked of 3 releases checked: install Python 3.11 and 3.12" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tests and measures on a machine with an NVIDIA GPU, in stages of at most 8 minutes each. scripts/README.md
-# describes the stages.
+# Tests and measures on a machine with an NVIDIA GPU, in stages of at most 8 minutes each.
+# scripts/README.md describes the stages.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v python || command -v python3) || {

@@ -1,4 +1,4 @@
-"""Rules for language and layout of the source (plain American English, one statement per line).
+"""Rules for language and layout of the source and of its READMEs, configs and shell scripts.
 
 `python -m tests.test_language PATH...` prints the violations in files and folders.
 """
@@ -16,6 +16,16 @@ REPO = pathlib.Path(__file__).parent.parent
 
 CHECKED = ("jaxsp/run",)
 """Folders and files that follow the rules."""
+
+TEXT_FILES = (
+    "README.md",
+    "*/README.md",
+    "configs/*.yaml",
+    "scripts/**/*.sh",
+    "scripts/launch/*",
+    ".ci/run",
+)
+"""Patterns of the files other than Python that follow the rules for words and line length."""
 
 MAX_COLUMNS = 100
 
@@ -93,9 +103,32 @@ FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)
 def banned_idioms(text: str) -> Iterator[tuple[int, str]]:
     for start, part in prose(text):
         for number, line in enumerate(part.splitlines(), start):
-            for pattern, replacement in BANNED.items():
-                if match := re.search(rf"(?<![\w.`]){pattern}(?!\w)", line, re.IGNORECASE):
-                    yield number, f"{match[0]!r}: {replacement}"
+            for problem in idioms(line):
+                yield number, problem
+
+
+def idioms(line: str) -> Iterator[str]:
+    for pattern, replacement in BANNED.items():
+        if match := re.search(rf"(?<![\w.`]){pattern}(?!\w)", line, re.IGNORECASE):
+            yield f"{match[0]!r}: {replacement}"
+
+
+def bad_text(text: str) -> Iterator[tuple[int, str]]:
+    """Idioms and long lines of a file other than Python.
+
+    Tables and links may be longer. Parts that a script writes are left out: their source is
+    checked.
+    """
+    is_generated = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("<!-- "):
+            is_generated = line.startswith("<!-- begin ")
+        if is_generated:
+            continue
+        for problem in idioms(line):
+            yield number, problem
+        if len(line) > MAX_COLUMNS and not line.startswith("|") and "https://" not in line:
+            yield number, f"{len(line)} columns, at most {MAX_COLUMNS}"
 
 
 def long_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -161,6 +194,9 @@ def violations(*paths: pathlib.Path) -> Iterator[str]:
     for file in python_files(iter(paths)):
         name = str(file.relative_to(REPO)) if file.is_relative_to(REPO) else str(file)
         text = file.read_text(encoding="utf-8")
+        if file.suffix != ".py":
+            yield from (f"{name}:{line}: {problem}" for line, problem in bad_text(text))
+            continue
         problems = [*long_functions(text, name)]
         if file != pathlib.Path(__file__):
             problems += [problem for check in CHECKS for problem in check(text)]
@@ -170,6 +206,12 @@ def violations(*paths: pathlib.Path) -> Iterator[str]:
 
 def test_source_follows_the_rules():
     assert list(violations(*(REPO / path for path in CHECKED))) == []
+
+
+def test_readmes_configs_and_scripts_follow_the_rules():
+    files = [file for pattern in TEXT_FILES for file in sorted(REPO.glob(pattern))]
+    assert len(files) > len(TEXT_FILES)
+    assert list(violations(*files)) == []
 
 
 @pytest.mark.parametrize(
@@ -188,6 +230,9 @@ def test_source_follows_the_rules():
         (compressed_code, "a = 1 if b else 2 if c else 3", 1),
         (compressed_code, "a = 's' * (n > 1)", 1),
         (compressed_code, "a = [x] * is_first", 1),
+        (bad_text, "# Title\n\nA run that somebody has to look at.", 3),
+        (bad_text, "key: value  # " + "x" * 100, 1),
+        (bad_text, "<!-- begin x -->\nalone\n<!-- end x -->\nalone", 4),
     ],
 )
 def test_each_rule_finds_a_violation(check, text, line):
@@ -207,6 +252,13 @@ def test_each_rule_finds_a_violation(check, text, line):
 )
 def test_plain_code_has_no_violation(text):
     assert [problem for check in CHECKS for problem in check(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["| " + "cell " * 30 + "|", "See [this](https://x.y/" + "z" * 100 + ")."]
+)
+def test_tables_and_links_may_be_long(text):
+    assert list(bad_text(text)) == []
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Writes scripts/constraints/pythonX.Y.txt for each Python named: the versions that pip would install today for '.[test,plan]'.
-# Nothing is installed. CI installs from these files; after a run of all tests with newer versions, make them again.
+# Writes scripts/constraints/pythonX.Y.txt for each given Python: the versions that pip would
+# install today for '.[test,plan]'. It installs nothing. CI uses these files; update them after
+# all tests have passed with newer versions.
 #
 #   scripts/constraints/make.sh python3.11 python3.12
 set -euo pipefail
@@ -15,9 +16,14 @@ for python in "$@"; do
     "$python" - "$report" <<'PYTHON'
 import json, pathlib, re, sys
 
-found = [one["metadata"] for one in json.loads(pathlib.Path(sys.argv[1]).read_text())["install"]]
-# torch's build for CPUs is called 2.13.0+cpu where it is, and 2.13.0 stands for it
-lines = {f"{re.sub('[-_.]+', '-', one['name']).lower()}=={one['version'].split('+')[0]}" for one in found if one["name"] != "jaxsp"}
+report = json.loads(pathlib.Path(sys.argv[1]).read_text())
+lines = set()
+for package in (entry["metadata"] for entry in report["install"]):
+    name = re.sub("[-_.]+", "-", package["name"]).lower()
+    # torch's CPU build is 2.13.0+cpu on its own index; 2.13.0 matches it too
+    version = package["version"].split("+")[0]
+    if name != "jaxsp":
+        lines.add(f"{name}=={version}")
 path = pathlib.Path("scripts/constraints/python%d.%d.txt" % sys.version_info[:2])
 path.write_text("\n".join(sorted(lines)) + "\n")
 print(f"{path}: {len(lines)} packages")

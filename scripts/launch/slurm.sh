@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Trains on several nodes under SLURM, one task for each GPU:
+# Trains on several nodes under SLURM, with one task per GPU. Submit it from a folder that all nodes
+# share, with jaxsp's environment activated:
 #
-#   sbatch scripts/launch/slurm.sh configs/llama31_8b_128k_8xh100.yaml run.directory=/shared/runs/first
+#   sbatch scripts/launch/slurm.sh configs/llama31_8b_128k_8xh100.yaml \
+#       run.directory=/shared/runs/first
 #
-# from a folder that all nodes share, with jaxsp's environment activated. Nodes, GPUs and time are options of sbatch too.
-# Five minutes before the time is up the run writes a checkpoint and the job queues again; it does so 20 times at most.
-# A run that hangs, or has lost a process, starts again within the job, 3 times at most.
+# Options of sbatch override nodes, GPUs and time. Five minutes before the time limit, the run
+# writes a checkpoint and the job is requeued, at most 20 times. A run that hangs or loses a process
+# is restarted within the job, at most 3 times.
 #SBATCH --job-name=jaxsp
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=8
@@ -26,21 +28,21 @@ fi
 config=$1
 shift
 
-# SIGUSR1 is the warning of --signal above. The tasks are signalled through scancel, because srun answers SIGTERM by killing
-# them. (Where scancel or preemption ends the whole job, tasks have KillWait or GraceTime, 30 s unless the cluster says otherwise:
-# lower run.shutdown_grace below if that matters more than the end of the time.)
+# SLURM sends SIGUSR1 because of --signal above. scancel signals the tasks, because srun responds to
+# SIGTERM by killing them. If scancel or preemption ends the whole job, tasks have only KillWait or
+# GraceTime (30 s by default): lower run.shutdown_grace below if that case matters more.
 time_is_up=
 step=
 trap 'time_is_up=yes; [ -z "$step" ] || scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# since SLURM 22.05 srun does not ask sbatch's options for this one
+# Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
 export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-8}
 
-# 75: it hung. 134: SIGABRT, by which JAX ends a process when another is lost. 137: a process was killed. srun gives the highest
-# of its tasks, and leaves it to them to end each other
+# Exit codes: 75 the run hung; 134 SIGABRT, with which JAX ends a process when another one is lost;
+# 137 a process was killed. srun returns the highest code of its tasks, which end each other.
 for restarts_left in 3 2 1 0; do
     [ -z "$time_is_up" ] || break
-    # 270 of the 300 s: starting, and noticing, take some
+    # 270 of the 300 s: SLURM and the processes need some time to respond
     srun --kill-on-bad-exit=0 python -m jaxsp.train "$config" run.shutdown_grace=270s "$@" &
     step=$!
     wait "$step"
