@@ -1,4 +1,4 @@
-"""Writes the reference of configs/README.md: all config fields, and the fields of a run's JSON lines.
+"""Writes the references of configs/README.md: config fields, and fields of JSON lines.
 
     python -m scripts.config_reference
 

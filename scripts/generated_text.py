@@ -4,13 +4,13 @@ import pathlib
 
 
 def read_part(path: pathlib.Path, name: str) -> str:
-    """Returns the text between the markers of a part. Raises: ValueError if there is no such part."""
+    """Returns the text between the markers of a part. Raises: ValueError if there are none."""
     _, text, _ = _split(path, name)
     return text
 
 
 def write_part(path: pathlib.Path, name: str, text: str) -> None:
-    """Replaces the text between the markers of a part. Raises: ValueError if there is no such part."""
+    """Replaces the text between the markers of a part. Raises: ValueError if there are none."""
     before, _, after = _split(path, name)
     path.write_text(f"{before}{text}{after}", encoding="utf-8")
 

@@ -48,7 +48,7 @@ def python_files(repo: pathlib.Path, *folders: str) -> Iterator[pathlib.Path]:
 
 
 def imports(repo: pathlib.Path, file: pathlib.Path) -> set[str]:
-    """Full names of a file's imports, anywhere in it: modules of jaxsp, or names of other packages."""
+    """Full names of a file's imports: modules of jaxsp, and names of other packages."""
     package = file.relative_to(repo).parent.parts
     names = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -64,7 +64,7 @@ def imports(repo: pathlib.Path, file: pathlib.Path) -> set[str]:
 
 
 def module_of(repo: pathlib.Path, name: str) -> str:
-    """The module that an imported name comes from: `jaxsp.core.batch.Batch` is in `jaxsp.core.batch`."""
+    """The module of an imported name: `jaxsp.core.batch` for `jaxsp.core.batch.Batch`."""
     while name and not repo.joinpath(*name.split(".")).with_suffix(".py").exists():
         if repo.joinpath(*name.split("."), "__init__.py").exists():
             return f"{name}.__init__"
@@ -273,7 +273,7 @@ def write(path: pathlib.Path, text: str) -> None:
 
 
 def test_modules_are_listed_with_the_first_sentence_of_their_docstrings(tmp_path):
-    long_text = "Names of axes, " + "and more of them, " * 5 + "wrapped. Second sentence."
+    long_text = "Names of axes" + ", and more of them" * 5 + ". Second sentence."
     write(tmp_path / "jaxsp/train.py", '"""python -m jaxsp.train: trains."""')
     write(tmp_path / "jaxsp/data/chat/axes.py", f'"""{long_text}\n\nSecond paragraph."""')
     write(tmp_path / "jaxsp/empty/__init__.py", "")
@@ -283,8 +283,8 @@ def test_modules_are_listed_with_the_first_sentence_of_their_docstrings(tmp_path
         "  train.py     python -m jaxsp.train: trains",
         "  data/",
         "    chat/",
-        "      axes.py  Names of axes, and more of them, and more of them, and more of them, and more of",
-        "               them, and more of them, wrapped",
+        "      axes.py  Names of axes" + ", and more of them" * 3 + ", and more of",
+        "               them, and more of them",
         "```",
     ]
 

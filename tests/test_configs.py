@@ -1,4 +1,4 @@
-"""Every config of configs/ can be read, and says how it is started."""
+"""Every config in configs/ is valid, and its header has the command that starts it."""
 
 import pathlib
 
@@ -10,7 +10,7 @@ FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_config_is_read_and_its_header_says_how_to_start_it(path):
+def test_a_config_is_valid_and_its_header_has_its_command(path):
     config = schema.load(path, [])
     assert config.run.directory.startswith("runs/")
     header = [

@@ -1,5 +1,6 @@
-"""README's first command, word for word: a model learns on a 2 x 4 mesh, and transformers loads what it exports."""
+"""The CPU quickstart of README.md, word for word: trains on a 2 x 4 mesh and exports the model."""
 
+import functools
 import json
 import os
 import pathlib
@@ -26,7 +27,7 @@ REPO = pathlib.Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
-    """The run's directory, and all that the command printed."""
+    """The run directory, and the output of the command."""
     folder = tmp_path_factory.mktemp("quickstart")
     readme = (REPO / "README.md").read_text(encoding="utf-8")
     install = r"python3 -m venv \S+ && \S+ \S+ && pip install -e \. && "
@@ -53,56 +54,52 @@ def quickstart(tmp_path_factory):
     return folder / "quickstart", done.stdout
 
 
-def test_the_loss_falls_below_what_pairs_of_bytes_can_tell(quickstart):
+def test_the_loss_falls_below_the_entropy_of_byte_pairs(quickstart):
     directory, _ = quickstart
     losses = [
         json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
     ]
-    _, material = build.build_training(_settings(directory), devices=jax.devices())
+    _, inputs = build.build_training(load_config(directory), devices=jax.devices())
     counts = np.zeros((257, 257))
-    for document, length in enumerate(material.train_set.documents.lengths):
+    for document, length in enumerate(inputs.train_set.documents.lengths):
         row = PackedRow(
             document=np.array([document]), offset=np.array([0]), length=np.array([length])
         )
-        tokens = material.train_set.documents.read_slice(row, 0, int(length)).tokens
+        tokens = inputs.train_set.documents.read_slice(row, 0, int(length)).tokens
         np.add.at(counts, (tokens[:-1], tokens[1:]), 1)
-    shares = counts / counts.sum()
-    given_first = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    bigram_entropy = -np.sum(shares[shares > 0] * np.log(given_first[shares > 0]))
+    joint = counts / counts.sum()
+    conditional = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    bigram_entropy = -np.sum(joint[joint > 0] * np.log(conditional[joint > 0]))
     assert 2.0 < bigram_entropy < 3.0, "nats per byte of Python source"
     assert np.mean(losses[-20:]) < bigram_entropy - 0.15
 
 
-def test_it_says_what_it_does_and_what_to_type_next(quickstart):
+def test_the_output_names_the_mesh_and_the_next_command(quickstart):
     directory, printed = quickstart
-    for words in (
+    for text in (
         "data 2 x seq 4",
         "Ulysses",
         "400/400",
         f"python -m jaxsp.export {directory}",
         "AutoModelForCausalLM.from_pretrained",
     ):
-        assert words in " ".join(printed.split()), words
+        assert text in " ".join(printed.split()), text
     assert {path.name for path in directory.iterdir()} == {
-        *(
-            "config.yaml",
-            "banner.txt",
-            "metrics.jsonl",
-            "eval.jsonl",
-            "tensorboard",
-            "model",
-            "checkpoints",
-            "lock",
-            "hf",
-        ),
+        "config.yaml",
+        "banner.txt",
+        "metrics.jsonl",
+        "eval.jsonl",
+        "tensorboard",
+        "model",
+        "checkpoints",
         "heartbeat.json",
+        "lock",
+        "hf",
     }
 
 
-def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
-    torch = pytest.importorskip(
-        "torch", reason="transformers' models need torch, which this Python has no build of"
-    )
+def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
+    torch = pytest.importorskip("torch", reason="needs torch")
     import transformers
 
     directory, _ = quickstart
@@ -113,20 +110,23 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory / "hf")
     assert tokenizer("é\n").input_ids == [0xC3, 0xA9, 0x0A]
 
-    config = _settings(directory)
-    program, material = build.build_training(config, devices=jax.devices())
-    ((rows, _),) = material.train_set.make_loader(
-        config, program.mesh, material.train_set.make_schedule(config, num_steps=1), layout_degree=1
+    config = load_config(directory)
+    program, inputs = build.build_training(config, devices=jax.devices())
+    ((batch, _),) = inputs.train_set.make_loader(
+        config, program.mesh, inputs.train_set.make_schedule(config, num_steps=1), layout_degree=1
     ).batches()
-    whole = reader.read_weights(run_paths.find_latest(directory), program.table)
-    master = sharding.put_weights(program.table, whole, program.mesh)
-    ours = jax.jit(lambda master, rows: train_step.compute_gradients(program, master, rows).loss)(
-        master, rows
-    )
+    weights = reader.read_weights(run_paths.find_latest(directory), program.table)
+    master = sharding.put_weights(program.table, weights, program.mesh)
+    compute_gradients = functools.partial(train_step.compute_gradients, program)
+    loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
 
-    given = {name: array for name, array in vars(rows).items() if array is not None}
-    arrays = {name: np.asarray(array).reshape(-1, array.shape[-1]) for name, array in given.items()}
-    total = count = 0
+    arrays = {
+        name: np.asarray(array).reshape(-1, array.shape[-1])
+        for name, array in vars(batch).items()
+        if array is not None
+    }
+    total = 0.0
+    count = 0
     for row in range(len(arrays["tokens_BL"])):
         for start, length in zip(arrays["starts_BM"][row], arrays["lengths_BM"][row], strict=True):
             if length == 0:
@@ -141,11 +141,11 @@ def test_transformers_loads_the_export_and_finds_our_loss(quickstart):
                 ).logits[0]
             total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
             count += int((labels != -100).sum())
-    assert float(ours) == pytest.approx(total / count, rel=tolerances.FP32_PARITY)
+    assert float(loss) == pytest.approx(total / count, rel=tolerances.FP32_PARITY)
 
 
-def _settings(directory):
-    """The run's own config, with a directory that is free."""
+def load_config(directory):
+    """Config of the run, with an unused directory."""
     config = schema.load(directory / "config.yaml", [f"run.directory={directory}-again"])
     assert config.run.steps == 400
     return config
