@@ -14,7 +14,17 @@ import pytest
 
 REPO = pathlib.Path(__file__).parent.parent
 
-CHECKED = ("jaxsp/run",)
+CHECKED = (
+    "jaxsp/run",
+    "scripts/config_reference.py",
+    "scripts/generated_text.py",
+    "tests/markdown.py",
+    "tests/test_architecture.py",
+    "tests/test_configs.py",
+    "tests/test_language.py",
+    "tests/test_quickstart.py",
+    "tests/test_readme.py",
+)
 """Folders and files that follow the rules."""
 
 TEXT_FILES = (
