@@ -25,8 +25,8 @@ step n times as far, because the weights differ by then too.
 
 _COUNT_DEVICES = """
 import jax, sys
-from jaxsp.runtime import device_mesh
-device_mesh.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
+from jaxsp.runtime import jax_platform
+jax_platform.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
 print(len(jax.devices()))
 """
 

@@ -18,7 +18,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, resume
-from jaxsp.runtime import cluster, device_mesh, distributed, jsonl, run_paths
+from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
 from jaxsp.training import train_step
 from jaxsp.training.evaluator import Evaluator
 
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
             f"--out = {out}: cannot be written there. Name a file in a folder that can be."
         )
     process = cli.detect_process(given)
-    device_mesh.choose_platform(
+    jax_platform.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),

@@ -14,7 +14,7 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
 from jaxsp.model import decoder
 from jaxsp.run import resume
-from jaxsp.runtime import device_mesh, run_paths
+from jaxsp.runtime import jax_platform, run_paths
 
 if TYPE_CHECKING:
     import transformers
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     out = pathlib.Path(given.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the weights are read
         raise UserError(f"{out}: exists already. Name a new or an empty folder, or remove it.")
-    device_mesh.choose_platform(virtual_cpu_devices=None)
+    jax_platform.choose_platform(virtual_cpu_devices=None)
     found = run_paths.find_latest(given.run)
     if found is None:
         raise UserError(

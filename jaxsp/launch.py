@@ -24,7 +24,7 @@ from jaxsp import cli
 from jaxsp.config import schema
 from jaxsp.config.schema import RunConfig
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import cluster, distributed, hardware
 from jaxsp.runtime.cluster import Process
 
 PEER_LINE_DELAY_S = 2.0
@@ -114,7 +114,7 @@ def _latest_step(config: RunConfig) -> int:
 def _plan_processes(args: argparse.Namespace) -> list[Process]:
     """The processes of this node. Raises: UserError for numbers that do not fit."""
     problems = []
-    num_gpus = cluster.count_gpus(os.environ)
+    num_gpus = hardware.count_gpus(os.environ)
     num_local = num_gpus if args.processes is None else args.processes
     if args.processes is None and not num_gpus:
         problems.append(

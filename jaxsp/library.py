@@ -42,7 +42,7 @@ from jaxsp.hf import folder
 from jaxsp.hf import weights as hf_weights
 from jaxsp.model import layers
 from jaxsp.run import build
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import host_offload
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.train_step import Program
@@ -83,7 +83,7 @@ def load_model(
     """
     asked = _build_config(source, config)
     try:
-        device_mesh.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
+        jax_platform.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
     except RuntimeError as error:  # JAX has started with other devices
         raise UserError(
             f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "

@@ -23,7 +23,7 @@ from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import jax_platform
 from jaxsp.training import memory_fit, memory_options, train_step
 from jaxsp.training.memory_fit import CompiledStep
 
@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> None:
     if sizes.note:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
         config = schema.load(given.config, [*given.changes, *sizes.overrides])
-    device_mesh.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
+    jax_platform.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
     found = dataclasses.replace(
         benchmark_steps(config, num_steps=given.steps), published_sizes=sizes.note or None
     )

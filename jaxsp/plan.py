@@ -29,7 +29,7 @@ from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 from jaxsp.planner.progress import Progress
 from jaxsp.planner.search import TriedLength
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import memory_limits
 
 _PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 """Rows that a picture of memory is made of, over the config's."""
@@ -360,7 +360,9 @@ def _make_cluster(kind: str, given: argparse.Namespace, config: Config) -> Clust
     inner = mesh.replica * mesh.seq
     named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
     count = (
-        inner * mesh.data if mesh.data != -1 else -(-device_mesh.DEVICES_PER_NODE // inner) * inner
+        inner * mesh.data
+        if mesh.data != -1
+        else -(-memory_limits.DEVICES_PER_NODE // inner) * inner
     )
     count = given.devices or count
     if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):

@@ -13,7 +13,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.run import build, preview, resume, trainer
-from jaxsp.runtime import cluster, device_mesh, distributed, run_dir
+from jaxsp.runtime import cluster, distributed, hardware, jax_platform, run_dir
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
     if given.preview:
         preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
         return
-    device_mesh.choose_platform(
+    jax_platform.choose_platform(
         virtual_cpu_devices=config.mesh.virtual_cpu_devices,
         num_processes=process.num_processes,
         num_local_processes=cluster.count_local_processes(process, os.environ),
@@ -93,7 +93,7 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     The pool's size must be set before JAX initializes its devices, so this is a formula with a
     margin.
     """
-    memory, num_gpus = config.memory, cluster.count_gpus(os.environ)
+    memory, num_gpus = config.memory, hardware.count_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:

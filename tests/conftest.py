@@ -108,10 +108,10 @@ def _clocks() -> tuple[float, float]:
 
 def choose_platform(*, gpu_if_there: bool) -> None:
     """Settles where JAX runs, here and in the processes that tests start, before it looks for devices."""
-    from jaxsp.runtime import cluster
+    from jaxsp.runtime import hardware
 
     os.environ.setdefault(
-        "JAX_PLATFORMS", "cuda" if gpu_if_there and cluster.count_gpus(os.environ) else "cpu"
+        "JAX_PLATFORMS", "cuda" if gpu_if_there and hardware.count_gpus(os.environ) else "cpu"
     )
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] != "cpu":

@@ -14,7 +14,7 @@ import pytest
 
 from jaxsp.hf import families
 from jaxsp.model import flops
-from jaxsp.runtime import cluster
+from jaxsp.runtime import hardware
 from scripts.bench import batches, checkpoints, machine, packing, report, step, tokenise
 from tests import messages
 
@@ -379,7 +379,7 @@ def test_documents_are_ragged_fill_a_row_and_are_the_same_each_time():
 
 
 def test_what_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 1)
+    monkeypatch.setattr(hardware, "count_gpus", lambda environ: 1)
     if jax.default_backend() == "cpu":
         says = messages.holding("cpu", "JAX_PLATFORMS = cpu", "JAX_PLATFORMS=cuda")
         assert re.search(says, machine.missing())
@@ -389,7 +389,7 @@ def test_what_is_missing_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", broken)
     assert re.search(messages.holding("no driver", "jax[cuda13]"), machine.missing())
-    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 0)
+    monkeypatch.setattr(hardware, "count_gpus", lambda environ: 0)
     assert "/dev/nvidia0" in machine.missing()
 
 

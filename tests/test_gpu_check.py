@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxsp.runtime import cluster
+from jaxsp.runtime import hardware
 from scripts import gpu_check, junit_log
 from scripts.bench import peer_transformers, plan_error, report, step, workspace
 from tests import messages, noise
@@ -28,7 +28,7 @@ FACTS = {
 }
 
 
-@pytest.mark.skipif(cluster.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 @pytest.mark.parametrize("stage", gpu_check.STAGES)
 def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
     path = f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"

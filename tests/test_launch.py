@@ -17,7 +17,7 @@ from jaxsp import launch
 from jaxsp.config import schema
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import distributed, hardware
 from jaxsp.runtime.cluster import Process
 from tests import messages, noise, tolerances
 
@@ -281,7 +281,7 @@ def test_one_of_several_processes_ends_at_once_with_its_number():
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import distributed, hardware
 distributed._this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)
@@ -497,7 +497,7 @@ def three_of(launcher):
     ],
 )
 def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpus, says):
-    monkeypatch.setattr(cluster, "count_gpus", lambda _: num_gpus)
+    monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
     with pytest.raises(UserError, match=messages.holding(*says)):
         launch.main([*words.split(), "configs/quickstart.yaml", "run.steps=1"])
@@ -506,7 +506,7 @@ def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpu
 def test_a_launch_on_each_node_makes_one_job(monkeypatch):
     begun = []
     monkeypatch.setattr(launch, "run_processes", lambda _, job, orders: begun.append(job))
-    monkeypatch.setattr(cluster, "count_gpus", lambda _: 4)
+    monkeypatch.setattr(hardware, "count_gpus", lambda _: 4)
     for node in "01":
         launch.main(
             [

@@ -12,7 +12,7 @@ import yaml
 
 from jaxsp import cli, launch
 from jaxsp.config import schema
-from jaxsp.runtime import cluster, distributed
+from jaxsp.runtime import distributed, hardware
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -132,7 +132,7 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     started = []
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(
-        cluster, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
+        hardware, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     )
     monkeypatch.setattr(
         launch, "run_processes", lambda command, job, orders: started.append((command, job))

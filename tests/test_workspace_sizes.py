@@ -11,7 +11,7 @@ import pytest
 from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_slots
 from jaxsp.attention.kernels.cudnn_limits import CallSplit
 from jaxsp.planner.compile import compiled
-from jaxsp.runtime import cluster
+from jaxsp.runtime import hardware
 from scripts.bench import machine, report, workspace
 from tests import messages
 
@@ -97,7 +97,7 @@ def test_cases_beyond_the_time_are_not_run(run):
     assert (code, {case["status"] for case in found["cases"]}) == (0, {report.NOT_RUN})
 
 
-@pytest.mark.skipif(cluster.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
+@pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
 def test_the_command_needs_a_gpu(capsys):
     assert workspace.main([]) == 2
     assert "GPU" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import memory_fit, memory_options
 from jaxsp.training.memory_fit import CompiledStep, MemoryLimit
 
@@ -285,7 +285,7 @@ def _pinned_pool_bytes(fitted: CompiledStep, room: MemoryLimit) -> float:
         room.host, memory_fit.pool_bytes(memory_fit.program_offloaded_bytes(fitted.program))
     )
     return max(
-        float(fitted.memory_use.host), device_mesh.pinned_pool_size(fitted.memory_use.host, limit)
+        float(fitted.memory_use.host), memory_limits.pinned_pool_size(fitted.memory_use.host, limit)
     )
 
 

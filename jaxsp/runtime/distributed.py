@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster
+from jaxsp.runtime import cluster, hardware
 from jaxsp.runtime.cluster import Process
 
 JOIN_TIMEOUT_S = 300
@@ -81,7 +81,7 @@ def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         target=_limit_join_time, args=(process, joined, timeout_s), daemon=True
     ).start()
     host = process.coordinator.rpartition(":")[0]
-    num_gpus = cluster.count_gpus(os.environ)
+    num_gpus = hardware.count_gpus(os.environ)
     gpus = cluster.choose_local_gpus(process, num_gpus)
     if not num_gpus:
         _discard_gloo_output()

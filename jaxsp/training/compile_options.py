@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import jax_platform
 
 XlaOptions = dict[str, bool | int | float | str]
 
@@ -204,7 +204,7 @@ def _flag_names(flags: str) -> list[str]:
     The variable holds flags or the name of a file of flags.
     """
     flags = " ".join(
-        flag for flag in flags.split() if flag not in device_mesh.collective_timeout_flags()
+        flag for flag in flags.split() if flag not in jax_platform.collective_timeout_flags()
     )
     if flags.strip() and not flags.strip().startswith("-"):
         file = pathlib.Path(flags.strip())

@@ -24,7 +24,7 @@ from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
-from jaxsp.runtime import cluster, device_mesh, distributed
+from jaxsp.runtime import cluster, device_mesh, distributed, memory_limits
 from jaxsp.training import host_offload, sharding
 from jaxsp.training.train_step import Program
 
@@ -313,8 +313,10 @@ def _find_local_limits(devices: tuple[Any, ...]) -> MemoryLimit:
     num_local = cluster.count_local_processes(
         distributed.this_process(), os.environ, devices_per_process=len(devices)
     )
-    host_room = device_mesh.host_bytes_per_device(num_processes=num_local, num_devices=len(devices))
-    return MemoryLimit(min(known), host_room, device_mesh.pinned_pool_limit(os.environ))
+    host_room = memory_limits.host_bytes_per_device(
+        num_processes=num_local, num_devices=len(devices)
+    )
+    return MemoryLimit(min(known), host_room, memory_limits.pinned_pool_limit(os.environ))
 
 
 def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
@@ -329,7 +331,7 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
         0.0,
         CUDA_BYTES
         + nccl_bytes(program)
-        - limits.device * (1 / device_mesh.gpu_memory_fraction(os.environ) - 1),
+        - limits.device * (1 / memory_limits.gpu_memory_fraction(os.environ) - 1),
     )
     device = limits.device * (1 - FRAGMENTATION_FRACTION) - missing
     return MemoryLimit(device, limits.host - checkpoint_bytes(program), limits.pool)
@@ -338,12 +340,12 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
 def nccl_bytes(program: Program) -> float:
     """Estimate of NCCL's buffers on each device, in nodes of meshes.NODE_DEVICES devices."""
     kind = program.attend.strategy
-    peers = min(kind.ulysses_degree, device_mesh.DEVICES_PER_NODE) - 1
-    remote_peers = max(0, kind.ulysses_degree - device_mesh.DEVICES_PER_NODE)
+    peers = min(kind.ulysses_degree, memory_limits.DEVICES_PER_NODE) - 1
+    remote_peers = max(0, kind.ulysses_degree - memory_limits.DEVICES_PER_NODE)
     buffers = len(list_communicators(program.mesh.shape, kind)) * COMMUNICATOR_BYTES
     return (
         buffers
-        + ALL_TO_ALL_BYTES * peers / (device_mesh.DEVICES_PER_NODE - 1)
+        + ALL_TO_ALL_BYTES * peers / (memory_limits.DEVICES_PER_NODE - 1)
         + REMOTE_PEER_BYTES * remote_peers
     )
 

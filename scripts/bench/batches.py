@@ -26,7 +26,7 @@ from jaxsp.config import schema
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.pipeline import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, jax_platform
 from scripts.bench import machine
 
 ROW_TOKENS, ROWS_PER_STEP, MAX_PIECES = 131072, 8, 512
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=5, help="of dataset[i]")
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
-    device_mesh.choose_platform(virtual_cpu_devices=8)
+    jax_platform.choose_platform(virtual_cpu_devices=8)
     print(HEADER)
     cases = []
     with tempfile.TemporaryDirectory(prefix="jaxsp-bench-") as folder:

@@ -24,7 +24,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config import schema
 from jaxsp.config.schema import CheckpointConfig
 from jaxsp.hf import families
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import train_step
 from jaxsp.training.train_step import Program
 from scripts.bench import machine
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
     given = parser.parse_args(arguments)
-    device_mesh.choose_platform(virtual_cpu_devices=8)
+    jax_platform.choose_platform(virtual_cpu_devices=8)
     program = _program(given.gigabytes)
     print(HEADER, flush=True)
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxsp-bench-", dir=given.folder))

@@ -45,10 +45,10 @@ def missing() -> str | None:
     try:
         import jax
 
-        from jaxsp.runtime import cluster
+        from jaxsp.runtime import hardware
     except ModuleNotFoundError as error:
         return f"Python has no {error.name}. Install what jaxsp needs: pip install -e '.[cuda13,test]'."
-    if not cluster.count_gpus({}):
+    if not hardware.count_gpus({}):
         return "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."
     try:
         device = jax.devices()[0]

@@ -35,6 +35,7 @@ import numpy as np
 
 from jaxsp.config.schema import OptimizerConfig
 from jaxsp.model import flops
+from jaxsp.runtime import jax_platform
 from scripts.bench import machine, report, step
 
 MODULE = "scripts.bench.peer_transformers"
@@ -183,9 +184,7 @@ def devices() -> dict[str, str]:
     import jax
     import torch
 
-    from jaxsp.runtime import device_mesh
-
-    device_mesh.choose_platform(virtual_cpu_devices=None)
+    jax_platform.choose_platform(virtual_cpu_devices=None)
     peers = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"ours": jax.devices()[0].device_kind, "peers": peers}
 

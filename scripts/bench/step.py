@@ -37,6 +37,7 @@ import numpy as np
 from jaxsp.config import schema
 from jaxsp.config.schema import Config
 from jaxsp.model import flops
+from jaxsp.runtime import jax_platform
 from scripts.bench import machine, report
 
 LLAMA = {
@@ -170,7 +171,7 @@ class Result:
     host_gib: float | None = None
     """What the compiled step says that it takes of the host."""
     memory_limit_gib: float | None = None
-    """What JAX may use of the device: runtime.device_mesh.GPU_MEMORY_FRACTION of it unless XLA_CLIENT_MEM_FRACTION says
+    """What JAX may use of the device: runtime.memory_limits.GPU_MEMORY_FRACTION of it unless XLA_CLIENT_MEM_FRACTION says
     otherwise."""
     loss: float | None = None
     loss_finite: bool | None = None
@@ -410,10 +411,9 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.reporting import metrics
-    from jaxsp.runtime import device_mesh
     from jaxsp.training import memory_fit, memory_options, train_step
 
-    device_mesh.choose_platform(virtual_cpu_devices=None)
+    jax_platform.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
     found = Result(
         status=report.OK,

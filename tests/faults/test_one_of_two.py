@@ -18,13 +18,13 @@ import jax
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import schema
-from jaxsp.runtime import cluster, device_mesh, distributed, run_paths
+from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_step
 from tests import batches
 from jaxsp import attention
 
 fault, folder, port, index = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-device_mesh.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
+jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
 distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
 sharding.MIN_SHARDED_SIZE = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)

@@ -1,6 +1,4 @@
-"""Which process of which job this is, by what the launchers of the world leave in the environment."""
-
-import pathlib
+"""Place of a process in its job, from the variables of its launcher."""
 
 import pytest
 
@@ -19,7 +17,7 @@ OPEN_MPI = {
 }
 
 SBATCH = {"SLURM_JOB_ID": "70001", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
-"""The shell of a batch script: nobody has started the eight."""
+"""The shell of a batch script, whose eight tasks were never started."""
 
 SRUN = SBATCH | {
     "SLURM_PROCID": "5",
@@ -31,7 +29,7 @@ SRUN = SBATCH | {
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
 }
 
-ALONE = Process()
+SINGLE = Process()
 
 
 def job(coordinator, local_index=None, num_local=None):
@@ -45,13 +43,14 @@ def job(coordinator, local_index=None, num_local=None):
     )
 
 
-FOUND = [
-    ({}, ALONE),
-    ({"RANK": "0", "WORLD_SIZE": "1"}, ALONE),
+DETECTED = [
+    ({}, SINGLE),
+    ({"RANK": "0", "WORLD_SIZE": "1"}, SINGLE),
     (TORCHRUN, job("node-0:29500")),
     (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, job("[fd00::1]:29500")),
     (TORCHRUN | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}, job("node-0:29500", 1, 4)),
-    (TORCHRUN | SRUN | {"SLURM_STEP_NUM_TASKS": "2"}, job("node-0:29500")),  # torchrun in srun
+    # torchrun in srun
+    (TORCHRUN | SRUN | {"SLURM_STEP_NUM_TASKS": "2"}, job("node-0:29500")),
     (OPEN_MPI | {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, job("node-0:29500", 1, 4)),
     (
         OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"},
@@ -67,18 +66,14 @@ FOUND = [
             "OMPI_COMM_WORLD_RANK": "0",
             **dict(list(OPEN_MPI.items())[2:]),
         },
-        ALONE,
+        SINGLE,
     ),
-    (SBATCH, ALONE),
-    (
-        SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"},
-        ALONE,
-    ),  # the shell of salloc, as a step
+    (SBATCH, SINGLE),
+    # the shell of salloc, as a step
+    (SBATCH | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "4294967290"}, SINGLE),
     (SRUN, job("node001:61809", 1, 4)),
-    (
-        SRUN | {"SLURM_STEP_ID": "1"},
-        job("node001:61816", 1, 4),
-    ),  # a step beside it has a port of its own
+    # a step that runs at the same time has its own port
+    (SRUN | {"SLURM_STEP_ID": "1"}, job("node001:61816", 1, 4)),
     (SRUN | {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, job("node-0:29500", 1, 4)),
     (SRUN | {"SLURM_STEP_NODELIST": "node001,other"}, job("node001:61809", 1, 4)),
     (SRUN | {"SLURM_STEP_NODELIST": "node[3,007-015],other"}, job("node3:61809", 1, 4)),
@@ -88,21 +83,21 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "process"), FOUND)
-def test_a_process_is_found_by_the_variables_of_what_started_it(environ, process):
+@pytest.mark.parametrize(("environ", "process"), DETECTED)
+def test_a_process_is_detected_from_the_variables_of_its_launcher(environ, process):
     assert cluster.detect_process(environ) == process
 
 
-def test_what_is_said_comes_before_any_variable():
-    found = cluster.detect_process(
+def test_arguments_take_precedence_over_variables():
+    process = cluster.detect_process(
         TORCHRUN | SRUN, coordinator="[::1]:80", num_processes=2, process_index=0
     )
-    assert found == Process(index=0, num_processes=2, coordinator="[::1]:80")
+    assert process == Process(index=0, num_processes=2, coordinator="[::1]:80")
 
 
 ADDRESS = "MASTER_ADDR:MASTER_PORT"
 
-WRONG = [
+INVALID = [
     ({"RANK": "3"}, {}, "RANK = 3: ", ["WORLD_SIZE", "missing"]),
     ({"WORLD_SIZE": "3"} | SRUN, {}, "WORLD_SIZE = 3: ", ["RANK", "missing"]),
     (
@@ -168,63 +163,42 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("environ", "said", "start", "parts"), WRONG)
-def test_what_is_half_said_or_cannot_be_is_refused(environ, said, start, parts):
-    with pytest.raises(UserError) as caught:
-        cluster.detect_process(environ, **said)
-    assert_names(caught.value, *parts, start=start)
+@pytest.mark.parametrize(("environ", "arguments", "start", "parts"), INVALID)
+def test_missing_and_invalid_values_are_refused(environ, arguments, start, parts):
+    with pytest.raises(UserError) as error:
+        cluster.detect_process(environ, **arguments)
+    assert_names(error.value, *parts, start=start)
 
 
 @pytest.mark.parametrize(
-    ("local_index", "num_local", "num_gpus", "own"),
+    ("local_index", "num_local", "num_gpus", "gpus"),
     [
-        (None, None, 8, None),  # started by hand: all that it sees
+        (None, None, 8, None),  # started by hand: uses all that it sees
         (3, 8, 8, [3]),
         (3, None, 8, [3]),
-        (0, 1, 8, None),  # one process a node has all its GPUs
-        (3, 8, 1, None),  # the scheduler left it its own
+        (0, 1, 8, None),  # the only process of a node uses all its GPUs
+        (3, 8, 1, None),  # the scheduler left it only one
         (3, 8, 0, None),
     ],
 )
-def test_processes_that_share_a_node_have_a_gpu_each(local_index, num_local, num_gpus, own):
-    assert cluster.choose_local_gpus(job("a:1", local_index, num_local), num_gpus) == own
+def test_processes_on_the_same_node_use_one_gpu_each(local_index, num_local, num_gpus, gpus):
+    assert cluster.choose_local_gpus(job("a:1", local_index, num_local), num_gpus) == gpus
 
 
 @pytest.mark.parametrize(("local_index", "num_local"), [(1, 8), (7, None), (1, 2)])
-def test_processes_that_are_not_as_many_as_gpus_are_refused(local_index, num_local):
+def test_a_node_must_have_as_many_processes_as_gpus(local_index, num_local):
     with pytest.raises(UserError, match=r"\b4 GPUs.*\b4 processes.*--gpus-per-task"):
         cluster.choose_local_gpus(job("a:1", local_index, num_local), 4)
 
 
-@pytest.mark.parametrize(
-    ("environ", "num_gpus"),
-    [
-        ({}, 4),
-        ({"CUDA_VISIBLE_DEVICES": "2"}, 1),
-        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937, 3"}, 2),
-        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
-        ({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, 1),
-        ({"JAX_PLATFORMS": "cpu"}, 0),
-        ({"JAX_PLATFORMS": "cuda,cpu"}, 4),
-    ],
-)
-def test_gpus_are_counted_that_jax_would_use(monkeypatch, environ, num_gpus):
-    there = [pathlib.Path(f"/dev/nvidia{number}") for number in range(4)]
-    monkeypatch.setattr(pathlib.Path, "glob", lambda *_: iter(there))
-    assert cluster.count_gpus(environ) == num_gpus
-    there.clear()
-    monkeypatch.setattr(pathlib.Path, "exists", lambda _: False)
-    assert cluster.count_gpus(environ) == 0
-
-
-def test_a_task_that_slurm_gives_gpus_of_its_own_uses_all_of_them():
+def test_a_slurm_task_with_its_own_gpus_uses_all_of_them():
     variables = {
         "SLURM_STEP_NUM_TASKS": "4",
         "SLURM_PROCID": "1",
         "SLURM_LOCALID": "1",
         "SLURM_STEP_NODELIST": "n0",
     }
-    found = cluster.detect_process(
+    process = cluster.detect_process(
         {
             **variables,
             "SLURM_JOB_ID": "7",
@@ -232,10 +206,10 @@ def test_a_task_that_slurm_gives_gpus_of_its_own_uses_all_of_them():
             "SLURM_GPUS_PER_TASK": "2",
         }
     )
-    assert cluster.choose_local_gpus(found, 2) is None
+    assert cluster.choose_local_gpus(process, 2) is None
 
 
-def test_torchrun_s_own_port_is_left_to_it():
+def test_the_port_that_torchrun_uses_is_not_taken():
     variables = {
         "MASTER_ADDR": "a",
         "WORLD_SIZE": "2",
@@ -243,17 +217,17 @@ def test_torchrun_s_own_port_is_left_to_it():
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     for port in ("29500", "61440", "65535"):
-        both = [
+        addresses = [
             cluster.detect_process({**variables, "MASTER_PORT": port, "RANK": rank}).coordinator
             for rank in ("0", "1")
         ]
-        assert both[0] == both[1] != f"a:{port}"
+        assert addresses[0] == addresses[1] != f"a:{port}"
     assert cluster.detect_process(
         {**variables, "MASTER_PORT": "29500", "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     )
 
 
-def test_an_mpirun_that_is_not_open_mpi_s_is_refused():
+def test_an_mpirun_other_than_that_of_open_mpi_is_refused():
     with pytest.raises(
         UserError,
         match=r"^PMI_SIZE = 4: .*Open MPI.*--coordinator HOST:PORT",

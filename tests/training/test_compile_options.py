@@ -10,7 +10,7 @@ from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner.compile import compiled
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from tests import messages
@@ -221,7 +221,7 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
 
 
 def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
-    flags = " ".join(["--xla_dump_to=there", *device_mesh.collective_timeout_flags()])
+    flags = " ".join(["--xla_dump_to=there", *jax_platform.collective_timeout_flags()])
     found = compile_options.choose_options(
         programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}
     )

@@ -13,7 +13,7 @@ from jaxsp import train
 from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from jaxsp.planner.compile import budget, compiled
-from jaxsp.runtime import cluster, device_mesh
+from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
 from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
 from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
@@ -259,7 +259,7 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
 # Room
 
 
-H100 = device_mesh.GPU_MEMORY_FRACTION * 79.1 * GIB
+H100 = memory_limits.GPU_MEMORY_FRACTION * 79.1 * GIB
 
 
 def of_kind(sizes, **kind):
@@ -309,7 +309,7 @@ def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
 
 
 def test_peers_on_other_nodes_take_memory_too(monkeypatch):
-    monkeypatch.setattr(device_mesh, "DEVICES_PER_NODE", 4)
+    monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 4)
     found = memory_fit.nccl_bytes(of_kind((1, 1, 8)))
     assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
 
@@ -373,7 +373,7 @@ class Device:
 
 def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeypatch):
     """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
-    monkeypatch.setattr(cluster, "host_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
     found = memory_fit._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
     assert found == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
@@ -383,8 +383,8 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
     """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
-    monkeypatch.setattr(cluster, "host_memory_bytes", lambda: 100 * GIB)
-    monkeypatch.setattr(cluster, "count_gpus", lambda environ: 2)
+    monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(hardware, "count_gpus", lambda environ: 2)
     process = Process(index=0, num_processes=4, coordinator="a:1")
     monkeypatch.setattr(memory_fit.distributed, "this_process", lambda: process)
     assert memory_fit._find_local_limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
@@ -430,17 +430,17 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
     program = runs.program(
         {"offload_activations": "layer_inputs", "offload_optimizer": "state"}, sizes=(1, 2, 2)
     )
-    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 4)
+    monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda config: program.model)
     found = memory_fit.program_offloaded_bytes(program)
     assert train._pinned_pool_bytes(program.config, Process()) == memory_fit.pool_bytes(found)
     assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
     assert train._pinned_pool_bytes(runs.program({}).config, Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
-    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 2)
+    monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 2)
     process = Process(num_processes=4, num_local_processes=2)
     assert train._pinned_pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
-    monkeypatch.setattr(train.cluster, "count_gpus", lambda environ: 0)
+    monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 0)
     assert train._pinned_pool_bytes(program.config, process) is None
 
 

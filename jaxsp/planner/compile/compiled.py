@@ -23,7 +23,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
-from jaxsp.runtime import device_mesh
+from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import compile_options, host_offload, memory_fit, optimizer, train_step
 from jaxsp.training.memory_fit import MemoryLimit
 from jaxsp.training.train_step import Program
@@ -77,11 +77,11 @@ class Cluster:
     def memory_limit(self) -> MemoryLimit:
         """Memory that JAX may use on each device, and of its node for each device, with one process
         per device."""
-        host_bytes = device_mesh.usable_host_bytes(
+        host_bytes = memory_limits.usable_host_bytes(
             self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices
         )
         return MemoryLimit(
-            device_mesh.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
+            memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,
             host_bytes / self.node_devices,
         )
 
@@ -104,7 +104,7 @@ def make_cluster(
         hint = errors.did_you_mean(longer, gpus.GPUS)
         known = errors.format_choices(gpus.GPUS)
         raise UserError(f"--device = {device_type}: is not known. Use {known}.{hint}")
-    of_node = node_devices or math.gcd(num_devices, device_mesh.DEVICES_PER_NODE)
+    of_node = node_devices or math.gcd(num_devices, memory_limits.DEVICES_PER_NODE)
     if num_devices % of_node:
         fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
         raise UserError(

@@ -1,0 +1,50 @@
+"""Hardware of this node: its GPUs and its memory.
+
+Must not import jax, which starts threads: `jaxsp.launch` forks after it has counted the GPUs.
+"""
+
+import os
+import pathlib
+from collections.abc import Mapping
+
+
+def count_gpus(environ: Mapping[str, str]) -> int:
+    """Number of NVIDIA GPUs that JAX would use, counted without starting JAX."""
+    if environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return 0
+    dev = pathlib.Path("/dev")
+    num_installed = len([*dev.glob("nvidia[0-9]*")])
+    has_wsl_gpus = num_installed == 0 and (dev / "dxg").exists()
+    if num_installed == 0 and not has_wsl_gpus:
+        return 0
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_installed or 1  # WSL does not show how many there are
+    # Like CUDA, which ends the list at the first invalid name, such as -1
+    num_visible = 0
+    for name in visible.split(","):
+        name = name.strip()
+        is_too_large = name.isdecimal() and not has_wsl_gpus and int(name) >= num_installed
+        if not name or name.startswith("-") or is_too_large:
+            break
+        num_visible += 1
+    return num_visible
+
+
+def host_memory_bytes() -> int:
+    """Bytes of memory of this node, or of the container or job that this process runs in."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    cgroups = pathlib.Path("/sys/fs/cgroup")
+    membership = pathlib.Path("/proc/self/cgroup")
+    lines = membership.read_text(encoding="utf-8").splitlines() if membership.is_file() else []
+    for line in lines:
+        if not line.startswith("0::/"):
+            continue
+        # For 0::/slurm/job_1/step_0, the step, the job or slurm may have a limit
+        cgroup = cgroups / line.removeprefix("0::/")
+        for folder in (cgroup, *cgroup.parents):
+            file = folder / "memory.max"
+            limit = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+            if limit.isdecimal():
+                limits.append(int(limit))
+    return min(limits)

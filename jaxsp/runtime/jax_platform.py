@@ -1,0 +1,84 @@
+"""Platform that JAX runs on: NVIDIA GPUs, or the CPU as virtual devices."""
+
+import os
+from collections.abc import MutableMapping
+
+import jax
+
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+from jaxsp.runtime import hardware, memory_limits
+
+COLLECTIVE_TIMEOUTS = (
+    "xla_cpu_collective_call_terminate_timeout_seconds",
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds",
+    "xla_cpu_collective_timeout_seconds",
+)
+"""XLA's limits for how long a CPU device waits in a collective for the others: 40 s until it aborts
+the process, 20 s until it prints a warning, and 30 minutes between processes. jaxlib 0.10.1 to
+0.12.0.1 have all three."""
+
+COLLECTIVE_TIMEOUT_S = 86_400
+"""Replaces these limits. Groups of devices differ in attention work, by minutes with long documents
+on slow cores. The watchdog ends a step that hangs, and prints the stacks of all threads."""
+
+
+def choose_platform(
+    *,
+    virtual_cpu_devices: int | None,
+    num_processes: int = 1,
+    num_local_processes: int = 1,
+    max_pool_bytes: int | None = None,
+) -> None:
+    """Selects the CPU where there is no NVIDIA GPU, and sets JAX's limits for memory and time.
+
+    Call it before JAX counts devices.
+
+    Args:
+        virtual_cpu_devices: devices of all processes together, so that a config means the same
+            mesh however it is launched.
+        num_local_processes: processes on this node.
+        max_pool_bytes: limit for the pinned host memory of each GPU's arrays; None: all that is
+            available.
+    Raises: UserError if the processes cannot have the same number of devices.
+    """
+    memory_limits.raise_limits(
+        os.environ, num_local_processes=num_local_processes, max_pool_bytes=max_pool_bytes
+    )
+    has_gpu = hardware.count_gpus(os.environ) > 0
+    if not has_gpu:
+        if not os.environ.get("JAX_PLATFORMS"):
+            # An installed CUDA plugin would look for a GPU and print a traceback
+            jax.config.update("jax_platforms", "cpu")
+        _raise_collective_timeouts(os.environ)
+    if virtual_cpu_devices is None:
+        return
+    per_process, remainder = divmod(virtual_cpu_devices, num_processes)
+    if remainder and not has_gpu:
+        below = per_process * num_processes
+        multiples = [below, below + num_processes] if below else [num_processes]
+        raise UserError(
+            f"mesh.virtual_cpu_devices = {virtual_cpu_devices}: must be a multiple of "
+            f"{num_processes}, the number of processes. Use {errors.format_choices(multiples)}."
+        )
+    jax.config.update("jax_num_cpu_devices", max(per_process, 1))
+
+
+def collective_timeout_flags() -> list[str]:
+    """Flags that raise XLA's limits for collectives of CPU devices."""
+    return [f"--{name}={COLLECTIVE_TIMEOUT_S}" for name in COLLECTIVE_TIMEOUTS]
+
+
+def _raise_collective_timeouts(environ: MutableMapping[str, str]) -> None:
+    """Adds the limits that the user has not set to XLA_FLAGS.
+
+    XLA reads the variable once, when the first device is used. It holds flags or the name of a file
+    of flags, never both, so a file is left as it is.
+    """
+    flags = environ.get("XLA_FLAGS", "")
+    if flags.strip() and not flags.strip().startswith("-"):
+        return
+    user_names = {flag.lstrip("-").partition("=")[0] for flag in flags.split()}
+    named_flags = zip(COLLECTIVE_TIMEOUTS, collective_timeout_flags(), strict=True)
+    missing = [flag for name, flag in named_flags if name not in user_names]
+    environ["XLA_FLAGS"] = " ".join([flags, *missing]).strip()

@@ -1,0 +1,86 @@
+"""Memory that JAX may use: fraction of a GPU, pinned host memory per device."""
+
+import math
+from collections.abc import Mapping, MutableMapping
+
+from jaxsp.runtime import hardware
+
+GPU_MEMORY_FRACTION = 0.92
+"""Fraction of a GPU's memory that JAX allocates at start, unless XLA_CLIENT_MEM_FRACTION is set.
+
+JAX's default is 0.75. The remaining 6 GiB of an H100's 79 are for CUDA and NCCL.
+"""
+
+DEVICES_PER_NODE = 8
+"""GPUs per node, unless the user gives another number."""
+
+PROCESS_OVERHEAD_BYTES = 6 * 2**30
+"""Host memory of a process in addition to its arrays: Python, CUDA, NCCL, staging buffers of
+copies, and autotuning."""
+
+OS_RESERVED_BYTES = 8 * 2**30
+"""Host memory of a node for the operating system."""
+
+_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PINNED_LIMIT_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+
+
+def raise_limits(
+    environ: MutableMapping[str, str], *, num_local_processes: int, max_pool_bytes: int | None
+) -> None:
+    """Raises JAX's memory limits that the user has not set to the available memory.
+
+    JAX's default limit for pinned host memory is 64 GiB per device.
+    """
+    if not any(environ.get(name) for name in _FRACTION_VARIABLES):
+        environ["XLA_CLIENT_MEM_FRACTION"] = str(GPU_MEMORY_FRACTION)
+    if not environ.get(_PINNED_LIMIT_VARIABLE):
+        num_gpus = hardware.count_gpus(environ)
+        available = host_bytes_per_device(
+            num_processes=num_local_processes,
+            num_devices=max(1, num_gpus // num_local_processes),
+        )
+        limit = int(available / 2**30)
+        if max_pool_bytes is not None:
+            limit = min(limit, math.ceil(max_pool_bytes / 2**30))
+        environ[_PINNED_LIMIT_VARIABLE] = str(max(1, limit))
+    # Otherwise JAX preallocates its staging buffers for copies, which need as much memory again
+    environ.setdefault("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "false")
+
+
+def gpu_memory_fraction(environ: Mapping[str, str]) -> float:
+    """Fraction of a GPU's memory that JAX allocates."""
+    values = [environ[name] for name in _FRACTION_VARIABLES if environ.get(name)]
+    return float(values[0]) if values else GPU_MEMORY_FRACTION
+
+
+def pinned_pool_limit(environ: Mapping[str, str]) -> float:
+    """Bytes that XLA's pool of pinned host memory may hold per device; infinite without a limit."""
+    limit_gib = environ.get(_PINNED_LIMIT_VARIABLE)
+    return float(limit_gib) * 2**30 if limit_gib else math.inf
+
+
+def host_bytes_per_device(*, num_processes: int, num_devices: int) -> float:
+    """Bytes of host memory available for the arrays of one device.
+
+    Args:
+        num_processes: processes on the node.
+        num_devices: devices of each process.
+    """
+    usable = usable_host_bytes(hardware.host_memory_bytes(), num_processes=num_processes)
+    return usable / (num_processes * num_devices)
+
+
+def usable_host_bytes(total_bytes: int | float, *, num_processes: int) -> float:
+    """Bytes of a node's memory available for arrays."""
+    return max(0.0, float(total_bytes) - OS_RESERVED_BYTES - num_processes * PROCESS_OVERHEAD_BYTES)
+
+
+def pinned_pool_size(needed: int | float, limit: int | float) -> float:
+    """Bytes that XLA's pool of pinned host memory takes to hold `needed` bytes in one block.
+
+    The pool's regions are powers of two and are never joined. So the first request must be for
+    everything: `training.host_offload.reserve`.
+    Source: BFCAllocator::Extend, openxla/xla xla/tsl/framework/bfc_allocator.cc.
+    """
+    return float(min(2.0 ** math.ceil(math.log2(max(needed, 2**21))), limit))
