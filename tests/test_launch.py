@@ -1,4 +1,4 @@
-"""Several processes: the numbers of one, an answer to every mistake once, and an end for all when one fails."""
+"""python -m jaxsp.launch: results of several processes, their errors, their end, and restarts."""
 
 import json
 import os
@@ -17,8 +17,9 @@ from jaxsp import launch
 from jaxsp.config import schema
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
-from jaxsp.runtime import distributed, hardware
+from jaxsp.runtime import child_processes, distributed, hardware
 from jaxsp.runtime.cluster import Process
+from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
 from tests import messages, noise, tolerances
 
 pytestmark = pytest.mark.usefixtures("hearing")
@@ -37,53 +38,55 @@ COUNTS = (
 )
 
 ENDS_WITHIN_S = 30
-"""From the failure of one process to the end of the launch."""
+"""Time limit from the failure of one process to the end of the launch."""
 
-PROCESSES = """
+THREE_PROCESSES = """
 import sys
-from jaxsp import cli, launch
-from jaxsp.runtime import cluster
-places = {"num_processes": 3, "coordinator": "127.0.0.1:1", "num_local_processes": 3}
-job = [cluster.Process(index=i, local_index=i, **places) for i in range(3)]
+from jaxsp import cli
+from jaxsp.runtime import child_processes, cluster, stderr_mux
+fields = {"num_processes": 3, "coordinator": "127.0.0.1:1", "num_local_processes": 3}
+processes = [cluster.Process(index=i, local_index=i, **fields) for i in range(3)]
 def main(_):
-    with launch._SignalForwarder() as orders:
-        launch.run_processes([sys.executable, "-c", sys.argv[1]], job, orders)
+    with child_processes.SignalForwarder() as signals:
+        command = [sys.executable, "-c", sys.argv[1]]
+        is_hung = child_processes.run_processes(command, processes, signals)
+        if is_hung:
+            print("hung")
 cli.run_command(main)
 """
-"""Three processes without JAX, which begin at once."""
+"""Program that runs another one in three processes, without JAX, so that they start quickly."""
 
-BEGINNING = """
+PREAMBLE = """
 import os, signal, sys, time
 from pathlib import Path
 rank = os.environ["RANK"]
-def say(*lines):
+def log(*lines):
     print("\\n".join(lines), file=sys.stderr, flush=True)
 """
+"""First lines of the program of each of the three."""
 
 
-def start(*words, **options):
-    """Python with these arguments, in the repository, what it prints kept."""
-    kept = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([sys.executable, *map(str, words)], cwd=REPO, **kept)
+def start_python(*arguments, **options):
+    """Starts Python in the repository, and captures its output."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=REPO, **pipes)
 
 
-def three(program):
-    """Exit code, stdout and stderr of three processes, and the seconds that they took."""
-    began = time.monotonic()
-    launcher = start(
-        "-c", PROCESSES, BEGINNING + program, text=False
-    )  # as text, \r would become \n
-    printed, said = (kept.decode() for kept in launcher.communicate(timeout=60))
-    return launcher.returncode, printed, said, time.monotonic() - began
+def run_three(program, *, launcher_program=THREE_PROCESSES):
+    """Exit code, stdout and stderr of a launcher of three processes, and the seconds it took."""
+    start_s = time.monotonic()
+    # Not as text, which would replace \r by \n
+    launcher = start_python("-c", launcher_program, PREAMBLE + program, text=False)
+    stdout, stderr = (output.decode() for output in launcher.communicate(timeout=60))
+    return launcher.returncode, stdout, stderr, time.monotonic() - start_s
 
 
-def settings(folder, *, name, data, seq, steps=3, devices=8):
-    """A small run from text, saved as a file for the command."""
+def write_config(folder, *, name, data, seq, steps=3, devices=8):
+    """Writes the config of a small run. Returns its file and the run's metrics.jsonl."""
     folder.joinpath("texts").mkdir(exist_ok=True)
     for number, words in enumerate(("one ", "and another ", "the third of them ")):
-        if not (
-            path := folder / f"texts/{number}.txt"
-        ).exists():  # written again, it would be another text
+        path = folder / f"texts/{number}.txt"
+        if not path.exists():  # a file that is written again is tokenized again
             path.write_text(words * 40, encoding="utf-8")
     sizes = {
         "hidden_size": 16,
@@ -117,124 +120,116 @@ def settings(folder, *, name, data, seq, steps=3, devices=8):
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"
 
 
-def lines(metrics):
+def read_lines(metrics):
     return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.e2e
 def test_two_processes_give_the_numbers_of_one(tmp_path):
     """Devices of both processes share each row."""
-    compare_processes(tmp_path, [("across", 1, 8)])
+    check_two_processes_against_one(tmp_path, [("across", 1, 8)])
 
 
 @pytest.mark.slow
 def test_a_row_inside_one_process_or_across_two_gives_the_same_numbers_also_after_resuming(
     tmp_path,
 ):
-    compare_processes(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
+    check_two_processes_against_one(tmp_path, [("inside", 2, 4), ("across", 1, 8)])
 
 
-def compare_processes(tmp_path, meshes):
-    """Two processes on each mesh, where a later one resumes from the first one's step 2, against one process."""
-    found = {}
+def check_two_processes_against_one(tmp_path, meshes):
+    """Compares two processes on each mesh with one process.
+
+    Runs on the second mesh and later ones resume from step 2 of the first.
+    """
+    lines_by_mesh = {}
     first = meshes[0][0]
     for name, data, seq in meshes:
-        file, metrics = settings(tmp_path, name=name, data=data, seq=seq)
-        words = (
-            ["run.save_every=2"]
-            if name == first
-            else [f"run.resume={tmp_path}/{first}/checkpoints/2"]
-        )
-        launcher = start("-m", "jaxsp.launch", "--processes", 2, file, *words)
-        _, said = launcher.communicate(timeout=300)
-        assert launcher.returncode == 0, said
-        found[name] = lines(metrics)
-        # process 0 reads and tokenises, the other finds it done; so does a run after this
-        assert ("Tokenising" in said) == (name == first), said
-        assert "process 1: Tokenising" not in said
-    file, metrics = settings(tmp_path, name="one", data=1, seq=8)
-    program, material = build.build_training(schema.load(file, []), devices=jax.devices())
-    trainer.train(program, material, rich.console.Console(quiet=True))
-    expected = lines(metrics)
+        config, metrics = write_config(tmp_path, name=name, data=data, seq=seq)
+        change = f"run.resume={tmp_path}/{first}/checkpoints/2"
+        if name == first:
+            change = "run.save_every=2"
+        launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config, change)
+        _, stderr = launcher.communicate(timeout=300)
+        assert launcher.returncode == 0, stderr
+        lines_by_mesh[name] = read_lines(metrics)
+        # Process 0 reads and tokenizes; the other one, and later runs, find the result
+        assert ("Tokenising" in stderr) == (name == first), stderr
+        assert "process 1: Tokenising" not in stderr
+    config, metrics = write_config(tmp_path, name="one", data=1, seq=8)
+    program, inputs = build.build_training(schema.load(config, []), devices=jax.devices())
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
+    expected = read_lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
-    for name, seen in found.items():
-        for line, right in zip(seen, expected if name == first else expected[2:], strict=True):
-            assert {field: line[field] for field in COUNTS} == {
-                field: right[field] for field in COUNTS
-            }, name
+    for name, lines in lines_by_mesh.items():
+        expected_lines = expected if name == first else expected[2:]
+        for line, expected_line in zip(lines, expected_lines, strict=True):
+            for field in COUNTS:
+                assert line[field] == expected_line[field], (name, field)
             for field in ("loss", "grad_norm", "token_accuracy"):
-                assert line[field] == pytest.approx(right[field], rel=tolerances.MESH), (
-                    name,
-                    field,
-                )
+                value = pytest.approx(expected_line[field], rel=tolerances.MESH)
+                assert line[field] == value, (name, field)
+
+
+TORCHRUN_JOB = """
+import os, pathlib, sys, jax
+from jaxsp.runtime import cluster, distributed
+distributed.initialize(cluster.detect_process(os.environ))
+pathlib.Path(sys.argv[1], f"{jax.process_index()} of {jax.process_count()}").touch()
+distributed.shutdown()
+"""
 
 
 @pytest.mark.e2e
 def test_torchrun_starts_a_job(tmp_path):
-    pytest.importorskip(
-        "torch", reason="torchrun comes with torch, which this Python has no build of"
-    )
+    pytest.importorskip("torch", reason="torchrun is part of torch, which this Python has not")
     program = tmp_path / "job.py"
-    program.write_text(
-        "import os, pathlib, sys, jax\nfrom jaxsp.runtime import cluster, distributed\n"
-        "distributed.initialize(cluster.detect_process(os.environ))\n"
-        "pathlib.Path(sys.argv[1], f'{jax.process_index()} of {jax.process_count()}').touch()\ndistributed.shutdown()\n"
-    )
-    words = (
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        2,
-        "--standalone",
-        program,
-        tmp_path,
-    )
-    job = start(*words, env=os.environ | {"XLA_FLAGS": ""})
-    _, said = job.communicate(timeout=120)
-    assert job.returncode == 0, said
+    program.write_text(TORCHRUN_JOB)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
+    job = start_python(*torchrun, program, tmp_path, env=os.environ | {"XLA_FLAGS": ""})
+    _, stderr = job.communicate(timeout=120)
+    assert job.returncode == 0, stderr
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
-    file, metrics = settings(tmp_path, name="run", data=2, seq=4, steps=100_000)
-    launcher = start("-m", "jaxsp.launch", "--processes", 2, file)
+    config, metrics = write_config(tmp_path, name="run", data=2, seq=4, steps=100_000)
+    launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config)
     try:
         deadline = time.monotonic() + 200
         while not (metrics.exists() and metrics.read_text()):
             assert launcher.poll() is None, launcher.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        (ranks,) = [{rank_of(pid): pid for pid in children(launcher.pid)}]
-        os.kill(ranks[victim], signal.SIGKILL)
-        killed = time.monotonic()
-        _, said = launcher.communicate(timeout=100)
+        pids = {rank_of(pid): pid for pid in children(launcher.pid)}
+        os.kill(pids[victim], signal.SIGKILL)
+        kill_s = time.monotonic()
+        _, stderr = launcher.communicate(timeout=100)
     finally:
         launcher.kill()
-    assert time.monotonic() - killed < ENDS_WITHIN_S
+    assert time.monotonic() - kill_s < ENDS_WITHIN_S
     assert launcher.returncode == 128 + signal.SIGKILL
-    assert re.search(messages.holding(f"process {victim}", "SIGKILL"), said)
-    assert not any(alive(pid) for pid in ranks.values())
-    steps = [line["step"] for line in lines(metrics)]
+    assert re.search(messages.holding(f"process {victim}", "SIGKILL"), stderr)
+    assert not any(is_alive(pid) for pid in pids.values())
+    steps = [line["step"] for line in read_lines(metrics)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
 
 
 def children(pid):
     """Processes that a process has started."""
-    return [
-        int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    ]
+    path = pathlib.Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in path.read_text().split()]
 
 
 def rank_of(pid):
-    return int(
-        re.search(rb"(?:^|\0)RANK=(\d+)", pathlib.Path(f"/proc/{pid}/environ").read_bytes())[1]
-    )
+    environ = pathlib.Path(f"/proc/{pid}/environ").read_bytes()
+    return int(re.search(rb"(?:^|\0)RANK=(\d+)", environ)[1])
 
 
-def alive(pid):
-    """Whether a process is there, and is no mere entry that nobody asked about."""
+def is_alive(pid):
+    """True if a process exists and is not a zombie."""
     try:
         return re.search(r"\) ([A-Z]) ", pathlib.Path(f"/proc/{pid}/stat").read_text())[1] != "Z"
     except FileNotFoundError:
@@ -242,30 +237,28 @@ def alive(pid):
 
 
 @pytest.mark.e2e
-def test_a_mistake_that_all_processes_find_is_said_once(tmp_path):
-    file, _ = settings(tmp_path, name="run", data=2, seq=4)
-    launcher = start("-m", "jaxsp.launch", "--processes", 2, file, "mesh.data=3")
-    printed, said = launcher.communicate(timeout=100)
-    assert launcher.returncode == 2, said
-    mistake, end = noise.without(said)
-    assert re.match(
-        messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), mistake
-    )
+def test_an_error_that_all_processes_find_is_printed_once(tmp_path):
+    config, _ = write_config(tmp_path, name="run", data=2, seq=4)
+    launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config, "mesh.data=3")
+    stdout, stderr = launcher.communicate(timeout=100)
+    assert launcher.returncode == 2, stderr
+    error, end = noise.without(stderr)
+    assert re.match(messages.holding("mesh.replica = 1, mesh.data = 3, mesh.seq = 4", 12, 8), error)
     assert re.search(messages.holding("2 processes", "exit code 2"), end)
-    assert "devices" not in printed, "nothing was begun"
+    assert "devices" not in stdout, "training did not start"
 
 
 @pytest.mark.e2e
-def test_a_mistake_that_one_process_finds_is_said_under_its_number_and_ends_all():
-    code, _, said, seconds = three("""
+def test_an_error_of_one_process_is_printed_with_its_index_and_ends_all():
+    code, _, stderr, seconds = run_three("""
 if rank == "2":
-    say("a = 1: wrong here", "b = 2: wrong here too")
+    log("a = 1: wrong here", "b = 2: wrong here too")
     sys.exit(2)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as JAX does
 time.sleep(100)
 """)
     assert code == 2
-    assert said.splitlines() == [
+    assert stderr.splitlines() == [
         "process 2: a = 1: wrong here",
         "process 2: b = 2: wrong here too",
         "process 2 of 3 failed: exit code 2, and the others were ended",
@@ -273,46 +266,64 @@ time.sleep(100)
     assert seconds < ENDS_WITHIN_S
 
 
-def test_one_of_several_processes_ends_at_once_with_its_number():
-    # a thread that goes on stands for JAX, which would wait for the others
-    began = time.monotonic()
-    failing = start(
+@pytest.mark.e2e
+def test_a_line_that_another_process_prints_later_is_not_left_out():
+    short_delay = "import jaxsp.runtime.stderr_mux as mux; mux.PEER_LINE_DELAY_S = 0.5\n"
+    program = """
+if rank == "0":
+    log("early", "same time")
+if rank == "1":
+    log("same time")
+    time.sleep(2)
+    log("early")
+"""
+    launcher_program = short_delay + THREE_PROCESSES
+    code, _, stderr, _ = run_three(program, launcher_program=launcher_program)
+    assert code == 0
+    assert stderr.splitlines() == ["early", "same time", "process 1: early"]
+
+
+def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediately():
+    # A running thread stands for JAX, which would wait for the others
+    start_s = time.monotonic()
+    failing = start_python(
         "-c",
         """
 import threading, time
 from jaxsp import cli
-from jaxsp.runtime import distributed, hardware
+from jaxsp.runtime import cluster, distributed
 distributed._this_process = cluster.Process(index=3, num_processes=4)
 threading.Thread(target=time.sleep, args=[100]).start()
 cli.run_command(lambda _: 1 / 0)
 """,
     )
-    _, said = failing.communicate(timeout=60)
+    _, stderr = failing.communicate(timeout=60)
     assert failing.returncode == 1
-    assert said.splitlines()[0] == "process 3: Traceback (most recent call last):"
-    assert said.splitlines()[-1] == "process 3: ZeroDivisionError: division by zero"
-    assert all(line.startswith("process 3: ") for line in said.splitlines())
-    assert time.monotonic() - began < ENDS_WITHIN_S
+    assert stderr.splitlines()[0] == "process 3: Traceback (most recent call last):"
+    assert stderr.splitlines()[-1] == "process 3: ZeroDivisionError: division by zero"
+    assert all(line.startswith("process 3: ") for line in stderr.splitlines())
+    assert time.monotonic() - start_s < ENDS_WITHIN_S
 
 
 @pytest.mark.e2e
-def test_what_jax_says_of_a_process_that_is_gone_does_not_hide_why():
-    code, _, said, _ = three("""
+def test_output_of_jax_about_a_lost_process_does_not_hide_the_cause():
+    code, _, stderr, _ = run_three("""
 if rank == "1":
-    say("E0101 12:00:00 agent.cc:289] an error of its own")
+    log("E0101 12:00:00 agent.cc:289] an error of its own")
     time.sleep(0.2)
 if rank == "0":
     time.sleep(0.2)
-    say("Traceback (most recent call last):", "ValueError: the cause")
+    log("Traceback (most recent call last):", "ValueError: the cause")
     sys.exit(1)
 if rank == "1":
     time.sleep(0.5)
-    say("E0101 12:00:00 agent.cc:289] Polled an error from coordination service", "F0101 client.h:80] Terminating", "@ 0x7f32")
+    log("E0101 12:00:00 agent.cc:289] Polled an error from coordination service")
+    log("F0101 client.h:80] Terminating", "@ 0x7f32")
     os.abort()
 time.sleep(100)
 """)
     assert code == 1
-    assert said.splitlines() == [
+    assert stderr.splitlines() == [
         "Traceback (most recent call last):",
         "ValueError: the cause",
         "process 1: E0101 12:00:00 agent.cc:289] an error of its own",
@@ -320,172 +331,157 @@ time.sleep(100)
     ]
 
 
-def test_only_process_0_has_the_terminal():
-    code, printed, said, _ = three("""
+def test_only_process_0_prints_to_the_terminal():
+    code, stdout, stderr, _ = run_three("""
 print("out of", rank, flush=True)
-say("\\rat 10 %\\rat 100 % of " + rank, "warned")
+log("\\rat 10 %\\rat 100 % of " + rank, "warned")
 """)
     assert code == 0
-    assert printed == "out of 0\n"
-    first, *others = said.split("\n")
+    assert stdout == "out of 0\n"
+    first, *others = stderr.split("\n")
     assert first == "\rat 10 %\rat 100 % of 0"
     assert others[0] == "warned"
     assert sorted(others[1:]) == ["", "process 1: at 100 % of 1", "process 2: at 100 % of 2"]
 
 
-def test_a_launched_process_finds_its_place():
-    _, printed, _, _ = three("""
+def test_a_launched_process_detects_its_place_in_the_job():
+    _, stdout, _, _ = run_three("""
 from jaxsp.runtime import cluster
 print(cluster.detect_process(os.environ))
 """)
-    place = Process(
+    process = Process(
         index=0, num_processes=3, coordinator="127.0.0.1:1", local_index=0, num_local_processes=3
     )
-    assert printed == f"{place}\n"
+    assert stdout == f"{process}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_no_process_is_left_when_the_launcher_is_gone(number):
-    launcher = start("-c", PROCESSES, BEGINNING + "time.sleep(100)")
-    left = three_of(launcher)
+    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + "time.sleep(100)")
+    pids = wait_for_three(launcher)
     launcher.send_signal(number)
     launcher.communicate(timeout=10)
     time.sleep(0.5)
-    assert not any(alive(pid) for pid in left)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def wait_for_three(launcher):
+    """Process ids of the three processes of a launcher that has just started."""
+    wait_until(lambda: len(children(launcher.pid)) == 3)
+    return children(launcher.pid)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_the_processes_hear_what_the_launcher_is_told(tmp_path, number, code):
-    heard = (
-        BEGINNING
-        + f"""
+def test_a_signal_to_the_launcher_reaches_the_processes(tmp_path, number, code):
+    program = f"""
 signal.signal({number:d}, lambda *_: (Path("{tmp_path}", rank).touch(), sys.exit({code})))
 time.sleep(100)
 """
-    )
-    launcher = start("-c", PROCESSES, heard)
-    left = three_of(launcher)
+    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    pids = wait_for_three(launcher)
     time.sleep(0.5)
     launcher.send_signal(number)
     launcher.communicate(timeout=20)
     assert launcher.returncode == code
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
-    assert not any(alive(pid) for pid in left)
+    assert not any(is_alive(pid) for pid in pids)
 
 
 @pytest.mark.e2e
-def test_a_stop_may_take_its_time_and_is_no_failure(tmp_path):
-    # 0 is asked before it can hear
-    heard = (
-        BEGINNING
-        + f"""
+def test_a_shutdown_may_take_long_and_is_not_a_failure(tmp_path):
+    # Process 0 receives the signal before it can handle it
+    program = f"""
+def handle(*_):
+    time.sleep({PEER_LINE_DELAY_S} + 2)
+    Path("{tmp_path}", rank).touch()
+    sys.exit(0)
 if rank != "0":
-    slow_s = {launch.PEER_LINE_DELAY_S} + 2
-    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(slow_s), Path("{tmp_path}", rank).touch(), sys.exit(0)))
+    signal.signal(signal.SIGTERM, handle)
 Path("{tmp_path}", "ready" + rank).touch()
 time.sleep(100)
 """
-    )
-    launcher = start("-c", PROCESSES, heard)
-    wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
+    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 3)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
-    launcher.send_signal(signal.SIGTERM)  # srun's, to all
-    _, said = launcher.communicate(timeout=20)
-    assert launcher.returncode == 0, said
+    launcher.send_signal(signal.SIGTERM)  # srun sends it to all
+    _, stderr = launcher.communicate(timeout=20)
+    assert launcher.returncode == 0, stderr
     assert (tmp_path / "1").exists()
     assert (tmp_path / "2").exists()
 
 
 def test_a_second_signal_kills(tmp_path):
-    deaf = (
-        BEGINNING
-        + f'signal.signal(signal.SIGTERM, signal.SIG_IGN); Path("{tmp_path}", rank).touch(); time.sleep(100)'
-    )
-    launcher = start("-c", PROCESSES, deaf)
-    left = three_of(launcher)
-    wait_for(lambda: len([*tmp_path.iterdir()]) == 3)
+    program = f"""
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path("{tmp_path}", rank).touch()
+time.sleep(100)
+"""
+    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    pids = wait_for_three(launcher)
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 3)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(1.3)
     launcher.send_signal(signal.SIGTERM)
-    _, said = launcher.communicate(timeout=20)
+    _, stderr = launcher.communicate(timeout=20)
     assert launcher.returncode == 128 + signal.SIGTERM
-    assert said.splitlines()[-1] == "killed by a second SIGTERM"
-    assert not any(alive(pid) for pid in left)
+    assert stderr.splitlines()[-1] == "killed by a second SIGTERM"
+    assert not any(is_alive(pid) for pid in pids)
 
 
-def wait_for(done):
-    deadline = time.monotonic() + 20
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+LOST_PEER = """
+log("E0101 Polled an error from coordination service", "F0101 client.h:80] Terminating")
+os.abort()
+"""
 
 
 @pytest.mark.parametrize(
-    ("program", "again"),
+    ("program", "is_hung"),
     [
         ('sys.exit(75 if rank == "1" else 1)', True),
-        (
-            'say("E0101 Polled an error from coordination service", "F0101 client.h:80] Terminating"); os.abort()',
-            False,
-        ),
+        (LOST_PEER, False),
         ("os.abort()", False),
         ("sys.exit(1)", False),
         ("", False),
     ],
 )
-def test_what_hangs_is_to_be_started_again_and_nothing_else(program, again):
-    words = PROCESSES.replace("launch.run_processes([", "print(launch.run_processes([").replace(
-        "job, orders)", "job, orders))"
-    )
-    launcher = start("-c", words, BEGINNING + program)
-    printed, said = launcher.communicate(timeout=60)
-    assert (printed == "True\n") == again, said
+def test_only_a_job_that_hangs_is_to_be_started_again(program, is_hung):
+    _, stdout, stderr, _ = run_three(program)
+    assert (stdout == "hung\n") == is_hung, stderr
 
 
 def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkeypatch, capfd):
     commands = []
 
-    def run(command, job, orders):
+    def run_processes(command, processes, signals):
         commands.append(command)
         if len(commands) == 3:
             (tmp_path / "run/checkpoints/7").mkdir(parents=True)
         return True
 
-    monkeypatch.setattr(launch, "run_processes", run)
-    # what began anew by its config goes on when it starts again
-    words = [
-        "--processes",
-        "2",
-        "--restarts",
-        "2",
-        "configs/quickstart.yaml",
-        f"run.directory={tmp_path}/run",
-        "run.resume=never",
-    ]
-    with pytest.raises(SystemExit) as ended:
-        launch.main(words)
-    assert ended.value.code == distributed.EXIT_HUNG
-    assert len(commands) == 5, "once, twice again, and twice after the new checkpoint"
+    monkeypatch.setattr(child_processes, "run_processes", run_processes)
+    # A run that must not resume at first does so when it is started again
+    changes = [f"run.directory={tmp_path}/run", "run.resume=never"]
+    options = ["--processes", "2", "--restarts", "2"]
+    with pytest.raises(SystemExit) as error:
+        launch.main([*options, "configs/quickstart.yaml", *changes])
+    assert error.value.code == distributed.EXIT_HUNG
+    assert len(commands) == 5, "once, two restarts, and two after the new checkpoint"
     assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
-    said = capfd.readouterr().err.splitlines()
-    assert said[-2:] == [
-        "all processes start again, from the checkpoint of step 7",
-        "not started again: 2 restarts in a row brought no new checkpoint",
-    ]
-
-
-def three_of(launcher):
-    """The processes of a launch that has just begun."""
-    deadline = time.monotonic() + 20
-    while len(found := children(launcher.pid)) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
+    restart, end = capfd.readouterr().err.splitlines()[-2:]
+    assert re.search(messages.holding("checkpoint", "step 7"), restart)
+    assert re.search(messages.holding("2 restarts"), end)
 
 
 @pytest.mark.parametrize(
-    ("words", "environ", "num_gpus", "says"),
+    ("arguments", "environ", "num_gpus", "parts"),
     [
         ("", {}, 0, ["--processes: ", "--processes 2"]),
         ("--processes 9", {}, 8, ["--processes = 9: ", 1, 8]),
@@ -496,33 +492,28 @@ def three_of(launcher):
         ("--nodes 2 --coordinator a", {}, 8, ["--coordinator = a: ", "port"]),
     ],
 )
-def test_a_launch_that_cannot_be_is_refused(monkeypatch, words, environ, num_gpus, says):
+def test_invalid_arguments_are_refused(monkeypatch, arguments, environ, num_gpus, parts):
     monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(os, "environ", environ)
-    with pytest.raises(UserError, match=messages.holding(*says)):
-        launch.main([*words.split(), "configs/quickstart.yaml", "run.steps=1"])
+    with pytest.raises(UserError, match=messages.holding(*parts)):
+        launch.main([*arguments.split(), "configs/quickstart.yaml", "run.steps=1"])
 
 
-def test_a_launch_on_each_node_makes_one_job(monkeypatch):
-    begun = []
-    monkeypatch.setattr(launch, "run_processes", lambda _, job, orders: begun.append(job))
+def test_one_launch_per_node_makes_one_job(monkeypatch):
+    jobs = []
+
+    def run_processes(command, processes, signals):
+        jobs.append(processes)
+
+    monkeypatch.setattr(child_processes, "run_processes", run_processes)
     monkeypatch.setattr(hardware, "count_gpus", lambda _: 4)
     for node in "01":
-        launch.main(
-            [
-                "--nodes",
-                "2",
-                "--node",
-                node,
-                "--coordinator",
-                "node-0:29500",
-                "configs/quickstart.yaml",
-            ]
-        )
-    (first, second) = begun
+        options = f"--nodes 2 --node {node} --coordinator node-0:29500"
+        launch.main([*options.split(), "configs/quickstart.yaml"])
+    (first, second) = jobs
     assert [process.index for process in first + second] == list(range(8))
     assert [process.local_index for process in second] == [0, 1, 2, 3]
-    assert {
-        (process.num_processes, process.num_local_processes, process.coordinator)
-        for process in first + second
-    } == {(8, 4, "node-0:29500")}
+    for process in first + second:
+        assert process.num_processes == 8
+        assert process.num_local_processes == 4
+        assert process.coordinator == "node-0:29500"

@@ -1,9 +1,8 @@
-"""How the processes of a job begin, talk and end together."""
+"""Processes of a job: how they start, exchange short texts, print and end together."""
 
 import contextlib
 import faulthandler
 import os
-import socket
 import sys
 import textwrap
 import threading
@@ -12,113 +11,119 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from jaxsp.core.errors import UserError
-from jaxsp.runtime import cluster, hardware
+from jaxsp.runtime import cluster, hardware, join_timeout
 from jaxsp.runtime.cluster import Process
 
+# jax is imported in functions: jaxsp.launch imports this module and forks, and importing jax starts
+# a thread.
+
 JOIN_TIMEOUT_S = 300
-"""Every process of a job has to be there within so many seconds, jax's default: nodes pull their images minutes apart."""
+"""Time limit for all processes of a job to join. JAX's default: nodes pull their images minutes
+apart."""
 
 HEARTBEAT_TIMEOUT_S = 20
-"""A process that was not heard of for so long counts as dead, and JAX ends the others; jax's default is 100. With 20 they are
-gone 17 to 19 s after a process was killed or stopped (jax 0.10.1 and 0.12.0, two processes on one machine), of the 30 that
-a job may take. A thread of C++ sends them: a process that held Python's lock for 25 s with a limit of 10 was not missed."""
+"""Time without a heartbeat after which JAX takes a process for dead and ends the others.
+
+JAX's default is 100. With 20 they end 17 to 19 s after a process was killed or stopped (jax 0.10.1
+and 0.12.0, two processes on one machine), of the 30 s that a job may take. A C++ thread sends the
+heartbeats: a process that held Python's lock for 25 s with a limit of 10 s was not taken for dead.
+"""
 
 SHUTDOWN_TIMEOUT_S = 300
-"""How long a process that is done waits for the others, jax's default: one may be writing still. Nobody waits so long for one
-that has failed, which says so, nor for one that is dead, which is missed."""
+"""Time that a finished process waits for the others, which may still be writing. JAX's default. It
+does not apply to a process that has failed, which reports it, or that has died, which is noticed.
+"""
 
 POLL_INTERVAL_S = 0.5
-"""How often a process asks what the others have told."""
+"""Time between two reads of what the other processes have published."""
 
 OWN_ERROR_GRACE_S = 1.0
-"""A process that hears of another's failure has so long to find the same mistake, and to end with its own words."""
+"""Time that a process has, after another has failed, to find the same error and to print its own
+message."""
 
 EXIT_GRACE_S = 3.0
-"""JAX ends all processes as soon as process 0 is gone. It stays for the others to go first, so long at most: twice what they
-take to hear why, and to go."""
+"""Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone.
+Twice what they need to notice the failure and to end."""
 
 EXIT_HUNG = 75
-"""Exit code of a process that hung: the same command goes on from its checkpoint (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a process that hung: the same command resumes from its checkpoint (EX_TEMPFAIL of
+sysexits.h)."""
 
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
-"""Versions of JAX whose store of keys and values is known; it has no public name."""
-
+"""Versions of JAX whose key-value store was tested; it has no public name."""
 
 _stdout_fd = 1
 """File descriptor that Python prints to."""
 
 _ERASE_LINE = "\r\x1b[2K"
+_SHOW_CURSOR = "\x1b[?25h"
 
 _this_process = Process()
 _kv_client: Any = None
-"""Where processes tell each other something: JAX's, kept by process 0. None before they have met, and after they parted."""
+"""JAX's key-value store, kept by process 0; None before `initialize` and after `shutdown`."""
 _kv_lock = threading.Lock()
 _disconnected = threading.Event()
-_FAILED, _EXITED = "failed", "gone"
+_FAILED_KEY = "failed"
+_EXITED_KEY = "exited"
 
 
 def this_process() -> Process:
-    """This process, as `start` was told; alone before that."""
+    """The process given to `initialize`; before that, the only process of a job."""
     return _this_process
 
 
 def initialize(process: Process, *, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-    """Joins the job; nothing, for a process alone. Call after mesh.choose_platform and before JAX counts devices.
+    """Joins the job; does nothing if it has a single process.
 
-    Where the others do not come in time, the process ends with exit code 1 and says who waited for whom.
+    Call it after jax_platform.choose_platform and before JAX counts devices. If the other processes
+    do not join in time, this one prints which are missing and ends with exit code 1.
     """
     global _this_process, _kv_client
     _this_process = process
     if process.num_processes == 1:
         return
-    import jax  # here: the launcher, which starts no job of its own, forks, and importing jax begins a thread
+    import jax
 
-    # JAX would take SIGTERM as a notice for those who ask for it, and `kill` would do nothing
+    # Otherwise JAX takes SIGTERM as a preemption notice, and `kill` does nothing
     jax.config.update("jax_enable_preemption_service", False)
     joined = threading.Event()
-    # in a thread: jax ends the process when its own time is up, and nothing can catch that
-    threading.Thread(
-        target=_limit_join_time, args=(process, joined, timeout_s), daemon=True
-    ).start()
-    host = process.coordinator.rpartition(":")[0]
+    join_timeout.start(process, joined, timeout_s)
     num_gpus = hardware.count_gpus(os.environ)
-    gpus = cluster.choose_local_gpus(process, num_gpus)
-    if not num_gpus:
+    local_gpus = cluster.choose_local_gpus(process, num_gpus)
+    if num_gpus == 0:
         _discard_gloo_output()
+    # JAX would listen on every network; the processes of one node need only the local one
+    is_one_node = process.coordinator.rpartition(":")[0] in ("127.0.0.1", "localhost")
     try:
         jax.distributed.initialize(
             process.coordinator,
             process.num_processes,
             process.index,
-            local_device_ids=gpus,
+            local_device_ids=local_gpus,
             cluster_detection_method="deactivate",
-            # a job of one node listens to nobody else; jax would listen on every network
-            coordinator_bind_address=process.coordinator
-            if host in ("127.0.0.1", "localhost")
-            else None,
+            coordinator_bind_address=process.coordinator if is_one_node else None,
             initialization_timeout=int(timeout_s) + 60,
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
             shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_S,
         )
-    except (
-        jax.errors.JaxRuntimeError
-    ) as error:  # the others wait until their time is up, and say so
+    except jax.errors.JaxRuntimeError as error:
+        # The other processes end at the end of their time limit
         raise UserError(
-            f"{process.coordinator}: the processes cannot meet there: {str(error).splitlines()[0]}. Name a host of process 0 "
-            "and a port that is free."
+            f"{process.coordinator}: processes cannot connect: {str(error).splitlines()[0]}. "
+            "Use a host name of process 0 and a free port."
         ) from None
     finally:
         joined.set()
     _kv_client = _get_kv_client()
     _disconnected.clear()
-    threading.Thread(target=_watch_peers, name="hears of processes that fail", daemon=True).start()
+    threading.Thread(target=_watch_peers, name="peer failures", daemon=True).start()
 
 
 def _discard_gloo_output() -> None:
     """Discards what is not printed through sys.stdout.
 
-    Gloo, which connects CPU devices, prints a line for each group of processes to file descriptor 1,
-    in the middle of other lines, and has no option for that.
+    Gloo, which connects CPU devices, prints a line for each group of processes to file descriptor
+    1, in the middle of other lines, and has no option for that.
     """
     global _stdout_fd
     sys.stdout.flush()
@@ -135,52 +140,59 @@ def _discard_gloo_output() -> None:
     os.close(null)
 
 
-def publish(name: str, value: str) -> None:
-    """Tells the other processes something; nobody, where there are none, or not yet, or no more. Once for each name."""
+def publish(key: str, value: str) -> None:
+    """Publishes this process's value of a key to the other processes, at most once per key.
+
+    Does nothing before `initialize`, after `shutdown`, and in a job of one process.
+    """
     with _kv_lock:
         if _kv_client is not None:
-            _kv_client.key_value_set(f"jaxsp/{name}/{_this_process.index}", value)
+            _kv_client.key_value_set(f"jaxsp/{key}/{_this_process.index}", value)
 
 
-def published(name: str) -> dict[int, str]:
-    """What processes have told under a name, by their number; they need not be alive any more."""
+def read_published(key: str) -> dict[int, str]:
+    """Values that processes have published for a key, by process index.
+
+    Values of processes that have ended are included.
+    """
     with _kv_lock:
-        found = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{name}/")
-    return {int(key.rpartition("/")[2]): value for key, value in found}
+        items = [] if _kv_client is None else _kv_client.key_value_dir_get(f"jaxsp/{key}/")
+    return {int(name.rpartition("/")[2]): value for name, value in items}
 
 
 def is_connected() -> bool:
-    """Whether there are other processes to talk to."""
+    """True between `initialize` and `shutdown` of a job with several processes."""
     return _kv_client is not None
 
 
 def line_prefix(index: int) -> str:
-    """Stands before what a process other than 0 says."""
+    """Prefix of the lines that a process other than 0 prints."""
     return f"process {index}: "
 
 
 @contextlib.contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """Goes on where nobody can hear what is said: a log on a full disk, or a terminal that is gone, is not worth a run."""
+    """Ignores failed output: a closed terminal or a log on a full disk must not end a run."""
     with contextlib.suppress(OSError):
         yield
 
 
 def log(text: str) -> None:
-    """Says something on stderr, each line under this process's number; of process 0, as it is."""
-    text = textwrap.indent(
-        text.rstrip(), line_prefix(_this_process.index), lambda _: _this_process.index > 0
-    )
+    """Prints lines to stderr; every process except 0 adds its prefix.
+
+    Writes to the file descriptor, so that it works whatever the main thread is doing.
+    """
+    text = text.rstrip()
+    if _this_process.index > 0:
+        text = textwrap.indent(text, line_prefix(_this_process.index), lambda _: True)
     with ignore_broken_pipe():
-        # on a terminal, in place of the progress bar and ^C, which are drawn without a line break
+        # On a terminal, replaces the progress bar and ^C, which have no line break
         begin = _ERASE_LINE if os.isatty(2) else ""
-        os.write(
-            2, f"{begin}{text}\n".encode()
-        )  # at once, whatever the main thread is in the middle of
+        os.write(2, f"{begin}{text}\n".encode())
 
 
 def log_stacks() -> None:
-    """Says where every thread of this process is."""
+    """Prints the stack of every thread of this process."""
     file = os.memfd_create("stacks")
     faulthandler.dump_traceback(file, all_threads=True)
     log(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
@@ -188,7 +200,10 @@ def log_stacks() -> None:
 
 
 def shutdown() -> None:
-    """Leaves the job when all is done; waits for the others, SHUTDOWN_S at most. Nothing, where it has left already."""
+    """Leaves the job at its end, after waiting for the others for at most SHUTDOWN_TIMEOUT_S.
+
+    Does nothing if this process has already left.
+    """
     if not _disconnect():
         return
     import jax
@@ -197,133 +212,99 @@ def shutdown() -> None:
 
 
 def abort_job(code: int) -> NoReturn:
-    """Ends this process at once, after its last words, and all others of the job with the same exit code.
+    """Ends this process immediately, and makes all others of the job end with the same exit code.
 
-    A usual exit would wait for the others, who wait for it.
+    With sys.exit, this process would wait for the others, and they for it.
     """
-    exit_now(code, exit_key=_FAILED)
+    exit_now(code, key=_FAILED_KEY)
 
 
-def exit_now(code: int, *, exit_key: str = _EXITED) -> NoReturn:
-    """Ends this process at once, from any thread; process 0 after the others, LAST_WORDS_S later at most."""
-    goodbye = threading.Thread(target=_announce_exit, args=(code, exit_key), daemon=True)
-    goodbye.start()
-    goodbye.join(EXIT_GRACE_S)  # a process 0 that is stopped does not answer
+def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
+    """Ends this process immediately, from any thread.
+
+    Process 0 waits for the others to end, at most EXIT_GRACE_S.
+    """
+    # In a thread, because a process 0 that is suspended does not answer
+    announcement = threading.Thread(target=_announce_exit, args=(code, key), daemon=True)
+    announcement.start()
+    announcement.join(EXIT_GRACE_S)
     if os.isatty(_stdout_fd):
-        os.write(_stdout_fd, b"\x1b[?25h")  # the cursor, which a progress bar hides
+        os.write(_stdout_fd, _SHOW_CURSOR.encode())  # a progress bar hides it
     os._exit(code)
 
 
-def _announce_exit(code: int, farewell: str) -> None:
+def _announce_exit(code: int, key: str) -> None:
     if not is_connected():
         return
     import jax
 
     try:
-        publish(farewell, str(code))
-        while (
-            _this_process.index == 0
-            and len(published(_FAILED) | published(_EXITED)) < _this_process.num_processes
-        ):
+        publish(key, str(code))
+        while _this_process.index == 0:
+            ended = read_published(_FAILED_KEY) | read_published(_EXITED_KEY)
+            if len(ended) >= _this_process.num_processes:
+                return
             time.sleep(POLL_INTERVAL_S / 5)
     except jax.errors.JaxRuntimeError:
-        pass  # process 0 is gone already, and JAX ends whom it has left
+        pass  # process 0 has ended already, so JAX ends all others
 
 
 def find_failed_peer() -> tuple[int, int] | None:
-    """Which of the other processes has failed already and said why, and its exit code."""
+    """Index and exit code of another process that has published its failure; None if none has."""
     if not is_connected():
         return None
     import jax
 
     try:
-        return min(
-            (
-                (index, int(code))
-                for index, code in published(_FAILED).items()
-                if index != _this_process.index
-            ),
-            default=None,
-        )
+        return _read_failed_peer()
     except jax.errors.JaxRuntimeError:
-        return None  # process 0 is gone, without a word
+        return None  # process 0 has ended without publishing anything
+
+
+def _read_failed_peer() -> tuple[int, int] | None:
+    failed = read_published(_FAILED_KEY)
+    peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
+    return min(peers, default=None)
 
 
 def _watch_peers() -> None:
-    """Ends this process when another has failed."""
+    """Ends this process after another has failed."""
     import jax
 
     while not _disconnected.wait(POLL_INTERVAL_S):
         try:
-            failed = published(_FAILED)
+            peer = _read_failed_peer()
         except jax.errors.JaxRuntimeError:
-            return  # process 0 is gone, and JAX ends this one
-        for index, code in failed.items():
-            if index != _this_process.index:
-                time.sleep(OWN_ERROR_GRACE_S)
-                log(f"ends because process {index} has failed, with exit code {code}")
-                if int(code) == EXIT_HUNG:  # which of them is stuck?
-                    log_stacks()
-                exit_now(int(code))
+            return  # process 0 has ended, so JAX ends this one
+        if peer is None:
+            continue
+        index, code = peer
+        time.sleep(OWN_ERROR_GRACE_S)
+        log(f"ends because process {index} has failed, with exit code {code}")
+        if code == EXIT_HUNG:  # the stacks show which process is stuck
+            log_stacks()
+        exit_now(code)
 
 
 def _disconnect() -> bool:
-    """Ends the talk, if there was any."""
+    """Stops the exchange with other processes; returns whether there was one."""
     global _kv_client
     with _kv_lock:
-        talked, _kv_client = _kv_client is not None, None
+        was_connected = is_connected()
+        _kv_client = None
     _disconnected.set()
-    return talked
+    return was_connected
 
 
 def _get_kv_client() -> Any:
-    """JAX's own store. Raises: UserError where this JAX has none that we know."""
+    """JAX's key-value store. Raises: UserError if this version of JAX has no known one."""
     import jax
     from jax._src import distributed
 
     client = getattr(getattr(distributed, "global_state", None), "client", None)
     if not all(hasattr(client, name) for name in ("key_value_set", "key_value_dir_get")):
         raise UserError(
-            f"jax = {jax.__version__}: keeps what processes tell each other where we do not know it; {TESTED_JAX_VERSIONS} are known. "
-            "Install one of these, or use one process."
+            f"jax = {jax.__version__}: must have the key-value store of versions "
+            f"{TESTED_JAX_VERSIONS}. Install one of these, or use one process."
         )
     return client
-
-
-def _limit_join_time(process: Process, joined: threading.Event, seconds: float) -> None:
-    """Says what is waited for, and ends the process when the time is up."""
-    others = (
-        f"the other {process.num_processes - 1}"
-        if process.num_processes > 2
-        else "the other process"
-    )
-    whom = (
-        f"{others} to come to {process.coordinator}"
-        if process.index == 0
-        else f"process 0 at {process.coordinator}"
-    )
-    name = f"process {process.index} of {process.num_processes}"
-    if joined.wait(seconds / 8):
-        return
-    print(f"{name}: waits for {whom}, {seconds:g} s at most", file=sys.stderr, flush=True)
-    if joined.wait(seconds * 7 / 8):
-        return
-    print(
-        f"{name}: waited {seconds:g} s for {whom}{_describe_coordinator(process)}. All {process.num_processes} have to be started within "
-        "that time, with the same coordinator, and every node has to reach its port.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
-
-
-def _describe_coordinator(process: Process) -> str:
-    """Whether process 0 can be reached."""
-    if process.index == 0:
-        return ""
-    host, _, port = process.coordinator.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-    except OSError as error:
-        return f" (it does not answer: {error.strerror or error})"
-    return " (it answers, so another process is missing)"

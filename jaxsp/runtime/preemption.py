@@ -116,7 +116,7 @@ class Preemption:
                 elapsed_s = time.monotonic() - self._start_time
                 if elapsed_s >= stop_after.total_seconds():
                     self._request_stop(f"{_STOP_AFTER} = {durations.to_text(stop_after)}")
-            if self.reason is None and (asked := distributed.published(_STOP_KEY)):
+            if self.reason is None and (asked := distributed.read_published(_STOP_KEY)):
                 index, reason = min(asked.items())
                 self._hold_dispatch(
                     reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}"
@@ -171,7 +171,7 @@ class Preemption:
         assert self._progress is not None, "it was told"
         told = {
             index: ProcessProgress(**json.loads(place))
-            for index, place in distributed.published(_PROGRESS_KEY).items()
+            for index, place in distributed.read_published(_PROGRESS_KEY).items()
         }
         if (
             distributed.is_connected() and distributed.this_process().index not in told

@@ -83,7 +83,7 @@ class Job:
 
         place = [
             "--coordinator",
-            f"127.0.0.1:{launch._free_port()}",
+            f"127.0.0.1:{launch.free_port()}",
             "--num-processes",
             "2",
             "--process-id",
