@@ -222,7 +222,7 @@ def abort_job(code: int) -> NoReturn:
 def exit_now(code: int, *, key: str = _EXITED_KEY) -> NoReturn:
     """Ends this process immediately, from any thread.
 
-    Process 0 waits for the others to end, at most EXIT_GRACE_S.
+    Process 0 waits for the others to end, at most 3 s.
     """
     # In a thread, because a process 0 that is suspended does not answer
     announcement = threading.Thread(target=_announce_exit, args=(code, key), daemon=True)

@@ -1,4 +1,4 @@
-"""Files that records are added to, one by one, and that lose none of them to a full disk or a kill."""
+"""JSON Lines files that lose no record to a full disk or a killed process."""
 
 import dataclasses
 import errno
@@ -14,70 +14,74 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What a disk, a quota or a file that is full answers."""
-
-
-def _print_error(words: str) -> None:
-    with distributed.ignore_broken_pipe():
-        print(words, file=sys.stderr, flush=True)
+"""Errors for a disk, a quota or a file that is full."""
 
 
 class AppendFile:
-    """A file that records are added to, each of them whole or not at all.
+    """File to which records are appended, each of them completely or not at all.
 
-    While the disk is full they wait in memory: that is said once, and they are written as soon as there is room again.
+    While the disk is full, records wait in memory, and are written as soon as there is space again.
+    Both are printed once.
     """
 
     def __init__(self, path: pathlib.Path):
-        self._path, self._pending = path, bytearray()
+        self._path = path
+        self._pending = bytearray()
         self._file = path.open("ab", buffering=0)
         self._is_full = False
 
     def add(self, record: bytes) -> None:
+        """Appends a record, or keeps it in memory if the disk is full."""
         self._pending += record
         self._write()
 
     def sync(self) -> None:
-        """Makes all that was added outlive a power cut. Raises: OSError where it finds no room."""
+        """Makes all records outlive a power cut. Raises: OSError if the disk is full."""
         self._write()
         if self._pending:
-            raise OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, and {self._path.name} waits for it"
-            )
+            reason = f"{os.strerror(errno.ENOSPC)}, needed by {self._path.name}"
+            raise OSError(errno.ENOSPC, reason)
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
+        """Writes the remaining records, and prints how much is lost if the disk is still full."""
         self._write()
         if self._pending:
             _print_error(
-                f"{self._path}: {len(self._pending):,} bytes of it ARE LOST, the disk is still full"
+                f"{self._path}: {len(self._pending):,} bytes ARE LOST, since the disk is still full"
             )
         self._file.close()
 
     def _write(self) -> None:
-        done = 0
-        self._end = self._file.seek(0, os.SEEK_END)  # jaxsp.eval adds lines too
+        num_written = 0
+        end = self._file.seek(0, os.SEEK_END)  # jaxsp.eval appends lines too
         try:
-            while done < len(self._pending):
-                done += self._file.write(self._pending[done:])
+            while num_written < len(self._pending):
+                num_written += self._file.write(self._pending[num_written:])
         except OSError as error:
             if error.errno not in _DISK_FULL_ERRNOS:
                 raise
-            self._file.truncate(self._end)  # what is there of a record
+            self._file.truncate(end)  # removes a partial record
             if not self._is_full:
                 _print_error(
-                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. What belongs there waits for room"
+                    f"{self._path} CANNOT BE WRITTEN: {error.strerror}. "
+                    "Records wait in memory until there is space"
                 )
             self._is_full = True
             return
         if self._is_full:
-            _print_error(f"{self._path} is written again, nothing is missing")
+            _print_error(f"{self._path} is written again, and no record is missing")
         self._is_full = False
         self._pending.clear()
 
 
+def _print_error(text: str) -> None:
+    with distributed.ignore_broken_pipe():
+        print(text, file=sys.stderr, flush=True)
+
+
 def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
-    """Writes an evaluation as a line of a file that may be there, and may end in the middle of a line."""
+    """Appends a record as a line to a file, which may be new or end in the middle of a line."""
     with path.open("ab+") as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
@@ -87,21 +91,24 @@ def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
 
 
 def truncate_after(path: pathlib.Path, step: int) -> None:
-    """Takes from a file of lines those of steps after `step`, and any that was cut short; does nothing where there is none."""
+    """Removes lines of steps after `step`, and damaged lines, from a file that may not exist."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _is_of_step(line, step)]
+    if kept == lines:
+        return
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
-    def is_kept(line: bytes) -> bool:
-        try:
-            return line.endswith(b"\n") and json.loads(line)["step"] <= step
-        except (ValueError, TypeError, KeyError):  # whatever a damaged disk has made of it
-            return False
 
-    if path.exists():
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if is_kept(line)]
-        if kept != lines:
-            partial = path.with_name(f"{path.name}.partial")
-            with partial.open("wb") as file:
-                file.writelines(kept)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(path)
+def _is_of_step(line: bytes, last_step: int) -> bool:
+    """True for a complete line of a step up to the last one."""
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= last_step
+    except (ValueError, TypeError, KeyError):  # a damaged disk can leave anything
+        return False

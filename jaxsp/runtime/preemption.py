@@ -1,4 +1,4 @@
-"""Stopping a run on a signal: after the same step in all processes, with a checkpoint, where there is time for one."""
+"""Shutdown on a signal: all processes stop after the same step and write a checkpoint."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ import select
 import signal
 import threading
 import time
+from typing import NoReturn
 
 import jax
 
@@ -18,50 +19,58 @@ from jaxsp.runtime.run_status import RunStatus
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 SAME_SIGNAL_S = 1.0
-"""Signals so close together are one: a terminal or srun sends it to a launcher and to its processes, and the launcher passes it
-on."""
+"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
+processes, and the launcher forwards it."""
 
 _STOP_AFTER = "run.stop_after"
 
-_STOP_KEY, _PROGRESS_KEY = "stop", "place"
-"""What processes tell each other: that they were asked to stop, then how far they are."""
+_STOP_KEY = "stop"
+"""Key under which a process publishes the reason for a stop."""
+
+_PROGRESS_KEY = "progress"
+"""Key under which each process publishes its progress after that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessProgress:
-    """How far a process is when it has heard that the run is to stop. It sends no step before all are heard."""
+    """Progress of a process at a stop request.
+
+    It dispatches no further step until the progress of all processes is known.
+    """
 
     num_dispatched: int | None
-    """Steps sent to the devices since step 0; None before the first of this run."""
+    """Steps dispatched since step 0; None before the first step of this run."""
     remaining_s: float
-    """Until they have ended."""
+    """Expected seconds until they are finished."""
     step_s: float
-    """For each more that another process has sent."""
+    """Expected seconds of each further step that another process has dispatched."""
     checkpoint_s: float
-    """For a checkpoint; 0 where none was written yet."""
+    """Expected seconds of a checkpoint; 0 if none was written yet."""
     is_signal: bool
-    """Whether it was a signal, so that whoever sent it will not wait for long."""
+    """True for a signal, whose sender will not wait for long."""
 
 
 class Preemption:
-    """What ends a run early, from when it is entered until it is left: SIGTERM, SIGINT, run.stop_after, and other processes.
+    """Context that handles requests to stop: SIGTERM, SIGINT, run.stop_after, and other processes.
 
-    Before the first step is sent, a signal ends the process at once. Python runs signal handlers between two bytecodes of
-    the main thread, which waits for a step for minutes; so a thread reads the signals from a pipe. A process tells the
-    others through the store that JAX keeps for them, and no step pays for it.
+    Before the first step is dispatched, a signal ends the process immediately. Python runs signal
+    handlers between two bytecodes of the main thread, which can wait for a step for minutes. So a
+    thread reads the signals from a pipe. Processes exchange their progress through JAX's key-value
+    store, at no cost for the steps.
     """
 
     def __init__(self, config: RunConfig, status: RunStatus):
-        self._config, self.status = config, status
+        self._config = config
+        self.status = status
         self.reason: str | None = None
-        """What asked for a stop; None as long as nothing did."""
+        """Reason for the stop; None before a request."""
         self._start_time = time.monotonic()
         self._signal_time: float | None = None
         self._condition = threading.Condition()
         self._num_allowed: int | None = None
         self._progress: ProcessProgress | None = None
         self._stop_step: int | None = None
-        """The step after which all processes stop; None as long as that is not known."""
+        """Step after which all processes stop; None while it is not known."""
         self._is_done = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
@@ -69,17 +78,20 @@ class Preemption:
     def __enter__(self) -> "Preemption":
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
-        self._fd_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        # deaf to one, as nohup's commands and those in the background of a shell are to Ctrl-C: it stays so
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, lambda *_: None) for number in heard}
+        self._old_fd = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._old_handlers = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            # nohup, and shells for background commands, let them ignore Ctrl-C
+            if signal.getsignal(number) is not signal.SIG_IGN
+        }
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(self._fd_before)
+        signal.set_wakeup_fd(self._old_fd)
         self._closed.set()
         os.write(self._pipe[1], b"\0")
         self._thread.join()
@@ -87,22 +99,25 @@ class Preemption:
             os.close(end)
 
     def should_dispatch(self, step: int) -> bool:
-        """Whether a step is to be sent to the devices; called before each, in order."""
+        """Decides whether to dispatch a step; must be called before each step, in order."""
         with self._condition:
-            # told where it is, this process stays there until it knows where the others are
+            # Once its progress is published, this process waits for the decision
             self._condition.wait_for(lambda: self._progress is None or self._stop_step is not None)
             if self._stop_step is not None and step > self._stop_step:
                 return False
             self._num_allowed = step
             return True
 
+    def mark_done(self) -> None:
+        """Ignores signals from now on, since the run is done."""
+        self._is_done = True
+
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
                 self._poll_events()
-            except (
-                jax.errors.JaxRuntimeError
-            ):  # process 0 does not answer; where it is gone, JAX ends this one
+            except jax.errors.JaxRuntimeError:
+                # Process 0 does not answer; if it is gone, JAX ends this process
                 time.sleep(distributed.POLL_INTERVAL_S)
 
     def _poll_events(self) -> None:
@@ -116,17 +131,13 @@ class Preemption:
                 elapsed_s = time.monotonic() - self._start_time
                 if elapsed_s >= stop_after.total_seconds():
                     self._request_stop(f"{_STOP_AFTER} = {durations.to_text(stop_after)}")
-            if self.reason is None and (asked := distributed.read_published(_STOP_KEY)):
-                index, reason = min(asked.items())
-                self._hold_dispatch(
-                    reason if reason.startswith(_STOP_AFTER) else f"{reason} to process {index}"
-                )
+            if self.reason is None and (requests := distributed.read_published(_STOP_KEY)):
+                index, reason = min(requests.items())
+                if not reason.startswith(_STOP_AFTER):
+                    reason = f"{reason} to process {index}"
+                self._hold_dispatch(reason)
             if self.reason is not None and self._stop_step is None and not self._closed.is_set():
                 self._decide_stop_step()
-
-    def mark_done(self) -> None:
-        """Notes that all is done: from now on there is nothing to stop."""
-        self._is_done = True
 
     def _handle_signal(self, number: signal.Signals) -> None:
         if self._is_done:
@@ -134,7 +145,7 @@ class Preemption:
         if self._signal_time is None:
             self._signal_time = time.monotonic()
         elif time.monotonic() - self._signal_time > SAME_SIGNAL_S:
-            distributed.log(f"left by a second {number.name}")
+            distributed.log(f"ended by a second {number.name}")
             code = 128 + number
             if distributed.this_process().index == 0:
                 os._exit(code)  # JAX ends the others when process 0 is gone
@@ -143,101 +154,111 @@ class Preemption:
             self._request_stop(number.name)
 
     def _request_stop(self, reason: str) -> None:
-        """Begins a stop, in all processes."""
+        """Starts a stop in all processes."""
         distributed.publish(_STOP_KEY, reason)
         self._hold_dispatch(reason)
 
     def _hold_dispatch(self, reason: str) -> None:
-        """Holds back the next step, and tells where this process is."""
+        """Prevents the next dispatch, and publishes the progress of this process."""
         with self._condition:
             self.reason = reason
-            # let go, and not sent yet
-            more = (
-                max(0, self._num_allowed - self.status.num_dispatched)
-                if self._num_allowed is not None
-                else 0
-            )
+            num_undispatched = 0  # steps that are allowed and not dispatched yet
+            if self._num_allowed is not None:
+                num_undispatched = max(0, self._num_allowed - self.status.num_dispatched)
+            remaining_s = self.status.remaining_s() + num_undispatched * self.status.step_s
             self._progress = ProcessProgress(
                 num_dispatched=self._num_allowed,
-                remaining_s=self.status.remaining_s() + more * self.status.step_s,
+                remaining_s=remaining_s,
                 step_s=self.status.step_s,
                 checkpoint_s=self.status.checkpoint_s or 0.0,
                 is_signal=not reason.startswith(_STOP_AFTER),
             )
-        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self._progress)))
+        self._publish_progress(self._progress)
+
+    def _publish_progress(self, progress: ProcessProgress) -> None:
+        distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(progress)))
 
     def _decide_stop_step(self) -> None:
-        """When all have told where they are: where to stop, or to leave at once. All see the same, and decide alike."""
-        assert self._progress is not None, "it was told"
-        told = {
-            index: ProcessProgress(**json.loads(place))
-            for index, place in distributed.read_published(_PROGRESS_KEY).items()
-        }
-        if (
-            distributed.is_connected() and distributed.this_process().index not in told
-        ):  # there was nobody to tell yet
-            distributed.publish(_PROGRESS_KEY, json.dumps(dataclasses.asdict(self._progress)))
-            return
-        places = told if distributed.is_connected() else {0: self._progress}
-        if distributed.is_connected() and len(places) < distributed.this_process().num_processes:
-            return
-        sent = [
-            place.num_dispatched for place in places.values() if place.num_dispatched is not None
-        ]
-        if not sent:
+        """Chooses the step to stop after, or exits, once the progress of all processes is known.
+
+        All processes have the same data, so they decide alike.
+        """
+        assert self._progress is not None, "set by _hold_dispatch"
+        all_progress = [self._progress]
+        if distributed.is_connected():
+            process = distributed.this_process()
+            published = distributed.read_published(_PROGRESS_KEY)
+            if process.index not in published:  # it was held before the processes were connected
+                self._publish_progress(self._progress)
+                return
+            if len(published) < process.num_processes:
+                return
+            all_progress = [ProcessProgress(**json.loads(text)) for text in published.values()]
+        counts = [progress.num_dispatched for progress in all_progress]
+        last = max((count for count in counts if count is not None), default=None)
+        if last is None:
             self._exit("before the first step: nothing is lost")
-        last = max(sent)
-        rest_s = max(
-            place.remaining_s + (last - place.num_dispatched) * place.step_s + place.checkpoint_s
-            for place in places.values()
-            if place.num_dispatched is not None
+        remaining_s = max(
+            progress.remaining_s
+            + (last - progress.num_dispatched) * progress.step_s
+            + progress.checkpoint_s
+            for progress in all_progress
+            if progress.num_dispatched is not None
         )
-        shutdown_grace = self._config.shutdown_grace
-        is_signal = any(place.is_signal for place in places.values())
-        if is_signal and rest_s > shutdown_grace.total_seconds():
+        grace = self._config.shutdown_grace
+        is_signal = any(progress.is_signal for progress in all_progress)
+        if is_signal and remaining_s > grace.total_seconds():
             self._exit(
-                f"at once: what was sent to the devices and a checkpoint would take about {rest_s:.0f} s, and run.shutdown_grace is "
-                f"{durations.to_text(shutdown_grace)}. {self._describe_lost_steps(last)}"
+                f"immediately: the dispatched steps and a checkpoint would take about "
+                f"{remaining_s:.0f} s, and run.shutdown_grace is {durations.to_text(grace)}. "
+                f"{self._describe_lost_steps(last)}"
             )
         with self._condition:
             self._stop_step = last
             self._condition.notify_all()
         if distributed.this_process().index == 0:
-            distributed.log(stop_message(self.reason or "", stop_step=last, remaining_s=rest_s))
+            distributed.log(
+                stop_message(self.reason or "", stop_step=last, remaining_s=remaining_s)
+            )
 
     def _describe_lost_steps(self, last: int) -> str:
-        """What a run loses that leaves now."""
-        found = run_paths.find_latest_in_run(self._config.directory)
-        if found is None:
-            return f"No checkpoint has been written yet: the {_count_steps(last, 'begun so far')} lost."
-        since = last - int(found.name)
-        lost = (
-            f"The {_count_steps(since, f'since the checkpoint of step {found.name}')} lost"
-            if since
-            else "Nothing is lost"
-        )
-        return f"{lost}; the same command goes on from there."
+        """Describes the steps that are lost if the run ends without a checkpoint."""
+        checkpoint = run_paths.find_latest_in_run(self._config.directory)
+        if checkpoint is None:
+            lost = _count_steps(last, "since the start")
+            return f"No checkpoint has been written yet: {lost} lost."
+        num_lost = last - int(checkpoint.name)
+        lost = "Nothing is"
+        if num_lost:
+            lost = _count_steps(num_lost, f"since the checkpoint of step {checkpoint.name}")
+        return f"{lost} lost; the same command resumes from there."
 
-    def _exit(self, words: str) -> None:
+    def _exit(self, text: str) -> NoReturn:
         if distributed.this_process().index == 0:
-            distributed.log(f"stopped by {self.reason} {words}")
+            distributed.log(f"stopped by {self.reason} {text}")
         distributed.exit_now(0)
 
 
-def _count_steps(count: int, which: str) -> str:
-    return f"1 step {which} is" if count == 1 else f"{count} steps {which} are"
+def _count_steps(count: int, where: str) -> str:
+    return f"1 step {where} is" if count == 1 else f"{count} steps {where} are"
 
 
 def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
-    """Messages of a run that stops.
+    """Formats the message of a run that is stopping.
 
     Args:
-        last: the step that it finishes.
-        rest_s: seconds until it has finished this step and written the checkpoint.
+        stop_step: last step of the run.
+        remaining_s: seconds until this step is finished and the checkpoint written.
     """
-    is_ctrl_c = reason == signal.SIGINT.name
-    who = "" if is_ctrl_c else f"{reason}: "
+    prefix = f"{reason}: "
+    repeat = "Ctrl-C"
+    if reason == signal.SIGINT.name:
+        prefix = ""
+        repeat = "Ctrl-C again"
+    elif reason.startswith(signal.SIGTERM.name):
+        repeat = "a second SIGTERM"
     about = f" (about {durations.describe(round(remaining_s))})" if remaining_s >= 1 else ""
-    again = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
-    again = "Ctrl-C again" if is_ctrl_c else again
-    return f"{who}stopping after step {stop_step}, then writing a checkpoint{about}; {again}: leave at once without one"
+    return (
+        f"{prefix}stopping after step {stop_step}, then writing a checkpoint{about}; "
+        f"{repeat} ends the run immediately without one"
+    )

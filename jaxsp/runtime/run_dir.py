@@ -1,4 +1,4 @@
-"""The folder that a run writes: held by one run at a time, made, and seen by all processes."""
+"""Run directory: its lock, its creation, and the check that all processes see it."""
 
 import contextlib
 import datetime
@@ -21,8 +21,14 @@ from jaxsp.core import paths
 from jaxsp.core.errors import UserError
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
-LOCK_FILE, HOLDER_FILE, HEARTBEAT_FILE = "lock", "lock.json", "heartbeat.json"
-"""What is locked, who holds it, and what a running holder writes again every few seconds."""
+LOCK_FILE = "lock"
+"""File that is locked."""
+
+HOLDER_FILE = "lock.json"
+"""File that describes the process that holds the lock."""
+
+HEARTBEAT_FILE = "heartbeat.json"
+"""File that a running holder rewrites every few seconds."""
 
 BOOKKEEPING_FILES = (
     LOCK_FILE,
@@ -30,27 +36,31 @@ BOOKKEEPING_FILES = (
     HEARTBEAT_FILE,
     *(f"{name}{yaml_io.PARTIAL_SUFFIX}" for name in (HOLDER_FILE, HEARTBEAT_FILE, CONFIG_FILE)),
 )
-"""Files that a folder may hold though no run was ever written there."""
+"""Files that a folder may contain although no run has started there."""
 
 HEARTBEAT_TIMEOUT_S = 15.0
-"""How long the heartbeat of a holder on another node has to stand still before it is taken for dead: three of its beats."""
+"""Time without a change of the heartbeat file after which a holder on another node counts as dead:
+three heartbeats."""
 
 _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-"""What flock answers where a file system has none, as Lustre does by default."""
+"""Errors of flock on a file system without locks, such as Lustre by default."""
 
 _locked_dirs: set[pathlib.Path] = set()
-"""Folders that this process holds."""
+"""Folders that this process has locked."""
 
 
 @contextlib.contextmanager
 def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
-    """Keeps every other run out of a folder until the context ends. Process 0 does it for all; again inside, it does nothing.
+    """Context in which no other run can use a folder.
 
-    The kernel frees the lock when a process dies, however it does. Where a file system locks within a node only, the holder's
-    heartbeat tells whether it lives. What was made for the lock goes with it where no run began.
+    Process 0 takes the lock for all processes of a job. A nested lock of the same folder does
+    nothing. The kernel frees the lock when the process ends for any reason. If a file system locks
+    within a node only, the holder's heartbeat shows whether it is alive. At the end, files and
+    folders that were created for the lock are removed if no run has started.
 
-    Args:   asked: the config of the command, for whoever wants to know who holds the folder.
-    Raises: UserError naming the holder where there is one, and where the folder cannot be made or locked.
+    Args: config_path: config of the command, written to HOLDER_FILE.
+    Raises: UserError that describes the holder of the lock, or the reason why the folder cannot be
+        created or locked.
     """
     paths.check_folder(folder, field="run.directory")
     resolved = folder.resolve()
@@ -59,21 +69,21 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         try:
-            made = _create_dirs(folder)
-            lock = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            created = _create_dirs(folder)
+            lock_fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise UserError(
-                f"run.directory = {folder}: cannot be made: {error.strerror}. Name another."
+                f"run.directory = {folder}: cannot be created: {error.strerror}. "
+                "Use another folder."
             ) from None
-        stack.callback(os.close, lock)
-        _acquire(folder, lock)
-        stack.callback(_remove_created, folder, made)
+        stack.callback(os.close, lock_fd)
+        _acquire(folder, lock_fd)
+        stack.callback(_remove_created, folder, created)
         _locked_dirs.add(resolved)
         stack.callback(_locked_dirs.discard, resolved)
+        holder = json.dumps(_holder_fields(config_path))
         with _report_write_errors(folder):
-            yaml_io.write_atomic(
-                folder / HOLDER_FILE, json.dumps(_holder_fields(config_path)) + "\n"
-            )
+            yaml_io.write_atomic(folder / HOLDER_FILE, f"{holder}\n")
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 
@@ -85,10 +95,11 @@ def create(
     banner_text: str,
     keep_model: Callable[[pathlib.Path], None],
 ) -> contextlib.AbstractContextManager:
-    """Makes the run's directory, with what can be written before the first step; held by this run until the context ends.
+    """Creates the run directory with the files that are known before the first step, and locks it.
 
-    Args: keep_model: writes the small files of the model into a folder.
-    Raises: UserError where it cannot be written, and where other processes do not see it.
+    Args: keep_model: writes the small files of the model to a folder.
+    Returns: a context that holds the lock.
+    Raises: UserError if it cannot be written, or if other processes do not see it.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(lock(directory))
@@ -103,17 +114,21 @@ def create(
 
 @contextlib.contextmanager
 def _report_write_errors(folder: pathlib.Path) -> Iterator[None]:
-    """Raises: UserError where a disk does not take what is written in the context."""
+    """Context that turns the error of a full or broken disk into a UserError."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"run.directory = {folder}: cannot be written: {error.strerror}. Make room, or name another."
+            f"run.directory = {folder}: cannot be written: {error.strerror}. "
+            "Free some space, or use another folder."
         ) from None
 
 
 def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
-    """Locks the file, or raises UserError; says so where the run before did not end by itself."""
+    """Locks the file, and prints a line if the previous run was killed.
+
+    Raises: UserError if another run holds the lock, or if the file system has no locks.
+    """
     holder = _read_json(folder / HOLDER_FILE)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -123,35 +138,38 @@ def _acquire(folder: pathlib.Path, lock_fd: int) -> None:
         if error.errno not in _NO_LOCK_ERRNOS:
             raise
         raise UserError(
-            f"run.directory = {folder}: its file system cannot lock files ({error.strerror}), so that two runs could write "
-            "there at once. Name a folder on another one, or have it mounted with locks (Lustre: -o flock)."
+            f"run.directory = {folder}: its file system cannot lock files ({error.strerror}), so "
+            "two runs could write to it at the same time. Use a folder on another file system, or "
+            "mount this one with locks (Lustre: -o flock)."
         ) from None
-    if not os.fstat(lock_fd).st_nlink:  # its holder has just removed the folder that it had made
+    if os.fstat(lock_fd).st_nlink == 0:  # its holder has just removed the folder that it created
         raise _in_use_error(folder, holder)
     if not holder:
         return
     if holder.get("host") != platform.node():
         print(
-            f"{folder}: waits {HEARTBEAT_TIMEOUT_S:g} s for a sign of {_describe_holder(holder)}",
+            f"{folder}: waiting {HEARTBEAT_TIMEOUT_S:g} s for a heartbeat of "
+            f"{_describe_holder(holder)}",
             flush=True,
         )
         if _is_alive(folder / HEARTBEAT_FILE):
             raise _in_use_error(folder, holder)
     print(
-        f"{folder}: the run of {_describe_holder(holder)} was cut off; this one takes over",
+        f"{folder}: the run of {_describe_holder(holder)} was killed; this run takes over",
         flush=True,
     )
 
 
 def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
-    named = f": {_describe_holder(holder)}" if holder else ""
+    description = f": {_describe_holder(holder)}" if holder else ""
     return UserError(
-        f"run.directory = {folder}: another process is writing this run{named}. Wait for it, or name another folder."
+        f"run.directory = {folder}: is in use by another process{description}. "
+        "Wait for it, or use another folder."
     )
 
 
 def _holder_fields(config_path: str) -> dict[str, Any]:
-    """Who this process is. Nothing else of the environment is anybody's business."""
+    """Description of this process; leaves out the environment, which may contain secrets."""
     return {
         "host": platform.node(),
         "pid": os.getpid(),
@@ -162,17 +180,20 @@ def _holder_fields(config_path: str) -> dict[str, Any]:
 
 
 def _describe_holder(holder: dict[str, Any]) -> str:
-    """A holder in words: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, configs/a.yaml)`."""
-    job = f"SLURM job {holder['job']}" if holder.get("job") else ""
-    beside = ", ".join(filter(None, (job, holder.get("config"))))
+    """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
-    return f"pid {holder.get('pid')} on {holder.get('host')} since {since}{f' ({beside})' * bool(beside)}"
+    text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
+    details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
+    if holder.get("config"):
+        details.append(holder["config"])
+    return f"{text} ({', '.join(details)})" if details else text
 
 
 def _is_alive(heartbeat: pathlib.Path) -> bool:
-    """Whether the file changes within SILENCE_S."""
-    before, until = _read_json(heartbeat), time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < until:
+    """True if the heartbeat file changes within HEARTBEAT_TIMEOUT_S."""
+    before = _read_json(heartbeat)
+    deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
+    while time.monotonic() < deadline:
         time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
         if _read_json(heartbeat) != before:
             return True
@@ -180,7 +201,7 @@ def _is_alive(heartbeat: pathlib.Path) -> bool:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The fields of a small file; none where there is no such file, or another process was stopped while it wrote it."""
+    """Fields of a small file; empty if it does not exist or was written only in part."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -189,18 +210,18 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _create_dirs(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Makes a folder. Gives what was not there before: files of NOT_A_RUN, and folders, the deepest first."""
-    made = [
-        path
-        for path in (*(folder / name for name in BOOKKEEPING_FILES), folder, *folder.parents)
-        if not path.exists()
-    ]
+    """Creates a folder and its parents.
+
+    Returns: paths that did not exist before: bookkeeping files, then folders, the deepest first.
+    """
+    files = [folder / name for name in BOOKKEEPING_FILES]
+    missing = [path for path in (*files, folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    return made
+    return missing
 
 
 def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
-    """Removes what was made for a run that never began."""
+    """Removes files and empty folders that were created for a run that never started."""
     if (folder / CONFIG_FILE).exists():
         return
     for path in created:
@@ -213,15 +234,15 @@ def _remove_created(folder: pathlib.Path, created: list[pathlib.Path]) -> None:
 
 
 def _wait_until_visible(directory: pathlib.Path) -> None:
-    """Raises: UserError where a process does not see the directory that process 0 has made."""
+    """Raises: UserError if this process does not see the directory that process 0 has created."""
     if jax.process_count() == 1:
         return
-    multihost_utils.sync_global_devices("the run's directory was made")
-    for _ in range(30):  # what another node wrote may come late
+    multihost_utils.sync_global_devices("run directory created")
+    for _ in range(30):  # files written on another node may become visible seconds later
         if (directory / CONFIG_FILE).is_file():
             return
         time.sleep(1)
     raise UserError(
-        f"run.directory = {directory}: process 0 has made it, and process {jax.process_index()} does not see it. Name a folder "
-        "that all nodes share."
+        f"run.directory = {directory}: was created by process 0, but process "
+        f"{jax.process_index()} does not see it. Use a folder that all nodes share."
     )

@@ -1,36 +1,43 @@
-"""Layout of a run directory: names of its files, and its checkpoints."""
+"""Layout of a run directory: names of its files, and paths of its checkpoints."""
 
 import pathlib
 from collections.abc import Sequence
 
-CHECKPOINTS_DIR, DAMAGED_DIR = "checkpoints", "damaged"
-"""The folders of a run's directory that they are in, and that those are moved to which cannot be used."""
+CHECKPOINTS_DIR = "checkpoints"
+"""Folder of the checkpoints."""
 
+DAMAGED_DIR = "damaged"
+"""Folder that damaged checkpoints are moved to."""
 
 CONFIG_FILE = "config.yaml"
-"""File that marks a run's directory: once it exists, the run has begun."""
+"""File that marks a run directory: once it exists, the run has started."""
 
+MASTER = "master"
+"""Item of a checkpoint with the float32 weights."""
 
-MASTER, OPT, META = "master", "opt", "meta"
-"""A checkpoint's items; a run without optimizer state (sgd) has no second."""
+OPT = "opt"
+"""Item of a checkpoint with the optimizer state; absent without state (sgd)."""
+
+META = "meta"
+"""Item of a checkpoint with the fields of CheckpointMeta."""
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:
-    """Steps of the checkpoints in a folder, whole or damaged, the oldest first. One that was not finished has a longer name."""
-    names = [
-        path.name
-        for path in folder.glob("*")
-        if path.name.isdecimal() and path.is_dir() and not _is_run_dir(path)
-    ]
-    return sorted(int(name) for name in names if name == str(int(name)))
+    """Steps of the checkpoints in a folder, complete or damaged, oldest first.
+
+    Unfinished checkpoints are left out; they have longer names.
+    """
+    names = [path.name for path in folder.glob("*") if path.is_dir() and not _is_run_dir(path)]
+    # Excludes 007, which the checkpoint of step 7 is never called
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def find_latest(
     path: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
 ) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run's directory, or the checkpoint that is named.
+    """Finds the latest checkpoint of a run directory or of a folder; a checkpoint is returned.
 
-    Args:    without: checkpoints to skip.
+    Args: exclude: checkpoints to skip.
     Returns: None if there is none.
     """
     directory = pathlib.Path(path).resolve()
@@ -46,28 +53,29 @@ def find_latest(
 def find_latest_in_run(
     directory: str | pathlib.Path, *, exclude: Sequence[pathlib.Path] = ()
 ) -> pathlib.Path | None:
-    """Finds the latest checkpoint of a run's directory, whatever the directory is called."""
+    """Finds the latest checkpoint of a run directory, which may have any name."""
     return _latest_in(pathlib.Path(directory).resolve() / CHECKPOINTS_DIR, exclude)
 
 
 def _latest_in(folder: pathlib.Path, exclude: Sequence[pathlib.Path]) -> pathlib.Path | None:
-    paths = [folder / str(number) for number in list_steps(folder)]
-    return next((path for path in reversed(paths) if path not in exclude), None)
+    paths = [folder / str(step) for step in reversed(list_steps(folder))]
+    return next((path for path in paths if path not in exclude), None)
 
 
 def _is_run_dir(directory: pathlib.Path) -> bool:
-    """Checks for what a run's directory holds and a checkpoint never does."""
+    """True if a folder holds files that a run directory has, and a checkpoint never does."""
     return (directory / CHECKPOINTS_DIR).is_dir() or (directory / CONFIG_FILE).is_file()
 
 
 def find_previous(checkpoint: pathlib.Path) -> pathlib.Path | None:
-    """The checkpoint of the same run before this one."""
+    """Finds the previous checkpoint of the same run."""
     if not checkpoint.name.isdecimal():
         return None
-    older = [number for number in list_steps(checkpoint.parent) if number < int(checkpoint.name)]
-    return checkpoint.parent / str(older[-1]) if older else None
+    step = int(checkpoint.name)
+    earlier = [number for number in list_steps(checkpoint.parent) if number < step]
+    return checkpoint.parent / str(earlier[-1]) if earlier else None
 
 
 def find_run_dir(checkpoint: pathlib.Path) -> pathlib.Path | None:
-    """The directory of the run that a checkpoint is in; None for one that lies elsewhere."""
+    """Finds the run directory of a checkpoint; None if the checkpoint is not in one."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS_DIR else None

@@ -62,7 +62,7 @@ class Job:
     def __init__(self, folder: pathlib.Path, *, data: int = 1, seq: int = 2):
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.file, self.metrics = test_launch.settings(
+        self.file, self.metrics = test_launch.write_config(
             folder, name="run", data=data, seq=seq, steps=STEPS, devices=data * seq
         )
 
@@ -101,7 +101,7 @@ class Job:
         )
 
     def lines(self) -> list[dict]:
-        return test_launch.lines(self.metrics) if self.metrics.exists() else []
+        return test_launch.read_lines(self.metrics) if self.metrics.exists() else []
 
     def wait_for(self, step: int, begun: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + 400

@@ -1,13 +1,13 @@
-"""How the processes of a job begin and end together."""
+"""Processes of a job: how they join, print and end."""
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from jaxsp import launch
 from tests.messages import assert_names
 
 JOIN = (
@@ -17,43 +17,47 @@ JOIN = (
 
 
 @pytest.mark.e2e
-def test_a_process_that_never_starts_is_not_waited_for_for_ever():
-    # of one job process 0 is missing, of another process 1
-    waiting = {
-        (0, "lonely"): ["2", "3"],
-        (2, "lonely"): ["process 0"],
-        (1, "headless"): ["process 0", "Connection refused"],
+def test_processes_do_not_wait_forever_for_one_that_never_starts():
+    # Process 1 of the first job is missing, and process 0 of the second one
+    missing = {
+        (0, "first"): ["2", "3"],
+        (2, "first"): ["process 0"],
+        (1, "second"): ["process 0", "Connection refused"],
     }
-    ports = {name: free_port() for name in ("lonely", "headless")}
-    started = {}
-    for index, name in waiting:
+    ports = {job: launch.free_port() for job in ("first", "second")}
+    processes = {}
+    for index, job in missing:
         variables = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(ports[name]),
+            "MASTER_PORT": str(ports[job]),
             "WORLD_SIZE": "3",
             "RANK": str(index),
         }
-        started[index, name] = subprocess.Popen(
+        processes[index, job] = subprocess.Popen(
             [sys.executable, "-c", JOIN.format(3)],
             env=os.environ | variables,
             stderr=subprocess.PIPE,
             text=True,
         )
-    for (index, name), process in started.items():
-        _, printed = process.communicate(timeout=60)
-        assert process.returncode == 1, printed
-        begins = f"process {index} of 3: "
-        (_, ended) = (line for line in printed.splitlines() if line.startswith(begins))
-        assert_names(ended, "3 s", f"127.0.0.1:{ports[name]}", *waiting[index, name], start=begins)
-        assert "stack trace" not in printed, "before JAX ends it in its own words"
+    for (index, job), process in processes.items():
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 1, stderr
+        start = f"process {index} of 3: "
+        (_, last) = (line for line in stderr.splitlines() if line.startswith(start))
+        assert_names(last, "3 s", f"127.0.0.1:{ports[job]}", *missing[index, job], start=start)
+        assert "stack trace" not in stderr, "ends before JAX's own timeout"
 
 
-def test_one_of_several_processes_can_be_ended():
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    waits = f"{JOIN.format(60)}; print('joined', flush=True); import time; time.sleep(100)"
-    both = [
+def test_sigterm_ends_one_of_several_processes():
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(launch.free_port()),
+        "WORLD_SIZE": "2",
+    }
+    program = f"{JOIN.format(60)}; print('joined', flush=True); import time; time.sleep(100)"
+    processes = [
         subprocess.Popen(
-            [sys.executable, "-c", waits],
+            [sys.executable, "-c", program],
             env=os.environ | variables | {"RANK": rank},
             stdout=subprocess.PIPE,
             text=True,
@@ -61,43 +65,41 @@ def test_one_of_several_processes_can_be_ended():
         for rank in "01"
     ]
     try:
-        assert [process.stdout.readline() for process in both] == ["joined\n"] * 2
-        both[1].terminate()
-        assert both[1].wait(10) == -signal.SIGTERM
+        assert [process.stdout.readline() for process in processes] == ["joined\n"] * 2
+        processes[1].terminate()
+        assert processes[1].wait(10) == -signal.SIGTERM
     finally:
-        for process in both:
+        for process in processes:
             process.kill()
             process.communicate()
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def run_program(program):
+    """Runs Python, and captures its output."""
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def test_words_that_nobody_hears_end_nothing():
-    """A terminal that is gone, or a log on a full disk."""
-    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); "
-    program += "from jaxsp.runtime import distributed; distributed.log('a')"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}; print('went on')"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (0, "went on\n")
+def test_output_that_cannot_be_written_does_not_end_a_process():
+    """For example to a terminal that is gone, or to a log on a full disk."""
+    result = run_program("""
+import os
+from jaxsp.runtime import distributed
+os.close(2)
+os.open("/dev/full", os.O_WRONLY)
+distributed.log("a")
+print("continued")
+""")
+    assert result.stdout == "continued\n"
 
 
-def test_output_of_gloo_is_discarded_and_ours_is_printed():
-    program = """
+def test_output_of_gloo_is_discarded_and_that_of_jaxsp_is_printed():
+    result = run_program("""
 import os
 from jaxsp.runtime import distributed
 print("before")
 distributed._discard_gloo_output()
 os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks")
 print("after")
-"""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["before", "after"]
+""")
+    assert result.stdout.splitlines() == ["before", "after"]

@@ -1,5 +1,6 @@
-"""Stopping: what a signal does to one process, before training, while a step runs, and twice."""
+"""Effects of a signal on one process: before training, during a step, and twice."""
 
+import json
 import re
 import signal
 import subprocess
@@ -17,130 +18,135 @@ from tests import messages
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
 
 PROGRAM = """
-import os, sys, time
+import json, sys, time
 from jaxsp.config import schema
 from jaxsp.runtime import preemption, run_status
-now = run_status.RunStatus()
-settings = schema.RunConfig(directory=sys.argv[1], shutdown_grace=sys.argv[2], stop_after=eval(sys.argv[3]))
-begun, step_s = int(sys.argv[4]), float(sys.argv[5])
-with preemption.Preemption(settings, now) as stop:
-    for step in range(1, begun + 1):
+options = json.loads(sys.argv[1])
+num_steps = options["num_steps"]
+status = run_status.RunStatus()
+with preemption.Preemption(schema.RunConfig(**options["run"]), status) as stop:
+    for step in range(1, num_steps + 1):
         assert stop.should_dispatch(step)
-        now.dispatched(step, 64)
-        if step < begun:
-            now.finished(step, step_s)
+        status.dispatched(step, 64)
+        if step < num_steps:
+            status.finished(step, options["step_s"])
     print("ready", flush=True)
-    # waits as for a device: in one call of C
-    while begun and stop.reason is None:
+    # Waits as for a device: inside one call of C
+    while num_steps and stop.reason is None:
         time.sleep(0.1)
-    time.sleep(0.3 if begun else 100)
-    print("next step:", stop.should_dispatch(begun + 1), flush=True)
-    time.sleep(float(sys.argv[6]))
+    time.sleep(0.3 if num_steps else 100)
+    print("next step:", stop.should_dispatch(num_steps + 1), flush=True)
+    time.sleep(options["final_sleep_s"])
 """
-"""A run that has sent some steps to the devices, of which the last is running."""
+"""Run that has dispatched some steps, of which the last one is running."""
 
 
 def run(
     folder,
     *,
     number=signal.SIGTERM,
-    shutdown_grace="25s",
     stop_after=None,
-    begun=3,
+    num_steps=3,
     step_s=0.1,
-    then_s=0.0,
-    again_after=None,
+    final_sleep_s=0.0,
+    repeat_after_s=None,
 ):
     """Exit code, stdout, stderr, and seconds from the signal to the end."""
-    words = map(str, (folder, shutdown_grace, repr(stop_after), begun, step_s, then_s))
-    running = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *words],
+    run_fields = {"directory": str(folder), "shutdown_grace": "25s", "stop_after": stop_after}
+    options = {
+        "run": run_fields,
+        "num_steps": num_steps,
+        "step_s": step_s,
+        "final_sleep_s": final_sleep_s,
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, json.dumps(options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         bufsize=1,
     )
     try:
-        assert running.stdout is not None
-        assert running.stdout.readline() == "ready\n"
-        began = time.monotonic()
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        start_s = time.monotonic()
         if stop_after is None:
-            running.send_signal(number)
-        if again_after is not None:
-            time.sleep(again_after)
-            running.send_signal(number)
-        printed, said = running.communicate(timeout=60)
+            process.send_signal(number)
+        if repeat_after_s is not None:
+            time.sleep(repeat_after_s)
+            process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
     finally:
-        running.kill()
-        running.communicate()
-    return running.returncode, printed, said, time.monotonic() - began
+        process.kill()
+        process.communicate()
+    return process.returncode, stdout, stderr, time.monotonic() - start_s
 
 
-def test_a_step_that_was_let_go_and_not_sent_yet_counts_as_one_to_wait_for(tmp_path):
-    now = RunStatus()
-    stop = Preemption(RunConfig(directory=str(tmp_path), steps=9), now)
+def test_a_step_that_is_allowed_and_not_dispatched_yet_counts_as_remaining(tmp_path):
+    status = RunStatus()
+    stop = Preemption(RunConfig(directory=str(tmp_path), steps=9), status)
     for step in (1, 2):
         assert stop.should_dispatch(step)
-        now.dispatched(step, 64)
-        now.finished(step, 7.0)
+        status.dispatched(step, 64)
+        status.finished(step, 7.0)
     assert stop.should_dispatch(3)
     stop._hold_dispatch("SIGTERM")
     assert (stop._progress.num_dispatched, stop._progress.remaining_s) == (3, 7.0)
-    now.dispatched(3, 64)
+    status.dispatched(3, 64)
     stop._hold_dispatch("SIGTERM")
     assert stop._progress.remaining_s == pytest.approx(7.0, abs=0.5)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_after_a_signal_no_further_step_is_sent(tmp_path, name):
-    code, printed, said, _ = run(tmp_path, number=getattr(signal, name))
-    assert (code, printed) == (0, "next step: False\n")
-    assert re.search(messages.holding("step 3"), said)
+def test_no_step_is_dispatched_after_a_signal(tmp_path, name):
+    code, stdout, stderr, _ = run(tmp_path, number=getattr(signal, name))
+    assert (code, stdout) == (0, "next step: False\n")
+    assert re.search(messages.holding("step 3"), stderr)
 
 
-def test_before_the_first_step_a_signal_leaves_at_once(tmp_path):
-    code, printed, said, seconds = run(tmp_path, begun=0)
-    assert (code, printed) == (0, "")
-    assert "SIGTERM" in said.splitlines()[-1]
+def test_a_signal_before_the_first_step_ends_the_process_immediately(tmp_path):
+    code, stdout, stderr, seconds = run(tmp_path, num_steps=0)
+    assert (code, stdout) == (0, "")
+    assert "SIGTERM" in stderr.splitlines()[-1]
     assert seconds < 5, "the main thread sleeps for 100"
 
 
-def test_where_the_grace_is_too_short_it_leaves_at_once_and_says_what_is_lost(tmp_path):
+def test_a_shutdown_that_takes_longer_than_the_grace_ends_immediately_and_prints_the_loss(tmp_path):
     (tmp_path / "checkpoints/2/master").mkdir(parents=True)
     (tmp_path / "checkpoints/2/meta").mkdir()
     (tmp_path / "checkpoints/2/meta/metadata").write_text("{}")
-    code, printed, said, _ = run(tmp_path, step_s=100.0)
-    assert (code, printed) == (0, "")
-    assert re.search(r"\b(99|100) s\b", said)
-    assert re.search(messages.holding("run.shutdown_grace", "25s", "1 step", "step 2"), said)
+    code, stdout, stderr, _ = run(tmp_path, step_s=100.0)
+    assert (code, stdout) == (0, "")
+    assert re.search(r"\b(99|100) s\b", stderr)
+    assert re.search(messages.holding("run.shutdown_grace", 25, "1 step", "step 2"), stderr)
 
 
-def test_where_nothing_was_saved_all_steps_are_said_to_be_lost(tmp_path):
-    _, _, said, _ = run(tmp_path, step_s=100.0)
-    assert re.search(messages.holding("run.shutdown_grace", "25s", "3 steps"), said)
+def test_without_a_checkpoint_all_steps_are_lost(tmp_path):
+    _, _, stderr, _ = run(tmp_path, step_s=100.0)
+    assert re.search(messages.holding("run.shutdown_grace", 25, "3 steps"), stderr)
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
-    code, _, said, seconds = run(tmp_path, then_s=100.0, again_after=1.5)
+def test_a_second_signal_ends_the_process_immediately(tmp_path):
+    code, _, stderr, seconds = run(tmp_path, final_sleep_s=100.0, repeat_after_s=1.5)
     assert code == 128 + signal.SIGTERM
-    assert "SIGTERM" in said.splitlines()[-1]
+    assert "SIGTERM" in stderr.splitlines()[-1]
     assert seconds < 10
 
 
-def test_signals_at_the_same_time_are_one(tmp_path):
-    code, printed, _, _ = run(tmp_path, then_s=1.0, again_after=0.2)
-    assert (code, printed) == (0, "next step: False\n")
+def test_signals_within_a_second_count_as_one(tmp_path):
+    code, stdout, _, _ = run(tmp_path, final_sleep_s=1.0, repeat_after_s=0.2)
+    assert (code, stdout) == (0, "next step: False\n")
 
 
-def test_a_run_stops_when_its_time_is_up_however_long_the_step_takes(tmp_path):
-    code, printed, said, _ = run(tmp_path, stop_after="0.6s", step_s=100.0)
-    assert (code, printed) == (0, "next step: False\n")
-    assert re.search(messages.holding("run.stop_after = 0.6s", "step 3"), said)
+def test_a_run_stops_after_its_time_even_if_the_step_takes_long(tmp_path):
+    code, stdout, stderr, _ = run(tmp_path, stop_after="0.6s", step_s=100.0)
+    assert (code, stdout) == (0, "next step: False\n")
+    assert re.search(messages.holding("run.stop_after = 0.6s", "step 3"), stderr)
 
 
-def test_processes_that_are_started_do_not_inherit_the_signals(tmp_path):
+def test_child_processes_do_not_inherit_the_signal_handlers():
     program = """
-import os, signal, subprocess, sys, time
+import signal, subprocess, sys, time
 from jaxsp.config import schema
 from jaxsp.runtime import preemption, run_status
 with preemption.Preemption(schema.RunConfig(directory="x"), run_status.RunStatus()) as stop:
@@ -149,22 +155,23 @@ with preemption.Preemption(schema.RunConfig(directory="x"), run_status.RunStatus
     child.send_signal(signal.SIGTERM)
     print(child.wait(), stop.reason)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == f"{-signal.SIGTERM} None\n"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout == f"{-signal.SIGTERM} None\n"
 
 
 @pytest.mark.parametrize(
-    ("reason", "rest_s", "parts"),
+    ("reason", "remaining_s", "parts"),
     [
         ("SIGINT", 0.2, ["step 74", "Ctrl-C"]),
         ("SIGTERM to process 1", 9.7, ["SIGTERM to process 1", "step 74", "10 s", "SIGTERM"]),
         ("run.stop_after = 30m", 0.2, ["run.stop_after = 30m", "step 74", "Ctrl-C"]),
     ],
 )
-def test_a_stop_names_its_step_and_how_to_leave_at_once(reason, rest_s, parts):
-    said = preemption.stop_message(reason, stop_step=74, remaining_s=rest_s)
-    assert re.match(".*" + messages.holding(*parts), said)
-    assert "SIGINT" not in said, "who pressed Ctrl-C knows it"
-    assert bool(re.search(r"\d s\b", said)) == (rest_s > 1)
+def test_the_stop_message_names_the_last_step_and_how_to_end_immediately(
+    reason, remaining_s, parts
+):
+    message = preemption.stop_message(reason, stop_step=74, remaining_s=remaining_s)
+    assert re.match(".*" + messages.holding(*parts), message)
+    assert "SIGINT" not in message, "the user who pressed Ctrl-C knows it"
+    assert bool(re.search(r"\d s\b", message)) == (remaining_s > 1)

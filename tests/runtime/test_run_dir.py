@@ -1,4 +1,4 @@
-"""A run's folder has one writer; who it is, is known, and a dead one is in nobody's way."""
+"""Lock of a run directory: one writer at a time, which is named, and a dead one does not block."""
 
 import contextlib
 import errno
@@ -20,54 +20,52 @@ from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_dir
 from tests import messages
 
-HOLDS = """
+LOCK = """
 import pathlib, sys, time
 from jaxsp.runtime import run_dir
 with run_dir.lock(pathlib.Path(sys.argv[1]), config_path="configs/a.yaml"):
-    print("held", flush=True)
+    print("locked", flush=True)
     time.sleep(600)
 """
 
 
 @contextlib.contextmanager
-def another_holds(folder, **environment):
-    """Another process that holds the folder."""
-    words = [sys.executable, "-c", HOLDS, str(folder)]
+def locked_by_another(folder, **environment):
+    """Context in which another process holds the lock of a folder."""
+    command = [sys.executable, "-c", LOCK, str(folder)]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}
     ) as process:
         try:
-            assert process.stdout.readline() == "held\n"
+            assert process.stdout.readline() == "locked\n"
             yield process
         finally:
             process.kill()
 
 
-def holder(folder, **fields):
-    """Writes who holds a folder, as a process that died without a word has left it."""
-    told = {
+def write_holder(folder, **fields):
+    """Writes the file that a process leaves when it is killed."""
+    holder = {
         "host": platform.node(),
         "pid": 123,
         "began": "2026-03-01T13:05:00+01:00",
         "job": None,
         "config": None,
     }
-    (folder / run_dir.HOLDER_FILE).write_text(json.dumps(told | fields))
+    (folder / run_dir.HOLDER_FILE).write_text(json.dumps(holder | fields))
 
 
-def test_the_holder_is_named_while_it_lives_and_recognised_as_dead(tmp_path, capsys):
+def test_a_living_holder_is_named_and_a_dead_one_is_replaced(tmp_path, capsys):
     (tmp_path / "config.yaml").touch()
-    with another_holds(tmp_path, SLURM_JOB_ID="77", HF_TOKEN="canary") as process:
-        told = json.loads((tmp_path / run_dir.HOLDER_FILE).read_text())
-        assert set(told) == {"host", "pid", "began", "job", "config"}
-        assert "canary" not in str(told)
-        named = (process.pid, platform.node(), told["began"][:10], 77, "configs/a.yaml")
-        asked = f"run.directory = {tmp_path}"
-        with pytest.raises(UserError, match=messages.holding(asked, *named)):
+    with locked_by_another(tmp_path, SLURM_JOB_ID="77", HF_TOKEN="canary") as process:
+        holder = json.loads((tmp_path / run_dir.HOLDER_FILE).read_text())
+        assert set(holder) == {"host", "pid", "began", "job", "config"}
+        assert "canary" not in str(holder)
+        named = (process.pid, platform.node(), holder["began"][:10], 77, "configs/a.yaml")
+        start = f"run.directory = {tmp_path}"
+        with pytest.raises(UserError, match=messages.holding(start, *named)):
             run_dir.lock(tmp_path).__enter__()
-        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == told, (
-            "nothing was touched"
-        )
+        assert json.loads((tmp_path / run_dir.HOLDER_FILE).read_text()) == holder
         process.send_signal(signal.SIGKILL)
         process.wait()
     with run_dir.lock(tmp_path):
@@ -75,36 +73,38 @@ def test_the_holder_is_named_while_it_lives_and_recognised_as_dead(tmp_path, cap
         assert re.search(messages.holding(process.pid, platform.node()), capsys.readouterr().out)
     assert not (tmp_path / run_dir.HOLDER_FILE).exists()
     with run_dir.lock(tmp_path):
-        assert capsys.readouterr().out == "", "the run before ended by itself"
+        assert capsys.readouterr().out == "", "the previous run has removed its file"
 
 
-def test_a_holder_of_whom_nothing_is_known_is_one_all_the_same(tmp_path):
+def test_a_holder_without_a_readable_description_still_holds_the_lock(tmp_path):
     with (tmp_path / run_dir.LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for text in ("", '{"host": "a', "[]"):
             (tmp_path / run_dir.HOLDER_FILE).write_text(text)
-            asked = messages.holding(f"run.directory = {tmp_path}", "process")
-            with pytest.raises(UserError, match=asked) as found:
+            parts = messages.holding(f"run.directory = {tmp_path}", "process")
+            with pytest.raises(UserError, match=parts) as error:
                 run_dir.lock(tmp_path).__enter__()
-            assert "None" not in str(found.value)
+            assert "None" not in str(error.value)
 
 
-def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, monkeypatch, capsys):
-    """As on a file system whose locks other nodes do not see."""
+def test_a_holder_on_another_node_is_alive_while_its_heartbeat_changes(
+    tmp_path, monkeypatch, capsys
+):
+    """For example on a file system that locks within a node only."""
     monkeypatch.setattr(run_dir, "HEARTBEAT_TIMEOUT_S", 0.5)
-    holder(tmp_path, host="node-7")
+    write_holder(tmp_path, host="node-7")
     named = (123, "node-7", "2026-03-01 13:05:00")
     (tmp_path / run_dir.HEARTBEAT_FILE).write_text('{"step": 4}')
 
-    def beat():
+    def write_heartbeat():
         time.sleep(0.1)
         (tmp_path / run_dir.HEARTBEAT_FILE).write_text('{"step": 5}')
 
-    beating = threading.Thread(target=beat)
-    beating.start()
+    writer = threading.Thread(target=write_heartbeat)
+    writer.start()
     with pytest.raises(UserError, match=messages.holding(*named)):
         run_dir.lock(tmp_path).__enter__()
-    beating.join()
+    writer.join()
     assert re.search(messages.holding("0.5 s", *named), capsys.readouterr().out)
     with run_dir.lock(tmp_path):
         *_, last = capsys.readouterr().out.splitlines()
@@ -112,17 +112,17 @@ def test_a_holder_on_another_node_lives_as_long_as_its_heart_beats(tmp_path, mon
         assert "0.5 s" not in last
 
 
-def test_a_file_system_without_locks_is_refused_with_a_way_out(tmp_path, monkeypatch):
-    def none(*_):
+def test_a_file_system_without_locks_is_refused_with_a_suggestion(tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(fcntl, "flock", none)
-    says = messages.holding(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
-    with pytest.raises(UserError, match=says):
+    monkeypatch.setattr(fcntl, "flock", fail)
+    parts = messages.holding(f"run.directory = {tmp_path}/run", "No locks available", "-o flock")
+    with pytest.raises(UserError, match=parts):
         run_dir.lock(tmp_path / "run").__enter__()
 
 
-def test_what_was_made_for_the_lock_goes_where_no_run_began(tmp_path):
+def test_files_created_for_the_lock_are_removed_if_no_run_starts(tmp_path):
     with run_dir.lock(tmp_path / "a/b"), run_dir.lock(tmp_path / "a/b"):
         assert (tmp_path / "a/b" / run_dir.HOLDER_FILE).exists()
     assert not any(tmp_path.iterdir())
@@ -133,31 +133,30 @@ def test_what_was_made_for_the_lock_goes_where_no_run_began(tmp_path):
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
     with run_dir.lock(tmp_path / "mine"):
         (tmp_path / "mine/config.yaml").touch()
-    assert (tmp_path / "mine" / run_dir.LOCK_FILE).exists(), (
-        "of a run, which others may be waiting for"
-    )
+    lock = tmp_path / "mine" / run_dir.LOCK_FILE
+    assert lock.exists(), "the lock of a run that has started stays"
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_the_error_names_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").touch()
-    says = messages.holding(f"run.directory = {tmp_path}/file/run", "Not a directory")
-    with pytest.raises(UserError, match=says):
+    parts = messages.holding(f"run.directory = {tmp_path}/file/run", "Not a directory")
+    with pytest.raises(UserError, match=parts):
         run_dir.lock(tmp_path / "file/run").__enter__()
 
 
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("name", ["loop", "file"])
-def test_what_cannot_be_a_folder_is_refused_by_every_process(tmp_path, monkeypatch, name, index):
+def test_every_process_refuses_a_path_that_cannot_be_a_folder(tmp_path, monkeypatch, name, index):
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     monkeypatch.setattr("jax.process_index", lambda: index)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError) as error:
         run_dir.lock(tmp_path / name).__enter__()
-    (line,) = caught.value.problems
-    assert line.startswith(f"run.directory = {tmp_path / name}: ")
+    (problem,) = error.value.problems
+    assert problem.startswith(f"run.directory = {tmp_path / name}: ")
 
 
-def test_a_process_of_several_that_is_not_the_first_holds_nothing(tmp_path, monkeypatch):
+def test_only_process_0_locks_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     with run_dir.lock(tmp_path / "run"):
         assert not pathlib.Path(tmp_path / "run").exists()
