@@ -15,13 +15,17 @@ import pytest
 REPO = pathlib.Path(__file__).parent.parent
 
 CHECKED = (
+    "jaxsp/launch.py",
     "jaxsp/run",
+    "jaxsp/runtime",
     "scripts/config_reference.py",
     "scripts/generated_text.py",
     "tests/markdown.py",
+    "tests/runtime",
     "tests/test_architecture.py",
     "tests/test_configs.py",
     "tests/test_language.py",
+    "tests/test_launch.py",
     "tests/test_quickstart.py",
     "tests/test_readme.py",
 )

@@ -36,7 +36,7 @@ def to_text(duration: timedelta) -> str:
     return f"{seconds}s"
 
 
-def describe(seconds: float) -> str:
+def describe(seconds: float | int) -> str:
     """Formats a duration for output: `0.726 s`, `39.2 s`, `4 min 10 s`, `2 h 5 min`."""
     whole_seconds = round(seconds)
     if whole_seconds < 60:
