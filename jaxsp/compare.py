@@ -9,10 +9,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxsp import cli
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.core import axes, durations
+from jaxsp.core import axes, durations, exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.measure import BenchmarkResult
 from jaxsp.planner import mesh_sweep, report
@@ -66,7 +65,7 @@ def benchmark_meshes(
         say: is told of each.
     Raises: UserError where none can run.
     """
-    config = schema.load(path, list(changes))
+    config = config_file.load(path, list(changes))
     found: list[MeshBenchmark] = []
     first: BenchmarkResult | None = None
     all_of = mesh_sweep.list_combinations(
@@ -186,7 +185,7 @@ def _run_process(
             str(written),
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode == cli.EXIT_OK:
+        if done.returncode == exit_codes.OK:
             return BenchmarkResult(**json.loads(written.read_text(encoding="utf-8"))), ""
     lines = [line for line in done.stderr.splitlines() if line.strip()] or [
         f"ended with {done.returncode}, without a word"

@@ -10,7 +10,7 @@ import rich.console
 from jaxsp import cli
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import folder
@@ -147,7 +147,7 @@ def _load_config(
 ) -> Config:
     """The fields of a run, or of a file, or those that a Hugging Face folder needs, with the changes."""
     start_from = _PLACEHOLDER_FIELDS if meta is None else meta.config
-    fields = start_from if file is None else schema.read(file)
+    fields = start_from if file is None else config_file.read(file)
     # what is evaluated is what was named, whatever the file trains
     model = {"source": what, "config": None}
     if meta is not None:
@@ -162,7 +162,7 @@ def _load_config(
         }
     problems, config = ProblemCollector(), None
     with problems.collect():
-        config = schema.parse(fields | {"model": fields.get("model", {}) | model}, changes)
+        config = config_file.parse(fields | {"model": fields.get("model", {}) | model}, changes)
     asked = fields.get("data", {}).get("eval") or any(
         word.startswith("data.eval") for word in changes
     )

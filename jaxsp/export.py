@@ -7,7 +7,7 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
             f"{given.run}: holds no checkpoint. Give a run's directory, or a folder in its checkpoints/."
         )
     meta = reader.read_meta(found)
-    config = schema.parse(meta.config)
+    config = config_file.parse(meta.config)
     table = decoder.param_table(families.parse_model_config(meta.model, field="model.config"))
     kept = resume.find_model_dir(found)
     # all that model.source had beside its weights, not a tokenizer alone

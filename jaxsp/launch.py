@@ -12,10 +12,11 @@ import socket
 import sys
 
 from jaxsp import cli
-from jaxsp.config import schema
-from jaxsp.config.schema import RunConfig
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import ProblemCollector
-from jaxsp.runtime import child_processes, cluster, distributed, hardware
+from jaxsp.runtime import child_processes, cluster, hardware
 from jaxsp.runtime.child_processes import SignalForwarder
 from jaxsp.runtime.cluster import Process
 
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> None:
         SystemExit: with the exit code of the first process that failed.
     """
     args = _parser().parse_intermixed_args(arguments)
-    config = schema.load(args.config, args.changes)  # prints an error in it once
+    config = config_file.load(args.config, args.changes)  # prints an error in it once
     with SignalForwarder() as signals:
         _run_with_restarts(args, config.run, signals)
 
@@ -87,7 +88,7 @@ def _run_with_restarts(
                 f"not started again: {args.restarts} restarts in a row without a new checkpoint",
                 file=sys.stderr,
             )
-            sys.exit(distributed.EXIT_HUNG)
+            sys.exit(exit_codes.HUNG)
         restarts_left -= 1
         start = f"from the checkpoint of step {step}" if step else "from the beginning"
         print(f"all processes start again, {start}", file=sys.stderr, flush=True)

@@ -32,7 +32,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -216,7 +216,7 @@ def _build_config(source: str, config: Mapping[str, Any]) -> Config:
         "model": {"source": source, "config": None, "tokenizer": None},
         "data": {"train": [{"source": "unused", "format": "tokens"}], "eval": []},
     }
-    return schema.parse(
+    return config_file.parse(
         fields | {name: fields.get(name, {}) | group for name, group in unused.items()}
     )
 

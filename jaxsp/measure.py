@@ -13,7 +13,7 @@ import numpy as np
 import rich.console
 
 from jaxsp import cli
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -86,14 +86,14 @@ def main(arguments: list[str]) -> None:
     given = parser.parse_intermixed_args(arguments)
     if given.steps < 1:
         raise UserError(f"--steps = {given.steps}: there is nothing to time. Use 1 or more.")
-    config = schema.load(given.config, given.changes)
+    config = config_file.load(given.config, given.changes)
     if given.json:
         cli.check_file(given.json, flag="--json")
     console = rich.console.Console(markup=False)
     sizes = published.read_sizes(config.model)
     if sizes.note:
         console.print(f"{sizes.note}; random weights", soft_wrap=True, highlight=False)
-        config = schema.load(given.config, [*given.changes, *sizes.overrides])
+        config = config_file.load(given.config, [*given.changes, *sizes.overrides])
     jax_platform.choose_platform(virtual_cpu_devices=config.mesh.virtual_cpu_devices)
     found = dataclasses.replace(
         benchmark_steps(config, num_steps=given.steps), published_sizes=sizes.note or None

@@ -15,7 +15,7 @@ import jax
 import rich.console
 
 from jaxsp import cli, compare
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import durations
 from jaxsp.core.errors import ProblemCollector, UserError
@@ -41,7 +41,7 @@ _LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
 def main(arguments: list[str]) -> None:
     """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
     given = parse_arguments(arguments)
-    config = schema.load(given.config, given.changes)
+    config = config_file.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
     sizes = published.read_sizes(config.model)
     if sizes.note:

@@ -8,7 +8,7 @@ import rich.console
 
 from jaxsp import cli
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> None:
         help="prints who gets which rows of the first step, and the traceback when another process is gone",
     )
     given = parser.parse_intermixed_args(arguments)
-    config = schema.load(given.config, given.changes)
+    config = config_file.load(given.config, given.changes)
     process = cli.detect_process(given)
     if given.preview:
         preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))

@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from jaxsp.config import schema
+from jaxsp.config import config_errors
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.nonfinite import NonfiniteStep
 from jaxsp.training.evaluator import EvalResult
@@ -35,7 +35,7 @@ WIDTH = 100
 def render_parts() -> dict[str, str]:
     """The generated parts of the file, by name."""
     parts = {name: render_dataclass(cls) for name, cls in LINES.items()}
-    parts["config reference"] = render_config(schema.describe_fields())
+    parts["config reference"] = render_config(config_errors.describe_fields())
     return parts
 
 

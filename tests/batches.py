@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxsp.attention import Attend
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, layout
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, Batch, num_microbatches, step_row_index
@@ -80,7 +80,7 @@ def settings(
 ) -> Config:
     """A config of float32 and SGD with learning rate 1 without clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
-    return schema.parse(
+    return config_file.parse(
         {
             "run": {"directory": "nowhere", "steps": 5},
             "model": {"config": {}, "compute_dtype": compute_dtype},

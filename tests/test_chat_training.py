@@ -10,7 +10,7 @@ import transformers
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.run import build, trainer
 from tests import batches, messages
 
@@ -37,7 +37,7 @@ def chat_run(tmp_path_factory):
     (folder / "chats.jsonl").write_text("\n".join([record] * 10))
     (folder / "chatml.jinja").write_text(TEMPLATE)
     source = {"source": str(folder / "chats.jsonl"), "format": "messages"}
-    config = schema.parse(
+    config = config_file.parse(
         {
             "run": {"directory": str(folder / "run"), "epochs": 2},
             "model": {

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jaxsp import compare, plan
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.measure import BenchmarkResult
 from tests import messages
@@ -67,7 +67,7 @@ def test_every_kind_is_asked_for_in_words_that_a_config_understands(monkeypatch)
     asked = []
 
     def apart(path, words, *, num_steps):
-        asked.append(schema.load(path, list(words)).attention)
+        asked.append(config_file.load(path, list(words)).attention)
         return measured(), ""
 
     monkeypatch.setattr(compare, "_run_process", apart)

@@ -4,14 +4,14 @@ import pathlib
 
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 
 FOLDER = pathlib.Path(__file__).parent.parent / "configs"
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_config_is_valid_and_its_header_has_its_command(path):
-    config = schema.load(path, [])
+    config = config_file.load(path, [])
     assert config.run.directory.startswith("runs/")
     header = [
         line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")
@@ -23,6 +23,6 @@ def test_a_config_is_valid_and_its_header_has_its_command(path):
 
 
 def test_no_two_configs_write_to_the_same_directory():
-    directories = [schema.load(path, []).run.directory for path in FOLDER.glob("*.yaml")]
+    directories = [config_file.load(path, []).run.directory for path in FOLDER.glob("*.yaml")]
     assert len(directories) > 1
     assert len(set(directories)) == len(directories)

@@ -11,7 +11,7 @@ import safetensors.numpy
 
 from jaxsp import eval as evaluation
 from jaxsp import export
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from tests import messages, tolerances
@@ -88,7 +88,7 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
         '{"eos_token_id": [5, 6], "temperature": 0.25}'
     )
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": DOCUMENTS[-1].tolist()}))
-    chosen = schema.parse(
+    chosen = config_file.parse(
         {
             "run": {"directory": str(tmp_path / "run"), "steps": 1},
             "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},

@@ -20,7 +20,7 @@ import rich.console
 import yaml
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_paths
 from tests import consumed, messages
@@ -72,7 +72,7 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 
 
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
-    config = schema.load(folder / "config.yaml", list(words))
+    config = config_file.load(folder / "config.yaml", list(words))
     with consumed.noted(folder / log):
         program, material = build.build_training(config, devices=jax.devices())
         trainer.train(program, material, rich.console.Console(quiet=True))

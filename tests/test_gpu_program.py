@@ -11,7 +11,7 @@ import re
 import pytest
 
 from jaxsp.attention.kernels import cudnn_slots
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.hf import families, published
 from jaxsp.planner import planning
 from jaxsp.planner.compile import compiled, hlo
@@ -45,7 +45,7 @@ def compiled_step(config):
 
 def small_step(slots, **memory):
     """The text of the compiled step of data 2 x seq 4, bfloat16 compute, 8,192 tokens a row, three turns."""
-    config = schema.parse(
+    config = config_file.parse(
         {
             "memory": memory,
             "run": {"directory": "unused", "steps": 1},
@@ -142,7 +142,9 @@ RECIPES = {
 )
 def test_a_recipe_fits_its_gpus_and_says_how_much_it_takes(name):
     path = REPO / "configs" / f"{name}.yaml"
-    config = schema.load(path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"])
+    config = config_file.load(
+        path, ["model.source=null", f"model.config={json.dumps(RECIPES[name])}"]
+    )
     model = families.parse_model_config(config.model.config, field="model.config")
     groups = config.mesh.data
     plan = planning.plan_step(

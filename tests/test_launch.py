@@ -14,10 +14,11 @@ import pytest
 import rich.console
 
 from jaxsp import launch
-from jaxsp.config import schema
+from jaxsp.config import config_file
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
-from jaxsp.runtime import child_processes, distributed, hardware
+from jaxsp.runtime import child_processes, hardware
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
 from tests import messages, noise, tolerances
@@ -116,7 +117,7 @@ def write_config(folder, *, name, data, seq, steps=3, devices=8):
         },
         "logging": {"tensorboard": False},
     }
-    schema.save(schema.parse(fields), folder / f"{name}.yaml")
+    config_file.save(config_file.parse(fields), folder / f"{name}.yaml")
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"
 
 
@@ -157,7 +158,7 @@ def check_two_processes_against_one(tmp_path, meshes):
         assert ("Tokenising" in stderr) == (name == first), stderr
         assert "process 1: Tokenising" not in stderr
     config, metrics = write_config(tmp_path, name="one", data=1, seq=8)
-    program, inputs = build.build_training(schema.load(config, []), devices=jax.devices())
+    program, inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
     trainer.train(program, inputs, rich.console.Console(quiet=True))
     expected = read_lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
@@ -472,7 +473,7 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
     options = ["--processes", "2", "--restarts", "2"]
     with pytest.raises(SystemExit) as error:
         launch.main([*options, "configs/quickstart.yaml", *changes])
-    assert error.value.code == distributed.EXIT_HUNG
+    assert error.value.code == exit_codes.HUNG
     assert len(commands) == 5, "once, two restarts, and two after the new checkpoint"
     assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
     restart, end = capfd.readouterr().err.splitlines()[-2:]

@@ -10,9 +10,10 @@ import time
 import pytest
 import yaml
 
-from jaxsp import cli, launch
-from jaxsp.config import schema
-from jaxsp.runtime import distributed, hardware
+from jaxsp import launch
+from jaxsp.config import config_file
+from jaxsp.core import exit_codes
+from jaxsp.runtime import hardware
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -141,7 +142,7 @@ def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
     ((command, job),) = started
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
-    config = schema.load(command[3], command[4:])
+    config = config_file.load(command[3], command[4:])
     shutdown_grace_s = config.run.shutdown_grace.total_seconds()
     assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
     mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
@@ -168,7 +169,7 @@ def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again()
     job, policy = JOB["template"]["spec"], JOBSET["spec"]["failurePolicy"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    codes = [cli.EXIT_USER_ERROR, cli.EXIT_NEEDS_ATTENTION]
+    codes = [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION]
     assert rule["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
@@ -189,6 +190,4 @@ def test_a_pod_ends_as_the_launcher_does(commands, codes, code):
 
 def test_a_pod_that_is_evicted_has_not_done_its_work(commands):
     words = (*CONTAINER["command"], *CONTAINER["args"])
-    assert (
-        commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == distributed.EXIT_HUNG
-    )
+    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == exit_codes.HUNG

@@ -172,7 +172,7 @@ CASES = {
         [],
         "config.yaml ... configs/quickstart.yaml",
     ),
-    "an empty config": (config(lambda _: b""), [], "config.yaml ... group: {field: value}"),
+    "an empty config": (config(lambda _: b""), [], "config.yaml ... section: {field: value}"),
     "a config cut short": (
         config(lambda text: text[:-10] + b"\nrun: {dir"),
         [],
@@ -196,7 +196,7 @@ CASES = {
     "a list for a config": (
         config(lambda _: b"- run\n"),
         [],
-        "config.yaml ... group: {field: value}",
+        "config.yaml ... section: {field: value}",
     ),
     "a Python object in YAML": (
         config(lambda text: text + b"x: !!python/object/apply:os.system [echo]\n"),

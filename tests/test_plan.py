@@ -12,8 +12,9 @@ import jax
 import pytest
 import yaml
 
-from jaxsp import cli, compare, measure, plan
-from jaxsp.config import schema
+from jaxsp import compare, measure, plan
+from jaxsp.config import config_file
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search
@@ -448,7 +449,7 @@ def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
     given = []
 
     def here(path, changes, *, num_steps, num_heads, print_line):
-        given.append(schema.load(path, list(changes)).model)
+        given.append(config_file.load(path, list(changes)).model)
         return []
 
     monkeypatch.setattr(compare, "benchmark_meshes", here)
@@ -523,7 +524,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     words = ["data.row_tokens=16384", "--json", str(tmp_path / "plan.json")]
     command = [sys.executable, "-m", "jaxsp.plan", config, *words]
     done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.EXIT_OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     assert "meta-llama/Llama-3.1-8B" in done.stdout.splitlines()[0]
     found = json.loads((tmp_path / "plan.json").read_text())
     assert found["published_sizes"] == done.stdout.splitlines()[0]
@@ -531,7 +532,7 @@ def test_a_gated_model_is_planned_on_a_machine_without_a_network(tmp_path):
     assert found["fits"] is True
     command = [sys.executable, "-m", "jaxsp.train", config, f"run.directory={tmp_path / 'run'}"]
     done = subprocess.run(command, cwd=REPO, env=own, capture_output=True, text=True, check=False)
-    assert done.returncode == cli.EXIT_USER_ERROR, "training needs the weights"
+    assert done.returncode == exit_codes.USER_ERROR, "training needs the weights"
     assert "model.source = meta-llama/Llama-3.1-8B: " in done.stderr
 
 
@@ -549,7 +550,7 @@ def test_no_device_is_asked_for_and_no_data_read(tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode == cli.EXIT_OK, done.stderr
+    assert done.returncode == exit_codes.OK, done.stderr
     assert f"{tmp_path} on 8 x h100-80gb" in " ".join(done.stdout.split())
     # jax 0.10 has something to say of CUDA before anyone can ask it not to
     assert not [

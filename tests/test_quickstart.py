@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.data.packing.packing import PackedRow
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
@@ -146,6 +146,6 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
 
 def load_config(directory):
     """Config of the run, with an unused directory."""
-    config = schema.load(directory / "config.yaml", [f"run.directory={directory}-again"])
+    config = config_file.load(directory / "config.yaml", [f"run.directory={directory}-again"])
     assert config.run.steps == 400
     return config

@@ -10,7 +10,7 @@ import textwrap
 import pytest
 
 from jaxsp import library, plan
-from jaxsp.config import schema, yaml_io
+from jaxsp.config import config_errors, config_file, schema, yaml_io
 from jaxsp.planner import plots
 from scripts import config_reference, generated_text
 from tests import markdown
@@ -57,15 +57,15 @@ def test_the_readme_is_short():
 
 def test_the_config_of_the_quickstart_is_valid():
     (text,) = markdown.code_blocks(read("README.md"), "yaml")
-    config = schema.parse(yaml_io.load(text))
+    config = config_file.parse(yaml_io.load(text))
     assert config.mesh.seq == 8
 
 
 def test_the_sources_of_the_data_example_are_valid():
     (text,) = markdown.code_blocks(read("configs/README.md"), "yaml")
-    fields = schema.read(REPO / "configs/quickstart.yaml")
+    fields = config_file.read(REPO / "configs/quickstart.yaml")
     fields["data"] = yaml_io.load(text)["data"]
-    assert len(schema.parse(fields).data.train) == 3
+    assert len(config_file.parse(fields).data.train) == 3
 
 
 def test_the_library_example_is_the_one_in_its_docstring():
@@ -86,7 +86,7 @@ def test_plan_commands_have_valid_arguments(monkeypatch):
     monkeypatch.setattr(plots, "check_output", lambda file: None)  # needs the plan extra
     for command in commands:
         arguments = plan.parse_arguments(command.replace("'", "").split())
-        schema.load(REPO / arguments.config, arguments.changes)
+        config_file.load(REPO / arguments.config, arguments.changes)
 
 
 @pytest.mark.parametrize("name", ["config", "metrics", "eval", "nonfinite"])
@@ -97,7 +97,7 @@ def test_the_reference_is_up_to_date(name):
 
 
 def test_the_reference_has_every_field_of_the_config():
-    text = config_reference.render_config(schema.describe_fields())
+    text = config_reference.render_config(config_errors.describe_fields())
     for section, model in schema.Config.model_fields.items():
         assert f"### {section}\n" in text
         for field in model.annotation.model_fields:

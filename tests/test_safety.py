@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from jaxsp import cli, export, train
-from jaxsp.config import schema, yaml_io
+from jaxsp.config import config_file, yaml_io
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.template_text import RecordError
@@ -202,7 +203,7 @@ def settings(folder, *words):
         "checkpoint": {"keep_latest": 1},
         "logging": {"tensorboard": False},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def documents(folder):
@@ -231,7 +232,7 @@ def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, monkeypatch):
     documents(tmp_path)
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     run = tmp_path / "run"
-    schema.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    config_file.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     foreign(run, ["config.yaml", *(name for name in FOREIGN if "/1/" not in name)])
     train.main([str(tmp_path / "c.yaml")])
     foreign(run, ["checkpoints/1/notes.txt"])
@@ -270,14 +271,14 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
     documents(tmp_path)
-    schema.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
+    config_file.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     for main, words, code in [
-        (train.main, ["c.yaml", "--verbose"], cli.EXIT_OK),
-        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], cli.EXIT_OK),
-        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], cli.EXIT_USER_ERROR),
-        (lambda _: dict(os.environ)["nothing"], [], cli.EXIT_INTERNAL_ERROR),
-        (export.main, ["run", "out"], cli.EXIT_OK),
+        (train.main, ["c.yaml", "--verbose"], exit_codes.OK),
+        (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], exit_codes.OK),
+        (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], exit_codes.USER_ERROR),
+        (lambda _: dict(os.environ)["nothing"], [], exit_codes.INTERNAL_ERROR),
+        (export.main, ["run", "out"], exit_codes.OK),
     ]:
         monkeypatch.setattr(sys, "argv", ["command", *words])
         with pytest.raises(SystemExit) as ended:
@@ -297,12 +298,12 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
 )
 def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
     documents(tmp_path)
-    schema.save(
+    config_file.save(
         settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml"
     )
     own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
     words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
     done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)
-    assert done.returncode in (cli.EXIT_USER_ERROR, cli.EXIT_INTERNAL_ERROR)
+    assert done.returncode in (exit_codes.USER_ERROR, exit_codes.INTERNAL_ERROR)
     assert b"nobody/nothing: " in done.stderr or b"proxy" in done.stderr
     assert not SECRET.search(done.stdout + done.stderr), done.stderr

@@ -19,7 +19,7 @@ import transformers
 
 from jaxsp import export
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.pipeline import BatchLoader
@@ -50,7 +50,7 @@ def settings(folder, **changes):
         for group in groups:
             place = place.setdefault(group, {})
         place[field] = value
-    return schema.parse(fields)
+    return config_file.parse(fields)
 
 
 def documents(folder, lengths, *, labels=False, seed=0):
@@ -185,7 +185,7 @@ def test_one_long_document_counts_once_however_many_devices_share_it(tmp_path):
         run__steps=1,
         data__row_tokens=15_924,
     )
-    schema.save(chosen, tmp_path / "riddle.yaml")
+    config_file.save(chosen, tmp_path / "riddle.yaml")
     seen = {}
     for seq in (1, 4):
         directory = tmp_path / f"1x{seq}"

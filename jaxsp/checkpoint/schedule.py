@@ -9,7 +9,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.training import evaluator

@@ -22,7 +22,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from jaxsp.checkpoint import checksums, disk_space, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.schema import CheckpointConfig
+from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import distributed, run_paths

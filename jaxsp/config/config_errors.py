@@ -1,281 +1,309 @@
-"""Help and error messages about a config's fields: meaning, rule, and a value that works."""
+"""Help and error messages about config fields: meaning, rule, and a value that works."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pydantic
 
 from jaxsp.config import foreign_names, yaml_io
+from jaxsp.config.fields import ConfigSection
 from jaxsp.config.foreign_names import Counterpart
+from jaxsp.config.schema import Config
 from jaxsp.core import errors
 
+Section = type[ConfigSection]
 
-def describe_fields(root: type[pydantic.BaseModel]) -> str:
-    """Every field of a config of groups, with its type, default and meaning."""
+SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
+"""Classes of the config's sections, by name."""
+
+_TYPE_NAMES: dict[Any, str] = {
+    dict: "mapping",
+    tuple: "list",
+    str: "text",
+    timedelta: "duration",
+    type(None): "null",
+}
+"""Names of types in --help; other types have their Python name."""
+
+
+def describe_fields() -> str:
+    """Describes every field with type, default and meaning, for --help."""
     lines = []
-    for name, group in _list_sections(root).items():
-        lines.append(f"{name}: {group.__doc__}")
-        lines += _describe_section(group, f"  {name}.")
+    for name, section in SECTIONS.items():
+        lines.append(f"{name}: {section.__doc__}")
+        lines += _describe_section(section, f"  {name}.")
     return "\n".join(lines)
 
 
-def _describe_section(group: type[pydantic.BaseModel], prefix: str) -> list[str]:
+def _describe_section(section: Section, prefix: str) -> list[str]:
     lines = []
-    for name, field in group.model_fields.items():
-        default = (
-            "required"
-            if field.is_required()
-            else f"default {yaml_io.format_value(field.get_default())}"
-        )
-        meaning = " ".join((field.description or "").split())
-        lines.append(
-            f"{prefix}{name}  ({_type_name(field.annotation)}; {default})\n      {meaning}"
-        )
-        for inner in get_args(field.annotation):
-            if isinstance(inner, type) and issubclass(inner, pydantic.BaseModel):
-                lines += _describe_section(inner, f"{prefix}{name}[].")
+    for name, field in section.model_fields.items():
+        default = "required"
+        if not field.is_required():
+            default = f"default {yaml_io.format_value(field.get_default())}"
+        lines.append(f"{prefix}{name}  ({_type_name(field.annotation)}; {default})")
+        lines.append(f"      {_join_lines(field.description)}")
+        for entry in _inner_sections(field.annotation):
+            lines += _describe_section(entry, f"{prefix}{name}[].")
     return lines
 
 
 def _type_name(annotation: Any) -> str:
-    if get_origin(annotation) is Annotated:
+    origin = get_origin(annotation)
+    if origin is Annotated:
         return _type_name(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
+    if origin is Literal:
         return " | ".join(get_args(annotation))
-    plain = {dict: "mapping", tuple: "list", str: "text", timedelta: "duration", type(None): "null"}
-    if (name := plain.get(get_origin(annotation) or annotation)) is not None:
+    name = _TYPE_NAMES.get(origin or annotation)
+    if name is not None:
         return name
-    return " | ".join(_type_name(arg) for arg in get_args(annotation)) or annotation.__name__
+    names = [_type_name(arg) for arg in get_args(annotation)]
+    return " | ".join(names) or annotation.__name__
 
 
-def explain_errors(root: type[pydantic.BaseModel], found: Iterable[Any]) -> Iterator[str]:
-    """Yields a line for each finding of a pydantic.ValidationError.
+def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
+    """Yields one line per finding of a pydantic.ValidationError.
 
     A line has the field, its value, the rule and a suggestion.
     """
-    listed: set[str] = set()
-    for finding in found:
+    listed_sections: set[str] = set()
+    for finding in findings:
         path = [str(part) for part in finding["loc"]]
-        group, value = ".".join(path[:-1]), finding["input"]
         if finding["type"] != "extra_forbidden":
-            yield _explain_error(root, path, finding)
+            yield _explain_error(path, finding)
             continue
-        if near := find_near_section(root, path, value):
+        value = finding["input"]
+        near = find_near_section(path, value)
+        if near is not None:
             yield f"{_format_setting(path[0], value)}: unknown. Did you mean {near}?"
             continue
-        for name, inner in foreign_names.flatten(".".join(path), value):
-            line = explain_unknown(root, name, inner)
+        section_name = ".".join(path[:-1])
+        section = _find_section(path)
+        for name, inner_value in foreign_names.flatten(".".join(path), value):
+            line = explain_unknown(name, inner_value)
             if line is None:
-                line = f"{_format_setting(name, inner)}: unknown."
-                known = _find_section(root, path)
-                if known is not None and group not in listed:
-                    listed.add(group)
-                    line += f" Known here: {', '.join(known.model_fields)}."
+                line = f"{_format_setting(name, inner_value)}: unknown."
+                if section is not None and section_name not in listed_sections:
+                    listed_sections.add(section_name)
+                    title = f"Fields of {section_name}" if section_name else "Sections"
+                    line += f" {title}: {', '.join(section.model_fields)}."
             yield line
 
 
-def find_near_section(root: type[pydantic.BaseModel], path: list[str], value: Any) -> str | None:
-    """Returns the group whose name was mistyped, if that is what a field at the top is."""
+def find_near_section(path: list[str], value: Any) -> str | None:
+    """Returns the section whose name was mistyped, for a mapping at the top of a config."""
     if len(path) > 1 or not isinstance(value, dict):
         return None
-    return errors.find_nearest(path[0], root.model_fields)
+    return errors.find_nearest(path[0], SECTIONS)
 
 
-def explain_unknown(root: type[pydantic.BaseModel], name: str, value: Any) -> str | None:
+def explain_unknown(name: str, value: Any) -> str | None:
     """Returns the problem of a field that does not exist; None if there is no suggestion."""
-    counterpart = find_counterpart(root, name)
+    counterpart = find_counterpart(name)
     if counterpart is not None:
-        return f"{_format_setting(name, value)}: {_explain_counterpart(root, counterpart, value)}."
-    group = _find_section(root, name.split("."))
-    above, _, last = name.rpartition(".")
-    fields = _find_fields(root, foreign_names.normalize(last))
-    if not fields and group is not None:
-        near = errors.find_nearest(last, group.model_fields)
-        fields = [f"{above}.{near}" if above else near] if near else []
-    if not fields:
+        return f"{_format_setting(name, value)}: {_explain_counterpart(counterpart, value)}."
+    section_name, _, last = name.rpartition(".")
+    names = _find_fields(foreign_names.normalize(last))
+    section = _find_section(name.split("."))
+    if not names and section is not None:
+        near = errors.find_nearest(last, section.model_fields)
+        if near is not None:
+            names = [f"{section_name}.{near}" if section_name else near]
+    if not names:
         return None
-    return f"{_format_setting(name, value)}: unknown. Did you mean {errors.format_choices(fields)}?"
+    return f"{_format_setting(name, value)}: unknown. Did you mean {errors.format_choices(names)}?"
 
 
-def find_counterpart(root: type[pydantic.BaseModel], name: str) -> Counterpart | None:
-    """Returns what jaxsp has for another system's option.
+def find_counterpart(name: str) -> Counterpart | None:
+    """Returns the counterpart in jaxsp of another system's option.
 
-    Also for the name of a field without its group, or in a group that jaxsp does not have.
+    Also of the name of a field without its section, or in a section that jaxsp does not have.
     """
     counterpart = foreign_names.find(name)
-    if counterpart is not None or ("." in name and name.partition(".")[0] in root.model_fields):
+    section_name, dot, _ = name.partition(".")
+    if counterpart is not None or (dot and section_name in SECTIONS):
         return counterpart
-    fields = _find_fields(root, foreign_names.normalize(name.rpartition(".")[2]))
-    if len(fields) != 1:
+    names = _find_fields(foreign_names.normalize(name.rpartition(".")[2]))
+    if len(names) != 1:
         return None
-    return Counterpart(names=(name,), field=fields[0], takes_value=True)
+    return Counterpart(names=(name,), field=names[0], takes_value=True)
 
 
-def format_override(
-    root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any
-) -> str | None:
+def format_override(counterpart: Counterpart, value: Any) -> str | None:
     """Returns `field=value` for another system's option, or None if that value cannot be kept."""
     field = counterpart.field
     if field is None or "=" in field:
         return None if value is False else field
-    if not counterpart.takes_value or (kept := coerce_value(root, field, value)) is None:
+    kept = coerce_value(field, value) if counterpart.takes_value else None
+    if kept is None:
         return None
     text = yaml_io.format_value(kept)
     return None if text.endswith("...") else f"{field}={text}"
 
 
-def suggest_override(root: type[pydantic.BaseModel], name: str) -> str | None:
+def suggest_override(name: str) -> str | None:
     """Returns a `field=value` that works for the field that a name stands for, if that is clear."""
-    if (own := format_example(root, name)) is not None:
-        return own
-    counterpart = find_counterpart(root, name)
+    example = format_example(name)
+    if example is not None:
+        return example
+    counterpart = find_counterpart(name)
     if counterpart is None or counterpart.field is None:
         return None
-    return (
-        counterpart.field if "=" in counterpart.field else format_example(root, counterpart.field)
-    )
+    if "=" in counterpart.field:
+        return counterpart.field
+    return format_example(counterpart.field)
 
 
-def coerce_value(root: type[pydantic.BaseModel], field: str, value: Any) -> Any:
+def coerce_value(field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
-    *above, name = field.split(".")
-    group = _find_section(root, [*above, name])
+    path = field.split(".")
+    section = _find_section(path)
     candidates = [value]
     if isinstance(value, float) and value.is_integer():
         candidates.append(int(value))
     for candidate in candidates:
-        if group is None:
-            break
-        try:
-            group.model_validate({name: candidate})
-        except pydantic.ValidationError as error:
-            if any(finding["loc"][0] == name for finding in error.errors()):
-                continue
-        return candidate
+        if section is not None and _accepts(section, path[-1], candidate):
+            return candidate
     return None
 
 
-def _explain_counterpart(
-    root: type[pydantic.BaseModel], counterpart: Counterpart, value: Any
-) -> str:
+def _accepts(section: Section, name: str, value: Any) -> bool:
+    try:
+        section.model_validate({name: value})
+    except pydantic.ValidationError as error:
+        return all(finding["loc"][0] != name for finding in error.errors())
+    return True
+
+
+def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
     """Suggestion for another system's option."""
-    if counterpart.field_name is None:
+    field = counterpart.field_name
+    if field is None:
         return counterpart.note
     note = f" ({counterpart.note})" if counterpart.note else ""
-    if foreign_names.is_off(value) and (
-        not counterpart.takes_value or coerce_value(root, counterpart.field_name, value) is None
-    ):
+    is_kept = counterpart.takes_value and coerce_value(field, value) is not None
+    if foreign_names.is_off(value) and not is_kept:
         # no value: an example would turn on what is off here
-        return f"unknown. It is off; jaxsp's field is {counterpart.field_name}{note}"
-    if (kept := format_override(root, counterpart, value)) is not None:
-        return f"unknown. Use {kept}{note}"
-    works = ""
-    if (
-        counterpart.takes_value
-        and (text := format_example(root, counterpart.field_name)) is not None
-    ):
-        works = f", for example {text}"
-    return f"unknown. Use {counterpart.field_name}{works}{note}"
+        return f"unknown. It is off; jaxsp's field is {field}{note}"
+    override = format_override(counterpart, value)
+    if override is not None:
+        return f"unknown. Use {override}{note}"
+    example = format_example(field) if counterpart.takes_value else None
+    if example is not None:
+        return f"unknown. Use {field}, for example {example}{note}"
+    return f"unknown. Use {field}{note}"
 
 
-def _explain_error(
-    root: type[pydantic.BaseModel], path: list[str], found: Mapping[str, Any]
-) -> str:
+def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
     """One line for a finding about a field that exists."""
-    key, value = ".".join(path), found["input"]
-    given = _format_setting(key, value)
-    match found["type"]:
-        case "missing":
-            return f"{key}: missing.{_describe_meaning(root, path)}"
-        case "dict_type" | "model_type" if counterpart := foreign_names.find(key):
-            use = format_override(root, counterpart, value) or counterpart.field_name
-            rule = f"must be a group of fields; in place of this, set {use}"
+    name = ".".join(path)
+    value = finding["input"]
+    if finding["type"] == "missing":
+        return f"{name}: missing.{_describe_meaning(path)}"
+    rule = _find_rule(name, finding)
+    return f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"
+
+
+def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
+    """The rule that a finding's value breaks."""
+    match finding["type"]:
         case "value_error":
-            rule = str(found["ctx"]["error"])
-        case "tuple_type":
-            rule = "must be a list"
-        case "too_short":
-            rule = "must have at least 1 entry"
+            return str(finding["ctx"]["error"])
         case "dict_type" | "model_type":
-            rule = "must be a group of fields"
+            counterpart = foreign_names.find(name)
+            if counterpart is None:
+                return "must be a mapping of fields"
+            override = format_override(counterpart, finding["input"]) or counterpart.field_name
+            return f"must be a mapping of fields; to keep this value, set {override}"
+        case "tuple_type":
+            return "must be a list"
+        case "too_short":
+            return "must have at least 1 entry"
         case "string_type":
-            rule = "must be text, in quotes where it looks like something else"
+            return "must be text; quote text that looks like another type"
         case "string_too_short":
-            rule = "must not be empty"
+            return "must not be empty"
+        case "greater_than_equal":
+            return f"must be at least {finding['ctx']['ge']}"
+        case "less_than_equal":
+            return f"must be at most {finding['ctx']['le']}"
         case _:
-            rule = found["msg"].replace("Input should be", "must be")
-    return f"{given}: {rule}.{_describe_meaning(root, path, value)}"
+            return finding["msg"].replace("Input should be", "must be")
 
 
 def _format_setting(name: str, value: Any) -> str:
     return f"{name} = {yaml_io.format_value(value)}"
 
 
-def _find_section(
-    root: type[pydantic.BaseModel], path: list[str]
-) -> type[pydantic.BaseModel] | None:
-    """The class that declares the fields next to the last word of `path`."""
-    group: Any = root
+def _inner_sections(annotation: Any) -> list[Section]:
+    """Sections in a field's type: the section itself, or the entries of a list."""
+    types = (annotation, *get_args(annotation))
+    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, ConfigSection)]
+
+
+def _find_section(path: list[str]) -> Section | None:
+    """The class that declares the last field of a path and its neighbors."""
+    section: Section = Config
     for part in path[:-1]:
         if part.isdigit():
             continue
-        field = group.model_fields.get(part)
-        if field is None:
+        field = section.model_fields.get(part)
+        inner = _inner_sections(field.annotation) if field is not None else []
+        if not inner:
             return None
-        inner = [
-            arg for arg in (field.annotation, *get_args(field.annotation)) if isinstance(arg, type)
-        ]
-        group = next((arg for arg in inner if issubclass(arg, pydantic.BaseModel)), None)
-        if group is None:
-            return None
-    return group
+        section = inner[0]
+    return section
 
 
-def _find_fields(root: type[pydantic.BaseModel], name: str) -> list[str]:
-    """Dotted names of all fields of that name; a field of a list's entries with the number 0."""
-    found = []
-    listed: list[type[pydantic.BaseModel]] = []
-    for outer, group in _list_sections(root).items():
-        if name in group.model_fields:
-            found.append(f"{outer}.{name}")
-        for field in group.model_fields:
-            entry = _find_section(root, [outer, field, "0", ""])
-            # data.eval has the fields of data.train
-            if entry is not None and entry not in listed:
-                listed.append(entry)
-                found += [f"{outer}.{field}.0.{name}"] * (name in entry.model_fields)
-    return found
+def _find_fields(name: str) -> list[str]:
+    """Dotted names of all fields of that name; for entries of a list, with the index 0."""
+    names = []
+    listed_entries: list[Section] = []
+    for section_name, section in SECTIONS.items():
+        if name in section.model_fields:
+            names.append(f"{section_name}.{name}")
+        for field_name, field in section.model_fields.items():
+            for entry in _inner_sections(field.annotation):
+                if entry in listed_entries:  # data.eval has the fields of data.train
+                    continue
+                listed_entries.append(entry)
+                if name in entry.model_fields:
+                    names.append(f"{section_name}.{field_name}.0.{name}")
+    return names
 
 
-def _describe_meaning(root: type[pydantic.BaseModel], path: list[str], value: Any = None) -> str:
-    """What a field means, in a sentence, and a value that works; of a group, what it is and its fields."""
-    group, inner = _find_section(root, path), _find_section(root, [*path, ""])
-    field = group.model_fields.get(path[-1]) if group else None
-    if field and field.description:
-        means = re.split(r"(?<=\.)\s+(?=[A-Z(])", " ".join(field.description.split()))[0]
-        return f" {means} For example {format_example(root, '.'.join(path), value)}."
-    return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}." if inner else ""
+def _describe_meaning(path: list[str], value: Any = None) -> str:
+    """The first sentence about a field, and a value that works; the fields of a section."""
+    section = _find_section(path)
+    field = section.model_fields.get(path[-1]) if section is not None else None
+    if field is not None and field.description:
+        first_sentence = re.split(r"(?<=\.)\s", _join_lines(field.description))[0]
+        return f" {first_sentence} For example {format_example('.'.join(path), value)}."
+    inner = _find_section([*path, ""])
+    if inner is None:
+        return ""
+    return f" {inner.__doc__} Its fields: {', '.join(inner.model_fields)}."
 
 
-def format_example(root: type[pydantic.BaseModel], name: str, value: Any = None) -> str | None:
-    """`field=value` with a value that works, the nearest to a wrong one that is known."""
-    group = _find_section(root, name.split("."))
-    field = group.model_fields.get(name.rpartition(".")[2]) if group else None
+def format_example(name: str, value: Any = None) -> str | None:
+    """Returns `field=value` with a value that works, if possible one near an invalid value."""
+    section = _find_section(name.split("."))
+    field = section.model_fields.get(name.rpartition(".")[2]) if section is not None else None
     if field is None:
         return None
-    works = field.examples[0] if field.examples else field.default
+    example = field.examples[0] if field.examples else field.default
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    if value is not None and (whole := coerce_value(root, name, value)) is not None:
-        works = whole
-    elif near := errors.find_nearest(str(value), choices):
-        works = near
-    return f"{name}={works if isinstance(works, str) else yaml_io.format_value(works)}"
+    kept = coerce_value(name, value) if value is not None else None
+    near = errors.find_nearest(str(value), choices)
+    if kept is not None:
+        example = kept
+    elif near is not None:
+        example = near
+    text = example if isinstance(example, str) else yaml_io.format_value(example)
+    return f"{name}={text}"
 
 
-def _list_sections(root: type[pydantic.BaseModel]) -> dict[str, type[pydantic.BaseModel]]:
-    return {
-        name: cast(type[pydantic.BaseModel], field.annotation)
-        for name, field in root.model_fields.items()
-    }
+def _join_lines(text: str | None) -> str:
+    return " ".join((text or "").split())

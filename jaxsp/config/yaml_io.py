@@ -1,6 +1,5 @@
-"""YAML as configs are written in it, and small files that are there as a whole or not at all."""
+"""YAML as configs are written in it."""
 
-import pathlib
 import re
 from datetime import timedelta
 from typing import Any
@@ -9,43 +8,72 @@ import yaml
 
 from jaxsp.core import durations
 
-PARTIAL_SUFFIX = ".partial"
-"""Behind the name of a file that is being written."""
+_MAX_VALUES = 100_000
+"""Maximum number of values in a config, each counted as often as aliases repeat it.
+
+15 lines of `b: [*a, *a, ...]` can stand for 10**14 values."""
+
+_MAX_TEXT = 80
+"""Characters of a value in a message."""
+
+_INT = "tag:yaml.org,2002:int"
+_FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers (PyYAML's 1.1 reads 3e-4 as text), and no key twice (PyYAML takes the last without a word)."""
+    """Loader without PyYAML's surprises.
+
+    YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and 12:30 as 750. Here, 3e-4 is a number and
+    the others are text. A key that occurs twice in a mapping is an error; PyYAML takes the last.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value} is there twice", key.start_mark
-                )
+                raise _error(f"{key.value} occurs twice", key)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    _INT,
+    re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    list("+-0123456789"),
+)
+
+_FLOAT_PATTERN = re.compile(
+    r"""[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?$
+    |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$
+    |[-+]?\.(inf|Inf|INF)$
+    |\.(nan|NaN|NAN)$""",
+    re.VERBOSE,
+)
+
+_Loader.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("+-.0123456789"))
+
+
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that _Loader would read as a number, and writes durations with their unit."""
+    """Dumper that quotes text which _Loader or PyYAML reads as a number."""
 
 
+_Dumper.add_implicit_resolver(_FLOAT, _FLOAT_PATTERN, list("+-.0123456789"))
 _Dumper.add_representer(
     timedelta, lambda dumper, value: dumper.represent_str(durations.to_text(value))
 )
 
 
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("+-0123456789"),
-    )
-
-
 def load(text: str) -> Any:
-    """What a text says. Raises: yaml.YAMLError, and ValueError for a date that does not exist (2026-13-01)."""
+    """Returns the value of a text.
+
+    Raises:
+        yaml.YAMLError: not YAML, or too large.
+        ValueError: a date that does not exist (2026-13-01).
+    """
     loader = _Loader(text)
     try:
         node = loader.get_single_node()
@@ -59,40 +87,45 @@ def load(text: str) -> Any:
         loader.dispose()
 
 
-_MAX_VALUES = 100_000
-"""Of a config, each counted as often as an alias repeats it: 15 lines of `b: [*a, *a, ...]` can stand for 10**14."""
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Counts the values in a node, itself included.
 
+    Args:
+        counts: results by node id; None for a node that is being counted.
 
-def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
-    """Values below a node, itself too. Raises: yaml.YAMLError for too many, and for a node inside itself."""
-    if id(node) in known:
-        size = known[id(node)]
-        if size is None:
-            raise yaml.constructor.ConstructorError(
-                None, None, "an alias stands inside what it stands for", node.start_mark
-            )
-        return size
-    known[id(node)], size = None, 1
+    Raises:
+        yaml.YAMLError: too many values, or a node inside itself.
+    """
+    if id(node) in counts:
+        known_count = counts[id(node)]
+        if known_count is None:
+            raise _error("an alias is inside the value that it stands for", node)
+        return known_count
+    counts[id(node)] = None
+    count = 1
     if isinstance(node, yaml.MappingNode):
-        size += sum(
-            _count_values(key, known) + _count_values(value, known) for key, value in node.value
-        )
+        for key, value in node.value:
+            count += _count_values(key, counts) + _count_values(value, counts)
     elif isinstance(node, yaml.SequenceNode):
-        size += sum(_count_values(one, known) for one in node.value)
-    if size > _MAX_VALUES:
-        said = f"its aliases make more than {_MAX_VALUES:,} values of it"
-        raise yaml.constructor.ConstructorError(None, None, said, node.start_mark)
-    known[id(node)] = size
-    return size
+        for entry in node.value:
+            count += _count_values(entry, counts)
+    if count > _MAX_VALUES:
+        raise _error(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
+    counts[id(node)] = count
+    return count
+
+
+def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def dump(value: Any) -> str:
-    """A text that `load` makes the value of again."""
+    """Returns text from which `load` makes the value again."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def format_value(value: object) -> str:
-    """A value as one would write it in the file, on one line, its beginning if it is long."""
+    """Formats a value as in the file, on one line, shortened if it is long."""
     if isinstance(value, float):
         return repr(value)
     try:
@@ -105,12 +138,5 @@ def format_value(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text that is long."""
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def write_atomic(path: pathlib.Path, text: str) -> None:
-    """Writes a small file: whoever reads it, whenever, finds the text before or this one."""
-    partial = path.with_name(f"{path.name}{PARTIAL_SUFFIX}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    """Returns a text, or its beginning if it is long."""
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 3]}..."

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.data.packing.pipeline import BatchLoader, StepSegment
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.schema import Config, SourceConfig
+from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, held_out

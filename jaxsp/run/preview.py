@@ -10,7 +10,8 @@ import numpy as np
 import rich.console
 import rich.text
 
-from jaxsp.config.schema import Config, DataConfig, SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
+from jaxsp.config.schema import Config
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources

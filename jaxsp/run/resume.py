@@ -12,8 +12,9 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config import schema, yaml_io
-from jaxsp.config.schema import Config, RunConfig
+from jaxsp.config import config_file, yaml_io
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset
@@ -162,7 +163,7 @@ def _read_first_resume(directory: pathlib.Path) -> str | None:
     if not path.is_file():
         return None
     try:
-        resume = schema.load(path, []).run.resume
+        resume = config_file.load(path, []).run.resume
     except UserError:  # written by another version
         return None
     return None if resume in ("auto", "never") else resume
@@ -236,7 +237,7 @@ def make_start_point(
 
     Raises: UserError if the checkpoint is of another model, optimizer or data.
     """
-    saved = schema.parse(meta.config)
+    saved = config_file.parse(meta.config)
     suggestion = (
         "Undo the change, or start a new run with these weights: "
         f"python -m jaxsp.export {checkpoint} FOLDER, then run.directory=NEW model.source=FOLDER."

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jaxsp.runtime import distributed
+from jaxsp.core import exit_codes
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S, StderrMultiplexer
 
@@ -104,7 +104,7 @@ def run_processes(
     reason = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     others = ", and the others were ended" if None in codes else ""
     print(f"{name} failed: {reason}{others}", file=sys.stderr)
-    if signals.first is None and distributed.EXIT_HUNG in codes:
+    if signals.first is None and exit_codes.HUNG in codes:
         return True
     sys.exit(code if code > 0 else 128 - code)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import cluster, hardware, join_timeout
 from jaxsp.runtime.cluster import Process
@@ -44,10 +45,6 @@ message."""
 EXIT_GRACE_S = 3.0
 """Time limit for process 0 to wait for the others to end, since JAX ends them when it is gone.
 Twice what they need to notice the failure and to end."""
-
-EXIT_HUNG = 75
-"""Exit code of a process that hung: the same command resumes from its checkpoint (EX_TEMPFAIL of
-sysexits.h)."""
 
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
 """Versions of JAX whose key-value store was tested; it has no public name."""
@@ -281,7 +278,7 @@ def _watch_peers() -> None:
         index, code = peer
         time.sleep(OWN_ERROR_GRACE_S)
         log(f"ends because process {index} has failed, with exit code {code}")
-        if code == EXIT_HUNG:  # the stacks show which process is stuck
+        if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
         exit_now(code)
 

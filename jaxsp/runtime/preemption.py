@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import jax
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.runtime import distributed, run_paths
 from jaxsp.runtime.run_status import RunStatus

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from jaxsp.config import schema, yaml_io
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
-from jaxsp.core import paths
+from jaxsp.core import files, paths
 from jaxsp.core.errors import UserError
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
@@ -34,7 +34,7 @@ BOOKKEEPING_FILES = (
     LOCK_FILE,
     HOLDER_FILE,
     HEARTBEAT_FILE,
-    *(f"{name}{yaml_io.PARTIAL_SUFFIX}" for name in (HOLDER_FILE, HEARTBEAT_FILE, CONFIG_FILE)),
+    *(f"{name}{files.PARTIAL_SUFFIX}" for name in (HOLDER_FILE, HEARTBEAT_FILE, CONFIG_FILE)),
 )
 """Files that a folder may contain although no run has started there."""
 
@@ -83,7 +83,7 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
         stack.callback(_locked_dirs.discard, resolved)
         holder = json.dumps(_holder_fields(config_path))
         with _report_write_errors(folder):
-            yaml_io.write_atomic(folder / HOLDER_FILE, f"{holder}\n")
+            files.write_atomic(folder / HOLDER_FILE, f"{holder}\n")
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 
@@ -105,8 +105,8 @@ def create(
         stack.enter_context(lock(directory))
         if jax.process_index() == 0:
             with _report_write_errors(directory):
-                schema.save(config, directory / CONFIG_FILE)
-                yaml_io.write_atomic(directory / "banner.txt", banner_text)
+                config_file.save(config, directory / CONFIG_FILE)
+                files.write_atomic(directory / "banner.txt", banner_text)
                 keep_model(directory / "model")
         _wait_until_visible(directory)
         return stack.pop_all()

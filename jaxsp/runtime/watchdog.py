@@ -9,9 +9,8 @@ import threading
 import time
 from types import TracebackType
 
-from jaxsp.config import yaml_io
-from jaxsp.config.schema import RunConfig
-from jaxsp.core import durations
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.core import durations, exit_codes, files
 from jaxsp.runtime import distributed, run_dir, run_status
 from jaxsp.runtime.run_status import Activity, RunStatus
 
@@ -35,7 +34,7 @@ class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
     Without progress in time, it prints the stacks of all threads and ends all processes with
-    EXIT_HUNG. It needs Python's lock for that. Code that hangs while it holds the lock is noticed
+    exit_codes.HUNG. It needs Python's lock for that. Code that hangs while it holds the lock is noticed
     by the other processes, and visible in the heartbeat.
     """
 
@@ -114,14 +113,14 @@ class Watchdog:
         text = (
             f"{activity.description}: no progress for {durations.describe(round(idle_s))}; "
             f"the limit is {durations.describe(round(limit_s))} ({rule}). "
-            f"Ends with exit code {distributed.EXIT_HUNG}: the same command resumes from the "
+            f"Ends with exit code {exit_codes.HUNG}: the same command resumes from the "
             "last checkpoint. Stacks of all threads:"
         )
         # In a thread: stderr may be a file on the disk that does not answer
         printer = threading.Thread(target=_print_stacks, args=(text,), daemon=True)
         printer.start()
         printer.join(MESSAGE_TIMEOUT_S)
-        distributed.abort_job(distributed.EXIT_HUNG)
+        distributed.abort_job(exit_codes.HUNG)
 
     def _write_heartbeat(self) -> None:
         """Writes the heartbeat file. A full disk must not end a run with nothing to save yet."""
@@ -137,7 +136,7 @@ class Watchdog:
             "written_at": time.time(),
         }
         try:
-            yaml_io.write_atomic(self._path, json.dumps(fields) + "\n")
+            files.write_atomic(self._path, json.dumps(fields) + "\n")
             self._is_broken = False
         except OSError as error:
             if not self._is_broken:

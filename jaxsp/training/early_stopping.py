@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

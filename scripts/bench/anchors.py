@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.hf import families
 from jaxsp.planner import planning
 from jaxsp.planner import report as planner_report
@@ -372,7 +372,7 @@ def main(arguments: list[str]) -> int:
 
 def plan(run: Run) -> Plan:
     """Plans the work of a run."""
-    config = schema.parse(
+    config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1},
             "model": {"config": dict(run.model)},

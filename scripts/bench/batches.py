@@ -22,7 +22,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.pipeline import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
@@ -141,7 +141,7 @@ def write(
 
 def feed(documents: datasets.Dataset, data: int, seq: int) -> BatchLoader:
     """The train command's pipeline over one epoch."""
-    config = schema.parse(
+    config = config_file.parse(
         {
             "run": {"directory": "unused", "epochs": 1},
             "model": {"config": {"model_type": "llama"}},

@@ -21,8 +21,8 @@ from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
-from jaxsp.config import schema
-from jaxsp.config.schema import CheckpointConfig
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.hf import families
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import train_step
@@ -111,7 +111,7 @@ def _program(gigabytes: float) -> Program:
         "optimizer": {"learning_rate": 0.01},
     }
     return Program(
-        config=schema.parse(fields),
+        config=config_file.parse(fields),
         model=families.parse_model_config(llama, field="llama"),
         mesh=device_mesh.make_mesh({"replica": 1, "data": num_devices, "seq": 1}),
         attend=attention.make_attend(seq=1, kernel="blockwise", window=None),

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from typing import Any
 
+from jaxsp.config import config_file
 from jaxsp.planner.compile import gpus
 from scripts.bench import machine, report
 
@@ -201,7 +202,6 @@ def planned(cell: Cell) -> Found:
     """Compiles a cell's step and says what it takes."""
     import jax
 
-    from jaxsp.config import schema
     from jaxsp.core import errors
     from jaxsp.hf import families
     from jaxsp.planner import planning
@@ -210,7 +210,7 @@ def planned(cell: Cell) -> Found:
     site = compiled.make_cluster(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:
         model = families.parse_model_config(MODEL, field="model.config")
-        plan = planning.plan_step(schema.parse(fields(cell)), model=model, cluster=site)
+        plan = planning.plan_step(config_file.parse(fields(cell)), model=model, cluster=site)
     except errors.UserError as error:
         return Found(status="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:

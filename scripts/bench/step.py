@@ -34,7 +34,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.model import flops
 from jaxsp.runtime import jax_platform
@@ -513,7 +513,7 @@ def prepared(case: Case, folder: pathlib.Path, device: Any) -> tuple[Any, Any, A
 def settings_of(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> Config:
     """The config of a case."""
     steps = WARM_UP_STEPS + case.steps
-    return schema.parse(
+    return config_file.parse(
         {
             "run": {"directory": str(directory), "steps": steps, "xla_options": case.xla_options},
             "model": {"config": SHAPES[case.shape], "compute_dtype": "bfloat16"},

@@ -17,6 +17,7 @@ import tempfile
 import time
 from typing import Any
 
+from jaxsp.config import data_schema
 from scripts.bench import machine
 
 VOCAB = 16_384
@@ -134,7 +135,6 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
     """Seconds of a core that tokenize.tokenize_dataset takes for records that were read before, with an empty cache."""
     import datasets
 
-    from jaxsp.config import schema
     from jaxsp.data.ingest import sources
     from jaxsp.data.tokenization import tokenize
 
@@ -143,7 +143,7 @@ def _prepare(records: list[dict[str, Any]], tokenizer: Any, record_format: str) 
         path = pathlib.Path(folder) / "records.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
         source = {"source": str(path), "format": record_format}
-        data = schema.DataConfig.model_validate(
+        data = data_schema.DataConfig.model_validate(
             {"train": [source], "row_tokens": 1024, "num_workers": 1}
         )
         (asked,) = data.train

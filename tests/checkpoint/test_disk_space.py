@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxsp.checkpoint import disk_space, writer
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests import messages
 
@@ -25,7 +25,7 @@ def settings(folder, *words):
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
 

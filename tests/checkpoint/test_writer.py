@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.schema import CheckpointConfig
+from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import run_paths
 from jaxsp.training.train_step import TrainState

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from jaxsp.config import config_errors, foreign_names, schema, yaml_io
-from jaxsp.config.schema import Config, SourceConfig
+from jaxsp.config import config_errors, config_file, foreign_names, yaml_io
+from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.schema import Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 
@@ -72,7 +73,7 @@ CASES = [(name, answer) for answer, names in ANSWERS.items() for name in names.s
 
 def problems(fields: dict, *words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        schema.parse(SOUND | fields, words)
+        config_file.parse(SOUND | fields, words)
     return caught.value.problems
 
 
@@ -104,7 +105,7 @@ def test_the_table_has_no_name_twice_and_every_field_it_names_exists():
             num_fields += 1
             known = value and value.replace("FOLDER", "x")
             given = int(value) if value.isdecimal() else known
-            assert not value or config_errors.coerce_value(Config, field, given) is not None, name
+            assert not value or config_errors.coerce_value(field, given) is not None, name
         if counterpart.field is None:
             assert counterpart.note.startswith((NOT_NEEDED, NOT_OFFERED))
             assert not counterpart.note.endswith(": "), counterpart.names
@@ -154,7 +155,7 @@ def test_no_name_with_a_group_is_a_field():
 def test_a_value_is_kept_if_the_field_means_the_same_and_accepts_it(word, suggestion):
     (line,) = (line for line in problems({}, word) if suggestion in line)
     field, _, value = suggestion.partition("=")
-    assert str(config_errors.coerce_value(Config, field, yaml_io.load(value))) == value
+    assert str(config_errors.coerce_value(field, yaml_io.load(value))) == value
     assert line.startswith(word.partition("=")[0])
 
 
@@ -235,7 +236,7 @@ def test_two_names_that_are_equally_near_are_no_suggestion():
 )
 def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
     with pytest.raises(UserError) as caught:
-        schema.load(FOLDER / file, [])
+        config_file.load(FOLDER / file, [])
     page = caught.value.problems
     assert len(page) <= 34
     assert max(map(len, page)) <= 100
@@ -248,7 +249,7 @@ def test_a_whole_file_of_another_system_is_answered_with_one_page(file, pairs):
     names = (
         json.loads((FOLDER / file).read_text())
         if file.endswith("json")
-        else schema.read(FOLDER / file)
+        else config_file.read(FOLDER / file)
     )
     hidden = sum(int(count) for count in re.findall(r" \+ (\d+) ", text))
     assert sum(re.search(rf"\b{name}\b", text) is None for name in names) <= hidden
@@ -292,7 +293,9 @@ def test_the_list_of_groups_is_there_once():
 def test_a_word_without_a_value_is_answered_with_an_example_of_its_field(word, example):
     (line,) = problems({}, word)
     assert example in line
-    schema.parse(SOUND, [re.search(r"\S+=\S+(?=\.$)", line.replace("key.path=value", "")).group()])
+    config_file.parse(
+        SOUND, [re.search(r"\S+=\S+(?=\.$)", line.replace("key.path=value", "")).group()]
+    )
 
 
 def test_notes_are_whole():

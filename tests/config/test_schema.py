@@ -7,8 +7,9 @@ from datetime import timedelta
 import pytest
 import yaml
 
-from jaxsp.config import config_errors, schema, yaml_io
-from jaxsp.config.schema import Config, SourceConfig
+from jaxsp.config import config_errors, config_file, yaml_io
+from jaxsp.config.data_schema import SourceConfig
+from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 
 SOUND = """
@@ -29,13 +30,13 @@ def file(tmp_path) -> pathlib.Path:
 
 def problems(file: pathlib.Path, *words: str) -> list[str]:
     with pytest.raises(UserError) as caught:
-        schema.load(file, list(words))
+        config_file.load(file, list(words))
     assert not any("\n" in problem for problem in caught.value.problems)
     return caught.value.problems
 
 
 def test_defaults_are_filled_in(file):
-    found = schema.load(file, [])
+    found = config_file.load(file, [])
     assert (found.run.steps, found.run.epochs, found.mesh.data, found.optimizer.name) == (
         3,
         None,
@@ -52,7 +53,7 @@ def test_words_change_the_file(file):
         "run.epochs=2",
         "model.config.hidden_size=64",
     ]
-    found = schema.load(file, words)
+    found = config_file.load(file, words)
     assert found.mesh.seq == 4
     assert [source.source for source in found.data.train] == ["a.txt", "c/*.txt"]
     assert (found.run.steps, found.run.epochs) == (None, 2)
@@ -61,34 +62,34 @@ def test_words_change_the_file(file):
 
 def test_a_word_fills_a_group_that_the_file_leaves_empty(file):
     file.write_text(SOUND + "mesh:\n")
-    assert schema.load(file, ["mesh.seq=2"]).mesh.seq == 2
+    assert config_file.load(file, ["mesh.seq=2"]).mesh.seq == 2
 
 
 @pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
 def test_numbers_are_read_as_everyone_writes_them(file, number):
     """PyYAML reads 3e-4 as text."""
-    assert schema.load(
+    assert config_file.load(
         file, [f"optimizer.learning_rate={number}"]
     ).optimizer.learning_rate == pytest.approx(3e-4)
     file.write_text(SOUND.replace("1.0e-3", number))
-    assert schema.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
+    assert config_file.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
 
 
 @pytest.mark.parametrize(
     "directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "]
 )
 def test_what_is_saved_is_read_back(file, tmp_path, directory):
-    first = schema.load(file, ["mesh.seq=2"])
+    first = config_file.load(file, ["mesh.seq=2"])
     first = first.model_copy(update={"run": first.run.model_copy(update={"directory": directory})})
-    schema.save(first, tmp_path / "saved.yaml")
-    assert schema.load(tmp_path / "saved.yaml", []) == first
+    config_file.save(first, tmp_path / "saved.yaml")
+    assert config_file.load(tmp_path / "saved.yaml", []) == first
 
 
 @pytest.mark.parametrize("text", ["0s", "0.6s", "90s", "25m", "1.5h", "36h", "239999.999h"])
 def test_a_saved_duration_is_read_back(file, tmp_path, text):
-    config = schema.load(file, [f"run.shutdown_grace={text}"])
-    schema.save(config, tmp_path / "saved.yaml")
-    assert schema.load(tmp_path / "saved.yaml", []) == config
+    config = config_file.load(file, [f"run.shutdown_grace={text}"])
+    config_file.save(config, tmp_path / "saved.yaml")
+    assert config_file.load(tmp_path / "saved.yaml", []) == config
 
 
 @pytest.mark.parametrize(
@@ -102,11 +103,11 @@ def test_a_saved_duration_is_read_back(file, tmp_path, text):
     ],
 )
 def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, steps, interval):
-    config = schema.load(file, [f"run.save_every={text}", "run.steps=null", "run.epochs=1"])
+    config = config_file.load(file, [f"run.save_every={text}", "run.steps=null", "run.epochs=1"])
     assert config.run.save_steps == steps
     assert config.run.save_interval == interval
-    schema.save(config, tmp_path / "saved.yaml")
-    assert schema.load(tmp_path / "saved.yaml", []) == config
+    config_file.save(config, tmp_path / "saved.yaml")
+    assert config_file.load(tmp_path / "saved.yaml", []) == config
 
 
 def test_all_problems_are_told_at_once(file):
@@ -144,11 +145,11 @@ SAID = {
     "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
     "mesh.sep=4": "mesh.sep = 4: unknown. Did you mean mesh.seq?",
     "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
-    "model.learning_rat=1": "model.learning_rat = 1: unknown. Known here: source, config, tokenizer, compute_dtype.",
-    "memory.xyz=1": "memory.xyz = 1: unknown. Known here: remat, offload_activations, offload_optimizer, "
+    "model.learning_rat=1": "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, compute_dtype.",
+    "memory.xyz=1": "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_optimizer, "
     "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean data.train.0.source?",
-    "run.steps=0": "run.steps = 0: must be greater than or equal to 1. Optimizer updates. For example run.steps=1000.",
+    "run.steps=0": "run.steps = 0: must be at least 1. Number of optimizer updates. For example run.steps=1000.",
     "run.steps=null": "run.steps, run.epochs: .*missing.*run.epochs=1.",
     "run.epochs=1": "run.steps = 3, run.epochs = 1: .*run.steps=null or run.epochs=null.",
     "run.save_every=0": "run.save_every = 0: .*duration.*epoch.*null.*=100.",
@@ -166,7 +167,7 @@ SAID = {
     "model.source=a/b": "model.source = a/b, model.config = .*: .*model.source=null or model.config=null.",
     "model.config=null": "model.source, model.config: .*missing.*model.source=.*.",
     "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: .*first.*last.*=[3, 5].",
-    "run.directory=7": "run.directory = 7: .*text.*quotes.*run.directory=runs/first.",
+    "run.directory=7": "run.directory = 7: .*text.*quote.*run.directory=runs/first.",
     "run.directory=''": "run.directory = '': .*empty.*=runs/first.",
     "mesh.data=0": "mesh.data = 0: .*mesh.data=-1.",
     "mesh.data=-2": "mesh.data = -2: .* -1.*mesh.data=-1.",
@@ -178,8 +179,8 @@ SAID = {
     "data.train=[a.txt]": "data.train.0 = a.txt: .*source, format, name, weight, .*.",
     "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text.",
     "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: .*twice.*data.row_tokens=8192.",
-    "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: every step has .* Use [256, 512, 1024]. .*",
-    "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: every step has .* Use [8, 2000000000]. .*",
+    "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: the longest .*multiple.* Use [256, 512, 1024]. .*",
+    "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: the longest .*multiple.* Use [8, 2000000000]. .*",
     "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
     "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
@@ -233,23 +234,23 @@ def test_no_count_is_larger_than_the_devices_can_count():
     counts = [
         f"{group}.{name}"
         for group, name, _ in fields()
-        if config_errors.coerce_value(Config, f"{group}.{name}", 7) == 7
+        if config_errors.coerce_value(f"{group}.{name}", 7) == 7
     ]
-    whole = [key for key in counts if config_errors.coerce_value(Config, key, 7.5) is None]
+    whole = [key for key in counts if config_errors.coerce_value(key, 7.5) is None]
     assert len(whole) >= 20
     for key in whole:
         largest = 2**32 - 1 if key == "run.seed" else 2**31 - 1
-        assert config_errors.coerce_value(Config, key, largest) == largest, key
+        assert config_errors.coerce_value(key, largest) == largest, key
         for value in (largest + 1, 10**30, 1e30):
-            assert config_errors.coerce_value(Config, key, value) is None, (key, value)
+            assert config_errors.coerce_value(key, value) is None, (key, value)
 
 
 def test_the_example_of_every_field_is_valid():
     inner = [f"data.train.0.{name}" for name in SourceConfig.model_fields]
     for key in [*(f"{group}.{name}" for group, name, _ in fields()), *inner]:
-        name, _, text = schema.suggest_override(key).partition("=")
+        name, _, text = config_errors.suggest_override(key).partition("=")
         assert name == key
-        assert config_errors.coerce_value(Config, key, yaml_io.load(text)) is not None, key
+        assert config_errors.coerce_value(key, yaml_io.load(text)) is not None, key
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_the_example_of_every_field_is_valid():
 def test_a_wrong_value_is_answered_with_the_one_that_was_meant(file, word, works):
     (line,) = problems(file, word)
     assert works in re.findall(r"[\w.]+=[\w.]*\w", line)
-    schema.load(file, [works])
+    config_file.load(file, [works])
 
 
 def test_the_values_that_errors_propose_are_accepted(file):
@@ -296,23 +297,23 @@ def test_the_values_that_errors_propose_are_accepted(file):
                 "data.eval=[{source: a.txt, format: text, name: held out}]",
             ],
         }
-        schema.load(file, [example, *other.get(key, [])])
+        config_file.load(file, [example, *other.get(key, [])])
 
 
 def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
     """It has the default of max_segments_per_row, which is more than the row has tokens."""
     saved = tmp_path / "saved.yaml"
     saved.write_text(
-        yaml.safe_dump(schema.load(file, ["data.row_tokens=32"]).model_dump(mode="json"))
+        yaml.safe_dump(config_file.load(file, ["data.row_tokens=32"]).model_dump(mode="json"))
     )
-    assert schema.load(saved, []).data.row_tokens == 32
+    assert config_file.load(saved, []).data.row_tokens == 32
 
 
 def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
     sets = (
         "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
     )
-    assert schema.load(file, [sets]).data.eval[0].name == "held_out"
+    assert config_file.load(file, [sets]).data.eval[0].name == "held_out"
     (found,) = problems(file, sets, "data.eval_fraction=0.1")
     assert found.startswith("data.eval.0.name = held_out: ")
 
@@ -324,8 +325,8 @@ def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
         (b"run: {}\nmesh: {}\nrun: {}\n", "YAML.*run.*twice"),
         (b"run: {seed: 1, seed: 2}\n", "YAML.*seed.*twice"),
         (b"run: 2026-13-01\n", "YAML.*month must be in 1..12"),
-        (b"- 1\n", "`group: {field: value}`"),
-        (b"", "`group: {field: value}`"),
+        (b"- 1\n", "`section: {field: value}`"),
+        (b"", "`section: {field: value}`"),
         (b"\xff\xfe\xff", "(utf-8|UTF-8|codec)"),
     ],
 )
@@ -349,14 +350,16 @@ def test_a_file_that_is_not_there_is_answered_with_one_that_is(tmp_path, monkeyp
 @pytest.mark.parametrize("text", [None, "- 1\n"])
 def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(schema, "__file__", str(tmp_path / "site-packages/jaxsp/config/schema.py"))
+    monkeypatch.setattr(
+        config_file, "__file__", str(tmp_path / "site-packages/jaxsp/config/config_file.py")
+    )
     path = tmp_path / "x.yaml"
     if text is not None:
         path.write_text(text)
     first, *lines = problems(path)
     assert "quickstart" not in first
     path.write_text("\n".join(lines))
-    assert schema.load(path, []).run.directory
+    assert config_file.load(path, []).run.directory
 
 
 @pytest.mark.parametrize(
@@ -366,10 +369,10 @@ def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
     monkeypatch.setenv("HOME", "/home/me")
     group, name = field.split(".")
     words = ["model.config=null"] * (field == "model.source")
-    found = schema.load(file, [f"{field}=~/x", *words])
+    found = config_file.load(file, [f"{field}=~/x", *words])
     assert getattr(getattr(found, group), name) == "/home/me/x"
     for value in ("runs/a/", "./~x", "Qwen/Qwen3-0.6B"):
-        found = schema.load(file, [f"{field}={value}", *words])
+        found = config_file.load(file, [f"{field}={value}", *words])
         assert getattr(getattr(found, group), name) == value, "as it was written"
     for value in ("~nosuchuser/x", f"a/{'b' * 256}"):
         (line,) = problems(file, f"{field}={value}", *words)
@@ -390,7 +393,7 @@ def fields() -> list:
 
 
 def test_every_field_has_a_docstring_and_is_in_the_help():
-    text = schema.describe_fields()
+    text = config_errors.describe_fields()
     inner = [
         ("data", f"train[].{name}", field) for name, field in SourceConfig.model_fields.items()
     ]
@@ -403,7 +406,7 @@ def test_every_field_has_a_docstring_and_is_in_the_help():
 
 
 def test_the_help_says_types_and_defaults():
-    text = schema.describe_fields()
+    text = config_errors.describe_fields()
     for line in (
         "run.steps  (int | null; default null)",
         "model.config  (mapping | null; default null)",
@@ -420,7 +423,7 @@ def test_the_help_says_types_and_defaults():
 
 
 def test_nothing_can_be_changed_afterwards(file):
-    found = schema.load(file, [])
+    found = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         found.mesh.seq = 2
 
@@ -429,11 +432,11 @@ def test_weights_ask_for_steps(file):
     words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
     (found,) = problems(file, *words)
     assert re.match(r"data\.train\.0\.weight: .*run\.steps", found), found
-    assert [one.weight for one in schema.load(file, words[2:]).data.train] == [1, 3]
+    assert [one.weight for one in config_file.load(file, words[2:]).data.train] == [1, 3]
 
 
 def test_steps_with_shorter_rows_have_as_many_tokens(file):
-    both = schema.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
+    both = config_file.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
     assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
     short = both.with_row_tokens(32)
     assert (short.data.row_lengths, short.batch.rows_per_step, short.batch.rows_per_microbatch) == (

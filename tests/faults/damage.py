@@ -20,7 +20,7 @@ import numpy as np
 import rich.console
 
 from jaxsp.checkpoint import checksums, reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from jaxsp.training import sharding, train_step
@@ -78,7 +78,9 @@ class Kept:
             "optimizer": {"learning_rate": 0.1},
             "logging": {"tensorboard": False},
         }
-        program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:8])
+        program, material = build.build_training(
+            config_file.parse(fields), devices=jax.devices()[:8]
+        )
         trainer.train(program, material, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
         self.program, self.table, self.like = (

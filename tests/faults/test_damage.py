@@ -14,7 +14,7 @@ from jaxsp import eval as evaluation
 from jaxsp import export, train
 from jaxsp.checkpoint import checksums, reader
 from jaxsp.checkpoint.reader import DamagedCheckpointError
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
@@ -120,7 +120,7 @@ def finished(tmp_path_factory):
         "checkpoint": {"keep_latest": 3},
         "logging": {"tensorboard": False},
     }
-    schema.save(schema.parse(fields), folder / "config.yaml")
+    config_file.save(config_file.parse(fields), folder / "config.yaml")
     train.main(words(folder))
     return folder
 

@@ -17,7 +17,7 @@ import rich.console
 
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.reporting.progress import Progress
@@ -45,7 +45,7 @@ def settings(folder, run, *words):
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def train(chosen):

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
+from jaxsp.config import run_schema
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_step
 from tests import batches
@@ -52,7 +52,7 @@ def breaks(name, who):
 
 if fault in ("_copy", "_finalize"):
     breaks(fault, {"_copy": 1, "_finalize": 0}[fault])
-with CheckpointWriter(folder, table=program.table, retention=schema.CheckpointConfig()) as store:
+with CheckpointWriter(folder, table=program.table, retention=run_schema.CheckpointConfig()) as store:
     if fault != "read":
         outcome = store.save(state, meta(2)) or store.poll(wait=True)
         print("SAID first:", outcome.failure, flush=True)

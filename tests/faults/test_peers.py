@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxsp.runtime import distributed
+from jaxsp.core import exit_codes
 from tests import messages, test_launch
 from tests.faults import peers
 
@@ -50,7 +50,7 @@ def test_a_process_that_hangs_is_ended_and_all_start_again(tmp_path, straight):
     assert outcome.codes == [0], outcome.said
     assert re.search(messages.holding("step ", "9 s", "run.step_timeout"), outcome.said)
     assert 'faulty.py", line' in outcome.said, "the stack of the thread that hangs"
-    assert f"exit code {distributed.EXIT_HUNG}" in outcome.said
+    assert f"exit code {exit_codes.HUNG}" in outcome.said
     assert re.search(messages.holding("checkpoint", "step 4"), outcome.said)
     assert peers.numbers(job.lines()) == straight
 

@@ -14,8 +14,8 @@ from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import schema
-from jaxsp.config.schema import CheckpointConfig
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.runtime import device_mesh
@@ -84,7 +84,7 @@ XLA_OPTIONS = {
 
 def program(gpu, memory, dtype="bfloat16", xla_options=None):
     """A step of two rows, one after the other, and how it attends; skips where this release of JAX cannot do it."""
-    config = schema.parse(
+    config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 3, "xla_options": xla_options or {}},
             "model": {"config": {}, "compute_dtype": dtype},

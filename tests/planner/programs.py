@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.hf import families
 from jaxsp.planner.compile import compiled
 
@@ -38,7 +38,7 @@ def settings(*words, **changes):
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def step(asked, devices):

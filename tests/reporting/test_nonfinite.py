@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import weights
@@ -82,7 +82,7 @@ def settings(folder, *words):
         "optimizer": {"learning_rate": 0.01, "schedule": "linear"},
         "logging": {"tensorboard": False},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def train(chosen):

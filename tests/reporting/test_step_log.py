@@ -11,7 +11,7 @@ import pytest
 import rich.console
 
 from jaxsp.checkpoint.schedule import CheckpointSchedule
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.reporting import progress as progress_module
 from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.reporting.progress import Progress
@@ -37,7 +37,7 @@ def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch)
         "logging": {"tensorboard": False},
     }
     monkeypatch.setattr(CheckpointSchedule, "save", lambda *_, **__: 1.5)
-    program, inputs = build.build_training(schema.parse(fields), devices=jax.devices()[:1])
+    program, inputs = build.build_training(config_file.parse(fields), devices=jax.devices()[:1])
     trainer.train(program, inputs, rich.console.Console(quiet=True))
     written = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     waits = {line["step"]: line["checkpoint_wait_s"] for line in written}

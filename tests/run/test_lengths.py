@@ -11,7 +11,7 @@ import rich.console
 
 from jaxsp import attention
 from jaxsp.checkpoint import reader
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.run import build, trainer
 from jaxsp.training import train_step
@@ -38,7 +38,7 @@ def settings(folder, *words, row_tokens, data=2, seq=2):
         "checkpoint": {"keep_latest": 100},
         "logging": {"tensorboard": False},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import rich.console
 
 from jaxsp import train
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import encoding
 from jaxsp.run import preview
@@ -30,7 +30,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def asked(*sources, tokenizer="bytes"):
-    return schema.parse(
+    return config_file.parse(
         {
             "run": {"directory": "run", "steps": 1},
             "model": {"config": {"model_type": "llama", "vocab_size": 257}, "tokenizer": tokenizer},

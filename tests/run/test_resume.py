@@ -17,8 +17,8 @@ from jaxsp import export
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config import schema
-from jaxsp.config.schema import RunConfig
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, weights
@@ -58,7 +58,7 @@ def settings(folder, *words):
         "checkpoint": {"keep_latest": 3},
         "logging": {"tensorboard": False},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def write(path, lengths, seed):

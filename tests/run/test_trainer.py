@@ -20,8 +20,8 @@ from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.schedule import CheckpointSchedule
 from jaxsp.checkpoint.writer import DELETING_SUFFIX, CheckpointWriter, WriteOutcome
-from jaxsp.config import schema
-from jaxsp.config.schema import RunConfig
+from jaxsp.config import config_file
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.run import build, preflight, trainer
 from jaxsp.runtime import run_paths
@@ -44,7 +44,7 @@ def settings(folder, *words):
         "optimizer": {"name": "sgd", "learning_rate": 0.1},
         "logging": {"tensorboard": False},
     }
-    return schema.parse(fields, words)
+    return config_file.parse(fields, words)
 
 
 def train(chosen):

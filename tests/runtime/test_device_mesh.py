@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config.schema import BatchConfig, MeshConfig
+from jaxsp.config.data_schema import BatchConfig
+from jaxsp.config.schema import MeshConfig
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
 from tests import batches

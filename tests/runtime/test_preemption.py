@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.runtime import preemption
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
@@ -19,12 +19,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
 
 PROGRAM = """
 import json, sys, time
-from jaxsp.config import schema
+from jaxsp.config import run_schema
 from jaxsp.runtime import preemption, run_status
 options = json.loads(sys.argv[1])
 num_steps = options["num_steps"]
 status = run_status.RunStatus()
-with preemption.Preemption(schema.RunConfig(**options["run"]), status) as stop:
+with preemption.Preemption(run_schema.RunConfig(**options["run"]), status) as stop:
     for step in range(1, num_steps + 1):
         assert stop.should_dispatch(step)
         status.dispatched(step, 64)
@@ -147,9 +147,9 @@ def test_a_run_stops_after_its_time_even_if_the_step_takes_long(tmp_path):
 def test_child_processes_do_not_inherit_the_signal_handlers():
     program = """
 import signal, subprocess, sys, time
-from jaxsp.config import schema
+from jaxsp.config import run_schema
 from jaxsp.runtime import preemption, run_status
-with preemption.Preemption(schema.RunConfig(directory="x"), run_status.RunStatus()) as stop:
+with preemption.Preemption(run_schema.RunConfig(directory="x"), run_status.RunStatus()) as stop:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     time.sleep(0.5)
     child.send_signal(signal.SIGTERM)

@@ -12,15 +12,16 @@ import time
 
 import pytest
 
-from jaxsp.config.schema import RunConfig
-from jaxsp.runtime import distributed, run_status, watchdog
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.core import exit_codes
+from jaxsp.runtime import run_status, watchdog
 from jaxsp.runtime.run_status import Activity, RunStatus
 from jaxsp.runtime.watchdog import Watchdog
 from tests import messages
 
 HANG = """
 import sys, time
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.runtime import run_status, watchdog
 status = run_status.RunStatus()
 config = RunConfig(directory=sys.argv[1], step_timeout="0.6s")
@@ -61,7 +62,7 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
     start_s = time.monotonic()
     command = [sys.executable, "-c", HANG, tmp_path]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == distributed.EXIT_HUNG
+    assert result.returncode == exit_codes.HUNG
     assert re.search(messages.holding("step 8", "run.step_timeout"), result.stderr)
     assert "in hang_here" in result.stderr
     assert time.monotonic() - start_s < 30
@@ -73,7 +74,7 @@ def test_a_process_that_hangs_prints_its_stacks_and_keeps_its_heartbeat_file(tmp
 
 BLOCK = """
 import time
-from jaxsp.config import yaml_io
+from jaxsp.core import files
 from jaxsp.runtime import distributed, watchdog
 watchdog.MESSAGE_TIMEOUT_S = 0.5
 {} = lambda *_: time.sleep(100)
@@ -81,12 +82,12 @@ watchdog.MESSAGE_TIMEOUT_S = 0.5
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("function", ["yaml_io.write_atomic", "distributed.log"])
+@pytest.mark.parametrize("function", ["files.write_atomic", "distributed.log"])
 def test_a_disk_that_does_not_answer_does_not_block_the_watchdog(tmp_path, function):
     start_s = time.monotonic()
     command = [sys.executable, "-c", BLOCK.format(function) + HANG, tmp_path]
     result = subprocess.run(command, timeout=60, check=False)
-    assert result.returncode == distributed.EXIT_HUNG
+    assert result.returncode == exit_codes.HUNG
     assert time.monotonic() - start_s < 30
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxsp.config.schema import RunConfig
+from jaxsp.config.run_schema import RunConfig
 from jaxsp.training.early_stopping import EarlyStopping
 from tests import messages
 

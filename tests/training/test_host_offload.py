@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.planner.compile import compiled
 from jaxsp.run import build, trainer
 from jaxsp.training import host_offload, memory_fit, memory_options, train_step
@@ -87,7 +87,9 @@ def order(tmp_path, monkeypatch):
             events.append("load")
             raise Loaded
 
-        program, material = build.build_training(schema.parse(fields), devices=jax.devices()[:2])
+        program, material = build.build_training(
+            config_file.parse(fields), devices=jax.devices()[:2]
+        )
         monkeypatch.setattr(memory_options, "is_gpu", lambda program: is_gpu)
         monkeypatch.setattr(
             train_step, "compile", lambda program: events.append("compile") or EMPTY

@@ -12,7 +12,8 @@ from jaxsp import attention
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
-from jaxsp.config.schema import AttentionConfig, CheckpointConfig, MemoryConfig
+from jaxsp.config.run_schema import CheckpointConfig
+from jaxsp.config.schema import AttentionConfig, MemoryConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths

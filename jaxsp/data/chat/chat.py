@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxsp.config.schema import DataConfig
+from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import assistant_spans, template_text

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxsp.config.schema import SourceConfig
+from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import template_text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import huggingface_hub.errors as hub
 
-from jaxsp.config.schema import SourceConfig
+from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar, formats, hub

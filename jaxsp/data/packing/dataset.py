@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from jaxsp.config import yaml_io
-from jaxsp.config.schema import Config, DataConfig, RunConfig
+from jaxsp.config.data_schema import DataConfig
+from jaxsp.config.run_schema import RunConfig
+from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import mixing
 from jaxsp.data.packing.mixing import RowSchedule, RowStream

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import normalizers, processors
 from transformers.utils import chat_template_utils
 
-from jaxsp.config.schema import DataConfig
+from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import assistant_spans, chat, template_text

@@ -7,7 +7,7 @@ import types
 import datasets
 import pytest
 
-from jaxsp.config.schema import SourceConfig
+from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.chat import assistant_spans, chat
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from jaxsp.config.schema import SourceConfig
+from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest import records as files
 from jaxsp.data.ingest.formats import FormatError

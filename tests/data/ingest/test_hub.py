@@ -7,7 +7,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import hub as hub_data
 from jaxsp.data.ingest import sources

@@ -10,7 +10,7 @@ import time
 import datasets
 import pytest
 
-from jaxsp.config.schema import DataConfig, SourceConfig
+from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
 from jaxsp.runtime.cluster import Process

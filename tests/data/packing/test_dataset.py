@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from jaxsp.config.schema import SourceConfig
+from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary

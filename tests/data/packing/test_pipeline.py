@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core import layout as layouts
 from jaxsp.core.batch import NO_LABEL, PER_TOKEN, SPECS, step_row_index
 from jaxsp.data.packing import dataset, packing, row_reader
@@ -34,7 +34,7 @@ def documents_of(lengths, labels=False):
 
 
 def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_pieces=5, **data):
-    return schema.parse(
+    return config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1},
             "model": {"config": {"model_type": "llama"}},

@@ -12,7 +12,7 @@ import pytest
 import tokenizers as library
 import transformers
 
-from jaxsp.config.schema import DataConfig
+from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import encoding, tokenizers
@@ -272,11 +272,11 @@ def test_workers_change_nothing(tmp_path):
     write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
     program = """
 import jax
-from jaxsp.config import schema
+from jaxsp.config import data_schema
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 jax.devices()
-data = schema.DataConfig.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
+data = data_schema.DataConfig.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
 records = sources.read(data.train[0], data=data, field="f")
 args = dict(source=data.train[0], data=data, tokenizer=tokenizers.make_byte_tokenizer(), vocab_size=257, field="f")
 made = tokenize.tokenize_dataset(records, **args)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from scripts.bench import memory
 from tests.messages import assert_names
 
@@ -16,7 +16,7 @@ def cell(levers, *, num_devices=8, row_tokens=131072):
 @pytest.mark.parametrize("num_devices", memory.TOKENS)
 @pytest.mark.parametrize("levers", memory.LEVERS)
 def test_every_cell_is_a_config_whose_devices_are_as_many_as_it_says(levers, num_devices):
-    asked = schema.parse(memory.fields(cell(levers, num_devices=num_devices)))
+    asked = config_file.parse(memory.fields(cell(levers, num_devices=num_devices)))
     assert (
         asked.mesh.data * asked.mesh.seq
         == num_devices
@@ -25,7 +25,7 @@ def test_every_cell_is_a_config_whose_devices_are_as_many_as_it_says(levers, num
 
 
 def test_each_line_pulls_the_levers_of_those_before_it():
-    found = {name: schema.parse(memory.fields(cell(name))) for name in memory.LEVERS}
+    found = {name: config_file.parse(memory.fields(cell(name))) for name in memory.LEVERS}
     assert [one.mesh.seq for one in found.values()] == [1, 1, *[8] * 7]
     assert [one.memory.loss_tile_tokens for one in found.values()] == [131072, *["auto"] * 8]
     assert [one.memory.mlp_tile_tokens for one in found.values()] == [

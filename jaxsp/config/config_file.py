@@ -1,0 +1,103 @@
+"""Reading, checking and writing the YAML file of a config."""
+
+import copy
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import pydantic
+import yaml
+
+from jaxsp.config import config_errors, cross_checks, foreign_config, overrides, yaml_io
+from jaxsp.config.schema import Config
+from jaxsp.core import files
+from jaxsp.core.errors import UserError
+
+
+def load(path: str | pathlib.Path, changes: Sequence[str]) -> Config:
+    """Loads a YAML file, changed by `key.path=value` words. Raises: UserError with all problems."""
+    return parse(read(path), changes)
+
+
+def read(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads the nested fields of a YAML file, unchecked. Raises: UserError if it has none."""
+    try:
+        text = pathlib.Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        suggestion, *lines = _suggest_start()
+        raise UserError([f"{path}: no such file. {suggestion}", *lines]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read: {error}.") from None
+    try:
+        fields = yaml_io.load(text)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: 2026-13-01 is not a date
+        reason = " ".join(str(error).split())
+        raise UserError(f"{path}: cannot be read as YAML: {reason}.") from None
+    if not isinstance(fields, dict):
+        suggestion, *lines = _suggest_start()
+        problem = f"{path}: must have sections, each `section: {{field: value}}`. {suggestion}"
+        raise UserError([problem, *lines])
+    return fields
+
+
+def parse(fields: dict[str, Any], changes: Sequence[str] = ()) -> Config:
+    """Checks nested fields, changed by `key.path=value` words.
+
+    Raises: UserError with all problems.
+    """
+    fields = copy.deepcopy(fields)
+    problems = []
+    for word in changes:
+        name = word.partition("=")[0]
+        example = config_errors.suggest_override(name) or "mesh.seq=4"
+        problem = overrides.apply(fields, word, example_override=example)
+        if problem:
+            problems.append(problem)
+    problems += cross_checks.check(fields)
+    try:
+        config = Config.model_validate(fields)
+    except pydantic.ValidationError as error:
+        problems += _explain_problems(fields, error)
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    return config
+
+
+def save(config: Config, path: pathlib.Path) -> None:
+    """Writes the config with all defaults, so that `load(path, [])` returns it."""
+    text = yaml_io.dump(config.model_dump(mode="json"))
+    files.write_atomic(path, text)
+
+
+def _explain_problems(fields: dict[str, Any], error: pydantic.ValidationError) -> list[str]:
+    """Returns one line per finding, or one page for a config of another system."""
+    findings = [
+        finding
+        for finding in error.errors()
+        # pydantic counts a list whose only entry is invalid as empty
+        if finding["type"] != "too_short" or not finding["input"]
+    ]
+    options = foreign_config.find_foreign_options(fields)
+    if len(options) < foreign_config.MIN_FOREIGN_OPTIONS:
+        return list(config_errors.explain_errors(findings))
+    foreign_sections = {name.partition(".")[0] for name in options}
+    own_findings = [
+        finding
+        for finding in findings
+        if finding["loc"][0] not in foreign_sections
+        # the page lists the sections
+        and (finding["type"] != "missing" or len(finding["loc"]) > 1)
+    ]
+    page = foreign_config.render_page(options, start_lines=_suggest_start())
+    return [*page, *config_errors.explain_errors(own_findings)]
+
+
+def _suggest_start() -> list[str]:
+    """Lines that suggest a config to start from: quickstart.yaml, or a small config itself."""
+    repository = pathlib.Path(__file__).parents[2]
+    for folder in (pathlib.Path(), repository):
+        path = folder / "configs/quickstart.yaml"
+        if path.is_file():
+            return [f"Try {path}."]
+    first = "Write a config such as this one (python -m jaxsp.train --help lists all fields):"
+    return [first, *foreign_config.render_starter()]

@@ -1,0 +1,249 @@
+"""Rules that involve several fields of a config.
+
+They read the raw fields before pydantic does, so that no other problem hides theirs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jaxsp.config import yaml_io
+from jaxsp.config.data_schema import DataConfig
+from jaxsp.config.schema import Config
+from jaxsp.core import errors
+
+Sections = dict[str, dict[str, Any]]
+"""The fields that a config sets, by section. Pydantic reports a section that is not a mapping."""
+
+_EVAL_SUGGESTION = (
+    "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', "
+    "or hold out training documents: data.eval_fraction=0.05."
+)
+"""Suggestion if an option needs an evaluation."""
+
+
+def check(fields: dict[str, Any]) -> list[str]:
+    """Returns all problems of nested fields."""
+    sections: Sections = {}
+    for name in Config.model_fields:
+        value = fields.get(name)
+        sections[name] = value if isinstance(value, dict) else {}
+    problems: list[str] = []
+    if isinstance(fields.get("run"), dict):
+        problems += _check_exactly_one(
+            sections, "run", ("steps", "epochs"), "the length of training", "run.epochs=1"
+        )
+    if isinstance(fields.get("model"), dict):
+        problems += _check_exactly_one(
+            sections, "model", ("source", "config"), "the model", "model.source=Qwen/Qwen3-0.6B"
+        )
+    return [
+        *problems,
+        *_check_weights(sections),
+        *_check_chat_template(sections),
+        *_check_memory(sections),
+        *_check_max_segments(sections),
+        *_check_nul(fields, ""),
+        *_check_best(sections),
+        *_check_warmup(sections),
+        *_check_eval_sets(sections),
+        *_check_end_of_epoch(sections),
+        *_check_early_stopping(sections),
+    ]
+
+
+def _check_exactly_one(
+    sections: Sections, section: str, names: tuple[str, str], role: str, example: str
+) -> Iterator[str]:
+    """Checks that exactly one of two fields is set."""
+    fields = sections[section]
+    given = [name for name in names if fields.get(name) is not None]
+    first, second = (f"{section}.{name}" for name in names)
+    if not given:
+        yield f"{first}, {second}: missing. Set one of them for {role}, for example {example}."
+    elif len(given) == 2:
+        settings = [f"{section}.{name} = {yaml_io.format_value(fields[name])}" for name in names]
+        yield (
+            f"{', '.join(settings)}: only one of them may be set. "
+            f"Write {first}=null or {second}=null."
+        )
+
+
+def _list_sources(sections: Sections, name: str) -> list[dict[str, Any]]:
+    """The entries of data.train or data.eval that are mappings."""
+    entries = sections["data"].get(name)
+    if not isinstance(entries, list | tuple):
+        return []
+    return [entry for entry in entries if isinstance(entry, dict)]
+
+
+def _check_weights(sections: Sections) -> Iterator[str]:
+    """Checks the weights of the sources."""
+    for index, source in enumerate(_list_sources(sections, "eval")):
+        if source.get("weight") is not None:
+            yield (
+                f"data.eval.{index}.weight: must not be set, because each eval set is evaluated "
+                "separately, as a whole. Leave it out."
+            )
+            break
+    has_weight = [source.get("weight") is not None for source in _list_sources(sections, "train")]
+    if not any(has_weight):
+        return
+    if not all(has_weight):
+        index = has_weight.index(False)
+        yield (
+            f"data.train.{index}.weight: missing. Set it for all sources or for none: "
+            f"data.train.{index}.weight=1."
+        )
+    if sections["run"].get("epochs") is not None:
+        yield (
+            "data.train.0.weight: must not be set with run.epochs, because weighted sources end at "
+            "different times and are repeated. Set run.steps, or leave the weights out."
+        )
+
+
+def _check_chat_template(sections: Sections) -> Iterator[str]:
+    """Checks that a chat template has messages to render."""
+    template = sections["data"].get("chat_template")
+    sources = [*_list_sources(sections, "train"), *_list_sources(sections, "eval")]
+    has_messages = any(source.get("format") not in ("text", "tokens") for source in sources)
+    if template is not None and not has_messages:
+        yield (
+            f"data.chat_template = {yaml_io.format_value(template)}: has no effect, because no "
+            "source has the format messages or prompt_completion. Leave it out."
+        )
+
+
+def _check_memory(sections: Sections) -> Iterator[str]:
+    """Checks that the activations to offload are kept at all."""
+    offloaded = sections["memory"].get("offload_activations")
+    is_full = sections["memory"].get("remat") == "full"
+    if is_full and offloaded == "layer_inputs_and_attention":
+        yield (
+            f"memory.offload_activations = {offloaded}: memory.remat = full keeps no results of "
+            "attention. Use memory.offload_activations=layer_inputs, or memory.remat=save_attention."
+        )
+
+
+def _check_max_segments(sections: Sections) -> Iterator[str]:
+    """Checks that a row has a token for each of its segments, because memory is allocated for all."""
+    default = DataConfig.model_fields["max_segments_per_row"].default
+    max_segments = sections["data"].get("max_segments_per_row")
+    # the default is saved with a run's config, also for rows shorter than it
+    if not isinstance(max_segments, int) or max_segments == default:
+        return
+    row_tokens = sections["data"].get("row_tokens")
+    lengths = row_tokens if isinstance(row_tokens, list | tuple) else [row_tokens]
+    longest = max((length for length in lengths if isinstance(length, int)), default=0)
+    if max_segments > longest > 0:
+        yield (
+            f"data.max_segments_per_row = {max_segments}: must be at most {longest}, "
+            f"the tokens of a row. Use {min(default, longest)}, or the number your documents need."
+        )
+
+
+def _check_nul(value: Any, name: str) -> Iterator[str]:
+    """Checks that no text contains NUL, which file names cannot contain."""
+    if isinstance(value, str) and "\0" in value:
+        yield f"{name} = {yaml_io.format_value(value)}: must not contain a NUL character. Remove it."
+    entries: Any = ()
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    for key, entry in entries:
+        yield from _check_nul(entry, f"{name}.{key}" if name else str(key))
+
+
+def _list_eval_names(sections: Sections) -> list[Any]:
+    """Names of the eval sets."""
+    sources = _list_sources(sections, "eval")
+    names = [source.get("name") or source.get("source") for source in sources]
+    if sections["data"].get("eval_fraction") is not None:
+        names.append("held_out")
+    return names
+
+
+def _check_best(sections: Sections) -> Iterator[str]:
+    """Checks that the best checkpoint can be found by an evaluation."""
+    keep_best = sections["checkpoint"].get("keep_best", 0)
+    best_eval = sections["checkpoint"].get("best_eval")
+    names = _list_eval_names(sections)
+    stops_early = sections["run"].get("early_stopping_patience") is not None
+    if best_eval is not None and not keep_best and not stops_early:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: has no effect, because checkpoint.keep_best is 0 "
+            "and run.early_stopping_patience is null. "
+            "Set checkpoint.keep_best=1, or checkpoint.best_eval=null."
+        )
+    elif isinstance(keep_best, int) and keep_best > 0 and not names:
+        yield (
+            f"checkpoint.keep_best = {keep_best}: needs an eval set, whose loss ranks the "
+            f"checkpoints. {_EVAL_SUGGESTION}"
+        )
+    elif best_eval is not None and best_eval not in names:
+        yield (
+            f"checkpoint.best_eval = {best_eval}: must be the name of an eval set. "
+            f"Use {errors.format_choices([*names, 'null'])}."
+        )
+
+
+def _check_warmup(sections: Sections) -> Iterator[str]:
+    """Checks that warmup is not given both in steps and as a fraction."""
+    steps = sections["optimizer"].get("warmup_steps")
+    fraction = sections["optimizer"].get("warmup_fraction")
+    if steps and fraction is not None:
+        yield (
+            f"optimizer.warmup_steps = {yaml_io.format_value(steps)}, "
+            f"optimizer.warmup_fraction = {yaml_io.format_value(fraction)}: only one of them may be "
+            "set. Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null."
+        )
+
+
+def _check_eval_sets(sections: Sections) -> Iterator[str]:
+    """Checks the names of the eval sets, and that there is one to evaluate at the start."""
+    names = _list_eval_names(sections)
+    holds_out = sections["data"].get("eval_fraction") is not None
+    if holds_out and "held_out" in names[:-1]:
+        name = f"data.eval.{names.index('held_out')}.name"
+        yield (
+            f"{name} = held_out: is also the name of the documents that data.eval_fraction holds "
+            f"out. Use another name: {name}=held_out-{names.index('held_out')}."
+        )
+    if not names and sections["run"].get("eval_at_start") is True:
+        yield f"run.eval_at_start = true: needs an eval set. {_EVAL_SUGGESTION}"
+
+
+def _check_end_of_epoch(sections: Sections) -> Iterator[str]:
+    """Checks that a run with actions at the end of epochs is measured in epochs."""
+    if sections["run"].get("epochs") is not None:
+        return
+    for name in ("save_every", "eval_every"):
+        if sections["run"].get(name) == "epoch":
+            yield (
+                f"run.{name} = epoch: needs run.epochs. "
+                f"Use run.epochs=1 instead of run.steps, or run.{name}=100."
+            )
+
+
+def _check_early_stopping(sections: Sections) -> Iterator[str]:
+    """Checks that a run with early stopping evaluates before its last step."""
+    run = sections["run"]
+    patience = run.get("early_stopping_patience")
+    min_delta = run.get("early_stopping_min_delta")
+    if patience is None:
+        if min_delta:
+            yield (
+                f"run.early_stopping_min_delta = {yaml_io.format_value(min_delta)}: has no effect "
+                "without run.early_stopping_patience. "
+                "Set run.early_stopping_patience=3, or run.early_stopping_min_delta=0."
+            )
+        return
+    setting = f"run.early_stopping_patience = {yaml_io.format_value(patience)}"
+    if not _list_eval_names(sections):
+        yield f"{setting}: needs an eval set. {_EVAL_SUGGESTION}"
+        return
+    saves_before_end = "save_every" not in run or run["save_every"] is not None
+    keeps_best = bool(sections["checkpoint"].get("keep_best"))
+    evaluates_checkpoints = keeps_best and saves_before_end
+    if run.get("eval_every") is None and not evaluates_checkpoints:
+        yield f"{setting}: needs an evaluation before the last step. Set run.eval_every=100."

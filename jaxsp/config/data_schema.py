@@ -1,0 +1,160 @@
+"""Config sections of the data and the batch."""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from jaxsp.config import fields
+from jaxsp.config.fields import (
+    MAX_COUNT,
+    ConfigSection,
+    NonNegativeCount,
+    PositiveCount,
+    PositiveFloat,
+    with_examples,
+)
+
+
+class SourceConfig(ConfigSection):
+    """One data source: files, a saved data set, or a data set on the hub."""
+
+    source: Annotated[str, with_examples("notes/*.txt", min_length=1)]
+    """Files, folder or hub data set to read. Files: a path or a glob of .jsonl or .json (lines, or
+    one array), .csv, .tsv or plain text (one document per file), also compressed as .gz or .zst; or
+    of .parquet or .arrow. Folder: one saved by `datasets`. Otherwise the name of a data set on the
+    hub. `{stdlib}` stands for the folder of Python's standard library."""
+    format: Annotated[
+        Literal["text", "messages", "prompt_completion", "tokens"], with_examples("text")
+    ]
+    """Content of a record, as in TRL. text: `text`. messages: `messages`, each with `role` and
+    `content`, and optionally `tools`. prompt_completion: `prompt` and `completion`, both text or
+    both messages. tokens: `input_ids` and optionally `labels` (not shifted; -100: no loss). An
+    assistant message with `weight: 0` or `train: false` has no loss."""
+    name: Annotated[str | None, with_examples("books", min_length=1)] = None
+    """Name in the metrics and the banner. null: the source as written."""
+    weight: Annotated[PositiveFloat | None, with_examples(0.7)] = None
+    """Fraction of the trained tokens, relative to the weights of the other sources in data.train. A
+    source is repeated as often as its weight requires. Set it for all sources or for none. Without
+    weights, an epoch is all documents once; with weights, set run.steps."""
+    split: Annotated[str | None, with_examples("train", min_length=1)] = None
+    """Split of a hub data set or of a saved folder, or a slice of one in the syntax of `datasets`:
+    train[:95%], train[95%:], train[100:200]. The only split of files is train. null: the only
+    split, or train."""
+    subset: Annotated[str | None, with_examples("en", min_length=1)] = None
+    """Configuration of a hub data set that has several."""
+    revision: Annotated[str | None, with_examples("main", min_length=1)] = None
+    """Branch, tag or commit of a hub data set. null: the latest."""
+    fields: Annotated[
+        dict[str, str], with_examples("{messages: conversations, role: from, content: value}")
+    ] = {}  # noqa: RUF012 - pydantic copies it
+    """Names in the records for fields of the format, where they differ. Fields of a format: text;
+    messages or prompt and completion, tools, chat_template_kwargs; input_ids, labels. Fields of a
+    message: role, content."""
+    roles: Annotated[dict[str, str], with_examples("{human: user, gpt: assistant}")] = {}  # noqa: RUF012 - pydantic copies it
+    """Roles of the chat template for roles in the records, where they differ."""
+
+
+class DataConfig(ConfigSection):
+    """Training and eval data, and how they are packed into rows."""
+
+    train: Annotated[
+        tuple[SourceConfig, ...],
+        with_examples("[{source: notes/*.txt, format: text}]", min_length=1, strict=False),
+    ]
+    """Sources of the training documents."""
+    eval: Annotated[
+        tuple[SourceConfig, ...],
+        with_examples("[{source: held-out/*.txt, format: text}]", strict=False),
+    ] = ()
+    """Data sets to evaluate on, each separately."""
+    eval_fraction: Annotated[float | None, with_examples(0.05, gt=0, lt=1)] = None
+    """Fraction of the training documents to hold out as an eval set named held_out, in addition to
+    data.eval; rounded up. A hash of run.seed, the source's name and the document's index selects
+    them, so every mesh and every resume holds out the same documents. A change of the fraction is a
+    change of the data (run.on_data_change)."""
+    row_tokens: Annotated[PositiveCount | tuple[PositiveCount, ...], with_examples(8192)]
+    """Length of a row in tokens; documents are packed into rows. A list of lengths is possible, such
+    as [8192, 65536]: each document goes to the shortest rows that hold it, and each step has rows of
+    one length."""
+    max_segments_per_row: PositiveCount = 64
+    """Maximum number of segments (documents or parts of them) in one row."""
+    long_documents: Literal["split", "truncate", "drop", "error"] = "split"
+    """Action for a document longer than the (longest) row. split: put its segments into several
+    rows. truncate: keep its beginning. drop: leave it out. error: refuse to start."""
+    chat_template: Annotated[str | None, with_examples("template.jinja", min_length=1)] = None
+    """File with a chat template (Jinja), or the template itself. null: the tokenizer's own."""
+    train_on: Literal["assistant", "all"] = "assistant"
+    """Tokens that have a loss. assistant: only the assistant's part of messages, and the completion
+    of prompt_completion. all: every token."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """Action for a record that does not match its format. error: refuse to start. skip: leave it out
+    and count it."""
+    max_bad_records: NonNegativeCount = 100
+    """Maximum number of skipped records per source. With more, the run does not start."""
+    num_workers: Annotated[PositiveCount | None, with_examples(8)] = None
+    """Number of processes that tokenize. null: one per core, or fewer for little data."""
+
+    @pydantic.field_validator("row_tokens", mode="before")
+    @classmethod
+    def _check_row_tokens(cls, value: Any) -> Any:
+        if not isinstance(value, list | tuple):
+            _check_lengths([value])
+            return value
+        _check_lengths(value)
+        return tuple(value)
+
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """The lengths of rows, the shortest first."""
+        if isinstance(self.row_tokens, tuple):
+            return tuple(sorted(self.row_tokens))
+        return (self.row_tokens,)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Tokens of the longest row; the only length of most configs."""
+        return self.row_lengths[-1]
+
+
+def _check_lengths(lengths: Sequence[Any]) -> None:
+    if any(isinstance(length, int) and length > MAX_COUNT for length in lengths):
+        raise ValueError(f"must be at most {MAX_COUNT} tokens")
+    if not lengths or not all(map(fields.is_count, lengths)):
+        raise ValueError("must be a number of tokens, or a list of them")
+    if len(set(lengths)) < len(lengths):
+        raise ValueError("must not have the same length twice")
+    longest = max(lengths)
+    if any(longest % length for length in lengths):
+        raise ValueError(
+            "the longest must be a multiple of each, because every step has the same number of "
+            f"tokens. Use {_nearest_divisors(lengths)}"
+        )
+
+
+def _nearest_divisors(lengths: Sequence[int]) -> list[int]:
+    """The longest length, and the divisors of it that are nearest to the others."""
+    longest = max(lengths)
+    largest_tried = min(math.isqrt(longest), 10**6)
+    small = [divisor for divisor in range(1, largest_tried + 1) if longest % divisor == 0]
+    divisors = [
+        divisor for divisor in (*small, *(longest // n for n in small)) if divisor < longest
+    ]
+    nearest = {
+        min(divisors, key=lambda divisor: max(divisor / length, length / divisor))
+        for length in lengths
+        if length < longest
+    }
+    return [*sorted(nearest), longest]
+
+
+class BatchConfig(ConfigSection):
+    """Number of rows per step."""
+
+    rows_per_step: Annotated[PositiveCount, with_examples(8)]
+    """Rows per optimizer update, over the whole mesh; the same for every mesh shape. With several
+    row lengths: rows of the longest; a step of shorter rows has the same number of tokens."""
+    rows_per_microbatch: PositiveCount = 1
+    """Rows per microbatch and sequence-parallel group. The microbatches of a step run one after
+    another."""
