@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, reference, segments
+from jaxsp.attention.kernels import blockwise_rows, reference, segments
 from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from tests import batches, tolerances
@@ -20,7 +20,7 @@ L, K = 48, 8
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
         yield
 
 

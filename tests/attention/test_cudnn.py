@@ -206,7 +206,10 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
         tables = cudnn.make_tables(starts, lengths, row_tokens=L)
         forward = functools.partial(
-            cudnn._attention_fwd, static=cudnn._StaticArgs(1, cudnn_slots.CAPACITY_FACTOR, None)
+            cudnn._attention_fwd,
+            head_chunks=1,
+            capacity_factor=cudnn_slots.CAPACITY_FACTOR,
+            window=None,
         )
         _, saved = jax.eval_shape(forward, q, k, v, starts, lengths, tables)
         assert saved[-1].shape == (1, 4, L), kind

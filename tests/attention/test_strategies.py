@@ -11,7 +11,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention import strategies
-from jaxsp.attention.kernels import blockwise
+from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.strategies import LayerWorkload, Strategy
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import layout
@@ -36,7 +36,7 @@ ROWS = [
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
         yield
 
 

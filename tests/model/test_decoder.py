@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise
+from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.core import axes
 from jaxsp.core.batch import NO_LABEL, SPECS, Batch
 from jaxsp.model import decoder
@@ -32,7 +32,7 @@ PIECES = [
 @pytest.fixture(scope="module", autouse=True)
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
         yield
 
 

@@ -1,7 +1,7 @@
-"""What every kernel calls the residuals of its backward pass, so that a remat policy can keep or offload them."""
+"""Names of a kernel's residuals, with which a remat policy keeps or offloads them."""
 
 OUT = "attention_out"
 LSE = "attention_lse"
 
 CHECKPOINT_NAMES = (OUT, LSE)
-"""Where all of them are kept, attention is not computed again in the backward pass."""
+"""Names to keep so that the backward pass does not recompute attention."""

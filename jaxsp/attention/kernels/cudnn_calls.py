@@ -1,8 +1,9 @@
-"""cuDNN's calls as XLA has them: the one file that knows jax._src.
+"""XLA's calls of cuDNN's attention. The only module of this package that uses jax._src.
 
-JAX's own way to them is passed by, down to the primitives that stand for the calls: its custom_vjp cannot name the output and
-the log-sum-exp for a remat policy, and it multiplies the packed places of K and V by the wrong number of heads before 0.11.1
-(jax PR 39521), which is done here.
+JAX's public function (`jax.nn.dot_product_attention`) is not used. Its custom_vjp cannot name the
+output and the log-sum-exp for a remat policy. Before 0.11.1 it also multiplies the packed offsets
+of K and V by the wrong number of heads (jax PR 39521). So this module binds the primitives under it
+and computes the offsets.
 """
 
 import functools
@@ -18,7 +19,7 @@ from jaxsp.attention.kernels.cudnn_slots import CallSlots
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
-"""Versions of JAX."""
+"""Versions of JAX whose private functions this module can call."""
 
 _OPERANDS = (
     "query",
@@ -43,21 +44,24 @@ _PARAMS = (
     "sliding_window_length",
 )
 _EXTRA_PARAMS_0_12 = {"score_mod_name": None, "score_mod_jaxpr": None}
-"""What jax 0.12 asks for besides: a function of the scores, which we have none of."""
+"""Parameters that jax 0.12 adds, for a function of the scores, which jaxsp does not use."""
 
 CallMask = CallSlots | OffDiagonalBlock | None
-"""What a call is of: slots of packed rows, rectangles, or rows as a whole."""
+"""Mask of a call: slots of packed rows, off-diagonal blocks, or None for whole rows."""
 
 
 def describe_unsupported_jax() -> str | None:
-    """Why this JAX cannot be used, or None: its inner functions are not one of those we know."""
+    """Reason why this version of JAX cannot call cuDNN; None if it can."""
     if _library() is None or _extra_params() is None:
-        return f"is called through parts of JAX that this version, {jax.__version__}, has changed; {TESTED_JAX_VERSIONS} are known"
+        return (
+            f"needs private functions of JAX that jax {jax.__version__} has changed; "
+            f"jaxsp supports jax {TESTED_JAX_VERSIONS}"
+        )
     return None
 
 
 def installed_version() -> tuple[int, int, int] | None:
-    """The installed cuDNN, None where JAX finds none."""
+    """Version of the installed cuDNN; None if JAX finds none."""
     library = _library()
     if library is None or library.cuda_versions is None:
         return None
@@ -68,19 +72,23 @@ def installed_version() -> tuple[int, int, int] | None:
 def describe_version() -> str:
     """Returns the name of the library, with its version if JAX finds one. Example: cuDNN 9.28.0."""
     installed = installed_version()
-    return "cuDNN" if installed is None else f"cuDNN {'.'.join(map(str, installed))}"
+    if installed is None:
+        return "cuDNN"
+    return f"cuDNN {'.'.join(map(str, installed))}"
 
 
 def forward(
     call_mask: CallMask, q: Array, k: Array, v: Array, *, window: int | None
 ) -> tuple[Array, Array]:
-    """Output and log-sum-exp, f32[B, h, L], of rows as a whole and of rectangles; or of slots, f32[S, h, T], undefined beyond
-    each piece.
+    """Output and log-sum-exp.
+
+    Shapes: the log-sum-exp is f32[B, h, L] for whole rows and off-diagonal blocks, and f32[S, h, T]
+        for slots, undefined after the end of each segment.
     """
-    out, statistic = _library()._dot_product_attention_fwd_p.bind(
-        *_operands(q, k, v, call_mask), **_primitive_params(q, call_mask, window), is_training=True
-    )
-    return out, statistic
+    operands = _operands(q, k, v, call_mask)
+    params = _primitive_params(q, call_mask, window)
+    out, lse = _library()._dot_product_attention_fwd_p.bind(*operands, **params, is_training=True)
+    return out, lse
 
 
 def backward(
@@ -94,10 +102,10 @@ def backward(
     *,
     window: int | None,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv; of slots, undefined at tokens of none."""
-    dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(
-        *_operands(q, k, v, call_mask), lse, out, dout, **_primitive_params(q, call_mask, window)
-    )
+    """dq, dk and dv; undefined at tokens of no slot if the call has slots."""
+    operands = _operands(q, k, v, call_mask)
+    params = _primitive_params(q, call_mask, window)
+    dq, dk, dv = _library()._dot_product_attention_bwd_p.bind(*operands, lse, out, dout, **params)
     return dq, dk, dv
 
 
@@ -123,28 +131,29 @@ def read_workspace_bytes(program_text: str) -> int | None:
 _ATTENTION_CALL_PATTERN = (
     r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="__cudnn\$fmha'
 )
-"""A line of a compiled program that calls cuDNN's attention; the group is the call's results."""
+"""Pattern of a line of a compiled program that calls cuDNN's attention; the group is its
+results."""
 
 
 def _operands(q: Array, k: Array, v: Array, call_mask: CallMask) -> tuple[Array, ...]:
+    """Arrays of a call, in the order of _OPERANDS."""
     unused = jnp.zeros(0, q.dtype)
-    lengths, places = (unused, unused), (unused, unused)
+    lengths = (unused, unused)
+    offsets = (unused, unused)
     if isinstance(call_mask, OffDiagonalBlock):
-        # no softmax over nothing: what a row without queries or keys gives is not used
+        # At least 1, because a softmax over no keys is NaN. Results of empty blocks are not used.
         lengths = (jnp.maximum(call_mask.num_queries_B, 1), jnp.maximum(call_mask.num_keys_B, 1))
     elif call_mask is not None:
         lengths_RS = call_mask.lengths_S.reshape(len(q), -1)
-        lengths, places = (
-            (lengths_RS, lengths_RS),
-            (_slot_offsets(call_mask, q), _slot_offsets(call_mask, k)),
-        )
-    return q, k, v, unused, *lengths, *places, unused, unused
+        lengths = (lengths_RS, lengths_RS)
+        offsets = (_slot_offsets(call_mask, q), _slot_offsets(call_mask, k))
+    return q, k, v, unused, *lengths, *offsets, unused, unused
 
 
 def _slot_offsets(slots: CallSlots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]:
-    """Where each slot begins in an array's memory, in elements: a slot's first token times what a token takes of *this* array.
+    """Offset of each slot in an array's memory, in elements of this array.
 
-    Unused slots, and the one place more of each row that the call has, are at the end of the memory.
+    Unused slots are at the end of the memory, and so is the extra offset at the end of each row.
     """
     R, T, X, K = x_RTXK.shape
     end = R * T
@@ -153,27 +162,29 @@ def _slot_offsets(slots: CallSlots, x_RTXK: Array) -> Int32[Array, "R S_plus_1"]
 
 
 def _primitive_params(q: Array, call_mask: CallMask, window: int | None) -> dict[str, Any]:
-    """What a call is told besides arrays.
+    """Static parameters of a call.
 
-    cuDNN keeps the scores where key + window > query and, being causal, key <= query, both counted from the slot's first
-    token: the window counts the token itself. Where no slot is longer than the window, it is not told of one.
-    Source: sliding_window_mask in NVIDIA/cudnn-frontend utils/attn_score_modifiers.h, aligned to the top left, with the left
-        bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets to sliding_window_length.
+    cuDNN keeps the scores where key + window > query and, as it is causal, key <= query. Both are
+    counted from the slot's first token, and the window includes the token itself. A window as long
+    as the slots is left out.
+    Source: sliding_window_mask in NVIDIA/cudnn-frontend utils/attn_score_modifiers.h, aligned to
+        the top left, with the left bound that openxla/xla xla/stream_executor/cuda/cuda_dnn.cc sets
+        to sliding_window_length.
     """
     library = _library()
     masks = {type(None): "CAUSAL", CallSlots: "PADDING_CAUSAL", OffDiagonalBlock: "PADDING"}
-    mask = library.MaskType[masks[type(call_mask)]]
-    told = None if window is None or window >= q.shape[1] else window
-    known = (
-        q.shape[-1] ** -0.5,
-        42,
-        0.0,
-        (False, False),
-        mask,
-        library.AttentionLayout.BTNH.value,
-        told,
-    )
-    return dict(zip(_PARAMS, known, strict=True)) | (_extra_params() or {})
+    if window is not None and window >= q.shape[1]:
+        window = None
+    params = {
+        "scale": q.shape[-1] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": library.MaskType[masks[type(call_mask)]],
+        "layout": library.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+    }
+    return params | (_extra_params() or {})
 
 
 @functools.cache
@@ -187,21 +198,21 @@ def _library() -> Any:
 
 @functools.cache
 def _extra_params() -> dict[str, None] | None:
-    """Parameters that this JAX's calls have besides those we know, with their values; None if there are others."""
-    lowerings = [
-        getattr(_library(), f"_dot_product_attention_{way}_cuda_lowering", None)
-        for way in ("fwd", "bwd")
-    ]
-    primitives = [hasattr(_library(), f"_dot_product_attention_{way}_p") for way in ("fwd", "bwd")]
-    if not all(primitives) or None in lowerings:
-        return None
-    forward, backward = (
-        list(inspect.signature(function).parameters) for function in lowerings if function
-    )
+    """Parameters that this JAX's calls have in addition to _PARAMS, with their values.
+
+    None if the calls have parameters that are in neither.
+    """
+    signatures = []
+    for direction in ("fwd", "bwd"):
+        name = f"_dot_product_attention_{direction}"
+        lowering = getattr(_library(), f"{name}_cuda_lowering", None)
+        if lowering is None or not hasattr(_library(), f"{name}_p"):
+            return None
+        signatures.append(list(inspect.signature(lowering).parameters))
     for extra in ({}, _EXTRA_PARAMS_0_12):
         operands = ["score_mod_args"] if extra else []
-        first = ["ctx", *_OPERANDS, *operands, *_PARAMS, *extra, "is_training"]
-        second = ["ctx", *_OPERANDS, *_BACKWARD_OPERANDS, *operands, *_PARAMS, *extra]
-        if (forward, backward) == (first, second):
+        forward = ["ctx", *_OPERANDS, *operands, *_PARAMS, *extra, "is_training"]
+        backward = ["ctx", *_OPERANDS, *_BACKWARD_OPERANDS, *operands, *_PARAMS, *extra]
+        if signatures == [forward, backward]:
             return dict(extra)
     return None

@@ -4,9 +4,9 @@ A packed call has slots, each for a segment of up to T tokens that may start any
 cuDNN allocates memory for the backward call as if every slot were full: one call with 64 slots of a
 row of 131,072 tokens, 4 heads of size 128, would need 64 * 131,072 * 4 * 128 * 4 bytes = 16 GiB for
 the float32 sums of dq. But 64 segments of one row cannot all be long. So long segments go to one
-call and shorter ones to the next, whose slots are ROOM times as many and ROOM times as short. The
-slots of each call hold ROOM times the row's tokens. For up to 64 segments in a row of L tokens,
-with ROOM = 4:
+call and shorter ones to the next, which has more and shorter slots, both by the capacity factor.
+The slots of each call hold the capacity factor times the row's tokens. For up to 64 segments in a
+row of L tokens, with a capacity factor of 4:
 
     call    lengths             a slot's tokens T    slots
     0       L/4 + 1 ... L       L                    4
@@ -15,7 +15,6 @@ with ROOM = 4:
 """
 
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ as many calls."""
 CAPACITY_FACTOR = CAPACITY_FACTORS[0]
 
 SLOT_MULTIPLE = 128
-"""The tokens of a slot must be a multiple of this, as those of a row."""
+"""The tokens of a slot, and of a row, must be a multiple of this."""
 
 MASKED_LSE = 1e30
 """Log-sum-exp at positions of a slot after the end of its segment: exp(score - this) is 0, and no
@@ -51,15 +50,17 @@ class PackedCall:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of `tokens` tokens that the memory of all rows is reinterpreted as."""
+        """Number of rows of `slot_tokens` tokens that the memory of all rows is reinterpreted
+        as."""
         return self.num_tokens // self.slot_tokens
 
 
 class CallSlots(NamedTuple):
-    """The segments of one call, in the order of their tokens; unused slots are (0, 0), at the end."""
+    """The segments of one call, in the order of their tokens; unused slots are (0, 0), at the
+    end."""
 
     starts_S: Int32[Array, "S"]
-    """First token, counted over all rows."""
+    """First token of each slot's segment, counted over all rows."""
     lengths_S: Int32[Array, "S"]
     slot_N: Int32[Array, "N"]
     """Slot of each token of all rows; -1 for tokens of no slot."""
@@ -88,9 +89,9 @@ class SegmentTables(NamedTuple):
     """Segment of each token, counted over all rows; -1 for padding. 4 bytes per token."""
     calls: tuple[CallTable, ...]
 
-    def get_slots(self, number: int) -> CallSlots:
-        """The slots of one of the calls."""
-        table = self.calls[number]
+    def get_slots(self, call: int) -> CallSlots:
+        """Returns the slots of a call, by its index."""
+        table = self.calls[call]
         slot_N = jnp.where(self.segment_N < 0, -1, table.slot_BM[self.segment_N])
         return CallSlots(table.starts_S, table.lengths_S, slot_N)
 
@@ -98,30 +99,34 @@ class SegmentTables(NamedTuple):
 def plan_calls(
     *, num_rows: int, row_tokens: int, max_segments: int, capacity_factor: int = CAPACITY_FACTOR
 ) -> tuple[PackedCall, ...]:
-    """Calls that together hold all segments of rows with up to `max_pieces` segments each, longest
-    segments first."""
-    # A row has fewer than room * row_tokens / T segments of more than T / room tokens
-    sizes, tokens, per_tokens = [row_tokens], row_tokens, max_segments
-    while per_tokens > capacity_factor and tokens % (capacity_factor * SLOT_MULTIPLE) == 0:
-        tokens, per_tokens = tokens // capacity_factor, -(-per_tokens // capacity_factor)
-        sizes.append(tokens)
-    total = num_rows * row_tokens
-    found = [
-        PackedCall(
-            longer_than=b, slot_tokens=a, num_slots=total // a * capacity_factor, num_tokens=total
+    """Plans calls that together hold all segments of the rows, longest segments first.
+
+    Args: max_segments: maximum number of segments per row.
+    """
+    num_tokens = num_rows * row_tokens
+    slot_tokens = row_tokens
+    slots_per_row = max_segments
+    calls = []
+    # A row has fewer than capacity_factor * row_tokens / T segments of more than T /
+    # capacity_factor tokens.
+    while slots_per_row > capacity_factor and slot_tokens % (capacity_factor * SLOT_MULTIPLE) == 0:
+        call = PackedCall(
+            longer_than=slot_tokens // capacity_factor,
+            slot_tokens=slot_tokens,
+            num_slots=num_tokens // slot_tokens * capacity_factor,
+            num_tokens=num_tokens,
         )
-        for a, b in itertools.pairwise(sizes)
-    ]
-    # cuDNN's packed rows have two slots or more
-    return (
-        *found,
-        PackedCall(
-            longer_than=0,
-            slot_tokens=tokens,
-            num_slots=total // tokens * max(per_tokens, 2),
-            num_tokens=total,
-        ),
+        calls.append(call)
+        slot_tokens //= capacity_factor
+        slots_per_row = -(-slots_per_row // capacity_factor)
+    # cuDNN's packed rows have at least two slots.
+    last_call = PackedCall(
+        longer_than=0,
+        slot_tokens=slot_tokens,
+        num_slots=num_tokens // slot_tokens * max(slots_per_row, 2),
+        num_tokens=num_tokens,
     )
+    return (*calls, last_call)
 
 
 def make_tables(
@@ -134,32 +139,36 @@ def make_tables(
     """Assigns the segments of rows to the slots of calls."""
     B, M = starts_BM.shape
     segment_BL = segments.segment_ids(starts_BM, lengths_BM, row_tokens)
-    first_of_row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
-    segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + first_of_row_B1 * M)
-    starts, lengths = (starts_BM + first_of_row_B1 * row_tokens).reshape(-1), lengths_BM.reshape(-1)
-    return SegmentTables(
-        segment_BL.reshape(-1), tuple(_make_table(call, starts, lengths) for call in calls)
-    )
+    row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
+    segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + row_B1 * M)
+    starts = (starts_BM + row_B1 * row_tokens).reshape(-1)
+    lengths = lengths_BM.reshape(-1)
+    segment_N = segment_BL.reshape(-1)
+    return SegmentTables(segment_N, tuple(_make_table(call, starts, lengths) for call in calls))
 
 
 def _make_table(call: PackedCall, starts: Array, lengths: Array) -> CallTable:
-    chosen = (lengths > call.longer_than) & (lengths <= call.slot_tokens)
-    slot = jnp.where(chosen, jnp.cumsum(chosen, dtype=jnp.int32) - 1, call.num_slots)
-    empty_S = jnp.zeros(call.num_slots, jnp.int32)
-    starts_S, lengths_S = (empty_S.at[slot].set(x, mode="drop") for x in (starts, lengths))
-    return CallTable(starts_S, lengths_S, jnp.where(chosen, slot, -1))
+    is_in_call = (lengths > call.longer_than) & (lengths <= call.slot_tokens)
+    slot = jnp.where(is_in_call, jnp.cumsum(is_in_call, dtype=jnp.int32) - 1, call.num_slots)
+    zeros_S = jnp.zeros(call.num_slots, jnp.int32)
+    starts_S = zeros_S.at[slot].set(starts, mode="drop")
+    lengths_S = zeros_S.at[slot].set(lengths, mode="drop")
+    return CallTable(starts_S, lengths_S, jnp.where(is_in_call, slot, -1))
 
 
 def compress_lse(lse_ShT: Float32[Array, "S h T"], slots: CallSlots) -> Float32[Array, "N h"]:
-    """The statistic of each token, from that of each slot's tokens; undefined for tokens of no slot."""
+    """Log-sum-exp of each token, from that of each position of the slots.
+
+    Undefined for tokens of no slot.
+    """
     return lse_ShT[slots.slot_N, :, slots.position_N]
 
 
 def expand_lse(
     lse_Nh: Float32[Array, "N h"], slots: CallSlots, *, slot_tokens: int
 ) -> Float32[Array, "S h T"]:
-    """Inverse of `compressed`, with NO_STATISTIC at positions without a token."""
-    place_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
-    token_ST = jnp.minimum(slots.starts_S[:, None] + place_1T, len(lse_Nh) - 1)
-    inside_ST1 = (place_1T < slots.lengths_S[:, None])[..., None]
+    """Inverse of `compress_lse`, with MASKED_LSE at positions without a token."""
+    position_1T = jnp.arange(slot_tokens, dtype=jnp.int32)[None]
+    token_ST = jnp.minimum(slots.starts_S[:, None] + position_1T, len(lse_Nh) - 1)
+    inside_ST1 = (position_1T < slots.lengths_S[:, None])[..., None]
     return jnp.where(inside_ST1, lse_Nh[token_ST], MASKED_LSE).swapaxes(1, 2)

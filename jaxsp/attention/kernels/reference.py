@@ -1,4 +1,4 @@
-"""Attention with the whole score matrix written out: the slow and obvious oracle, for tests."""
+"""Attention that materializes the whole score matrix: the slow and obvious oracle of tests."""
 
 import jax
 import jax.numpy as jnp
@@ -16,21 +16,23 @@ def attention(
     *,
     window: int | None = None,
 ) -> Float[Array, "B L h K"]:
-    """Causal softmax attention inside each piece, computed in float32; the output at padding means nothing.
+    """Causal softmax attention inside each segment, in float32; the output is undefined at padding.
 
     Units: memory and time grow with L * L.
     Args:
-        window: a token sees itself and the window - 1 tokens before it; None: all of them.
+        window: a token attends to itself and the window - 1 tokens before it; None: no limit.
     """
     B, L, h, K = q_BLhK.shape
     g = k_BLgK.shape[2]
-    piece_BL = segments.segment_ids(starts_BM, lengths_BM, L)
-    before_LL = jnp.arange(L)[:, None] - jnp.arange(L)[None, :]
-    near_LL = (before_LL >= 0) & (before_LL < (L if window is None else window))
-    mask_BLL = (piece_BL[:, :, None] == piece_BL[:, None, :]) & near_LL[None]
+    window = L if window is None else window
+    segment_BL = segments.segment_ids(starts_BM, lengths_BM, L)
+    distance_LL = jnp.arange(L)[:, None] - jnp.arange(L)[None, :]
+    near_LL = (distance_LL >= 0) & (distance_LL < window)
+    mask_BLL = (segment_BL[:, :, None] == segment_BL[:, None, :]) & near_LL[None]
     q_BLgrK = q_BLhK.reshape(B, L, g, h // g, K).astype(jnp.float32)
-    k_BLgK, v32_BLgK = k_BLgK.astype(jnp.float32), v_BLgK.astype(jnp.float32)
+    k_BLgK = k_BLgK.astype(jnp.float32)
+    v_BLgK = v_BLgK.astype(jnp.float32)
     scores = jnp.einsum("BqgrK,BkgK->Bgrqk", q_BLgrK, k_BLgK, precision="highest") * K**-0.5
     weights = jax.nn.softmax(jnp.where(mask_BLL[:, None, None], scores, -jnp.inf), axis=-1)
-    out = jnp.einsum("Bgrqk,BkgK->BqgrK", weights, v32_BLgK, precision="highest")
+    out = jnp.einsum("Bgrqk,BkgK->BqgrK", weights, v_BLgK, precision="highest")
     return out.reshape(B, L, h, K).astype(q_BLhK.dtype)

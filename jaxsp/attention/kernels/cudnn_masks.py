@@ -1,0 +1,125 @@
+"""Calls of cuDNN's attention by mask: packed slots, whole rows and off-diagonal blocks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from jaxsp.attention.kernels import cudnn_calls, cudnn_slots
+from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall, SegmentTables
+from jaxsp.attention.kernels.segments import OffDiagonalBlock
+
+
+@runtime_checkable
+class MaskedCall(Protocol):
+    """One call of the library with its mask, for one chunk of the heads."""
+
+    @property
+    def inside_BL(self) -> Bool[Array, "B L"] | None:
+        """Tokens whose results are defined; None: not known, all results are used."""
+
+    def forward(
+        self, q: Array, k: Array, v: Array
+    ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]: ...
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class OffDiagonalCall:
+    """Queries of each row over keys before them."""
+
+    block: OffDiagonalBlock
+    inside_BL: None = None
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        return cudnn_calls.forward(self.block, q, k, v, window=None)
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
+        return cudnn_calls.backward(self.block, lse_BhL, q, k, v, out, dout, window=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeRowCall:
+    """Rows of one segment, with padding only after it."""
+
+    inside_BL: Array
+    starts_at_0_B: Array
+    window: int | None
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        out, lse_BhL = cudnn_calls.forward(None, q, k, v, window=self.window)
+        starts_at_0_B111 = self.starts_at_0_B[:, None, None, None]
+        nan_B111 = jnp.where(starts_at_0_B111, 0.0, jnp.nan).astype(out.dtype)
+        return jnp.where(starts_at_0_B111, out, nan_B111), lse_BhL
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
+        # Queries at padding attend to the segment before them, and must add 0 to its gradients.
+        lse_BhL = jnp.where(self.inside_BL[:, None], lse_BhL, cudnn_slots.MASKED_LSE)
+        return cudnn_calls.backward(None, lse_BhL, q, k, v, out, dout, window=self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCall:
+    """The segments of one range of lengths, each in a slot."""
+
+    call: PackedCall
+    slots: CallSlots
+    window: int | None
+    inside_BL: Array
+
+    def forward(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        B, L, h, _ = q.shape
+        arrays = map(self._as_slot_rows, (q, k, v))
+        out, lse_ShT = cudnn_calls.forward(self.slots, *arrays, window=self.window)
+        lse_Nh = cudnn_slots.compress_lse(lse_ShT, self.slots)
+        return out.reshape(q.shape), lse_Nh.reshape(B, L, h).swapaxes(1, 2)
+
+    def backward(
+        self, q: Array, k: Array, v: Array, out: Array, dout: Array, lse_BhL: Array
+    ) -> tuple[Array, Array, Array]:
+        lse_Nh = lse_BhL.swapaxes(1, 2).reshape(-1, q.shape[2])
+        lse_ShT = cudnn_slots.expand_lse(lse_Nh, self.slots, slot_tokens=self.call.slot_tokens)
+        arrays = map(self._as_slot_rows, (q, k, v, out, dout))
+        dq, dk, dv = cudnn_calls.backward(self.slots, lse_ShT, *arrays, window=self.window)
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+    def _as_slot_rows(self, x_BLXK: Array) -> Array:
+        """The same memory as more and shorter rows, each as long as a slot."""
+        return x_BLXK.reshape(self.call.num_rows, self.call.slot_tokens, *x_BLXK.shape[2:])
+
+
+def make_row_calls(
+    starts_BM: Array,
+    lengths_BM: Array,
+    tables: SegmentTables | None,
+    *,
+    row_tokens: int,
+    capacity_factor: int,
+    window: int | None,
+) -> tuple[Sequence[MaskedCall], Bool[Array, "B L"]]:
+    """The calls that compute rows of segments, and a mask of the tokens that are in a segment."""
+    num_rows, max_segments = starts_BM.shape
+    if tables is None:
+        inside_BL = jnp.arange(row_tokens, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
+        return [WholeRowCall(inside_BL, starts_BM[:, 0] == 0, window)], inside_BL
+    packed_calls = cudnn_slots.plan_calls(
+        num_rows=num_rows,
+        row_tokens=row_tokens,
+        max_segments=max_segments,
+        capacity_factor=capacity_factor,
+    )
+    calls: list[MaskedCall] = []
+    for index, packed_call in enumerate(packed_calls):
+        slots = tables.get_slots(index)
+        inside_BL = (slots.slot_N >= 0).reshape(num_rows, row_tokens)
+        calls.append(SlotCall(packed_call, slots, window, inside_BL))
+    return calls, (tables.segment_N >= 0).reshape(num_rows, row_tokens)
