@@ -80,3 +80,9 @@ class ProblemCollector(list[str]):
         """Raises: UserError if there is any problem."""
         if self:
             raise UserError(dict.fromkeys(self))
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, or its type if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip().rstrip(".:") if lines else type(error).__name__

@@ -16,7 +16,7 @@ from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.schema import Config
 from jaxsp.core import paths
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.chat import chat
+from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.data.tokenization import tokenizers
@@ -406,6 +406,6 @@ def _inline_chat_template(config: Config) -> Config:
     """
     if config.data.chat_template is None:
         return config
-    template = chat.resolve_template(config.data.chat_template)
+    template = chat_template.resolve_template(config.data.chat_template)
     data = config.data.model_copy(update={"chat_template": template})
     return config.model_copy(update={"data": data})

@@ -9,7 +9,7 @@ import numpy as np
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import source_files, sources
 from jaxsp.data.packing import dataset, held_out
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
@@ -54,7 +54,7 @@ def open_sources(
         _check_unique_names(train)
         _check_unique_names(evals)
     with problems.collect():
-        sources.check_no_duplicates(
+        source_files.check_no_duplicates(
             {field: source for field, source in train.items() if field in records}
         )
     return OpenedSources(train=train, evals=evals, records=records)

@@ -1,4 +1,4 @@
-"""Tables in files of parquet and Arrow, row by row as Python objects: no more of them at a time than memory holds."""
+"""Reads tables in parquet and Arrow files as Python records, in batches of bounded size."""
 
 import dataclasses
 import itertools
@@ -6,76 +6,91 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from jaxsp.core.errors import UserError
 
 LocatedRecord = tuple[str, Any, str | None]
-"""Where a record stands, what it is, and why nobody can tell what it is, if so."""
+"""Place of a record, the record, and the problem if it cannot be read."""
 
 _BATCH_BYTES = 2**24
-"""Bytes of rows that become Python objects at a time."""
+"""Bytes of rows that are converted to Python objects together."""
+
+_MAX_BATCH_ROWS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordColumns:
-    """What a format takes from a record, by the record's own names."""
+    """Fields that a format uses, under the source's names."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
 
     def select_from(self, names: list[str]) -> list[str]:
-        """Those to read from a table; none where one is missing that is required, for then no row can be used."""
+        """Returns the columns to read from a table; none if a required one is missing."""
         if not set(self.required) <= set(names):
             return []
         return [name for name in (*self.required, *self.optional) if name in names]
 
 
+def rows_per_batch(num_rows: int, num_bytes: int, batch_bytes: int | None = None) -> int:
+    """Number of rows with about `batch_bytes`; at least 1, at most 1000."""
+    rows = (batch_bytes or _BATCH_BYTES) * num_rows // max(num_bytes, 1)
+    return min(max(rows, 1), _MAX_BATCH_ROWS)
+
+
+def make_lists(arrays: list[np.ndarray]) -> pa.LargeListArray:
+    """Converts arrays to an Arrow array of lists."""
+    offsets = np.cumsum([0, *map(len, arrays)])
+    return pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
+
+
 def read_batches(
     batches: Iterable[pa.RecordBatch], names: list[str], columns: RecordColumns, *, place: str
 ) -> Iterator[LocatedRecord]:
-    """The rows of Arrow tables, counted from 1, as records with the columns that are wanted.
+    """Yields the rows of Arrow tables, counted from 1, as records with the selected columns.
 
-    Where a column that is required does not exist, a row is only the names of those that do, with nothing in them.
+    If a required column is missing, each record has the table's column names, with empty values.
     """
-    wanted = columns.select_from(names)
-    if doubled := [name for name in wanted if names.count(name) > 1]:
-        raise UserError(
-            f"{place}: has the column {doubled[0]} twice. Rename one of them, or leave it out."
-        )
+    selected = columns.select_from(names)
+    for name in selected:
+        if names.count(name) > 1:
+            raise UserError(f"{place}: has the column {name} twice. Rename or remove one of them.")
     number = 0
     for batch in batches:
         batch.validate()
-        batch = batch.select(wanted)
-        at_once = max(_BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1), 1)
-        for start in range(0, batch.num_rows, min(at_once, 1000)):
-            part = batch.slice(start, min(at_once, 1000))
-            for row, problem in (
-                _to_python(part) if wanted else [(dict.fromkeys(names, ""), None)] * part.num_rows
-            ):
+        batch = batch.select(selected)
+        num_rows = rows_per_batch(batch.num_rows, batch.nbytes)
+        for start in range(0, batch.num_rows, num_rows):
+            part = batch.slice(start, num_rows)
+            rows = _to_python(part) if selected else [(dict.fromkeys(names, ""), None)] * len(part)
+            for row, problem in rows:
                 number += 1
                 yield f"{place}, row {number}", row, problem
 
 
 def read_parquet(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
-    """The rows of a parquet file. Raises: what pyarrow raises where it is broken."""
+    """Yields the rows of a parquet file. Raises: pyarrow's errors if the file is damaged."""
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as table:
         names = table.schema_arrow.names
-        num_bytes = sum(
-            table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups)
-        )
-        batch_size = min(max(_BATCH_BYTES * table.metadata.num_rows // max(num_bytes, 1), 1), 1000)
-        # of a table without the columns that are wanted, the rows are only counted
+        groups = [table.metadata.row_group(index) for index in range(table.num_row_groups)]
+        num_bytes = sum(group.total_byte_size for group in groups)
         batches = table.iter_batches(
-            columns=columns.select_from(names) or names[:1], batch_size=batch_size
+            # without the required columns, rows are only counted
+            columns=columns.select_from(names) or names[:1],
+            batch_size=rows_per_batch(table.metadata.num_rows, num_bytes),
         )
         yield from read_batches(batches, names, columns, place=file)
 
 
 def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
-    """The rows of an Arrow file, or of a stream in a file. Raises: what pyarrow raises where it is broken, or ValueError."""
+    """Yields the rows of an Arrow file, or of one or more Arrow streams in a file.
+
+    Raises: pyarrow's errors, or ValueError, if the file is damaged.
+    """
     with pa.memory_map(file) as source:
         if source.read(6) == b"ARROW1":
             table = pa.ipc.open_file(source)
@@ -86,14 +101,14 @@ def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
         first = pa.ipc.open_stream(source)
         streams = itertools.chain(first, _read_later_streams(source, first.schema))
         yield from read_batches(streams, first.schema.names, columns, place=file)
-        # a stream that is cut between two batches reads like a shorter one, but for this mark
+        # without this mark, a stream cut between two batches would look like a shorter stream
         source.seek(max(source.size() - 8, 0))
         if source.read(8) != b"\xff\xff\xff\xff\0\0\0\0":
             raise ValueError("the stream has no end")
 
 
 def _read_later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The batches of the streams that follow the first one in a file, such as `cat` makes."""
+    """Yields the batches of the streams after the first one in a file, as `cat` writes them."""
     while source.tell() < source.size():
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:
@@ -102,7 +117,7 @@ def _read_later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa
 
 
 def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str | None]]:
-    """The rows of a small batch, or what is wrong with them."""
+    """Returns the rows of a small batch, each with its problem if it cannot be read."""
     try:
         values = [_column_to_python(column) for column in batch.columns]
     except UnicodeDecodeError as error:
@@ -115,23 +130,23 @@ def _to_python(batch: pa.RecordBatch) -> list[tuple[dict[str, Any] | None, str |
 
 
 def _column_to_python(column: pa.Array) -> list[Any]:
-    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if lists and pa.types.is_primitive(
-        column.type.value_type
-    ):  # as Python's own numbers they would take 30 times as long
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if is_list and pa.types.is_primitive(column.type.value_type):
+        # 30 times as fast as conversion to Python numbers
         return [
-            one.values.to_numpy(zero_copy_only=False) if one.is_valid else None for one in column
+            row.values.to_numpy(zero_copy_only=False) if row.is_valid else None for row in column
         ]
     values = column.to_pylist()
-    return (
-        [_parse_value(value, column.type) for value in values]
-        if _needs_parsing(column.type)
-        else values
-    )
+    if not _needs_parsing(column.type):
+        return values
+    return [_parse_value(value, column.type) for value in values]
 
 
 def _needs_parsing(kind: pa.DataType) -> bool:
-    """True if an Arrow type has objects, or JSON: `datasets` writes what has different types in different records so."""
+    """Returns True if an Arrow type contains objects or JSON.
+
+    `datasets` writes a field as JSON if its type differs between records.
+    """
     if isinstance(kind, pa.MapType):
         inner = [kind.key_type, kind.item_type]
     else:
@@ -156,7 +171,7 @@ def _parse_value(value: Any, kind: pa.DataType) -> Any:
     if isinstance(kind, pa.JsonType):
         return json.loads(value)
     if isinstance(kind, _LIST_TYPES):
-        return [_parse_value(one, kind.value_type) for one in value]
+        return [_parse_value(item, kind.value_type) for item in value]
     if isinstance(kind, pa.MapType):
         return [
             (_parse_value(key, kind.key_type), _parse_value(item, kind.item_type))
@@ -164,8 +179,8 @@ def _parse_value(value: Any, kind: pa.DataType) -> Any:
         ]
     if isinstance(kind, pa.StructType):
         return {
-            name: _parse_value(one, kind.field(name).type)
-            for name, one in value.items()
-            if one is not None
+            name: _parse_value(item, kind.field(name).type)
+            for name, item in value.items()
+            if item is not None
         }
     return value

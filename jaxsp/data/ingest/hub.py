@@ -1,4 +1,4 @@
-"""Data sets of `datasets`: folders that it saved, and the hub's, by name. No code of theirs is ever run."""
+"""Reads data sets of `datasets`, saved in folders or on the hub; never runs their code."""
 
 import json
 import pathlib
@@ -24,53 +24,59 @@ _EXAMPLE = (
 )
 
 _SUBSETS_PATTERN = re.compile(
-    r"(?:available configs: |Available: |configs in the cache: |configurations in the cache: )\[?(.*?)(?:\]|$)",
+    r"(?:available configs: |Available: |configs in the cache: |configurations in the cache: )"
+    r"\[?(.*?)(?:\]|$)",
     re.MULTILINE,
 )
-"""How `datasets` names the subsets that there are, where it was asked for another, or for none."""
+"""List of existing subsets in an error of `datasets` for an unknown or missing subset."""
 
 _MAX_ERROR_CHARS = 300
-"""Characters of what `datasets` says; of tables that do not fit each other it says everything."""
+"""Maximum length of a quoted error: for tables that do not match, `datasets` prints both."""
 
 _RECORDS_PER_READ = 1000
-"""Rows that are looked up at a time."""
+"""Rows that are looked up together."""
+
+UNKNOWN_LENGTH = 2**40
+"""Number of records of a split that is not read yet."""
 
 
 def is_saved_dataset(path: pathlib.Path) -> bool:
-    """Whether `save_to_disk` made this folder."""
+    """Returns True if `save_to_disk` wrote this folder."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
 def is_hub_name(source: str) -> bool:
-    """Whether the hub could have a data set of that name."""
+    """Returns True if a data set on the hub could have this name."""
     return re.fullmatch(r"\w[\w.-]*/[\w.-]*\w", source) is not None
 
 
 def open_saved_dataset(
     path: pathlib.Path, source: SourceConfig, *, field: str
 ) -> "datasets.Dataset":
-    """The data set in a folder, or the split of it that is asked for."""
+    """Opens the data set in a folder, or its split `source.split`."""
     import datasets
 
     for name in ("subset", "revision"):
         if value := getattr(source, name):
             raise UserError(
-                f"{_sibling_field(field, name)} = {value}: only data sets of the hub have one. Leave it out."
+                f"{_sibling_field(field, name)} = {value}: only data sets on the hub have one. "
+                "Remove it."
             )
     try:
         _check_inside(path)
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
+    except UserError:
+        raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"cannot be loaded: {_first_line(error)}. Copy or make it again.") from None
-    if isinstance(found, datasets.Dataset):
-        found = datasets.DatasetDict({str(found.split or "train"): found})
-    return _choose_split(found, source, field=field)
+        reason = errors.first_line(error)
+        raise UserError(f"cannot be loaded: {reason}. Copy or create it again.") from None
+    if isinstance(loaded, datasets.Dataset):
+        loaded = datasets.DatasetDict({str(loaded.split or "train"): loaded})
+    return _choose_split(loaded, source, field=field)
 
 
 def _check_inside(path: pathlib.Path) -> None:
-    """Raises: UserError where a saved data set names a file or a split that is not in its folder; `datasets` would follow."""
+    """Raises: UserError if a data set names files outside its folder; `datasets` opens them."""
     splits = _read_json(path / "dataset_dict.json").get("splits", [])
     names = [*splits]
     for folder in [path, *(path / str(split) for split in splits)]:
@@ -80,7 +86,8 @@ def _check_inside(path: pathlib.Path) -> None:
     for name in names:
         if not isinstance(name, str) or pathlib.PurePath(name).name != name:
             raise UserError(
-                f"cannot be loaded: it names {name}, which is not in its folder. Copy or make it again."
+                f"cannot be loaded: it names {name}, which is not in its folder. Copy or create it "
+                "again."
             )
 
 
@@ -89,7 +96,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
-    """The hub's data set of that name, downloaded once, or the split of it that is asked for."""
+    """Opens a data set on the hub, downloaded once, or its split `source.split`."""
     import datasets
 
     try:
@@ -101,13 +108,15 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
             and type(builder).__name__ == "Cache"
             and builder.hash != source.revision
         ):
-            # without a network, `datasets` takes whatever revision it has
+            # without a network, `datasets` uses any cached revision
             raise UserError(
-                f"{_sibling_field(field, 'revision')} = {source.revision}: the hub cannot be reached, and the cache holds "
-                f"{builder.hash}. Give that, or try again with a network."
+                f"{_sibling_field(field, 'revision')} = {source.revision}: the hub cannot be "
+                f"reached, and the cache has {builder.hash}. Use that, or try again with a network."
             )
         builder.download_and_prepare()
-        found = builder.as_dataset()
+        splits = builder.as_dataset()
+    except UserError:
+        raise
     except (
         datasets.exceptions.DatasetsError,
         hub.HTTPError,
@@ -116,50 +125,44 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
         ValueError,
         RuntimeError,
     ) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(_describe_failure(error, source, field=field)) from None
-    assert isinstance(found, datasets.DatasetDict)
-    return _choose_split(found, source, field=field)
+    assert isinstance(splits, datasets.DatasetDict)
+    return _choose_split(splits, source, field=field)
 
 
 def read_records(
     dataset: "datasets.Dataset", columns: RecordColumns, *, place: str
 ) -> Iterator[columnar.LocatedRecord]:
-    """The rows of a data set in its order."""
+    """Yields the rows of a data set in order."""
     names = dataset.column_names
-    wanted = dataset.select_columns(columns.select_from(names) or names[:1]).with_format("arrow")
-    batches = (batch for table in wanted.iter(_RECORDS_PER_READ) for batch in table.to_batches())
+    selected = dataset.select_columns(columns.select_from(names) or names[:1])
+    tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
+    batches = (batch for table in tables for batch in table.to_batches())
     yield from columnar.read_batches(batches, names, columns, place=place)
 
 
 def _choose_split(
-    found: "datasets.DatasetDict", source: SourceConfig, *, field: str
+    splits: "datasets.DatasetDict", source: SourceConfig, *, field: str
 ) -> "datasets.Dataset":
-    """The split, or the parts of splits, that are asked for; else the only split, else train."""
-    names = list(found)
+    """Returns `source.split`, which may be parts of splits; if null, the only split or train."""
+    names = list(splits)
     if not names:
+        raise UserError("has no splits, so no records. Save it again, or use another data set.")
+    if source.split is not None and source.split not in splits:
+        return select_ranges(splits, source.split, field=field)
+    split = source.split or (names[0] if len(names) == 1 else "train")
+    if split not in splits:
         raise UserError(
-            "has no splits, so there is no record in it. Save it again, or give another data set."
+            f"has several splits. Set {_sibling_field(field, 'split')} to "
+            f"{errors.format_choices(names)}."
         )
-    if source.split is not None and source.split not in found:
-        return select_ranges(found, source.split, field=field)
-    asked = source.split or (names[0] if len(names) == 1 else "train")
-    if asked not in found:
-        raise UserError(
-            f"has several splits. Set {_sibling_field(field, 'split')} to {errors.format_choices(names)}."
-        )
-    return found[asked]
-
-
-UNKNOWN_LENGTH = 2**40
-"""Number of records of a split that is not read yet."""
+    return splits[split]
 
 
 def select_ranges(
     splits: "Mapping[str, datasets.Dataset]", spec: str, *, field: str
 ) -> "datasets.Dataset":
-    """The part of splits that `spec` names, such as train[:95%], without copying it. Raises: UserError."""
+    """Selects a part of splits, such as train[:95%], without copying. Raises: UserError."""
     import datasets
 
     lengths = {name: len(split) for name, split in splits.items()}
@@ -175,19 +178,21 @@ def select_ranges(
 def resolve_ranges(
     spec: str, lengths: Mapping[str, int], *, field: str
 ) -> list[tuple[str, int, int]]:
-    """Split, start and stop of each part that `spec` names, by the rules of `datasets`.
+    """Returns split, start and stop of each part in `spec`, by the rules of `datasets`.
 
     Args:   lengths: number of records of each split.
-    Raises: UserError where it names no part, an unknown split or an empty part.
+    Raises: UserError if `spec` is not valid, or names an unknown split or an empty part.
     """
     import datasets
 
-    asked = f"{_sibling_field(field, 'split')} = {spec}"
+    split_field = _sibling_field(field, "split")
+    error_prefix = f"{split_field} = {spec}"
     try:
         instruction = datasets.ReadInstruction.from_spec(spec)
     except ValueError:
         raise UserError(
-            f"{asked}: is neither a split nor a part of one. Use for example train[:95%] or train[100:200]."
+            f"{error_prefix}: must be a split or a part of one, for example train[:95%] or "
+            "train[100:200]."
         ) from None
     try:
         parts = [
@@ -195,67 +200,66 @@ def resolve_ranges(
         ]
     except ValueError as error:
         if not str(error).startswith("Unknown split"):
-            raise UserError(
-                f"{asked}: {_first_line(error)}. Use for example train[:95%]."
-            ) from None
+            reason = errors.first_line(error)
+            raise UserError(f"{error_prefix}: {reason}. Use for example train[:95%].") from None
         raise UserError(
-            f"{asked}: there is no such split. Set {_sibling_field(field, 'split')} to {errors.format_choices(lengths)}."
+            f"{error_prefix}: there is no such split. Set {split_field} to "
+            f"{errors.format_choices(lengths)}."
         ) from None
     for name, start, stop in parts:
         if start >= stop:
             available = f", {name} has {lengths[name]:,}" if lengths[name] < UNKNOWN_LENGTH else ""
-            raise UserError(f"{asked}: holds no record{available}. Use for example {name}[:95%].")
+            raise UserError(
+                f"{error_prefix}: selects no record{available}. Use for example {name}[:95%]."
+            )
     return parts
 
 
 def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> str:
-    """Why the hub's data set cannot be had, and the way out."""
+    """Explains why a data set on the hub cannot be loaded, with a suggestion."""
     import datasets
 
     name = source.source
     if isinstance(error, datasets.exceptions.DatasetGenerationError) and isinstance(
         error.__cause__, Exception
     ):
-        error = error.__cause__  # the error itself says only that there was one
-    said = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
+        error = error.__cause__  # the error itself gives no reason
+    reason = " ".join(str(error).split())[:_MAX_ERROR_CHARS]
     known = _SUBSETS_PATTERN.search(str(error))
     if known:
+        subset_field = _sibling_field(field, "subset")
+        problem = "has several subsets"
+        if source.subset:
+            problem = f"{subset_field} = {source.subset}: there is no such subset"
         subsets = errors.format_choices(word.strip(" '\"") for word in known[1].split(","))
-        beside = _sibling_field(field, "subset")
-        given = (
-            f"{beside} = {source.subset}: there is no such subset"
-            if source.subset
-            else "has several subsets"
-        )
-        return f"{given}. Set {beside} to {subsets}."
-    if "gated dataset" in said:
-        return f"is gated. Accept its terms on https://huggingface.co/datasets/{name}, and log in: hf auth login."
-    if source.revision and said.startswith("Revision"):
-        return f"{_sibling_field(field, 'revision')} = {source.revision}: the data set has no such branch, tag or commit."
+        return f"{problem}. Set {subset_field} to {subsets}."
+    if "gated dataset" in reason:
+        url = f"https://huggingface.co/datasets/{name}"
+        return f"is gated. Accept its terms on {url}, and log in: hf auth login."
+    if source.revision and reason.startswith("Revision"):
+        revision = f"{_sibling_field(field, 'revision')} = {source.revision}"
+        return f"{revision}: the data set has no such branch, tag or commit."
     if isinstance(error, datasets.exceptions.DatasetNotFoundError):
-        return f"{_NO_SUCH_FILE}, and no such data set on the hub. {_EXAMPLE} If it is private, log in: hf auth login."
-    if isinstance(error, ConnectionError):
-        why = (
-            "HF_HUB_OFFLINE is set"
-            if huggingface_hub.constants.HF_HUB_OFFLINE
-            else "the hub cannot be reached"
+        return (
+            f"{_NO_SUCH_FILE}, and no such data set on the hub. {_EXAMPLE} If it is private, log "
+            "in: hf auth login."
         )
-        download = f"hf download {name} --repo-type dataset --local-dir FOLDER"
-        return f"{_NO_SUCH_FILE}, the cache holds no data set of that name, and {why}. With a network: {download}."
-    if "scripts are no longer supported" in said:
-        return "is made by a script, and no code of a data set is run. Give one that is parquet or JSON files."
-    way_out = (
-        f"Try again, or give files: hf download {name} --repo-type dataset --local-dir FOLDER."
-    )
-    return f"cannot be loaded: {said.rstrip('.')}. {way_out}"
+    download = f"hf download {name} --repo-type dataset --local-dir FOLDER"
+    if isinstance(error, ConnectionError):
+        is_offline = huggingface_hub.constants.HF_HUB_OFFLINE
+        why = "HF_HUB_OFFLINE is set" if is_offline else "the hub cannot be reached"
+        return (
+            f"{_NO_SUCH_FILE}, the cache has no data set with this name, and {why}. With a "
+            f"network: {download}."
+        )
+    if "scripts are no longer supported" in reason:
+        return (
+            "needs a script, and jaxsp runs no code of a data set. Use a data set of parquet or "
+            "JSON files."
+        )
+    return f"cannot be loaded: {reason.rstrip('.')}. Try again, or give files: {download}."
 
 
 def _sibling_field(field: str, name: str) -> str:
-    """What the user calls another field of the same source."""
+    """Returns the name of another field of the same source."""
     return f"{field.rpartition('.')[0]}.{name}"
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__

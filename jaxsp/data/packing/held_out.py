@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import record_cache
 
 if TYPE_CHECKING:
     import datasets
@@ -38,7 +38,9 @@ def select_records(
         for dataset, name in zip(tokenized, source_names, strict=True)
     ]
     lengths = [
-        np.concatenate([np.diff(offsets) for offsets, _ in sources.read_lists(dataset, "tokens")])
+        np.concatenate(
+            [np.diff(offsets) for offsets, _ in record_cache.read_lists(dataset, "tokens")]
+        )
         for dataset in tokenized
     ]
     # a document of one token has no loss

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import bad_records, record_cache
 from jaxsp.data.packing.packing import PackedRow
 
 if TYPE_CHECKING:
@@ -284,16 +284,18 @@ def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
 
 def _read_chunks(dataset: "datasets.Dataset") -> list[tuple[_Chunk, np.ndarray]]:
     """The documents, with the length of each."""
-    tokens = list(sources.read_lists(dataset, "tokens"))
+    tokens = list(record_cache.read_lists(dataset, "tokens"))
     labels = (
-        list(sources.read_lists(dataset, "labels")) if "labels" in dataset.column_names else tokens
+        list(record_cache.read_lists(dataset, "labels"))
+        if "labels" in dataset.column_names
+        else tokens
     )
     assert all(np.array_equal(a, b) for (a, _), (b, _) in zip(tokens, labels, strict=True)), (
         "a label for each token"
     )
     weights: list[np.ndarray] | list[None] = [None] * len(tokens)
     if "weights" in dataset.column_names:
-        weights = [values for _, values in sources.read_lists(dataset, "weights")]
+        weights = [values for _, values in record_cache.read_lists(dataset, "weights")]
     return [
         (
             _Chunk(starts=offsets[:-1], tokens=values, labels=marks, weights=factors),
@@ -355,7 +357,9 @@ def _count_source(
     num_skipped, skipped = 0, list[tuple[str, str]]()
     # a bad record has no tokens, and records without tokens are never held out
     if counts["num_empty"] and "problem" in dataset.column_names:
-        num_skipped, skipped = sources.find_bad_records(dataset, max_examples=_MAX_NAMED_RECORDS)
+        num_skipped, skipped = bad_records.find_bad_records(
+            dataset, max_examples=_MAX_NAMED_RECORDS
+        )
     counts["num_empty"] -= num_skipped
     said = tuple(f"{place}: {problem}" for place, problem in skipped)
     return SourceCounts(name=name, skipped_examples=said, **counts | {"num_skipped": num_skipped})

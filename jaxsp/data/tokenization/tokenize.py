@@ -1,13 +1,11 @@
-"""Records become tokens, once: the result is cached on disk under the fingerprint of all that it is made of."""
+"""Tokenizes records once, and caches the result on disk under a fingerprint of all its inputs."""
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,93 +13,93 @@ import numpy as np
 import pyarrow as pa
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
-from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import chat
+from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.ingest import bad_records, columnar, formats, record_cache
+from jaxsp.data.ingest.formats import Format
+from jaxsp.data.tokenization import encoding, token_stats, tokenizers
+from jaxsp.data.tokenization.encoding import EncodedRecord
 
 if TYPE_CHECKING:
     import datasets
     import transformers
 
 _CACHE_VERSION = 4
-"""Part of the cache's name: count up when the same record would become other tokens."""
+"""Part of the cache's name. Increase it when the same record would give other tokens."""
 
 _BATCH_BYTES = 2**22
-"""Records given to the tokenizer at a time: they can be 1 KB or 100 MB, and take about 40 times as much memory meanwhile."""
-
-_BYTES_PER_WORKER = {"text": 2**27, "messages": 2**25, "prompt_completion": 2**25}
-"""As many records are worth a worker. It takes 3 to 8 s to start; without, the tokenizer's threads use the cores too, but for
-a tenth of the time with text, and more with templates, which Python renders. (40 MB of text on 2 cores: 10 s without, 17 with.)
-"""
+"""Bytes of records to tokenize together. A record has 1 KB to 100 MB, and takes about 40 times its
+size in memory while it is tokenized."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizedSource:
-    """A source's documents, as tokens."""
+    """Tokenized documents of a source."""
 
     dataset: "datasets.Dataset"
-    """`place`, `problem`, `tokens`, and `labels` where not every token is learned; a record with a problem has no tokens."""
+    """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss. A record with
+    a problem has no tokens."""
     digest: str
-    """Of all tokens and labels in order."""
+    """Digest of all tokens and labels in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """How the records of a source become tokens."""
+    """Options that determine the tokens of a source's records."""
 
     tokenizer: Any
     template: str | None
-    """The one of the config, instead of the tokenizer's own."""
-    format: str
+    """Chat template of the config; None: the tokenizer's own."""
+    format: Format
     train_on: str
+    """Value of data.train_on."""
 
     @property
-    def has_labels(self) -> bool:
-        """Whether there are tokens that are not learned."""
-        return self.format != "text" and self.train_on != "all"
+    def columns(self) -> list[str]:
+        """Columns of the tokenized dataset with token ids."""
+        has_full_loss = self.format.is_text or self.train_on == "all"
+        return ["tokens"] if has_full_loss else ["tokens", "labels"]
 
 
 def resolve_options(
     source: SourceConfig, *, data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
 ) -> TokenizeOptions:
-    """How a source's records become tokens. Raises: UserError where they need a chat template, and there is none."""
-    template = (
-        chat.load_template(data, tokenizer)
-        if source.format == "messages" or data.chat_template is not None
-        else None
-    )
+    """Returns the options for a source.
+
+    Raises: UserError if it needs a chat template, and there is none.
+    """
+    record_format = formats.FORMATS[source.format]
+    template = None
+    if record_format.needs_template or data.chat_template is not None:
+        template = chat_template.load_template(data, tokenizer)
     return TokenizeOptions(
-        tokenizer=tokenizer, template=template, format=source.format, train_on=data.train_on
+        tokenizer=tokenizer, template=template, format=record_format, train_on=data.train_on
     )
 
 
-def encode_records(
-    records: Sequence[str], options: TokenizeOptions
-) -> list[encoding.EncodedRecord]:
-    """Tokens and labels of texts, or of records as JSON; or what is wrong with them."""
-    return encoding.encode_texts(
-        [_render_record(record, options) for record in records], options.tokenizer
-    )
+def encode_records(records: Sequence[str], options: TokenizeOptions) -> list[EncodedRecord]:
+    """Returns tokens and labels of texts, or of records as JSON; or their problem."""
+    rendered = [_render_record(record, options) for record in records]
+    return encoding.encode_texts(rendered, options.tokenizer)
 
 
-def _render_record(record: str, how: TokenizeOptions) -> RenderedRecord | RecordError:
-    if how.format == "text":
+def _render_record(record: str, options: TokenizeOptions) -> RenderedRecord | RecordError:
+    if options.format.is_text:
         return RenderedRecord(text=record, is_plain=True)
     try:
         return chat.render_record(
             json.loads(record),
-            tokenizer=how.tokenizer,
-            template=how.template,
-            train_on=how.train_on,
+            tokenizer=options.tokenizer,
+            template=options.template,
+            train_on=options.train_on,
         )
     except RecordError as problem:
         return problem
 
 
+@record_cache.hide_progress_without_terminal()
 def tokenize_dataset(
     dataset: "datasets.Dataset",
     *,
@@ -111,43 +109,43 @@ def tokenize_dataset(
     vocab_size: int,
     field: str,
 ) -> TokenizedSource:
-    """The records of `sources.read` as tokens and, where not every token is learned, labels (not shifted yet).
+    """Tokenizes the records of `sources.read`; labels are not shifted.
 
-    Raises: UserError for records with problems as data.on_bad_record says, for a token id that the model has no embedding
-        for, and where there is no chat template.
+    Raises: UserError for bad records, unless `data` skips them; for a token id without an embedding
+        in the model; and if there is no chat template.
     """
     import datasets
 
-    asked = f"{field} = {source.source}"
+    error_prefix = f"{field} = {source.source}"
     folder = pathlib.Path(dataset.cache_files[0]["filename"]).parent
-    if source.format == "tokens":
+    if formats.FORMATS[source.format].is_tokenized:
         fingerprint = datasets.fingerprint.Hasher.hash((_CACHE_VERSION, dataset._fingerprint))
         tokenized = dataset.rename_column("input_ids", "tokens")
     else:
-        assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
-        made_by = resolve_options(source, data=data, tokenizer=tokenizer)
-        fingerprint = datasets.fingerprint.Hasher.hash(
-            (_CACHE_VERSION, dataset._fingerprint, _cache_key(made_by))
-        )
-        with sources.build_once(folder / f"cache-{fingerprint}.arrow"):
+        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
+        options = resolve_options(source, data=data, tokenizer=tokenizer)
+        key = (_CACHE_VERSION, dataset._fingerprint, _cache_key(options))
+        fingerprint = datasets.fingerprint.Hasher.hash(key)
+        with record_cache.build_once(folder / f"cache-{fingerprint}.arrow"):
             tokenized = _map_dataset(
                 dataset,
-                made_by,
-                workers=data.num_workers,
+                options,
+                max_workers=data.num_workers,
                 fingerprint=fingerprint,
                 title=source.source,
             )
-    counted = _cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
-    sources.check_bad_records(tokenized, data=data, error_prefix=asked)
-    for column, (lowest, highest) in counted["ids"].items():
-        for value, number in (lowest, highest):
-            if not 0 <= value < vocab_size:
+    stats = token_stats.cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
+    bad_records.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
+    for column, extremes in stats["ids"].items():
+        for token_id, document in extremes:
+            if not 0 <= token_id < vocab_size:
                 raise UserError(
-                    f"{asked}: {tokenized[number]['place']}: {column} hold the id {value}, but the model's vocab_size is "
-                    f"{vocab_size}: ids go from 0 to {vocab_size - 1}. Use the model's own tokenizer, or set "
+                    f"{error_prefix}: {tokenized[document]['place']}: {column} contain the id "
+                    f"{token_id}, but the model's vocab_size is {vocab_size}: ids must be 0 to "
+                    f"{vocab_size - 1}. Use the model's own tokenizer, or set "
                     "model.config.vocab_size."
                 )
-    return TokenizedSource(dataset=tokenized, digest=counted["digest"])
+    return TokenizedSource(dataset=tokenized, digest=stats["digest"])
 
 
 def encode_first_record(
@@ -158,164 +156,116 @@ def encode_first_record(
     tokenizer: "transformers.PreTrainedTokenizerBase | None",
     field: str,
 ) -> tuple[str, np.ndarray, np.ndarray | None]:
-    """Place, tokens and labels of the first of the records of `sources.read` that can be used, as `tokenize` makes them.
+    """Returns place, tokens and labels of the first usable record, as `tokenize_dataset` does.
 
-    Raises: UserError for a record before it with a problem, where data.on_bad_record is error, and where there is none.
+    Raises: UserError if there is none, and for a bad record before it, unless `data` skips them.
     """
-    asked = f"{field} = {source.source}"
-    made_by = None
-    if source.format != "tokens":
-        assert tokenizer is not None, "the config asks for a tokenizer where a source is not tokens"
-        made_by = resolve_options(source, data=data, tokenizer=tokenizer)
+    error_prefix = f"{field} = {source.source}"
+    record_format = formats.FORMATS[source.format]
+    options = None
+    if not record_format.is_tokenized:
+        assert tokenizer is not None, "the config requires a tokenizer unless records are tokens"
+        options = resolve_options(source, data=data, tokenizer=tokenizer)
     for entry in dataset:
         if entry["problem"] is not None:
             continue
-        if made_by is None:
-            ids = {
-                name: np.asarray(entry[name], np.int32)
-                for name in ("input_ids", "labels")
-                if name in entry
-            }
-            made: encoding.EncodedRecord = (ids["input_ids"], ids.get("labels"))
+        encoded: EncodedRecord
+        if options is None:
+            labels = np.asarray(entry["labels"], np.int32) if "labels" in entry else None
+            encoded = (np.asarray(entry["input_ids"], np.int32), labels)
         else:
-            (made,) = encode_records(
-                [entry["text" if source.format == "text" else "record"]], made_by
-            )
-        if not isinstance(made, RecordError):
-            if len(made[0]):
-                return entry["place"], *made
+            (encoded,) = encode_records([entry[record_format.column]], options)
+        if not isinstance(encoded, RecordError):
+            if len(encoded[0]):
+                return entry["place"], *encoded
         elif data.on_bad_record == "error":
             raise UserError(
-                f"{asked}: {entry['place']}: {made}. Mend it, or leave it out: data.on_bad_record=skip."
+                f"{error_prefix}: {entry['place']}: {encoded}. Correct it, or leave it out: "
+                "data.on_bad_record=skip."
             )
-    raise UserError(f"{asked}: no record makes a token. Give files with at least one that does.")
+    raise UserError(f"{error_prefix}: no record has a token. Give at least one that has.")
 
 
-def _cache_key(how: TokenizeOptions) -> tuple[Any, ...]:
-    """All that decides which tokens a record becomes."""
+def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
+    """Returns everything that determines the tokens of a record."""
     versions = [
         importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
     ]
-    # one of the config, which a run keeps as its tokenizer's own, is the same there
-    template = None if how.format == "text" else how.template or how.tokenizer.chat_template
-    return (how.format, how.train_on, template, versions, tokenizers.serialize_files(how.tokenizer))
+    template = None
+    if not options.format.is_text:
+        # the same for a run that keeps the config's template as its tokenizer's own
+        template = options.template or options.tokenizer.chat_template
+    files = tokenizers.serialize_files(options.tokenizer)
+    return (options.format.name, options.train_on, template, versions, files)
 
 
 def _map_dataset(
     dataset: "datasets.Dataset",
-    how: TokenizeOptions,
+    options: TokenizeOptions,
     *,
-    workers: int | None,
+    max_workers: int | None,
     fingerprint: str,
     title: str,
 ) -> "datasets.Dataset":
+    """Tokenizes a dataset, in worker processes if it is large."""
     import datasets
     import multiprocess
 
-    cores = len(os.sched_getaffinity(0))
+    num_cores = _count_cores()
     num_bytes = dataset.data.nbytes
-    num_workers = min(
-        workers or min(cores, -(-num_bytes // _BYTES_PER_WORKER[how.format])), len(dataset)
-    )
+    worth = -(-num_bytes // options.format.bytes_per_worker)
+    num_workers = min(max_workers or min(num_cores, worth), len(dataset))
+    num_threads = None
     if num_workers > 1:
-        # the workers of `datasets`: forking a process in which JAX has threads can hang
+        # `datasets` uses multiprocess; a fork of a process in which JAX has threads can hang
         multiprocess.set_start_method("spawn", force=True)
-    batch_size = min(max(_BATCH_BYTES * len(dataset) // max(num_bytes, 1), 1), 1000)
+        num_threads = max(num_cores // num_workers, 1)
+    batch_size = columnar.rows_per_batch(len(dataset), num_bytes, _BATCH_BYTES)
     types = {name: datasets.Value("string") for name in ("place", "problem")}
-    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in _token_columns(how)}
-    return (
-        dataset.with_format("arrow")
-        .map(
-            functools.partial(
-                _encode_table,
-                options=how,
-                num_threads=max(cores // num_workers, 1) if num_workers > 1 else None,
-            ),
-            batched=True,
-            batch_size=batch_size,
-            writer_batch_size=batch_size,
-            remove_columns=dataset.column_names,
-            features=datasets.Features(types),
-            num_proc=num_workers if num_workers > 1 else None,  # one worker is this process
-            new_fingerprint=fingerprint,
-            desc=f"Tokenising {title}",
-        )
-        .with_format(None)
+    types |= {name: datasets.LargeList(datasets.Value("int32")) for name in options.columns}
+    tokenized = dataset.with_format("arrow").map(
+        functools.partial(_encode_table, options=options, num_threads=num_threads),
+        batched=True,
+        batch_size=batch_size,
+        writer_batch_size=batch_size,
+        remove_columns=dataset.column_names,
+        features=datasets.Features(types),
+        num_proc=num_workers if num_workers > 1 else None,  # None: in this process
+        new_fingerprint=fingerprint,
+        desc=f"Tokenizing {title}",
     )
+    return tokenized.with_format(None)
 
 
-def _token_columns(how: TokenizeOptions) -> list[str]:
-    return ["tokens", "labels"] if how.has_labels else ["tokens"]
+def _count_cores() -> int:
+    """Number of cores that this process may use; macOS does not restrict them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _encode_table(
     records: pa.Table, *, options: TokenizeOptions, num_threads: int | None
 ) -> pa.Table:
-    """The tokens of some records. Args: num_threads: that a worker tokenises with; None: this process is no worker."""
+    """Tokenizes records. Args: num_threads: threads of a worker; None: not a worker."""
     if num_threads is not None and num_threads > 1:
-        # `datasets` forbids its workers threads of their own, for fear of forks; the cores would idle
+        # `datasets` disables threads in workers, in case they fork; cores would be idle
         os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(num_threads)}
-    places, problems = records["place"], records["problem"].to_pylist()
-    column = records["text" if options.format == "text" else "record"].to_pylist()
-    usable = [number for number, problem in enumerate(problems) if problem is None]
+    problems = records["problem"].to_pylist()
+    contents = records[options.format.column].to_pylist()
+    usable = [index for index, problem in enumerate(problems) if problem is None]
     empty = np.zeros(0, np.int32)
-    made = [(empty, empty)] * len(problems)
-    for number, one in zip(
-        usable, encode_records([column[number] for number in usable], options), strict=True
-    ):
-        if isinstance(one, RecordError):
-            problems[number] = str(one)
-        else:
-            tokens, labels = one
-            made[number] = (tokens, tokens if labels is None else labels)
-    lists = {}
-    for place, name in enumerate(_token_columns(options)):
-        arrays = [one[place] for one in made]
-        offsets = np.cumsum([0, *map(len, arrays)])
-        lists[name] = pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
-    return pa.table({"place": places, "problem": pa.array(problems, pa.string()), **lists})
-
-
-def _cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
-    """A digest of all tokens and labels, and the lowest and the highest id of each with its record; kept in a file.
-
-    All tokens are read for it, about 1 GB in a second, so that it is done once.
-    """
-    with sources.build_once(cached):
-        if not cached.exists():
-            found = _compute_token_stats(dataset)
-            if not os.access(cached.parent, os.W_OK):
-                return found
-            # NamedTemporaryFile makes files with mode 0600, and other users may share the cache
-            with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-                partial = pathlib.Path(folder) / cached.name
-                partial.write_text(json.dumps(found), encoding="utf-8")
-                partial.replace(cached)
-        return json.loads(cached.read_text(encoding="utf-8"))
-
-
-def _compute_token_stats(dataset: "datasets.Dataset") -> dict[str, Any]:
-    digests, extremes = [], {}
-    for column in (name for name in ("tokens", "labels") if name in dataset.column_names):
-        # as two streams, in which chunks leave no trace
-        lengths, values = hashlib.sha256(), hashlib.sha256()
-        ends: list[tuple[int, int]] = []
-        before = 0
-        for offsets, ids in sources.read_lists(dataset, column):
-            lengths.update(np.diff(offsets).astype("<i8").data)
-            values.update(np.ascontiguousarray(ids, "<i4").data)
-            learned = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
-            known = ids if learned is None else ids[learned]
-            for at in (known.argmin(), known.argmax()) if len(known) else ():
-                place = at if learned is None else learned[at]
-                ends.append(
-                    (
-                        int(known[at]),
-                        before + int(np.searchsorted(offsets, place, side="right")) - 1,
-                    )
-                )
-            before += len(offsets) - 1
-        digests += [column, lengths.hexdigest(), values.hexdigest()]
-        if ends:
-            extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
-    return {"digest": hashlib.sha256(" ".join(digests).encode()).hexdigest(), "ids": extremes}
+    arrays = {name: [empty] * len(problems) for name in options.columns}
+    encoded = encode_records([contents[index] for index in usable], options)
+    for index, result in zip(usable, encoded, strict=True):
+        if isinstance(result, RecordError):
+            problems[index] = str(result)
+            continue
+        tokens, labels = result
+        arrays["tokens"][index] = tokens
+        if "labels" in arrays:
+            arrays["labels"][index] = tokens if labels is None else labels
+    lists = {name: columnar.make_lists(values) for name, values in arrays.items()}
+    return pa.table(
+        {"place": records["place"], "problem": pa.array(problems, pa.string()), **lists}
+    )

@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import assistant_spans, chat, template_text
+from jaxsp.data.chat import assistant_spans, chat, chat_template, span_search, template_text
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -176,9 +176,9 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
             raise RecordError(str(error)) from None
 
     ways = [
-        assistant_spans._find_by_prefixes,
-        assistant_spans._find_by_insertion,
-        assistant_spans._find_by_exchanges,
+        span_search.find_by_prefixes,
+        span_search.find_by_insertion,
+        span_search.find_by_exchanges,
     ]
     at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
     for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
@@ -210,7 +210,7 @@ def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, plac
         return tokenizer.apply_chat_template(list(messages), **options)
 
     talk = TALK + TALK
-    assert assistant_spans._find_by_exchanges(talk, [1, 3], render(talk), render) is None
+    assert span_search.find_by_exchanges(talk, [1, 3], render(talk), render) is None
 
 
 def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
@@ -688,7 +688,7 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
             "row_tokens": 8,
             "chat_template": name,
         }
-        return chat.load_template(DataConfig.model_validate(data), tokenizer)
+        return chat_template.load_template(DataConfig.model_validate(data), tokenizer)
 
     (tmp_path / "a.jinja").write_text(chats.CHATML)
     assert given("a.jinja") == given(chats.CHATML) == chats.CHATML
@@ -709,7 +709,7 @@ def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
     data = DataConfig.model_validate(
         {"train": [{"source": "x", "format": "messages"}], "row_tokens": 8}
     )
-    assert chat.load_template(data, own) is None
+    assert chat_template.load_template(data, own) is None
 
 
 def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
@@ -768,7 +768,7 @@ def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
             {"messages": [TALK[0], silent]},
             chats.CHATML,
             "assistant",
-            ["every turn", "assistant", "weight 0"],
+            ["every message", "assistant", "weight 0"],
         ),
         (
             {"messages": [*TALK, silent]},

@@ -225,8 +225,7 @@ def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, na
     made = []
     for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
         messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-        check = formats.make_checker(SourceConfig(source="x", format="messages"), has_labels=False)
-        made.append(
-            ours([json.loads(check({"messages": messages})["record"])], tokenizer, template)
-        )
+        source = SourceConfig(source="x", format="messages")
+        record = formats.check_record({"messages": messages}, source, has_labels=False)["record"]
+        made.append(ours([json.loads(record)], tokenizer, template))
     assert made[0] == made[1]

@@ -9,9 +9,9 @@ import pytest
 from pyarrow import parquet
 
 from jaxsp.config.data_schema import SourceConfig
+from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.ingest import records as files
-from jaxsp.data.ingest.formats import FormatError
 from tests.messages import assert_names
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
@@ -27,14 +27,12 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 
 def kept(record, format="messages", **fields):
-    found = formats.make_checker(
-        SourceConfig(source="x", format=format, **fields), has_labels=False
-    )(record)
-    return json.loads(found["record"])
+    source = SourceConfig(source="x", format=format, **fields)
+    return json.loads(formats.check_record(record, source, has_labels=False)["record"])
 
 
 def problem(record, format="messages", **fields):
-    with pytest.raises(FormatError) as raised:
+    with pytest.raises(RecordError) as raised:
         kept(record, format, **fields)
     return str(raised.value)
 
@@ -319,9 +317,10 @@ def test_a_field_that_is_not_used_may_hold_anything():
 
 
 def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
-    check = formats.make_checker(SourceConfig(source="x", format="tokens"), has_labels=True)
+    source = SourceConfig(source="x", format="tokens")
     for ids in ([1, 2], "[1, 2]", np.array([1, 2], np.int64), np.array([1, 2], np.uint8)):
-        found = check({"input_ids": ids, "labels": "[-100, 2]"})
+        record = {"input_ids": ids, "labels": "[-100, 2]"}
+        found = formats.check_record(record, source, has_labels=True)
         assert (found["input_ids"].tolist(), found["labels"].tolist()) == ([1, 2], [-100, 2])
         assert found["input_ids"].dtype == found["labels"].dtype == np.int32
 

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, records
+from jaxsp.data.ingest import columnar, json_records, records
 from jaxsp.data.ingest.columnar import RecordColumns
 from tests.messages import assert_names
 
@@ -99,13 +99,14 @@ def read(path, columns=TEXT):
         (name, codec)
         for name in CONTENT
         for codec in (
-            (None, "gzip", "zstd") if records.detect_file_type(name) in ("json", "csv") else (None,)
+            (None, "gzip", "zstd") if records.detect_file_type(name).is_compressible else (None,)
         )
     ],
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
 def test_every_kind_of_file_gives_every_record(tmp_path, monkeypatch, name, codec, size):
     monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
     path.write_bytes(compressed(CONTENT[name], codec))
@@ -206,6 +207,7 @@ def test_where_a_file_breaks_is_said_and_nothing_is_guessed(
     size,
 ):
     monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
         read(name)
@@ -275,6 +277,7 @@ def test_a_record_that_cannot_be_read_is_one_all_the_same(
     tmp_path, monkeypatch, name, content, count, bad, size
 ):
     monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     found = read(name)
     assert len(found) == count
@@ -346,23 +349,22 @@ def test_maps_in_tables_are_pairs(tmp_path, write, kind, value):
 
 
 def test_a_long_record_of_an_array_is_not_parsed_again_for_each_chunk(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_CHUNK_BYTES", 10)
-    tried, decoder = [], records._make_decoder()[0]
+    monkeypatch.setattr(json_records, "_CHUNK_BYTES", 10)
+    raw_decode = json_records._Decoder.raw_decode
+    parsed = []
 
-    def decode(text, at):
-        tried.append(len(text))
-        return decoder.raw_decode(text, at)
+    def count(decoder, text, start):
+        parsed.append(len(text))
+        return raw_decode(decoder, text, start)
 
-    monkeypatch.setattr(
-        records, "_make_decoder", lambda: (type("D", (), {"raw_decode": staticmethod(decode)}), [])
-    )
+    monkeypatch.setattr(json_records._Decoder, "raw_decode", count)
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 10_000}]))
     assert len(read("a.json")) == 1
-    assert len(tried) < 20
+    assert 2 < len(parsed) < 20
 
 
 def test_records_come_one_after_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(json_records, "_CHUNK_BYTES", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
     assert [
         record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)
@@ -420,3 +422,10 @@ def test_a_name_that_occurs_twice_among_many_is_found_at_once(tmp_path):
 def test_an_array_may_begin_after_any_number_of_spaces(tmp_path):
     (tmp_path / "a.json").write_text(" " * (2**20 + 5) + '[{"text": "x"}]')
     assert [record for _, record, _ in read("a.json")] == [{"text": "x"}]
+
+
+def test_a_duplicate_key_in_a_broken_line_is_no_problem_of_the_next_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"m": {"b": 1, "b": 2}, oops\n{"text": "good"}\n')
+    (_, _, problem), good = read("a.jsonl")
+    assert_names(problem, "JSON")
+    assert good == ("a.jsonl, line 2", {"text": "good"}, None)

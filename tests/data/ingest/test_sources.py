@@ -12,7 +12,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import sources
+from jaxsp.data.ingest import bad_records, record_cache, source_files, sources
 from jaxsp.runtime.cluster import Process
 from tests.messages import assert_names, numbers
 
@@ -102,7 +102,7 @@ def test_json_lines_and_parquet_give_the_same_records(tmp_path):
 
 
 def test_long_and_many_records_are_written_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "_BATCH_SIZE", 100)
+    monkeypatch.setattr(record_cache, "_BATCH_SIZE", 100)
     texts = ["x" * (number % 70) + str(number) for number in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     found = read("a.jsonl")
@@ -115,7 +115,7 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     file.write_text("one")
     first = read("a.txt")
     with monkeypatch.context() as broken:
-        broken.setattr(sources, "_write_cache", None)
+        broken.setattr(record_cache, "write_cache", None)
         assert read("a.txt")["text"] == ["one"]
         assert read("a.txt")._fingerprint == first._fingerprint
     file.write_text("another")
@@ -124,14 +124,14 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
 
 def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
-    write, begun = sources._write_cache, []
+    write, begun = record_cache.write_cache, []
 
     def slow(*arguments, **named):
         begun.append(arguments)
         time.sleep(0.3)
         write(*arguments, **named)
 
-    monkeypatch.setattr(sources, "_write_cache", slow)
+    monkeypatch.setattr(record_cache, "write_cache", slow)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         for found in pool.map(read, ["a.txt"] * 4):
             assert found["text"] == ["one"]
@@ -141,15 +141,15 @@ def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
 @pytest.mark.parametrize("comes", [True, False])
 def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
     cached, order = tmp_path / "records.arrow", []
-    monkeypatch.setattr(sources, "_LEADER_WAIT_S", 10.0 if comes else 0.3)
+    monkeypatch.setattr(record_cache, "_LEADER_WAIT_S", 10.0 if comes else 0.3)
     here = threading.local()
 
     def make(index):
         here.process = Process(index=index, num_processes=2)
-        with sources.build_once(cached):
+        with record_cache.build_once(cached):
             order.append(index)
 
-    monkeypatch.setattr(sources.distributed, "this_process", lambda: here.process)
+    monkeypatch.setattr(record_cache.distributed, "this_process", lambda: here.process)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         other = pool.submit(make, 1)
         if comes:
@@ -163,7 +163,7 @@ def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(
         os, "access", lambda *_: False
     )  # whoever may do everything finds no folder that cannot be written
-    with sources.build_once(tmp_path / "records.arrow"):
+    with record_cache.build_once(tmp_path / "records.arrow"):
         assert not list(tmp_path.glob("*.lock"))
 
 
@@ -280,7 +280,7 @@ def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
     assert_names(found["problem"][3], "text", "number", "string")
     for asked in ("one", "two"):  # also of what is cached
         assert (
-            sources.check_bad_records(
+            bad_records.check_bad_records(
                 found, data=settings(on_bad_record="skip"), error_prefix=asked
             )
             == 2
@@ -301,7 +301,7 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
         assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
     assert (
-        sources.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x")
+        bad_records.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x")
         == 8
     )
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))
@@ -392,7 +392,7 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
             f"data.train.{number}": SourceConfig(format="text", **one)
             for number, one in enumerate(given)
         }
-        sources.check_no_duplicates(made)
+        source_files.check_no_duplicates(made)
 
     check(
         {"source": "a.jsonl"},
@@ -415,15 +415,17 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
     tmp_path, monkeypatch
 ):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
-    find, listed = sources._find_files, []
-    monkeypatch.setattr(sources, "_find_files", lambda *args: listed.append(args) or find(*args))
+    find, listed = source_files.find_files, []
+    monkeypatch.setattr(
+        source_files, "find_files", lambda *args: listed.append(args) or find(*args)
+    )
 
     def count(*given):
         listed.clear()
         made = {
             f"data.train.{n}": SourceConfig(format="text", **one) for n, one in enumerate(given)
         }
-        sources.check_no_duplicates(made)
+        source_files.check_no_duplicates(made)
         return len(listed)
 
     other = {"source": "*.jsonl", "fields": {"text": "body"}}
@@ -464,8 +466,8 @@ def test_a_full_cache_disk_is_an_error_that_names_the_cache(tmp_path, number, is
         error.__cause__ = cause
     with (
         pytest.raises(UserError, match=f"HF_DATASETS_CACHE = {tmp_path}:.* MiB"),
-        sources.build_once(cached),
+        record_cache.build_once(cached),
     ):
         raise error
-    with pytest.raises(IsADirectoryError), sources.build_once(cached):
+    with pytest.raises(IsADirectoryError), record_cache.build_once(cached):
         raise IsADirectoryError(errno.EISDIR, "another error")

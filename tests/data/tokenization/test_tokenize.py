@@ -14,8 +14,8 @@ import transformers
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import sources
-from jaxsp.data.tokenization import encoding, tokenizers
+from jaxsp.data.ingest import formats, sources
+from jaxsp.data.tokenization import encoding, token_stats, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.tokenize import TokenizeOptions
 from tests.data.chat import chats
@@ -155,7 +155,7 @@ def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
         raise RuntimeError("tokenised again")
 
     monkeypatch.setattr(encoding, "encode_texts", encode)
-    monkeypatch.setattr(text, "_compute_token_stats", encode)
+    monkeypatch.setattr(token_stats, "compute_token_stats", encode)
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -230,7 +230,7 @@ def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             made = datasets.concatenate_datasets([made, column], axis=1)
-        return text._compute_token_stats(made)["digest"]
+        return token_stats.compute_token_stats(made)["digest"]
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -261,35 +261,50 @@ def test_the_lowest_and_the_highest_id_are_known_by_their_records():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert text._compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
+    assert token_stats.compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
         "tokens": [(3, 2), (9, 3)]
     }
 
 
 @pytest.mark.e2e
-def test_workers_change_nothing(tmp_path):
-    """Also where JAX has its threads already, which a fork would not survive (it warns)."""
+def test_workers_change_no_token(tmp_path):
+    """JAX has started threads, so that a fork would warn; there is no progress bar in a log."""
     write(tmp_path / "a.jsonl", *({"text": f"document {number}"} for number in range(20)))
     program = """
+import datasets
 import jax
 from jaxsp.config import data_schema
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize, tokenizers
 jax.devices()
-data = data_schema.DataConfig.model_validate({"train": [{"source": "a.jsonl", "format": "text"}], "row_tokens": 8, "num_workers": 2})
+source = {"source": "a.jsonl", "format": "text"}
+data = {"train": [source], "row_tokens": 8, "num_workers": 2}
+data = data_schema.DataConfig.model_validate(data)
+dataset_map = datasets.Dataset.map
+workers = []
+def count_workers(dataset, *args, num_proc, **kwargs):
+    workers.append(num_proc)
+    return dataset_map(dataset, *args, num_proc=num_proc, **kwargs)
+datasets.Dataset.map = count_workers
 records = sources.read(data.train[0], data=data, field="f")
-args = dict(source=data.train[0], data=data, tokenizer=tokenizers.make_byte_tokenizer(), vocab_size=257, field="f")
-made = tokenize.tokenize_dataset(records, **args)
-print([made.digest, made.dataset["tokens"][:]])
+tokenized = tokenize.tokenize_dataset(
+    records,
+    source=data.train[0],
+    data=data,
+    tokenizer=tokenizers.make_byte_tokenizer(),
+    vocab_size=257,
+    field="f",
+)
+print([workers, tokenized.digest, tokenized.dataset["tokens"][:]])
 """
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False
     )
-    assert ran.returncode == 0, ran.stderr
-    assert "num_proc=2" in ran.stderr, "the bar says how many work"
-    assert "os.fork" not in ran.stderr, ran.stderr
-    alone = tokenize("a.jsonl")
-    assert eval(ran.stdout) == [alone.digest, alone.dataset["tokens"][:]]
+    assert process.returncode == 0, process.stderr
+    assert "os.fork" not in process.stderr, process.stderr
+    assert "Tokenizing" not in process.stderr, "a progress bar in a log"
+    expected = tokenize("a.jsonl")
+    assert eval(process.stdout) == [[2], expected.digest, expected.dataset["tokens"][:]]
 
 
 def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
@@ -297,7 +312,10 @@ def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     how = TokenizeOptions(
-        tokenizer=tokenizers.make_byte_tokenizer(), template=None, format="text", train_on="all"
+        tokenizer=tokenizers.make_byte_tokenizer(),
+        template=None,
+        format=formats.FORMATS["text"],
+        train_on="all",
     )
     records = pa.table({"place": ["a"], "problem": pa.array([None], pa.string()), "text": ["x"]})
     for threads, expected in ((None, ("false", "1")), (1, ("false", "1")), (3, ("true", "3"))):

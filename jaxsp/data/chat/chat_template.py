@@ -1,0 +1,197 @@
+"""Loads chat templates and renders conversations with them."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxsp.config.data_schema import DataConfig
+from jaxsp.core import paths
+from jaxsp.core.errors import UserError
+from jaxsp.data.chat import generation_marks
+from jaxsp.data.chat.template_text import Messages, RecordError, TextSpans
+
+if TYPE_CHECKING:
+    import transformers
+
+_RESERVED_KWARGS = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "chat_template",
+    "conversation",
+    "continue_final_message",
+    "strftime_now",
+)
+"""Arguments of a template that chat_template_kwargs cannot set."""
+
+_UNDEFINED_DATE = "the_date_of_today"
+"""A name that no template defines: a variable set to it counts as undefined."""
+
+
+def load_template(
+    data: DataConfig, tokenizer: "transformers.PreTrainedTokenizerBase"
+) -> str | None:
+    """Returns the config's template, from a file or inline; None to use the tokenizer's own.
+
+    Raises: UserError if neither exists, or if the template is not valid Jinja.
+    """
+    import jinja2
+    from transformers.utils import chat_template_utils
+
+    template = data.chat_template
+    if template is not None:
+        texts = [resolve_template(template)]
+        value = "..." if texts == [template] else template
+    elif tokenizer.chat_template:
+        named = tokenizer.chat_template
+        texts = list(named.values()) if isinstance(named, dict) else [named]
+        value = "null: the tokenizer's chat template"
+    else:
+        raise UserError(
+            "data.chat_template = null: the tokenizer has no chat template of its own. Give a "
+            "file: data.chat_template=template.jinja."
+        )
+    for text in texts:
+        try:
+            # without a conversation, the template is only compiled
+            chat_template_utils.render_jinja_template([], chat_template=text)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"data.chat_template = {value}: must be a Jinja template: line {error.lineno}: "
+                f"{error.message}."
+            ) from None
+    return None if template is None else texts[0]
+
+
+def resolve_template(chat_template: str) -> str:
+    """Returns data.chat_template if it is a template, else the content of the file it names.
+
+    Raises: UserError if it is neither.
+    """
+    if "{%" in chat_template or "{{" in chat_template:
+        return chat_template
+    try:
+        path = paths.expand_user(chat_template, field="data.chat_template")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"data.chat_template = {chat_template}: no such file below {pathlib.Path.cwd()}, and "
+            "not a template, which would contain {{ or {%. Give a file, or null for the "
+            "tokenizer's own."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template = {chat_template}: cannot be read: {error}.") from None
+
+
+class TemplateRenderer:
+    """Renders messages as `tokenizer.apply_chat_template` does, with the spans of its marks.
+
+    A RenderFunction. A template that writes the date of today (Llama 3.2's) writes its fallback for
+    a renderer without a date, so that the tokens do not change from day to day.
+    """
+
+    def __init__(
+        self,
+        record: dict[str, Any],
+        *,
+        tokenizer: "transformers.PreTrainedTokenizerBase",
+        template: str | None,
+        with_marks: bool,
+    ):
+        """Prepares the template for a record's tools and arguments.
+
+        Args:
+            template: None to use the tokenizer's own.
+            with_marks: return the spans of {% generation %} marks, if the template has some.
+        Raises: RecordError if the record does not fit the template.
+        """
+        self._tools = record.get("tools") or None  # for [], some templates mention tools
+        kwargs = record.get("chat_template_kwargs") or {}
+        for name in _RESERVED_KWARGS:
+            if name in kwargs:
+                raise RecordError(f"chat_template_kwargs cannot set {name}")
+        self._kwargs = {**tokenizer.special_tokens_map, **kwargs}
+        try:
+            text = tokenizer.get_chat_template(template, self._tools)
+        except ValueError:  # the tokenizer has several templates, and none for this record
+            raise RecordError(
+                "the tokenizer has no chat template for it. Set data.chat_template"
+            ) from None
+        if "strftime_now" in text:
+            # Jinja drops the line break after the tag, so the template's first line stays the first
+            text = f"{{% set strftime_now = {_UNDEFINED_DATE} %}}\n{text}"
+        self._template = text
+        self.has_marks = with_marks and generation_marks.has_generation_marks(text)
+        if self._tools is not None:
+            self._check_tools_are_used(record)
+
+    def __call__(
+        self, messages: Sequence[dict[str, Any]], *, prompt: bool = False
+    ) -> tuple[str, TextSpans]:
+        """Returns the text of messages, and its marked spans.
+
+        Args: prompt: append the generation prompt.
+        Raises: RecordError if the template fails.
+        """
+        return self._render(messages, self._tools, prompt=prompt)
+
+    def _render(
+        self, messages: Sequence[dict[str, Any]], tools: Any, *, prompt: bool = False
+    ) -> tuple[str, TextSpans]:
+        from transformers.utils import chat_template_utils
+
+        try:
+            rendered: Any = chat_template_utils.render_jinja_template(
+                [list(messages)],
+                tools=tools,
+                chat_template=self._template,
+                return_assistant_tokens_mask=self.has_marks,
+                add_generation_prompt=prompt,
+                **self._kwargs,
+            )
+        except Exception as error:  # raise_exception's, or any that Python raises in a template
+            raise RecordError(f"the chat template refuses it: {_explain_failure(error)}") from None
+        (text,), spans = rendered
+        return text, spans[0] if self.has_marks else []
+
+    def _check_tools_are_used(self, record: dict[str, Any]) -> None:
+        """Raises: RecordError if the template writes the same text without tools."""
+        lists = [record.get(name) or [] for name in ("messages", "prompt", "completion")]
+        messages = clean_messages([message for each in lists for message in each], "messages")
+        if self._render(messages, self._tools)[0] == self._render(messages, None)[0]:
+            raise RecordError(
+                "the chat template ignores tools. Remove the tools, or use a template that "
+                "supports them"
+            )
+
+
+def _explain_failure(error: Exception) -> str:
+    reason = (" ".join(str(error).split()) or type(error).__name__).rstrip(".")
+    if _UNDEFINED_DATE in reason:
+        return (
+            "it writes the date of today (strftime_now), so that tokens would change from day to "
+            "day. Replace it with a fixed date"
+        )
+    if isinstance(error, TypeError) and "concatenate" in reason and '"dict"' in reason:
+        reason += (
+            ". If it expects the arguments of tool calls as strings, write them in it with | tojson"
+        )
+    return reason
+
+
+def clean_messages(messages: Any, name: str) -> Messages:
+    """Returns messages without null fields: for templates, missing and null differ.
+
+    Raises: RecordError if they are not a list of messages with roles.
+    """
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
+    ):
+        raise RecordError(f"{name} must be a list of messages, each with a role")
+    if not messages:
+        raise RecordError(f"{name} is empty: a conversation needs at least one message")
+    return [
+        {field: value for field, value in message.items() if value is not None}
+        for message in messages
+    ]

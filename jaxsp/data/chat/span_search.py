@@ -1,0 +1,231 @@
+"""Three ways to find assistant messages in the text of a chat template without marks.
+
+Each function returns the spans of the messages, or None if the template changes more than expected.
+Where several succeed, they find the same spans (tests/data/chat/test_chat.py).
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+
+from jaxsp.data.chat.template_text import ASSISTANT, Messages, RecordError, unused_words
+
+RenderText = Callable[..., str]
+"""Renders `(messages, prompt=False)` to text, with the generation prompt if `prompt`."""
+
+_USER = "user"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AssistantSpan:
+    """Position of an assistant message in the text of a conversation."""
+
+    span: tuple[int, int]
+    """First character and end."""
+    opening: tuple[str, str] | None = None
+    """Generation prompt, and the text before the word of an inserted message; None if unknown."""
+
+
+def find_by_prefixes(
+    messages: Messages, indices: list[int], text: str, render: RenderText
+) -> list[AssistantSpan] | None:
+    """Finds messages by rendering the conversation up to each of them, before and after.
+
+    Both renderings must be prefixes of the whole text. Renders the conversation twice for each
+    message. Fails where a template writes the last message differently (Qwen3 keeps its thinking).
+    """
+    spans = []
+    for index in indices:
+        try:
+            before = render(messages[:index], prompt=True)
+            after = render(messages[: index + 1]) if index + 1 < len(messages) else text
+        except RecordError:  # an empty conversation, or one that stops in the middle
+            return None
+        if not text.startswith(before) or not text.startswith(after) or len(after) <= len(before):
+            return None
+        spans.append(AssistantSpan(span=(len(before), len(after))))
+    return spans
+
+
+def find_by_insertion(
+    messages: Messages, indices: list[int], text: str, render: RenderText
+) -> list[AssistantSpan] | None:
+    """Finds messages by inserting a pair of short assistant messages at each of their borders.
+
+    Without the inserted messages, the text must be the whole text again. Renders the conversation
+    twice, whatever its length. Fails where a template requires roles to alternate.
+    """
+    unused = unused_words(text)
+    pairs = {border: (next(unused), next(unused)) for border in _list_borders(messages, indices)}
+    inserted = {
+        border: [{"role": ASSISTANT, "content": word} for word in words]
+        for border, words in pairs.items()
+    }
+    try:
+        text_and_prompt = render(messages, prompt=True)
+        mixed = render(_insert(messages, inserted))
+    except RecordError:  # roles must alternate
+        return None
+    prompt = text_and_prompt.removeprefix(text)
+    if not prompt or prompt == text_and_prompt:
+        return None
+    starts = {}
+    headers = {}
+    seen = 0
+    place = 0
+    for border, (first_word, second_word) in pairs.items():
+        first = _find_header(mixed, prompt, seen, first_word)
+        first_end = mixed.find(first_word, seen) + len(first_word)
+        second = _find_header(mixed, prompt, first_end, second_word)
+        if first < 0 or second < 0 or not text.startswith(mixed[seen:first], place):
+            return None
+        place += first - seen
+        starts[border] = place
+        headers[border] = mixed[first : first_end - len(first_word)]
+        ending = mixed[first_end:second]
+        second_end = mixed.find(second_word, second) + len(second_word)
+        if not mixed.startswith(ending, second_end):
+            return None
+        seen = second_end + len(ending)
+    if mixed[seen:] != text[place:]:
+        return None
+    return _spans_between(indices, starts, text, prompt=prompt, headers=headers)
+
+
+def _find_header(text: str, prompt: str, start: int, word: str) -> int:
+    """Returns where the header of the message with this word begins; -1 if unknown.
+
+    The header is the generation prompt or a prefix of it: the prompt of a reasoning model may
+    contain more than the header of a message.
+    """
+    end = text.find(word, start)
+    if end < 0:
+        return -1
+    header = text.rfind(prompt, start, end)
+    if header >= 0:
+        return header
+    sizes = range(len(prompt), 0, -1)
+    return next((end - size for size in sizes if text.endswith(prompt[:size], start, end)), -1)
+
+
+def find_by_exchanges(
+    messages: Messages, indices: list[int], text: str, render: RenderText
+) -> list[AssistantSpan] | None:
+    """Finds messages by inserting a user and an assistant message at each of their borders.
+
+    The pairs are ordered so that roles alternate. A conversation of four words shows what the
+    template writes around inserted messages, so that their text is known exactly; without it, the
+    text must be the whole text again. Renders one conversation of at most three times the messages,
+    and five of at most four messages. Fails where an inserted user message makes the template cut
+    thinking out of earlier messages.
+    """
+    unused = unused_words(text)
+    turn_format = _infer_turn_format(unused, render)
+    if turn_format is None:
+        return None
+    exchanges = {}
+    for border in _list_borders(messages, indices):
+        # mistral counts neither tool calls nor their results, so that a user message precedes both
+        is_user = messages[border]["role"] == _USER
+        roles = (_USER, ASSISTANT) if is_user else (ASSISTANT, _USER)
+        exchanges[border] = [{"role": role, "content": next(unused)} for role in roles]
+    try:
+        mixed = render(_insert(messages, exchanges))
+    except RecordError:
+        return None
+    starts = {}
+    seen = 0
+    place = 0
+    for border, exchange in exchanges.items():
+        inserted = "".join(turn_format.render_turn(**message) for message in exchange)
+        start = mixed.find(inserted, seen)
+        if start < 0 or not text.startswith(mixed[seen:start], place):
+            return None
+        place += start - seen
+        starts[border] = place
+        seen = start + len(inserted)
+    if mixed[seen:] != text[place:]:
+        return None
+    headers = dict.fromkeys(indices, turn_format.affixes[ASSISTANT][0])
+    return _spans_between(indices, starts, text, prompt=turn_format.prompt, headers=headers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TurnFormat:
+    """Text that a template writes around the content of plain messages."""
+
+    affixes: dict[str, tuple[str, str]]
+    """Text before and after the content, by role."""
+    prompt: str
+    """Generation prompt after a user message."""
+
+    def render_turn(self, *, role: str, content: str) -> str:
+        before, after = self.affixes[role]
+        return before + content + after
+
+
+def _infer_turn_format(unused: Iterator[str], render: RenderText) -> _TurnFormat | None:
+    """Infers the format of messages by rendering the beginnings of a conversation of four words.
+
+    Returns None if a message is written differently when others follow.
+    """
+    roles = (_USER, ASSISTANT, _USER, ASSISTANT)
+    talk = [{"role": role, "content": next(unused)} for role in roles]
+    try:
+        texts = [render(talk[:number]) for number in range(1, len(talk) + 1)]
+        prompted = render(talk[:3], prompt=True)
+    except RecordError:
+        return None
+    affixes: dict[str, tuple[str, str]] = {}
+    # the first user message is left out, because the beginning of the text stands before it
+    for message, (before, after) in zip(talk[1:], itertools.pairwise(texts), strict=True):
+        header, word, end = after.removeprefix(before).partition(message["content"])
+        if not word or not after.startswith(before):
+            return None
+        if affixes.setdefault(message["role"], (header, end)) != (header, end):
+            return None
+    if not prompted.startswith(texts[2]):
+        return None
+    return _TurnFormat(affixes=affixes, prompt=prompted.removeprefix(texts[2]))
+
+
+def _list_borders(messages: Messages, indices: list[int]) -> list[int]:
+    """Indices of the messages that an assistant message begins or ends at."""
+    borders = {border for index in indices for border in (index, index + 1)}
+    return sorted(border for border in borders if border < len(messages))
+
+
+def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
+    """Inserts messages before those with the given indices."""
+    return [
+        each
+        for index, message in enumerate(messages)
+        for each in (*inserted.get(index, ()), message)
+    ]
+
+
+def _spans_between(
+    indices: list[int],
+    starts: dict[int, int],
+    text: str,
+    *,
+    prompt: str,
+    headers: dict[int, str],
+) -> list[AssistantSpan] | None:
+    """Returns the spans of messages with known borders; None if one has an unknown header.
+
+    Args:
+        starts: first character of a message, by its index.
+        headers: text that the template writes before the content of an inserted assistant message,
+            by the index of the message that follows it.
+    """
+    spans = []
+    for index in indices:
+        start = starts[index]
+        known = [header for header in (prompt, headers[index]) if prompt.startswith(header)]
+        known = [header for header in known if text.startswith(header, start)]
+        if not known:
+            return None
+        span = (start + len(known[0]), starts.get(index + 1, len(text)))
+        spans.append(AssistantSpan(span=span, opening=(prompt, headers[index])))
+    return spans
