@@ -15,6 +15,9 @@ import pytest
 REPO = pathlib.Path(__file__).parent.parent
 
 CHECKED = (
+    "jaxsp/data/chat",
+    "jaxsp/data/ingest",
+    "jaxsp/data/tokenization",
     "jaxsp/launch.py",
     "jaxsp/run",
     "jaxsp/runtime",
