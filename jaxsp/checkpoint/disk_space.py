@@ -1,4 +1,4 @@
-"""Free disk space, compared with the bytes of a checkpoint before and during a run."""
+"""Free disk space, compared with the size of checkpoints before and during a run."""
 
 import pathlib
 import shutil
@@ -19,20 +19,20 @@ orbax compresses with zstd, which leaves 0.89 of random float32 weights with Ada
 
 
 def tree_bytes(state: Any) -> int:
-    """Bytes of all arrays in a pytree, each counted once however many devices hold a copy."""
+    """Returns the bytes of all arrays in a pytree; copies on several devices count once."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def check(
     config: Config, *, checkpoint_bytes: int, num_steps: int, leftover_bytes: int = 0
 ) -> str | None:
-    """Compares the free space of run.directory with the space that the run's checkpoints need.
+    """Compares the free space in run.directory with the space that the run's checkpoints need.
 
     Args:
-        num_steps: number of steps to come.
+        num_steps: number of remaining steps.
         leftover_bytes: space that is freed before the first checkpoint is written.
-    Returns: a warning if the disk is too small for all checkpoints that will be there at one time,
-             one of them half written; None if it is not.
+    Returns: a warning if the disk is too small for all checkpoints that exist at the same time, one
+             of them half written; otherwise None.
     Raises:  UserError if the disk is too small for one more checkpoint.
     """
     directory = pathlib.Path(config.run.directory)
@@ -42,39 +42,41 @@ def check(
     free += leftover_bytes
     if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes:
         raise UserError(
-            f"run.directory = {directory}: a checkpoint takes {format_bytes(checkpoint_bytes)}, and only {format_bytes(free)} are free "
-            "there. Make room, or name a folder on a disk that has more."
+            f"run.directory = {directory}: a checkpoint takes {format_bytes(checkpoint_bytes)}, "
+            f"but only {format_bytes(free)} are free. Free some space, or use a folder on another "
+            "disk."
         )
-    num_there = len(run_paths.list_steps(directory / run_paths.CHECKPOINTS_DIR))
-    num_more = max(1, config.checkpoint.keep_latest + config.checkpoint.keep_best + 1 - num_there)
+    num_existing = len(run_paths.list_steps(directory / run_paths.CHECKPOINTS_DIR))
+    num_kept = config.checkpoint.keep_latest + config.checkpoint.keep_best
+    num_more = max(1, num_kept + 1 - num_existing)
     if config.run.save_every is None:
         num_more = 1
     elif config.run.save_steps is not None:
         num_more = min(num_more, num_steps // config.run.save_steps + 1)
     if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes * num_more:
         return (
-            f"the disk may become full: {format_bytes(free)} are free in {directory}, and up to {num_more} more checkpoints of "
-            f"{format_bytes(checkpoint_bytes)} will be there at one time"
+            f"warning: the disk may become full: {format_bytes(free)} are free in {directory}, and "
+            f"the run may need space for {num_more} more checkpoints of "
+            f"{format_bytes(checkpoint_bytes)} at the same time"
         )
     return None
 
 
 def describe_shortage(directory: pathlib.Path, checkpoint_bytes: int) -> str:
-    """Formats what is missing for a checkpoint that could not be written; empty if nothing is."""
+    """Formats the missing space after a failed write; empty if there is enough."""
     free = _free_bytes(directory)
     if free is None or free >= checkpoint_bytes:
         return ""
+    needed = format_bytes(checkpoint_bytes)
     missing = format_bytes(checkpoint_bytes - free)
-    return (
-        f" ({format_bytes(checkpoint_bytes)} needed, {format_bytes(free)} free, {missing} missing)"
-    )
+    return f" ({needed} needed, {format_bytes(free)} free, {missing} missing)"
 
 
 def _free_bytes(directory: pathlib.Path) -> int | None:
-    """Free bytes of the disk that a folder is or will be on; None if they cannot be read."""
-    parents = directory.absolute().parents
-    there = next(path for path in (directory.absolute(), *parents) if path.exists())
+    """Returns the free bytes of a folder's disk; None if they cannot be read."""
+    paths = (directory.absolute(), *directory.absolute().parents)
+    existing = next(path for path in paths if path.exists())
     try:
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(existing).free
     except OSError:
         return None

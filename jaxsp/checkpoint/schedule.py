@@ -1,9 +1,8 @@
-"""When checkpoints are written, and what is done when one cannot be."""
+"""Decides when checkpoints are written, and retries failed writes."""
 
 import time
 from collections.abc import Callable
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -17,17 +16,16 @@ from jaxsp.training.train_step import TrainState
 
 
 class CheckpointSchedule:
-    """Writes checkpoints, and knows when the next is due; the same in all processes.
+    """Writes checkpoints when they are due, identically in all processes.
 
-    A checkpoint that cannot be written does not end the run: a line is printed, and the next is tried RETRY_S later, or
-    earlier if it is due.
-
-    Args: say: prints a line for people.
+    A failed write does not end the run: it is printed, and the next write is due after RETRY_S, or
+    earlier by the schedule. After the last step, the write is repeated after FINAL_RETRY_WAITS_S.
     """
 
     RETRY_S = 60.0
+    """Seconds from a failed write to the next."""
     FINAL_RETRY_WAITS_S = (5.0, 10.0, 20.0, 25.0)
-    """At the end of a run: seconds before the last checkpoint is tried again."""
+    """Seconds before each retry of the last checkpoint."""
 
     def __init__(
         self,
@@ -37,50 +35,52 @@ class CheckpointSchedule:
         first_step: int,
         print_line: Callable[[str], None],
     ):
-        self._store, self._config, self._print_line = store, config, print_line
-        self._saved_at, self._from_step = time.monotonic(), first_step
+        self._store = store
+        self._config = config
+        self._print_line = print_line
+        self._saved_at = time.monotonic()
+        self._from_step = first_step
         self._next_check_step = first_step + 1
         self._failed: WriteOutcome | None = None
-        self._meta: CheckpointMeta | None = None
         self._failed_at = 0.0
+        self._meta: CheckpointMeta | None = None
         self._waited_s = 0.0
-        """Seconds that training waited for the write that was begun last."""
+        """Seconds that training waited for the last write."""
         self._compile_s = 0.0
-        """Seconds of these that were spent compiling."""
+        """Seconds of this wait for compilation."""
         self._retry_waits_s: list[float] | None = None
-        """At the end of the run: seconds before each attempt that is left. None during training."""
+        """Seconds before each remaining attempt after the last step; None during training."""
         self.last_saved_step = first_step
-        """Of the newest checkpoint that is whole; 0 before the first."""
+        """Step of the latest complete checkpoint of this process; at first, the start of the run."""
 
     def poll(self) -> None:
-        """Notices how the write that is under way has ended, if it has. To be called after every step."""
+        """Reports the end of a pending write. Called after every step."""
         self._report_outcome(self._store.poll(), self._describe_next_attempt())
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to follow a step.
+        """True if a checkpoint is due after this step.
 
-        Clocks of processes differ: process 0 has the word. To hear it all wait for the step that is running, so it is asked
-        half way to when the time should be up, then half way of what is left: a few times for each checkpoint.
+        Clocks of processes differ, so process 0 decides. To receive its decision, all processes
+        wait for the running step. Therefore the time is checked only after half of the expected
+        steps, then after half of the remaining ones: a few times for each checkpoint.
         """
-        if (
-            self._failed is not None
-            and broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S
-        ):
-            return True
+        if self._failed is not None:
+            if broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S:
+                return True
         if self._config.save_interval is None:
             return evaluator.is_due(self._config.save_steps, step)
         if step < self._next_check_step:
             return False
-        seconds = broadcast_from_first(time.monotonic() - self._saved_at)
-        left = self._config.save_interval.total_seconds() - seconds
-        seconds_per_step = seconds / (step - self._from_step)
-        self._next_check_step = step + max(1, int(left / seconds_per_step / 2))
-        return left <= 0
+        elapsed_s = broadcast_from_first(time.monotonic() - self._saved_at)
+        left_s = self._config.save_interval.total_seconds() - elapsed_s
+        step_s = elapsed_s / (step - self._from_step)
+        self._next_check_step = step + max(1, int(left_s / step_s / 2))
+        return left_s <= 0
 
     def save(self, state: TrainState, meta: CheckpointMeta, *, is_last: bool = False) -> float:
-        """Begins to write a checkpoint, and returns the seconds that this took: the write before has to end first.
+        """Waits for the previous write, starts the next, and returns the seconds that this took.
 
-        Args: is_last: no step follows.
+        Args: is_last: True if no step follows.
         """
         began = time.monotonic()
         self._report_outcome(self._store.poll(wait=True))
@@ -88,66 +88,72 @@ class CheckpointSchedule:
             self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]
         self._meta = meta
         outcome = self._store.save(state, meta)
-        self._saved_at, self._next_check_step = time.monotonic(), meta.step + 1
+        self._saved_at = time.monotonic()
         self._from_step = meta.step
-        self._waited_s, self._compile_s = self._saved_at - began, self._store.compile_s
+        self._next_check_step = meta.step + 1
+        self._waited_s = self._saved_at - began
+        self._compile_s = self._store.compile_s
         self._report_outcome(outcome, self._describe_next_attempt())
         return self._waited_s
 
     def finish(self, state: TrainState, meta: CheckpointMeta) -> None:
-        """Writes the last state if it is not on the disk yet. Raises: Stopped if every attempt fails."""
+        """Writes the last state if it has not been written.
+
+        Raises: NeedsAttentionError if every attempt fails.
+        """
         if self._meta is None or self._meta.step < meta.step:
             self.save(state, meta, is_last=True)
-        waits = self._retry_waits_s = self._retry_waits_s or [*self.FINAL_RETRY_WAITS_S]
+        if not self._retry_waits_s:
+            self._retry_waits_s = [*self.FINAL_RETRY_WAITS_S]
+        waits_s = self._retry_waits_s
         self._report_outcome(self._store.poll(wait=True), self._describe_next_attempt())
-        while self._failed is not None and waits:
-            time.sleep(waits.pop(0))
-            self.save(state, self._meta or meta)  # with the loss of its evaluation
+        while self._failed is not None and waits_s:
+            time.sleep(waits_s.pop(0))
+            self.save(state, self._meta or meta)  # the stored metadata has the evaluation's loss
             self._report_outcome(self._store.poll(wait=True), self._describe_next_attempt())
         if self._failed is not None:
             raise NeedsAttentionError(
-                f"the checkpoint of the last step, {meta.step}, could not be written: {self._failed.failure}. "
-                f"{self._describe_latest()}. Make room, and give the same command again."
+                f"the checkpoint of the last step, {meta.step}, could not be written: "
+                f"{self._failed.failure}. {self._describe_latest()}. Free some disk space, and run "
+                "the same command again."
             )
 
     def _report_outcome(self, outcome: WriteOutcome | None, next_attempt: str = "") -> None:
-        """Prints how a write ended, if it has. Args: next_attempt: when another follows a failure; empty: at once."""
+        """Prints the outcome of a write. Args: next_attempt: time of the retry, if not immediate."""
         if outcome is None:
             return
-        if outcome.failure is None:
-            if self._failed is not None:
-                self._print_line(f"checkpoint {outcome.step} is written, after one that failed")
-            self._failed, self.last_saved_step = None, outcome.step
-            compiled = ""
-            if self._compile_s >= 0.1:
-                spent = durations.describe(round(self._compile_s, 1))
-                compiled = f" ({spent} of it to compile its checksums)"
-            waited = durations.describe(round(self._waited_s, 1))
-            self._print_line(f"step {outcome.step}  checkpoint: training waited {waited}{compiled}")
+        if outcome.failure is not None:
+            self._failed = outcome
+            self._failed_at = time.monotonic()
+            self._print_line(
+                f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. "
+                f"{self._describe_latest()}{next_attempt}"
+            )
             return
-        self._failed, self._failed_at = outcome, time.monotonic()
-        self._print_line(
-            f"checkpoint {outcome.step} COULD NOT BE WRITTEN: {outcome.failure}. {self._describe_latest()}{next_attempt}"
-        )
+        if self._failed is not None:
+            self._print_line(f"checkpoint {outcome.step} is written, after a failed attempt")
+        self._failed = None
+        self.last_saved_step = outcome.step
+        text = f"training waited {durations.describe(round(self._waited_s, 1))}"
+        if self._compile_s >= 0.1:
+            compile_time = durations.describe(round(self._compile_s, 1))
+            text += f" ({compile_time} of it to compile the checksums)"
+        self._print_line(f"step {outcome.step}  checkpoint: {text}")
 
     def _describe_next_attempt(self) -> str:
         if self._retry_waits_s is None:
             return f". Training continues; the next attempt is in at most {self.RETRY_S:g} s"
-        return (
-            f". The next attempt is in {self._retry_waits_s[0]:g} s" if self._retry_waits_s else ""
-        )
+        if self._retry_waits_s:
+            return f". The next attempt is in {self._retry_waits_s[0]:g} s"
+        return ""
 
     def _describe_latest(self) -> str:
         steps = self._store.steps
-        return (
-            f"The latest complete checkpoint is step {steps[-1]}"
-            if steps
-            else "There is no complete checkpoint yet"
-        )
+        if not steps:
+            return "There is no complete checkpoint yet"
+        return f"The latest complete checkpoint is step {steps[-1]}"
 
 
 def broadcast_from_first(value: float) -> float:
-    """Returns process 0's value in all processes."""
-    if jax.process_count() == 1:
-        return value
+    """Returns process 0's value in all processes. Collective."""
     return float(multihost_utils.broadcast_one_to_all(np.float32(value)))

@@ -1,16 +1,16 @@
-"""Checkpoints written while training goes on: whole or not at all, the newest and the best kept."""
+"""Asynchronous, atomic checkpoints, written while training continues."""
 
 import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import datetime
+import enum
 import os
 import pathlib
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint import checkpoint_managers
 
-from jaxsp.checkpoint import checksums, disk_space, reader
+from jaxsp.checkpoint import checksums, disk_space, files, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
@@ -28,10 +27,8 @@ from jaxsp.model import layers
 from jaxsp.runtime import distributed, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.training import host_offload
+from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_step import TrainState
-
-PARTIAL_SUFFIX, DELETING_SUFFIX = ".partial", ".deleting"
-"""Behind the step, in the name of a checkpoint that is being written, or deleted."""
 
 MIN_SLICED_BYTES = 2**20
 """Minimum bytes that each device must write of a replicated array for its devices to share the work.
@@ -42,37 +39,63 @@ orbax slices such arrays and compiles a program for each shape and device. For t
 """
 
 POLL_S = 5.0
-"""Between two looks at a write that several processes wait for."""
+"""Seconds between two checks of a write that several processes wait for."""
 
-_RUNNING, _DONE, _FAILED = range(3)
+_RUNNING = 0
+_DONE = 1
+_FAILED = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteOutcome:
-    """How a write ended."""
+    """Result of a write."""
 
     step: int
     failure: str | None
-    """None: the checkpoint is whole."""
+    """Reason of the failure; None if the checkpoint is complete."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteStage(enum.Enum):
+    """Stages of a write. A stage starts when all processes have finished the one before it."""
+
+    PREPARING = enum.auto()
+    """Making folders (process 0)."""
+    WRITING = enum.auto()
+    """Copying the arrays, then writing them in the background."""
+    FINALIZING = enum.auto()
+    """Writing metadata, renaming, and deleting old checkpoints (process 0). A single process does
+    this at the end of WRITING."""
+
+
+@dataclasses.dataclass(kw_only=True)
 class _PendingWrite:
-    """A checkpoint on its way to the disk."""
+    """Write that has not ended."""
 
     meta: CheckpointMeta
-    future: concurrent.futures.Future
-    """What this process does."""
-    next_stage: Callable[[], concurrent.futures.Future] | None = None
-    """Begins what follows when all processes have done their job; None: the checkpoint is whole then."""
+    items: dict[str, Any]
+    began: float
+    """Time of the call of `save` (time.monotonic)."""
+    stage: WriteStage = WriteStage.PREPARING
+    future: concurrent.futures.Future | None = None
+    """Background work of this process in this stage."""
+    error: BaseException | None = None
+    """Failure of this process in this stage."""
+
+    def check_status(self) -> int:
+        if self.future is not None and self.error is None:
+            if not self.future.done():
+                return _RUNNING
+            self.error = self.future.exception()
+        return _DONE if self.error is None else _FAILED
 
 
 class CheckpointWriter:
-    """The checkpoints of a run, `directory/STEP`.
+    """Writes the checkpoints of a run, `directory/STEP`; the latest and the best are kept.
 
-    With several processes all of them make one, and call the same methods between the same steps: there they agree how the
-    write goes, so that a disk that fails under one process fails for all, and nobody waits for one that has given up. (That
-    is why orbax's handlers are used here without its CheckpointManager, whose barriers would hold the others for minutes.)
+    All processes write one checkpoint together, and call the same methods between the same steps.
+    In these calls they agree on the state of the write: a disk that fails for one process fails for
+    all, and none waits for a process that has given up. (Therefore orbax's handlers are used
+    without its CheckpointManager, whose barriers would block the other processes for minutes.)
     """
 
     def __init__(
@@ -86,20 +109,19 @@ class CheckpointWriter:
         eval_set: dict[str, str] | None = None,
     ):
         """Args:
-        first: is done before each checkpoint; where it fails, none is written.
-        loss_set: the data set whose loss ranks checkpoints for keep.keep_best.
+        before_write: called before each checkpoint; if it raises, the write fails.
+        eval_set: name and digest of the eval set that ranks checkpoints for `keep_best`.
         """
-        self._directory, self._table, self._retention, self._status = (
-            directory.absolute(),
-            table,
-            retention,
-            status or RunStatus(),
-        )
-        self._before_write, self._eval_set = before_write, eval_set
+        self._directory = directory.absolute()
+        self._table = table
+        self._retention = retention
+        self._status = status or RunStatus()
+        self._before_write = before_write
+        self._eval_set = eval_set
         self._num_bytes = 0
-        """Bytes of a checkpoint's arrays; known from the first save on."""
+        """Bytes of a checkpoint's arrays; known from the first `save`."""
         self._written_mib = 0
-        """MiB that all processes have written, when they last agreed."""
+        """MiB written by all processes when they last agreed."""
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         arrays = ocp.type_handlers.ArrayHandler(
@@ -112,207 +134,252 @@ class CheckpointWriter:
         }
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
-        """Seconds that the last `save` waited for the checksums to be compiled."""
-        reader.silence_orbax_errors()
+        """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
-        """What the last checkpoint took until it was whole, waiting for steps between its parts left out."""
+        """Duration of the last write, without the waits for steps between its stages."""
+        reader.silence_orbax_errors()
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for path in filter(_is_unfinished, self._directory.glob("*")):
-                shutil.rmtree(path, ignore_errors=True)
+            files.remove_leftovers(self._directory)
 
     @property
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, the oldest first."""
+        """Steps of the checkpoints in the directory, the oldest first."""
         return run_paths.list_steps(self._directory)
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._pending is not None
 
     def __enter__(self) -> "CheckpointWriter":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # after a failure, the other processes would not come to agree on anything
-        ends = kind is None or jax.process_count() == 1
-        if ends:
+        # after an exception here, the other processes would not come to an agreement
+        can_wait = kind is None or jax.process_count() == 1
+        if can_wait:
             self.poll(wait=True)
             for handler in self._handlers.values():
                 handler.close()
-        self._pool.shutdown(wait=ends)
+        self._pool.shutdown(wait=can_wait)
 
     def compile_ahead(self, state: TrainState) -> None:
-        """Compiles the checksums while the first steps run, so that the first `save` need not wait for it."""
-        to_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        like = jax.tree.map(to_shape, _items(state))  # the first step takes the arrays' memory
+        """Compiles the checksum programs during the first steps, before the first `save`."""
+        # shapes only: the first step reuses the memory of the arrays
+        arrays = jax.tree.map(checksums.to_shape, _items(state))
         shapes = {name: leaf.shape for name, leaf in self._unpadded_shapes(state).items()}
         self._compiling = self._pool.submit(
-            checksums.compile_programs, checksums.name_leaves(like), shapes
+            checksums.compile_programs, checksums.name_leaves(arrays), shapes
         )
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
-        """Begins to write a step; returns when training may go on: with a state in host memory, when it is written.
+        """Starts to write a checkpoint, and returns when training may continue.
 
-        The outcome is that of `poll`, where it is known at once.
+        Arrays in host memory are written before this returns: orbax writes them from their own
+        memory, which the next step reuses. Arrays on devices are only copied.
+
+        Returns: the outcome if it is known already, as `poll` does.
         """
         began = time.monotonic()
-        assert self._pending is None, "one at a time"
-        assert meta.step not in self.steps, f"step {meta.step} is there already"
+        assert self._pending is None, "the previous write has not ended"
+        assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
         items = _items(state)
         self._num_bytes = disk_space.tree_bytes(items)
         meta = dataclasses.replace(meta, arrays=self._checksum_arrays(state))
-        partial, alone = self._partial_path(meta.step), jax.process_count() == 1
-
-        def write() -> concurrent.futures.Future:
-            # copied before this returns, since the next step takes the memory, and written while that runs
-            begun: list[Any] = []
-            copied = _run_as_future(lambda: asyncio.run(self._copy(partial, items, begun)))
-
-            def rest() -> None:
-                parts = [*(_run_as_future(future.result) for future in begun), copied]
-                if failed := [part for part in parts if part.exception()]:
-                    failed[0].result()  # when all have ended: what they wrote is removed then
-                if alone:
-                    self._finalize(meta)
-                self.write_s = time.monotonic() - began
-
-            return self._pool.submit(rest)
-
-        def finish_all() -> None:
-            began = time.monotonic()
-            self._finalize(meta)
-            self.write_s = (self.write_s or 0.0) + time.monotonic() - began
-
-        finish = lambda: (
-            self._pool.submit(finish_all)
-            if jax.process_index() == 0
-            else _run_as_future(lambda: None)
+        self._pending = _PendingWrite(meta=meta, items=items, began=began)
+        self._start_stage(self._pending, WriteStage.PREPARING)
+        has_host_arrays = any(
+            leaf.sharding.memory_kind == host_offload.MEMORY_KIND for leaf in jax.tree.leaves(items)
         )
-
-        def begin() -> None:
-            self._before_write()
-            _make_dirs(partial, items)
-
-        make = _run_as_future(begin)
-        if (
-            outcome := self._advance(_PendingWrite(meta=meta, future=make, next_stage=write))
-        ) is not None:
-            return outcome
-        assert self._pending is not None
-        self._pending = dataclasses.replace(self._pending, next_stage=None if alone else finish)
-        # orbax writes what is in host memory out of that memory, which the next step takes for the new state
-        return self.poll(
-            wait=any(
-                leaf.sharding.memory_kind == host_offload.MEMORY_KIND
-                for leaf in jax.tree.leaves(items)
-            )
-        )
+        return self.poll(wait=has_host_arrays)
 
     def record_eval(
-        self, step: int, loss: float | None, *, early_stopping: dict[str, Any] | None
+        self, step: int, loss: float | None, *, early_stopping: EarlyStoppingState | None
     ) -> None:
-        """Records the loss of a checkpoint that was evaluated after it was written. Process 0 does it for all.
+        """Records the loss of a checkpoint that was evaluated after it was written.
 
-        Args: early_stopping: fields of `early_stopping.State` after that evaluation.
+        Process 0 writes it. A failure is printed; the checkpoint then ranks as one without a loss.
 
-        A failure is printed: the checkpoint is then ranked as one without a loss.
+        Args: early_stopping: state after that evaluation.
         """
         if jax.process_index() > 0:
             return
         try:
             self._before_write()
             path = self._directory / str(step)
-            meta = reader.read_meta(path)
             meta = dataclasses.replace(
-                meta,
+                reader.read_meta(path),
                 eval_loss=loss,
                 eval_set=self._eval_set,
                 has_pending_evaluation=False,
                 early_stopping=early_stopping,
             )
-            _write_meta(path, meta)
+            files.write_meta(path, meta)
         except (OSError, UserError) as error:
-            distributed.log(
-                f"checkpoint {step}: its loss could not be recorded: {reader.describe_error(error)}"
-            )
+            reason = reader.describe_error(error)
+            distributed.log(f"checkpoint {step}: its loss could not be recorded: {reason}")
 
     def poll(self, *, wait: bool = False) -> WriteOutcome | None:
-        """How the write ended, once, when it has; before that, and where there is none, None. All processes hear the same.
+        """Returns the outcome of the write once, when it has ended; otherwise None.
 
-        Moves: with several processes, 8 bytes between all of them while a write is under way.
+        All processes get the same result.
+        Moves: with several processes, 8 bytes between all of them while a write is pending.
         """
         while (write := self._pending) is not None:
-            if wait:
-                concurrent.futures.wait(
-                    [write.future], timeout=None if jax.process_count() == 1 else POLL_S
-                )
+            stage = write.stage
+            if wait and write.future is not None:
+                timeout = None if jax.process_count() == 1 else POLL_S
+                concurrent.futures.wait([write.future], timeout=timeout)
             outcome = self._advance(write)
-            if outcome is not None or (self._pending is write and not wait):
+            if outcome is not None or (write.stage == stage and not wait):
                 return outcome
         return None
 
     def _advance(self, write: _PendingWrite) -> WriteOutcome | None:
-        """Ends the write if it has failed somewhere or is whole; else begins its next part if all have done this one."""
-        own = (
-            _RUNNING if not write.future.done() else _FAILED if write.future.exception() else _DONE
-        )
-        of_all = np.array([own])
-        if jax.process_count() > 1:
-            told = multihost_utils.process_allgather(
-                np.array([own, read_bytes_written() // 2**20], np.int32)
-            )
-            of_all, of_all_mib = told[:, 0], int(told[:, 1].sum())
-            if (
-                of_all_mib > self._written_mib + 1 and self._status.activity.is_writing
-            ):  # more than a progress bar's
-                self._status.heartbeat()  # what another writes is a sign of life of all that wait for it
-            self._written_mib = of_all_mib
-        if (of_all == _RUNNING).any():
+        """Starts the next stage if all processes have finished this one.
+
+        Returns: the outcome if that was the last stage, or if a process has failed.
+        """
+        statuses = self._gather_statuses(write)
+        if (statuses == _RUNNING).any():
             return None
-        self._pending = None
-        if (of_all == _FAILED).any():
-            return WriteOutcome(
-                step=write.meta.step,
-                failure=self._clean_up_failure(write, int(np.argmax(of_all == _FAILED))),
-            )
-        if write.next_stage is None:
+        if (statuses == _FAILED).any():
+            self._pending = None
+            first = int(np.argmax(statuses == _FAILED))
+            return WriteOutcome(step=write.meta.step, failure=self._clean_up_failure(write, first))
+        if write.stage == WriteStage.PREPARING:
+            self._start_stage(write, WriteStage.WRITING)
+        elif write.stage == WriteStage.WRITING and jax.process_count() > 1:
+            self._start_stage(write, WriteStage.FINALIZING)
+        else:
+            self._pending = None
             return WriteOutcome(step=write.meta.step, failure=None)
-        self._pending = _PendingWrite(meta=write.meta, future=write.next_stage())
         return None
 
+    def _gather_statuses(self, write: _PendingWrite) -> np.ndarray:
+        """Returns the status of the stage in each process.
+
+        Bytes that any process has written count as progress of all that wait for it.
+        """
+        own = np.array([write.check_status(), read_bytes_written() // 2**20], np.int32)
+        statuses, written_mib = multihost_utils.process_allgather(own).T
+        total_mib = int(written_mib.sum())
+        has_progress = total_mib > self._written_mib + 1  # a progress bar writes less
+        if has_progress and self._status.activity.is_writing:
+            self._status.heartbeat()
+        self._written_mib = total_mib
+        return statuses
+
+    def _start_stage(self, write: _PendingWrite, stage: WriteStage) -> None:
+        """Does the part of a stage that training waits for, and starts the rest."""
+        write.stage = stage
+        write.future = None
+        is_first = jax.process_index() == 0
+        try:
+            match stage:
+                case WriteStage.PREPARING:
+                    self._before_write()
+                    if is_first:
+                        files.make_dirs(self._partial_path(write.meta.step), write.items)
+                case WriteStage.WRITING:
+                    write.future = self._start_writing(write)
+                case WriteStage.FINALIZING if is_first:
+                    write.future = self._pool.submit(self._time_finalize, write.meta)
+        except Exception as error:  # _clean_up_failure reports it
+            write.error = error
+
+    def _start_writing(self, write: _PendingWrite) -> concurrent.futures.Future:
+        """Copies the arrays, whose memory the next step reuses, and starts to write the copies."""
+        commits: list[Any] = []
+        copy_error = None
+        try:
+            asyncio.run(self._copy(self._partial_path(write.meta.step), write.items, commits))
+        except Exception as error:  # raised when the commits that have begun have ended
+            copy_error = error
+        write.items = {}
+        return self._pool.submit(self._finish_writing, write, commits, copy_error)
+
+    async def _copy(self, partial: pathlib.Path, items: dict[str, Any], commits: list[Any]) -> None:
+        for name, item in items.items():
+            args = ocp.args.PyTreeSave(item)
+            futures = await self._handlers[name].async_save(epath.Path(partial / name), args=args)
+            commits += futures or []
+
+    def _finish_writing(
+        self, write: _PendingWrite, commits: Sequence[Any], copy_error: Exception | None
+    ) -> None:
+        """Waits for all commits, even if one fails: only then can their files be removed."""
+        errors: list[Exception] = []
+        for commit in commits:
+            try:
+                commit.result()
+            except Exception as error:
+                errors.append(error)
+        if copy_error is not None:
+            errors.append(copy_error)
+        if errors:
+            raise errors[0]
+        if jax.process_count() == 1:
+            self._finalize(write.meta)
+        self.write_s = time.monotonic() - write.began
+
+    def _time_finalize(self, meta: CheckpointMeta) -> None:
+        began = time.monotonic()
+        self._finalize(meta)
+        self.write_s = (self.write_s or 0.0) + time.monotonic() - began
+
+    def _finalize(self, meta: CheckpointMeta) -> None:
+        """Completes a checkpoint that all processes have written, and deletes superseded ones."""
+        partial = self._partial_path(meta.step)
+        for name, handler in self._handlers.items():
+            if (partial / name).is_dir():
+                handler.finalize(epath.Path(partial / name))
+        files.write_meta(partial, meta)
+        partial.rename(self._directory / str(meta.step))
+        # from here on the checkpoint is complete, whatever happens to older ones
+        try:
+            files.sync_dir(self._directory)
+            for step in self._steps_to_delete():
+                files.delete(self._directory / str(step))
+        except OSError as error:
+            distributed.log(
+                f"checkpoint {meta.step} is complete, but an older one could not be deleted: "
+                f"{reader.describe_error(error)}"
+            )
+
+    def _steps_to_delete(self) -> list[int]:
+        return files.find_superseded(self._directory, self.steps, self._retention, self._eval_set)
+
     def _clean_up_failure(self, write: _PendingWrite, first: int) -> str:
-        """What went wrong; what was written so far is removed, for the room that it takes."""
-        index, error = jax.process_index(), write.future.exception()
-        reason = (
-            f"process {first} could not write its part"
-            if error is None
-            else _describe_failure(error)
-        )
-        if error is not None and index > 0:
-            distributed.log(f"checkpoint {write.meta.step}: {reason}")
-        if index == 0:
-            # what cannot be removed now is when the next is written
-            shutil.rmtree(self._partial_path(write.meta.step), ignore_errors=True)
+        """Returns the reason of a failure. Removes what was written, to free its space.
+
+        Args: first: index of the first process that failed.
+        """
+        step = write.meta.step
+        reason = f"process {first} could not write its part"
+        if write.error is not None:
+            reason = _describe_failure(write.error)
+            if jax.process_index() > 0:
+                distributed.log(f"checkpoint {step}: {reason}")
+        if jax.process_index() == 0:
+            # the next write removes what cannot be removed now
+            shutil.rmtree(self._partial_path(step), ignore_errors=True)
             reason += disk_space.describe_shortage(self._directory, self._num_bytes)
         return reason
 
-    def _partial_path(self, number: int) -> pathlib.Path:
-        return self._directory / f"{number}{PARTIAL_SUFFIX}"
+    def _partial_path(self, step: int) -> pathlib.Path:
+        return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
 
     def _unpadded_shapes(self, state: TrainState) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and dtypes of the state's arrays without padding, by name."""
-        whole = checksums.unpadded_shapes(self._table, state.master, state.opt_state)
-        return checksums.name_leaves({item: whole[item] for item in _items(state)})
+        """Returns shapes and dtypes of the state's arrays without padding, by name."""
+        shapes = checksums.unpadded_shapes(self._table, state.master, state.opt_state)
+        return checksums.name_leaves({item: shapes[item] for item in _items(state)})
 
     def _checksum_arrays(self, state: TrainState) -> dict[str, dict[str, Any]]:
-        like, arrays = self._unpadded_shapes(state), checksums.name_leaves(_items(state))
-        shapes = {name: leaf.shape for name, leaf in like.items()}
+        leaves = self._unpadded_shapes(state)
+        arrays = checksums.name_leaves(_items(state))
+        shapes = {name: leaf.shape for name, leaf in leaves.items()}
         began = time.monotonic()
-        with (
-            self._status.compiling("digests") if self.write_s is None else contextlib.nullcontext()
-        ):
+        status: contextlib.AbstractContextManager = contextlib.nullcontext()
+        if self.write_s is None:  # the first checkpoint
+            status = self._status.compiling("checksums")
+        with status:
             if self._compiling is not None:
                 self._compiling.result()
             checksums.compile_programs(arrays, shapes)
@@ -320,155 +387,19 @@ class CheckpointWriter:
         found = checksums.compute_on_devices(arrays, shapes)
         return {
             name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-            for name, leaf in like.items()
+            for name, leaf in leaves.items()
         }
-
-    async def _copy(self, partial: pathlib.Path, items: dict[str, Any], begun: list[Any]) -> None:
-        for name, item in items.items():
-            args = ocp.args.PyTreeSave(item)
-            begun += (
-                await self._handlers[name].async_save(epath.Path(partial / name), args=args) or []
-            )
-
-    def _finalize(self, meta: CheckpointMeta) -> None:
-        """Makes a checkpoint of what all processes have written, and deletes those that are not to be kept."""
-        partial, final = self._partial_path(meta.step), self._directory / str(meta.step)
-        for name, handler in self._handlers.items():
-            if (partial / name).is_dir():
-                handler.finalize(epath.Path(partial / name))
-        _write_meta(partial, meta)
-        partial.rename(final)
-        # it is whole from here on, whatever becomes of others
-        try:
-            _sync_dir(self._directory)
-            for number in self._steps_to_delete():
-                # under another name first: a checkpoint that has its own is whole
-                leaving = self._directory / f"{number}{DELETING_SUFFIX}"
-                (self._directory / str(number)).rename(leaving)
-                shutil.rmtree(leaving, ignore_errors=True)  # else at the next start
-        except OSError as error:
-            distributed.log(
-                f"checkpoint {meta.step} is whole, but an older one could not be deleted: {reader.describe_error(error)}"
-            )
-
-    def _steps_to_delete(self) -> list[int]:
-        policies = checkpoint_managers
-        latest, best = policies.LatestN(self._retention.keep_latest), self._retention.keep_best
-        policy: Any = latest
-        if best:
-            lowest = policies.BestN(
-                get_metric_fn=float, reverse=True, n=best, keep_checkpoints_without_metrics=False
-            )
-            policy = policies.AnyPreservationPolicy([latest, lowest])
-        # a folder that is called like a step and is none of ours stays
-        ours = [
-            path
-            for number in self.steps
-            if ((path := self._directory / str(number)) / run_paths.META / "metadata").is_file()
-        ]
-        infos = [_PolicyInfo.read(path, self._eval_set) for path in ours]
-        kept = policy.should_preserve(infos, context=policies.PreservationContext())
-        return [info.step for info, keeps in zip(infos, kept, strict=True) if not keeps]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _PolicyInfo:
-    """What orbax's policies look at."""
-
-    step: int
-    time: datetime.datetime
-    metrics: float | None
-
-    @classmethod
-    def read(cls, path: pathlib.Path, loss_set: dict[str, str] | None) -> "_PolicyInfo":
-        """Reads a checkpoint's loss. One without a loss on this data set is never among the best; LatestN decides."""
-        loss = None
-        with contextlib.suppress(UserError):
-            meta = reader.read_meta(path)
-            if (
-                loss_set is not None
-                and meta.eval_set is not None
-                and meta.eval_set["digest"] == loss_set["digest"]
-            ):
-                loss = meta.eval_loss
-        return cls(
-            step=int(path.name),
-            time=datetime.datetime.fromtimestamp(path.stat().st_mtime),
-            metrics=loss,
-        )
-
-
-def leftover_bytes(directory: pathlib.Path) -> int:
-    """Bytes of unfinished checkpoints in a folder, which the next Store deletes."""
-    files = (
-        file for path in filter(_is_unfinished, directory.glob("*")) for file in path.rglob("*")
-    )
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def _describe_failure(error: BaseException) -> str:
-    """Says why a write failed. tensorstore puts the operating system's code at the end of several paths."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(code[1])) if code else reader.describe_error(error)
-
-
-def _is_unfinished(path: pathlib.Path) -> bool:
-    """Whether a folder is of a run that was killed while it wrote or deleted a checkpoint."""
-    number, _, ending = path.name.partition(".")
-    ours = {run_paths.MASTER, run_paths.OPT, run_paths.META}
-    return (
-        number.isdecimal()
-        and f".{ending}" in (PARTIAL_SUFFIX, DELETING_SUFFIX)
-        and {child.name for child in path.iterdir()} <= ours
-    )
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """Items of a checkpoint; a run without optimizer state (sgd) has one."""
-    return {run_paths.MASTER: state.master} | (
-        {run_paths.OPT: state.opt_state} if jax.tree.leaves(state.opt_state) else {}
-    )
+    """Returns the items of a checkpoint; without optimizer state (sgd) there is only one."""
+    items = {run_paths.MASTER: state.master}
+    if jax.tree.leaves(state.opt_state):
+        items[run_paths.OPT] = state.opt_state
+    return items
 
 
-def _make_dirs(partial: pathlib.Path, items: dict[str, Any]) -> None:
-    """The folders of a checkpoint. Process 0 makes them for all."""
-    if jax.process_index() > 0:
-        return
-    if partial.exists():  # of a write that failed
-        shutil.rmtree(partial)
-    for name in (*items, run_paths.META):
-        (partial / name).mkdir(parents=True)
-
-
-def _write_meta(path: pathlib.Path, meta: CheckpointMeta) -> None:
-    """Writes a checkpoint's metadata: after a crash at any moment, the old or the new file is there."""
-    folder = path / run_paths.META
-    partial = folder / f"metadata{PARTIAL_SUFFIX}"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(reader.to_json(meta))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / "metadata")
-    _sync_dir(folder)
-
-
-def _run_as_future(do: Callable[[], Any]) -> concurrent.futures.Future:
-    """What a function gives, or raises, as a future."""
-    future: concurrent.futures.Future = concurrent.futures.Future()
-    try:
-        future.set_result(do())
-    except Exception as error:  # whoever asks for the result raises it
-        future.set_exception(error)
-    return future
-
-
-def _sync_dir(folder: pathlib.Path) -> None:
-    """Makes new names in a folder outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(
-            OSError
-        ):  # some file systems cannot, and keep names safe by themselves
-            os.fsync(handle)
-    finally:
-        os.close(handle)
+def _describe_failure(error: BaseException) -> str:
+    """Describes why a write failed; tensorstore puts the system's error code after several paths."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    return os.strerror(int(code[1])) if code else reader.describe_error(error)

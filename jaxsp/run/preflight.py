@@ -11,7 +11,7 @@ import numpy as np
 import rich.console
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import disk_space, writer
+from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations, errors
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
@@ -127,7 +127,7 @@ def _check_disk(program: Program, *, num_steps: int) -> str | None:
         program.config,
         checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
         num_steps=num_steps,
-        leftover_bytes=writer.leftover_bytes(checkpoints),
+        leftover_bytes=files.leftover_bytes(checkpoints),
     )
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import reader
+from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config import config_file, yaml_io
 from jaxsp.config.run_schema import RunConfig
@@ -210,7 +210,7 @@ def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """
     problem = f"{damage.path} IS DAMAGED: {damage.reason}."
     if run_paths.find_run_dir(damage.path) == pathlib.Path(run.directory).resolve():
-        moved = reader.set_aside(damage.path)
+        moved = files.set_aside(damage.path)
         return f"{problem} It was moved to {moved}; the run resumes from the checkpoint before it."
     if run_paths.find_latest(run.resume) == pathlib.Path(run.resume).resolve():
         raise damage

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -13,20 +12,24 @@ from jaxsp.config.run_schema import RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppingState:
-    """Evaluations so far; a checkpoint stores it as JSON."""
+    """Result of the evaluations so far. A checkpoint stores it as JSON."""
 
     data: str
     """Name of the eval set."""
     digest: str
-    """Digest of its tokens. Losses on other tokens are not compared; a new name alone changes nothing."""
+    """Digest of the eval set's tokens. Losses on other tokens are not compared."""
     best_loss: float | None = None
-    """None before the first finite loss."""
+    """Lowest loss; None before the first finite loss."""
     best_step: int | None = None
+    """Step of the lowest loss."""
     num_since_best: int = 0
-    """Evaluations since the best."""
+    """Number of evaluations since the best."""
     is_due: bool = False
-    """The next evaluation counts. Others, such as that of a checkpoint that a stop wrote, do not:
-    otherwise a run that was stopped more often would end earlier."""
+    """True if the next evaluation counts.
+
+    Unscheduled evaluations, such as that of a checkpoint written by a stop, do not count:
+    otherwise a run that is stopped more often would end earlier.
+    """
 
 
 class EarlyStopping:
@@ -36,9 +39,9 @@ class EarlyStopping:
     A loss that is not finite is no improvement.
 
     Args:
-        loss_set: name and digest of the eval set, as `evaluator.identity` gives them.
-        before: `state` of the checkpoint that the run resumes from. It is ignored if it is about
-            another eval set or other tokens.
+        eval_set: name and digest of the eval set, as returned by evaluator.identify_eval_set.
+        resumed_state: `state` of the checkpoint that the run resumes from. It is ignored if it
+            belongs to other tokens; the name of the eval set may differ.
     """
 
     def __init__(
@@ -46,66 +49,53 @@ class EarlyStopping:
         config: RunConfig,
         eval_set: Mapping[str, str] | None,
         *,
-        resumed_state: Mapping[str, Any] | None = None,
+        resumed_state: EarlyStoppingState | None = None,
     ):
         self._patience = config.early_stopping_patience
         self._min_delta = config.early_stopping_min_delta
-        self._state: EarlyStoppingState | None = None
+        self.state: EarlyStoppingState | None = None
+        """State for a checkpoint; None without early stopping."""
         if self._patience is None:
             return
-        assert eval_set is not None, "config asks for an eval set"
-        self._state = EarlyStoppingState(data=eval_set["name"], digest=eval_set["digest"])
-        if (
-            resumed_state is not None
-            and EarlyStoppingState(**resumed_state).digest == self._state.digest
-        ):
-            self._state = dataclasses.replace(
-                EarlyStoppingState(**resumed_state), data=self._state.data
-            )
-
-    @property
-    def state(self) -> dict[str, Any] | None:
-        """State for a checkpoint; None without early stopping."""
-        return None if self._state is None else dataclasses.asdict(self._state)
+        assert eval_set is not None, "the config requires an eval set"
+        self.state = EarlyStoppingState(data=eval_set["name"], digest=eval_set["digest"])
+        if resumed_state is not None and resumed_state.digest == self.state.digest:
+            self.state = dataclasses.replace(resumed_state, data=self.state.data)
 
     def expect_evaluation(self) -> None:
         """Marks the next evaluation as one that counts."""
-        if self._state is not None:
-            self._state = dataclasses.replace(self._state, is_due=True)
+        if self.state is not None:
+            self.state = dataclasses.replace(self.state, is_due=True)
 
     def record(self, step: int, losses: Mapping[str, float | None]) -> None:
-        """Records an evaluation if it counts. Args: losses: by eval set."""
-        if self._state is None or not self._state.is_due:
+        """Records an evaluation if it counts. Args: losses: loss on each eval set, by name."""
+        if self.state is None or not self.state.is_due:
             return
-        self._state = dataclasses.replace(self._state, is_due=False)
-        loss, best = losses[self._state.data], self._state.best_loss
-        if loss is not None and (best is None or loss < best - self._min_delta):
-            self._state = dataclasses.replace(
-                self._state, best_loss=loss, best_step=step, num_since_best=0
-            )
-        else:
-            self._state = dataclasses.replace(
-                self._state, num_since_best=self._state.num_since_best + 1
-            )
+        loss = losses[self.state.data]
+        best_loss = self.state.best_loss
+        changes: dict[str, Any] = {"num_since_best": self.state.num_since_best + 1}
+        if loss is not None and (best_loss is None or loss < best_loss - self._min_delta):
+            changes = {"best_loss": loss, "best_step": step, "num_since_best": 0}
+        self.state = dataclasses.replace(self.state, is_due=False, **changes)
 
     def should_stop(self) -> bool:
         """True if the run must stop. Process 0 decides; all processes must call this together."""
-        if self._state is None or self._patience is None:
+        if self.state is None or self._patience is None:
             return False
-        is_over = self._state.num_since_best >= self._patience
-        if jax.process_count() == 1:
-            return is_over
-        return bool(multihost_utils.broadcast_one_to_all(np.int32(is_over)))
+        is_over = np.int32(self.state.num_since_best >= self._patience)
+        return bool(multihost_utils.broadcast_one_to_all(is_over))
 
     @property
     def reason(self) -> str:
-        """Why the run stops, for people."""
-        assert self._state is not None, "asked only after is_over"
-        best = "it was never finite"
-        if self._state.best_loss is not None:
-            best = f"the best was {self._state.best_loss:.4f} at step {self._state.best_step}"
+        """Reason for the stop."""
+        assert self.state is not None, "only after should_stop"
+        best = "no loss was finite"
+        if self.state.best_loss is not None:
+            best = f"the best was {self.state.best_loss:.4f} at step {self.state.best_step}"
         margin = f" by more than {self._min_delta:g}" if self._min_delta else ""
+        evaluations = "evaluation" if self.state.num_since_best == 1 else "evaluations"
         return (
-            f"the loss on {self._state.data} has not improved{margin} for {self._state.num_since_best} "
-            f"evaluation{'s' * (self._state.num_since_best > 1)} (run.early_stopping_patience = {self._patience}); {best}"
+            f"the loss on {self.state.data} has not improved{margin} for "
+            f"{self.state.num_since_best} {evaluations} "
+            f"(run.early_stopping_patience = {self._patience}); {best}"
         )

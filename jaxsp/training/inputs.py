@@ -1,4 +1,4 @@
-"""What a run is given besides its program."""
+"""Inputs of a run besides its program: data, weights, and the point to start from."""
 
 import dataclasses
 import pathlib
@@ -10,25 +10,26 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
 from jaxsp.model import layers
 from jaxsp.runtime.run_paths import CHECKPOINTS_DIR
+from jaxsp.training.early_stopping import EarlyStoppingState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartPoint:
-    """Where a run begins."""
+    """Step and state of the data that a run starts from."""
 
     checkpoint: pathlib.Path | None = None
-    """None: before the first step."""
+    """Checkpoint to resume from; None for a new run."""
     step: int = 0
+    """Number of steps before the start."""
     rows_consumed: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Rows consumed before, by their length."""
+    """Number of rows consumed before the start, by row length."""
     num_tokens: int = 0
-    """Tokens learned from before."""
+    """Number of tokens in the steps before the start."""
     has_pending_evaluation: bool = False
-    """Whether one was due at that step and was not done."""
-    early_stopping: Mapping[str, Any] | None = None
-    """Fields of `early_stopping.State`."""
+    """True if a stop skipped an evaluation that was due at `step`."""
+    early_stopping: EarlyStoppingState | None = None
     config_changes: tuple[str, ...] = ()
-    """Fields of the config that are not those of the checkpoint, for people."""
+    """Descriptions of config fields that differ from the checkpoint's."""
 
     def is_resume_in(self, directory: pathlib.Path) -> bool:
         """True if the run resumes from a checkpoint of its own, in `directory`."""
@@ -40,20 +41,20 @@ class StartPoint:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """Data, weights, and where to begin."""
+    """Data, weights, and the point to start from."""
 
     train_set: PackedDataset
     eval_sets: tuple[PackedDataset, ...]
     start: StartPoint
     schedule: RowSchedule
-    """Which rows the steps to come consume."""
+    """Rows of the remaining steps."""
     hf_config: dict[str, Any]
-    """Of the model's config.json."""
+    """Fields of the model's config.json."""
     weights_origin: str
-    """Where the weights come from, for people."""
+    """Description of the source of the weights."""
     attention_choice: AttentionChoice
-    """How the program attends."""
+    """Strategy and kernel of the program's attention."""
     make_weights: Callable[[], layers.Weights]
-    """Makes the weights of step 0, each on its devices."""
+    """Creates the weights of step 0, sharded over the mesh."""
     write_model: Callable[[pathlib.Path], None]
-    """Writes the small files of the model's Hugging Face folder: config, tokenizer."""
+    """Writes the small files of the model's Hugging Face folder: config and tokenizer."""

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxsp.checkpoint import disk_space, writer
+from jaxsp.checkpoint import disk_space, files, writer
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests import messages
@@ -80,12 +80,12 @@ def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(
 
 
 def test_unfinished_checkpoints_count_as_free(tmp_path):
-    (tmp_path / f"8{writer.PARTIAL_SUFFIX}/master").mkdir(parents=True)
-    (tmp_path / f"8{writer.PARTIAL_SUFFIX}/master/a").write_bytes(bytes(1000))
+    (tmp_path / f"8{files.PARTIAL_SUFFIX}/master").mkdir(parents=True)
+    (tmp_path / f"8{files.PARTIAL_SUFFIX}/master/a").write_bytes(bytes(1000))
     (tmp_path / "6/master").mkdir(parents=True)
     (tmp_path / "6/master/a").write_bytes(bytes(500))
-    assert writer.leftover_bytes(tmp_path) == 1000
-    assert writer.leftover_bytes(tmp_path / "nowhere") == 0
+    assert files.leftover_bytes(tmp_path) == 1000
+    assert files.leftover_bytes(tmp_path / "nowhere") == 0
 
 
 def test_missing_bytes_are_named(tmp_path, free):

@@ -13,10 +13,12 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import run_paths
+from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_step import TrainState
 from tests import batches
 
 HELD_OUT, CHAT = ({"name": name, "digest": f"digest of {name}"} for name in ("held out", "chat"))
+STATE = EarlyStoppingState(data="held out", digest="digest of held out", num_since_best=2)
 
 
 def make_meta(step, loss=None, loss_set=None, **fields):
@@ -59,11 +61,9 @@ def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tm
         arrays={"master/a": {"digest": "00", "dtype": "float32", "shape": [2]}},
     )
     store = make_store(tmp_path, before, loss_set=HELD_OUT)
-    store.record_eval(3, 1.25, early_stopping={"num_since_best": 2})
+    store.record_eval(3, 1.25, early_stopping=STATE)
     after = reader.read_meta(tmp_path / "3")
-    assert after == make_meta(
-        3, 1.25, HELD_OUT, arrays=before.arrays, early_stopping={"num_since_best": 2}
-    )
+    assert after == make_meta(3, 1.25, HELD_OUT, arrays=before.arrays, early_stopping=STATE)
     assert [path.name for path in (tmp_path / "3/meta").iterdir()] == ["metadata"]
 
 

