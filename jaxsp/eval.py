@@ -1,5 +1,10 @@
-"""python -m jaxsp.eval WHAT [key.path=value ...]: loss, perplexity and accuracy on data sets that are not learned from."""
+"""python -m jaxsp.eval WHAT [key.path=value ...]: loss, perplexity and accuracy on eval sets.
 
+Results of a run's checkpoint are appended to the run's eval.jsonl. No field distinguishes them from
+the lines that training wrote; use --out to keep them apart.
+"""
+
+import argparse
 import os
 import pathlib
 from typing import Any
@@ -18,7 +23,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, resume
-from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
+from jaxsp.runtime import cluster, jax_platform, distributed, jsonl, run_paths
 from jaxsp.training import train_step
 from jaxsp.training.evaluator import Evaluator
 
@@ -28,11 +33,58 @@ _PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
     "batch": {"rows_per_step": 1},
     "optimizer": {"learning_rate": 0.0},
 }
-"""What a config has to have for training, and nobody asks for here."""
+"""Fields that a config requires for training; an evaluation does not use them."""
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Raises: UserError with every problem that can be found before the first row."""
+    """Runs the command. Raises: UserError with every problem found before the first row is read."""
+    args = _make_parser().parse_intermixed_args(arguments)
+    checkpoint = run_paths.find_latest(args.what)
+    if checkpoint is None and (pathlib.Path(args.what) / run_paths.CONFIG_FILE).is_file():
+        raise UserError(
+            f"{args.what}: holds no checkpoint yet. A run writes one when it ends and when "
+            "run.save_every requests it."
+        )
+    meta = None if checkpoint is None else reader.read_meta(checkpoint)
+    if meta is None:
+        _check_model(args.what)  # before missing fields are reported
+    config = _load_config(args.what, args.config, args.changes, meta)
+    out = _find_output(args.out, checkpoint)
+    process = cli.detect_process(args)
+    jax_platform.choose_platform(
+        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
+        num_processes=process.num_processes,
+        num_local_processes=cluster.count_local_processes(process, os.environ),
+    )
+    distributed.initialize(process)
+    resolved = _resolve_config(config, checkpoint, meta)
+    program = resolved.program
+    if checkpoint is not None:
+        like = train_step.abstract_weights(program)
+        master = reader.restore_weights(checkpoint, like, table=program.table)
+    else:
+        assert resolved.model_folder is not None, "WHAT is a model's source"
+        master = build.make_weight_loader(program, resolved.model_folder)()
+    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
+
+    def print_line(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    step = 0 if meta is None else meta.step
+    name = args.what if meta is None else f"{args.what}, step {step}"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in program.mesh.shape.items())
+    print_line(f"{name}; {config.model.compute_dtype} compute on {mesh}")
+    for data in resolved.evals:
+        print_line(f"{data.name}: {banner.describe_documents(data)}")
+    for result in Evaluator(program, resolved.evals).run(master, num_steps=step):
+        print_line(output.format_result(result))
+        if out is not None and jax.process_index() == 0:
+            jsonl.append_record(out, result)
+    if out is not None:
+        print_line(f"-> {out}")
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "eval",
         "Evaluates a model on data.eval, packed into rows as in training.",
@@ -54,79 +106,56 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--config",
         metavar="CONFIG.yaml",
-        help="the fields to start from; default: those of the run",
+        help="config to use; default: that of the run",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="appends the results to this file; default: eval.jsonl of the run",
+        help="file that the results are appended to; default: eval.jsonl of the run",
     )
-    given = parser.parse_intermixed_args(arguments)
-    found = run_paths.find_latest(given.what)
-    if found is None and (pathlib.Path(given.what) / "config.yaml").is_file():
+    return parser
+
+
+def _find_output(path: str | None, checkpoint: pathlib.Path | None) -> pathlib.Path | None:
+    """Returns the file for the results; None to only print them. Raises: UserError."""
+    run = None if checkpoint is None else run_paths.find_run_dir(checkpoint)
+    if path:
+        out = pathlib.Path(path)
+    elif run is not None:
+        out = run / metrics.EVAL_FILE
+    else:
+        return None
+    if not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
         raise UserError(
-            f"{given.what}: holds no checkpoint yet. A run writes one at its end, and as run.save_every says."
+            f"--out = {out}: {out.parent} must be a folder that can be written. Use --out FILE "
+            "with a file in such a folder."
         )
-    meta = None if found is None else reader.read_meta(found)
-    if meta is None:
-        _check_model(given.what)  # before anything is said of the fields that are missing
-    config = _load_config(given.what, given.config, given.changes, meta)
-    # nothing waits for a backward pass that does not come, and there is no optimizer
-    idle = config.memory.model_copy(
+    return out
+
+
+def _resolve_config(
+    config: Config, checkpoint: pathlib.Path | None, meta: CheckpointMeta | None
+) -> build.ResolvedConfig:
+    """Resolves the config for evaluation: without an optimizer or offloaded activations."""
+    model_dir = None
+    if checkpoint is not None and meta is not None:
+        if config.model.tokenizer == meta.config["model"]["tokenizer"]:
+            model_dir = resume.find_model_dir(checkpoint)
+    memory = config.memory.model_copy(
         update={"offload_activations": "none", "offload_optimizer": "none"}
     )
-    config = config.model_copy(update={"memory": idle})
-    run = None if found is None else run_paths.find_run_dir(found)
-    out = pathlib.Path(given.out) if given.out else None if run is None else run / metrics.EVAL_FILE
-    if out is not None and not (out.parent.is_dir() and os.access(out.parent, os.W_OK)):
-        raise UserError(
-            f"--out = {out}: cannot be written there. Name a file in a folder that can be."
-        )
-    process = cli.detect_process(given)
-    jax_platform.choose_platform(
-        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
-        num_processes=process.num_processes,
-        num_local_processes=cluster.count_local_processes(process, os.environ),
-    )
-    distributed.initialize(process)
-    own_tokenizer = meta is not None and config.model.tokenizer == meta.config["model"]["tokenizer"]
-    asked = build.resolve_config(
-        config,
+    return build.resolve_config(
+        config.model_copy(update={"memory": memory}),
         devices=jax.devices(),
         problems=ProblemCollector(),
         for_training=False,
         hf_config=None if meta is None else meta.model,
-        run_model_dir=resume.find_model_dir(found) if found is not None and own_tokenizer else None,
+        run_model_dir=model_dir,
     )
-    program = asked.program
-    if found is not None:
-        master = reader.restore_weights(
-            found, train_step.abstract_weights(program), table=program.table
-        )
-    else:
-        assert asked.model_folder is not None, "what is no checkpoint is a source"
-        master = build.make_weight_loader(program, asked.model_folder)()
-    console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
-    how = f"computed in {config.model.compute_dtype} on {' x '.join(f'{a} {n}' for a, n in program.mesh.shape.items())}"
-    console.print(
-        f"{given.what}{f', step {meta.step}' if meta else ''}; {how}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for one in asked.evals:
-        console.print(
-            f"{one.name}: {banner.describe_documents(one)}", highlight=False, soft_wrap=True
-        )
-    for result in Evaluator(program, asked.evals).run(master, num_steps=meta.step if meta else 0):
-        console.print(output.format_result(result), highlight=False, soft_wrap=True)
-        if out is not None and jax.process_index() == 0:
-            jsonl.append_record(out, result)
-    if out is not None:
-        console.print(f"-> {out}", highlight=False, soft_wrap=True)
 
 
 def _check_model(what: str) -> None:
-    """Raises: UserError for what is not a run, and not a model either."""
+    """Checks that WHAT, which is not a run, is a model. Raises: UserError."""
     path = pathlib.Path(what)
     try:
         folder.find(what, field="WHAT")
@@ -145,38 +174,49 @@ def _check_model(what: str) -> None:
 def _load_config(
     what: str, file: str | None, changes: list[str], meta: CheckpointMeta | None
 ) -> Config:
-    """The fields of a run, or of a file, or those that a Hugging Face folder needs, with the changes."""
-    start_from = _PLACEHOLDER_FIELDS if meta is None else meta.config
-    fields = start_from if file is None else config_file.read(file)
-    # what is evaluated is what was named, whatever the file trains
+    """Loads the config of a file, of the run, or with placeholders for a model, and changes it.
+
+    The model is always that of WHAT.
+    """
+    if file is not None:
+        fields = config_file.read(file)
+    elif meta is not None:
+        fields = meta.config
+    else:
+        fields = _PLACEHOLDER_FIELDS
     model = {"source": what, "config": None}
     if meta is not None:
         model = {name: meta.config["model"][name] for name in model}
-    names_sets = any(word.startswith("data.eval=") for word in changes)
-    if meta is not None and file is None and names_sets:
-        # they replace those of the run, held-out documents included: its training data may be elsewhere
+    replaces_eval_sets = any(change.startswith("data.eval=") for change in changes)
+    if meta is not None and file is None and replaces_eval_sets:
+        # held-out documents are replaced too: the run's training data may be on another machine
         fields = fields | {
             "data": fields["data"] | {"eval_fraction": None},
             "checkpoint": fields["checkpoint"] | {"best_eval": None},
             "run": fields["run"] | {"early_stopping_patience": None, "early_stopping_min_delta": 0},
         }
-    problems, config = ProblemCollector(), None
+    problems = ProblemCollector()
+    config = None
     with problems.collect():
         config = config_file.parse(fields | {"model": fields.get("model", {}) | model}, changes)
-    asked = fields.get("data", {}).get("eval") or any(
-        word.startswith("data.eval") for word in changes
-    )
-    if not (asked if config is None else config.data.eval or config.data.eval_fraction):
+    if config is not None:
+        has_eval_sets = bool(config.data.eval or config.data.eval_fraction)
+    else:
+        is_changed = any(change.startswith("data.eval") for change in changes)
+        has_eval_sets = is_changed or bool(fields.get("data", {}).get("eval"))
+    if not has_eval_sets:
         problems.append(
-            "data.eval: missing. Name what to evaluate on, for example data.eval='[{source: held-out/*.txt, format: text}]'."
+            "data.eval: missing. Name the data to evaluate on, for example "
+            "data.eval='[{source: held-out/*.txt, format: text}]'."
         )
     problems.raise_if_any()
     assert config is not None
-    changed = [name for name, value in model.items() if getattr(config.model, name) != value]
-    if changed:
-        raise UserError(
-            f"model.{changed[0]}: the model is that of {what}. Name another in its place to evaluate it."
-        )
+    for name, value in model.items():
+        if getattr(config.model, name) != value:
+            raise UserError(
+                f"model.{name}: must be the model of {what}. To evaluate another model, use its "
+                f"name instead of {what}."
+            )
     return config
 
 

@@ -1,7 +1,7 @@
 """Checksums of weights and optimizer state: the same on every mesh, different if any bit flips.
 
-A checksum is two sums, modulo 2**32, over the elements of an array. Each element adds its bits mixed
-with its index by an invertible function, so that a different value always gives a different sum.
+A checksum is two sums, modulo 2**32, over the elements of an array. Each element adds its bits
+mixed with its index by an invertible function: a different value always gives a different sum.
 Indices outside the unpadded shape (zeros that some meshes store) add nothing.
 """
 
@@ -21,7 +21,7 @@ from jaxsp.model.layers import Parameter
 from jaxsp.training import host_offload
 
 _SEEDS = ((0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), (0xB5297A4D, 0x7FEB352D, 0x846CA68B))
-"""Multipliers of each of the two sums: one for indices, two for bits. All are odd, hence invertible.
+"""Multipliers of each of the two sums: one for indices, two for bits. Odd, hence invertible.
 
 Source: the finalizers of MurmurHash3 and of C. Wellons' lowbias32; the first ones are primes like
 those of xxHash.

@@ -51,7 +51,7 @@ class CheckpointSchedule:
         self._retry_waits_s: list[float] | None = None
         """Seconds before each remaining attempt after the last step; None during training."""
         self.last_saved_step = first_step
-        """Step of the latest complete checkpoint of this process; at first, the start of the run."""
+        """Step of the latest complete checkpoint; at first, the step that the run starts from."""
 
     def poll(self) -> None:
         """Reports the end of a pending write. Called after every step."""
@@ -119,7 +119,7 @@ class CheckpointSchedule:
             )
 
     def _report_outcome(self, outcome: WriteOutcome | None, next_attempt: str = "") -> None:
-        """Prints the outcome of a write. Args: next_attempt: time of the retry, if not immediate."""
+        """Prints the outcome of a write. Args: next_attempt: time of the retry; empty: now."""
         if outcome is None:
             return
         if outcome.failure is not None:

@@ -31,7 +31,7 @@ from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_step import TrainState
 
 MIN_SLICED_BYTES = 2**20
-"""Minimum bytes that each device must write of a replicated array for its devices to share the work.
+"""Minimum bytes per device for the devices that hold a replicated array to share its writing.
 
 orbax slices such arrays and compiles a program for each shape and device. For the small weights of
 2 layers on 8 virtual devices these were 56 programs, and the first checkpoint waited 5.7 s for them
@@ -400,6 +400,6 @@ def _items(state: TrainState) -> dict[str, Any]:
 
 
 def _describe_failure(error: BaseException) -> str:
-    """Describes why a write failed; tensorstore puts the system's error code after several paths."""
+    """Describes why a write failed. tensorstore puts the system's error code after long paths."""
     code = re.search(r"os_error_code='(\d+)'", str(error))
     return os.strerror(int(code[1])) if code else reader.describe_error(error)

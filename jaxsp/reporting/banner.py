@@ -186,12 +186,13 @@ def _describe_output(program: Program, inputs: RunInputs) -> str:
     if profiled is not None and profiled[0] > inputs.start.step:
         names.append("profile/")
     times = "at the end"
-    if config.run.save_steps is not None:
-        times = f"every {format_count(config.run.save_steps, 'step')} and at the end"
-    elif config.run.save_interval is not None:
-        times = f"every {durations.to_text(config.run.save_interval)} and at the end"
-    elif config.run.save_every == "epoch":
+    if config.run.save_every == "epoch":
         times = "after every epoch"
+    elif config.run.save_every is not None:
+        interval = format_count(config.run.save_steps or 0, "step")
+        if config.run.save_interval is not None:
+            interval = durations.to_text(config.run.save_interval)
+        times = f"every {interval} and at the end"
     names += ["model/", f"checkpoints/ ({times})"]
     return f"{config.run.directory}: {', '.join(names)}"
 

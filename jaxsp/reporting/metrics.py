@@ -33,8 +33,8 @@ class MetricsLine:
     """Pass over the data that the step's last row belongs to, from 1. null if sources have
     weights."""
     loss: float | None
-    """Mean loss over all loss tokens of the step (not a mean of means over rows or devices). null if
-    there are no loss tokens or the loss is not finite."""
+    """Mean loss over all loss tokens of the step (not a mean of means over rows or devices). null
+    if there are no loss tokens or the loss is not finite."""
     token_accuracy: float | None
     """Fraction of loss tokens whose top-1 prediction is correct. null if there are no loss
     tokens or the step is not finite."""

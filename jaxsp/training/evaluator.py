@@ -1,4 +1,4 @@
-"""Loss of data sets that are not learned from; during training and by itself the same code."""
+"""Evaluation of eval sets, for training and for jaxsp.eval."""
 
 import dataclasses
 import functools
@@ -19,7 +19,10 @@ from jaxsp.training.train_step import Program, StepTotals
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalResult:
-    """One line of eval.jsonl: one eval set at one step. Undefined numbers are null."""
+    """One line of eval.jsonl: one eval set at one step. Undefined numbers are null.
+
+    jaxsp.eval appends lines too. No field distinguishes them from the lines of the run.
+    """
 
     step: int
     """Training steps of the weights; 0 for the weights of a Hugging Face folder."""
@@ -44,10 +47,10 @@ class EvalResult:
 
 
 def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
-    """Name and digest of a data set.
+    """Returns the name and the digest of an eval set.
 
-    The digest covers the tokens, the labels, and how documents longer than a row were cut: with
-    the same digest, the same weights have the same loss up to rounding.
+    The digest covers tokens, labels, and the cuts of documents longer than a row: with the same
+    digest, the same weights have the same loss up to rounding.
     """
     parts = [*data.digests, hashlib.sha256(data.documents.lengths.tobytes()).hexdigest()]
     if any(source.has_long_documents() for source in data.documents.sources):
@@ -56,86 +59,89 @@ def identify_eval_set(data: PackedDataset, config: Config) -> dict[str, str]:
 
 
 class Evaluator:
-    """Evaluates data sets, each by itself, as often as it is asked; compiles when it is asked first.
+    """Evaluates eval sets, any number of times. Compiles at the first evaluation.
 
-    Rows are packed and as long as in training, the longest where there are several lengths. Every group of devices works on
-    `batch.rows_per_microbatch` of them; sums over steps are float64 on the host.
+    Rows are packed as in training, with the longest row length. One batch is one microbatch. Sums
+    over batches are float64, on the host.
     """
 
     def __init__(self, program: Program, eval_sets: Sequence[PackedDataset]):
-        slots = device_mesh.num_groups(program.mesh) * program.config.batch.rows_per_microbatch
+        num_groups = device_mesh.num_groups(program.mesh)
+        rows_per_step = num_groups * program.config.batch.rows_per_microbatch
         config = program.config.with_row_tokens(program.config.data.max_row_tokens)
-        batch = config.batch.model_copy(update={"rows_per_step": slots})
-        evaluated = config.model_copy(update={"batch": batch})
-        self._program = dataclasses.replace(program, config=evaluated, has_weights=False)
+        batch = config.batch.model_copy(update={"rows_per_step": rows_per_step})
+        self._config = config.model_copy(update={"batch": batch})
+        self._program = dataclasses.replace(program, config=self._config, has_weights=False)
         self._eval_sets = eval_sets
 
     def is_due(self, number: int) -> bool:
-        """Whether an evaluation is to follow a step."""
-        return bool(self._eval_sets) and is_due(self._program.config.run.eval_every, number)
+        """True if an evaluation is due after a step."""
+        return bool(self._eval_sets) and is_due(self._config.run.eval_every, number)
 
     @functools.cached_property
     def _compiled_totals(self) -> jax.stages.Compiled:
         return train_step.compile_totals(self._program)
 
     def compile(self) -> None:
-        """Compiles now what would be compiled when it is asked first, if there is something to evaluate."""
+        """Compiles now instead of at the first evaluation, if there are eval sets."""
         _ = self._eval_sets and self._compiled_totals
 
     def run(
         self, master: layers.Weights, *, num_steps: int, on_batch: Callable[[], None] = lambda: None
     ) -> Iterator[EvalResult]:
-        """Results of these weights, one data set after another.
+        """Yields the results of these weights on each eval set.
 
         Args:
-            num_steps: what the weights were trained for.
-            alive: is called after each batch.
+            num_steps: number of training steps of the weights.
+            on_batch: called after each batch.
         """
         for data in self._eval_sets:
-            totals = self._compiled_totals
+            compute_totals = self._compiled_totals
             began = time.perf_counter()
-            config = self._program.config
-            feed = data.make_loader(
-                config,
+            loader = data.make_loader(
+                self._config,
                 self._program.mesh,
-                data.make_schedule(config, epochs=1),
+                data.make_schedule(self._config, epochs=1),
                 layout_degree=self._program.attend.layout_degree,
             )
-            parts = []
-            for part in _fetch_one_behind(totals(master, rows) for rows, _ in feed.batches()):
-                parts.append(part)
+            totals = []
+            dispatched = (compute_totals(master, batch) for batch, _ in loader.batches())
+            for batch_totals in _fetch_one_behind(dispatched):
+                totals.append(batch_totals)
                 on_batch()
-            sums = {
-                name: sum(float(getattr(part, name)) for part in parts)
-                for name in ("loss", "num_correct")
-            }
-            counts = {
-                name: sum(int(getattr(part, name)) for part in parts)
-                for name in ("num_rows", "num_tokens", "num_loss_tokens")
-            }
-            loss = sums["loss"] / counts["num_loss_tokens"]
+            num_loss_tokens = _sum_counts(totals, "num_loss_tokens")
+            loss = sum(float(batch_totals.loss) for batch_totals in totals) / num_loss_tokens
             yield EvalResult(
                 step=num_steps,
                 data=data.name,
                 loss=loss if math.isfinite(loss) else None,
                 perplexity=math.exp(loss) if loss < 700 else None,
-                token_accuracy=sums["num_correct"] / counts["num_loss_tokens"],
+                token_accuracy=_sum_counts(totals, "num_correct") / num_loss_tokens,
                 num_documents=len(data.documents.lengths),
+                num_rows=_sum_counts(totals, "num_rows"),
+                num_tokens=_sum_counts(totals, "num_tokens"),
+                num_loss_tokens=num_loss_tokens,
                 seconds=time.perf_counter() - began,
-                **counts,
             )
 
 
 def is_due(every: int | str | None, number: int) -> bool:
-    """True if an action with an interval of `every` steps is due after a step; `epoch` is not counted in steps."""
+    """True if an action with an interval of `every` steps is due after a step.
+
+    Intervals in epochs or time are not counted in steps.
+    """
     return isinstance(every, int) and number % every == 0
 
 
-def _fetch_one_behind(sent: Iterable[StepTotals]) -> Iterator[StepTotals]:
-    """The numbers of each step, fetched when the next is under way."""
+def _sum_counts(totals: Sequence[StepTotals], name: str) -> int:
+    return sum(int(getattr(batch_totals, name)) for batch_totals in totals)
+
+
+def _fetch_one_behind(dispatched: Iterable[StepTotals]) -> Iterator[StepTotals]:
+    """Yields the totals of each batch after the next batch is dispatched."""
     running = None
-    for one in sent:
+    for totals in dispatched:
         if running is not None:
             yield jax.device_get(running)
-        running = one
+        running = totals
     yield jax.device_get(running)
