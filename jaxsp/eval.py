@@ -23,7 +23,7 @@ from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, resume
-from jaxsp.runtime import cluster, jax_platform, distributed, jsonl, run_paths
+from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
 from jaxsp.training import train_step
 from jaxsp.training.evaluator import Evaluator
 

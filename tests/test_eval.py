@@ -1,4 +1,4 @@
-"""Hugging Face folders: what jaxsp finds a document's loss to be is what transformers finds, and what goes in comes out."""
+"""Evaluation agrees with transformers, and an export returns the imported weights."""
 
 import json
 import math
@@ -20,13 +20,11 @@ oracle = pytest.importorskip(
     "tests.hf.oracle", reason="transformers' models need torch, which this Python has no build of"
 )
 
-DOCUMENTS = [
-    np.random.default_rng(n).integers(0, 131, n) for n in (2, 7, 33, 90)
-]  # the last is longer than a row
+DOCUMENTS = [np.random.default_rng(n).integers(0, 131, n) for n in (2, 7, 33, 90)]
 
 
-def checkpoint(folder, name, dtype):
-    """A checkpoint as transformers writes it, in several files, and what it reads there, in float32."""
+def save_model(folder, name, dtype):
+    """Saves a model with transformers, in several files, and returns it as loaded in float32."""
     import torch
     import transformers
 
@@ -36,31 +34,29 @@ def checkpoint(folder, name, dtype):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def losses(model):
-    """Sum of each document's token losses, and how many tokens were the likeliest."""
+def compute_losses(model):
+    """Returns the sum of token losses and the number of correct predictions of each document."""
     import torch
 
-    found = []
+    losses = []
     for document in DOCUMENTS:
         tokens = torch.from_numpy(document)
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :-1]
         loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum").item()
-        found.append((loss, int((logits.argmax(-1) == tokens[1:]).sum())))
-    return found
+        losses.append((loss, int((logits.argmax(-1) == tokens[1:]).sum())))
+    return losses
 
 
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
-    expected = losses(
-        checkpoint(tmp_path / "hf", name, "bfloat16" if name == "llama3" else "float32")
-    )
+def test_loss_of_each_document_is_that_of_transformers(tmp_path, name):
+    dtype = "bfloat16" if name == "llama3" else "float32"
+    expected = compute_losses(save_model(tmp_path / "hf", name, dtype))
     sets = []
     for number, document in enumerate(DOCUMENTS):
-        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"input_ids": document.tolist()}))
-        sets.append(
-            {"source": str(tmp_path / f"{number}.jsonl"), "format": "tokens", "name": str(number)}
-        )
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text(json.dumps({"input_ids": document.tolist()}))
+        sets.append({"source": str(path), "format": "tokens", "name": str(number)})
     words = [
         "data.row_tokens=128",
         "model.compute_dtype=float32",
@@ -71,24 +67,23 @@ def test_each_document_has_the_loss_that_transformers_gives_it(tmp_path, name):
     evaluation.main([str(tmp_path / "hf"), *words, "--out", str(tmp_path / "eval.jsonl")])
     lines = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     for line, document, (loss, num_correct) in zip(lines, DOCUMENTS, expected, strict=True):
-        assert line["num_loss_tokens"] == len(document) - 1
-        assert line["loss"] == pytest.approx(loss / (len(document) - 1), rel=tolerances.EVAL), len(
-            document
-        )
+        num_loss_tokens = len(document) - 1
+        assert line["num_loss_tokens"] == num_loss_tokens
+        assert line["loss"] == pytest.approx(loss / num_loss_tokens, rel=tolerances.EVAL)
         assert line["perplexity"] == pytest.approx(math.exp(line["loss"]))
-        assert line["token_accuracy"] == pytest.approx(num_correct / (len(document) - 1))
+        assert line["token_accuracy"] == pytest.approx(num_correct / num_loss_tokens)
         assert line["step"] == 0
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
-    checkpoint(tmp_path / "hf", "llama3", dtype)
+def test_run_with_learning_rate_zero_exports_the_imported_weights(tmp_path, dtype):
+    save_model(tmp_path / "hf", "llama3", dtype)
     (tmp_path / "hf/generation_config.json").write_text(
         '{"eos_token_id": [5, 6], "temperature": 0.25}'
     )
     (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": DOCUMENTS[-1].tolist()}))
-    chosen = config_file.parse(
+    config = config_file.parse(
         {
             "run": {"directory": str(tmp_path / "run"), "steps": 1},
             "model": {"source": str(tmp_path / "hf"), "compute_dtype": dtype},
@@ -102,44 +97,44 @@ def test_a_run_that_learns_nothing_exports_what_it_imported(tmp_path, dtype):
             "logging": {"tensorboard": False},
         }
     )
-    program, material = build.build_training(chosen, devices=jax.devices())
-    assert "hf" in material.weights_origin
-    trainer.train(program, material, rich.console.Console(quiet=True))
+    program, inputs = build.build_training(config, devices=jax.devices())
+    assert "hf" in inputs.weights_origin
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
     export.main([str(tmp_path / "run"), str(tmp_path / "out")])
-    expected, found = (
-        {
-            name: tensor
-            for file in sorted(folder.glob("*.safetensors"))
-            for name, tensor in safetensors.numpy.load_file(file).items()
-        }
-        for folder in (tmp_path / "hf", tmp_path / "out")
-    )
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert found[name].tobytes() == tensor.tobytes(), name
-    assert (
-        json.loads((tmp_path / "out/generation_config.json").read_text())["temperature"] == 0.25
-    ), "comes along"
+    imported = load_tensors(tmp_path / "hf")
+    exported = load_tensors(tmp_path / "out")
+    assert exported.keys() == imported.keys()
+    for name, tensor in imported.items():
+        assert exported[name].dtype == tensor.dtype
+        assert exported[name].tobytes() == tensor.tobytes(), name
+    generation_config = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation_config["temperature"] == 0.25
 
 
-def test_all_that_is_missing_is_said_at_once(tmp_path):
+def load_tensors(folder):
+    tensors = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= safetensors.numpy.load_file(path)
+    return tensors
+
+
+def test_all_missing_fields_are_reported_together(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     suggestion = "data.eval='[{source: "
-    with pytest.raises(UserError, match=messages.holding("data.eval", suggestion)) as found:
+    with pytest.raises(UserError, match=messages.holding("data.eval", suggestion)) as raised:
         evaluation.main([str(tmp_path), "mesh.sq=4"])
-    assert [problem.split(":")[0] for problem in found.value.problems] == [
+    assert [problem.split(":")[0] for problem in raised.value.problems] == [
         "mesh.sq = 4",
         "data.row_tokens",
         "data.eval",
     ]
 
 
-def test_what_is_nothing_to_evaluate_is_named(tmp_path):
+def test_argument_without_a_model_is_named(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").touch()
-    says = messages.holding(tmp_path / "run", "run.save_every")
-    with pytest.raises(UserError, match=says):
+    expected = messages.holding(tmp_path / "run", "run.save_every")
+    with pytest.raises(UserError, match=expected):
         evaluation.main([str(tmp_path / "run")])
     for what in (tmp_path / "run/checkpoints/249", tmp_path / "nothing", tmp_path, "runs/nothing"):
         with pytest.raises(UserError) as raised:

@@ -15,22 +15,34 @@ import pytest
 REPO = pathlib.Path(__file__).parent.parent
 
 CHECKED = (
+    "jaxsp/checkpoint",
     "jaxsp/data/chat",
     "jaxsp/data/ingest",
     "jaxsp/data/tokenization",
+    "jaxsp/eval.py",
+    "jaxsp/export.py",
     "jaxsp/launch.py",
+    "jaxsp/reporting",
     "jaxsp/run",
     "jaxsp/runtime",
+    "jaxsp/training/early_stopping.py",
+    "jaxsp/training/evaluator.py",
+    "jaxsp/training/inputs.py",
     "scripts/config_reference.py",
     "scripts/generated_text.py",
+    "tests/checkpoint",
     "tests/markdown.py",
+    "tests/reporting",
     "tests/runtime",
     "tests/test_architecture.py",
     "tests/test_configs.py",
+    "tests/test_eval.py",
     "tests/test_language.py",
     "tests/test_launch.py",
     "tests/test_quickstart.py",
     "tests/test_readme.py",
+    "tests/training/test_early_stopping.py",
+    "tests/training/test_evaluator.py",
 )
 """Folders and files that follow the rules."""
 

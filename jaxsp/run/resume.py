@@ -204,7 +204,7 @@ def check_same_checkpoint(
 def skip_damaged(run: RunConfig, damage: DamagedCheckpointError) -> str:
     """Lets a run resume from the checkpoint before a damaged one, and returns a line for the user.
 
-    A damaged checkpoint of the run itself is moved away, by process 0; another run's stays where it is.
+    Process 0 moves a damaged checkpoint of the run itself away; another run's stays where it is.
 
     Raises: DamagedCheckpointError if run.resume names this checkpoint.
     """

@@ -1,4 +1,4 @@
-"""A digest is the same on every mesh, and another when any bit flips."""
+"""A checksum is the same on every mesh, and changes if any bit flips."""
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,16 @@ from tests import batches
 MESHES = ((1, 1, 1), (1, 2, 4), (1, 8, 1), (2, 2, 2), (1, 1, 2))
 
 
-def slow(array):
-    """The two sums, element by element, in Python's whole numbers."""
+def slow_checksum(array):
+    """Computes the two sums element by element, in Python integers."""
     sums = []
     for spread, first, second in checksums._SEEDS:
         total = 0
         for index in np.ndindex(array.shape):
-            place = 0
-            for one in index:
-                place = (place * spread + one) % 2**32
-            value = int(array[index].view(f"u{array.itemsize}")) ^ place
+            flat_index = 0
+            for dim_index in index:
+                flat_index = (flat_index * spread + dim_index) % 2**32
+            value = int(array[index].view(f"u{array.itemsize}")) ^ flat_index
             value = value * first % 2**32
             value = (value ^ (value >> 15)) * second % 2**32
             total += value ^ (value >> 13)
@@ -33,15 +33,14 @@ def slow(array):
     return "".join(sums)
 
 
-def stored(array, sizes, dim, kind=None):
-    """The array on a mesh, cut along a dim, which is filled up with ones that must not count."""
-    mesh = batches.mesh(*sizes)
-    shards = sizes[1] * sizes[2]
-    missing = -array.shape[dim] % shards
-    widths = [(0, missing if d == dim else 0) for d in range(array.ndim)]
+def store(array, sizes, dim, memory_kind=None):
+    """Shards an array along a dim, which is padded with ones that must not count."""
+    num_shards = sizes[1] * sizes[2]
+    widths = [(0, 0)] * array.ndim
+    widths[dim] = (0, -array.shape[dim] % num_shards)
     spec = PartitionSpec(*[None] * dim, axes.SHARDS)
-    place = NamedSharding(mesh, spec, **({"memory_kind": kind} if kind else {}))
-    return jax.device_put(np.pad(array, widths, constant_values=1), place)
+    sharding = NamedSharding(batches.mesh(*sizes), spec, memory_kind=memory_kind)
+    return jax.device_put(np.pad(array, widths, constant_values=1), sharding)
 
 
 def example(shape, dtype="float32"):
@@ -50,22 +49,22 @@ def example(shape, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", ml_dtypes.bfloat16])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 9)])
-def test_a_digest_is_the_sum_over_elements(shape, dtype):
+def test_checksum_is_the_sum_over_elements(shape, dtype):
     array = np.asarray(example(shape, dtype))
-    assert checksums.compute_on_host(array) == slow(array)
+    assert checksums.compute_on_host(array) == slow_checksum(array)
     whole = jax.device_put(array, NamedSharding(batches.mesh(1, 1, 1), PartitionSpec()))
-    assert checksums.compute_on_devices({"a": whole}, {"a": shape}) == {"a": slow(array)}
+    assert checksums.compute_on_devices({"a": whole}, {"a": shape}) == {"a": slow_checksum(array)}
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-def test_a_digest_is_the_same_on_every_mesh(sizes):
+def test_checksum_is_the_same_on_every_mesh(sizes):
     arrays = {
         "a": (example((2, 9, 16)), 1),
         "b": (example((2, 9, 16)), 2),
         "c": (example((13,)), 0),
     }
     found = checksums.compute_on_devices(
-        {name: stored(array, sizes, dim) for name, (array, dim) in arrays.items()},
+        {name: store(array, sizes, dim) for name, (array, dim) in arrays.items()},
         {name: array.shape for name, (array, _) in arrays.items()},
     )
     assert found == {name: checksums.compute_on_host(array) for name, (array, _) in arrays.items()}
@@ -74,19 +73,19 @@ def test_a_digest_is_the_same_on_every_mesh(sizes):
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 1), reason="jax 0.11.1: arrays in host memory in a program"
 )
-def test_a_digest_is_the_same_in_host_memory():
+def test_checksum_is_the_same_in_host_memory():
     array = example((3, 9, 16))
     found = checksums.compute_on_devices(
-        {"a": stored(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape}
+        {"a": store(array, (1, 2, 4), 1, host_offload.MEMORY_KIND)}, {"a": array.shape}
     )
     assert found == {"a": checksums.compute_on_host(array)}
 
 
-def test_an_array_that_is_mixed_in_parts_has_the_same_digest(monkeypatch):
+def test_array_mixed_in_blocks_has_the_same_checksum(monkeypatch):
     array = example((11, 6))
     whole = checksums.compute_on_host(array)
     monkeypatch.setattr(checksums, "_BLOCK_ELEMENTS", 25)  # 4 rows of 6
-    assert checksums.compute_on_host(array) == whole == slow(array)
+    assert checksums.compute_on_host(array) == whole == slow_checksum(array)
 
 
 def test_every_single_bit_changes_both_sums():
@@ -101,36 +100,24 @@ def test_every_single_bit_changes_both_sums():
             assert found[8:] != right[8:]
 
 
-def test_elements_that_changed_places_change_the_digest():
+def test_permuted_elements_change_the_checksum():
     array = example((4, 6))
-    assert (
-        len(
-            {
-                checksums.compute_on_host(x)
-                for x in (
-                    array,
-                    array[::-1],
-                    array[:, ::-1],
-                    array.reshape(6, 4),
-                    array.reshape(24),
-                )
-            }
-        )
-        == 5
-    )
+    others = (array[::-1], array[:, ::-1], array.reshape(6, 4), array.reshape(24))
+    found = {checksums.compute_on_host(x) for x in (array, *others)}
+    assert len(found) == 5
 
 
-def test_an_optimizer_s_averages_have_the_shape_of_their_weight():
-    rows = decoder.param_table(batches.model())
-    like = jax.tree.map(
-        lambda row: jax.ShapeDtypeStruct(
-            (*row.stacked_shape[:-1], row.stacked_shape[-1] + 3), jnp.float32
-        ),
-        rows,
-    )
-    opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, like)
-    found = checksums.name_leaves(checksums.unpadded_shapes(rows, like, opt))
-    shapes = {name: row.stacked_shape for name, row in checksums.name_leaves(rows).items()}
+def test_moments_have_the_unpadded_shape_of_their_weight():
+    table = decoder.param_table(batches.model())
+
+    def pad(param):
+        *shape, last = param.stacked_shape
+        return jax.ShapeDtypeStruct((*shape, last + 3), jnp.float32)
+
+    master = jax.tree.map(pad, table)
+    opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, master)
+    found = checksums.name_leaves(checksums.unpadded_shapes(table, master, opt))
+    shapes = {name: param.stacked_shape for name, param in checksums.name_leaves(table).items()}
     assert {name: x.shape for name, x in found.items()} == {
         **{f"master/{name}": shape for name, shape in shapes.items()},
         **{f"opt/{name}/mu": shape for name, shape in shapes.items()},

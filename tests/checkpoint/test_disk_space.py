@@ -1,4 +1,4 @@
-"""Free space is compared with what checkpoints need, and a full disk is named."""
+"""Comparison of free space with the size of checkpoints; reasons of failed writes."""
 
 import collections
 import os
@@ -17,7 +17,7 @@ MIB = 2**20
 Usage = collections.namedtuple("Usage", "total used free")
 
 
-def settings(folder, *words):
+def make_config(folder, *words):
     fields = {
         "run": {"directory": str(folder / "run"), "steps": 100, "save_every": 10},
         "model": {"config": {}},
@@ -30,28 +30,28 @@ def settings(folder, *words):
 
 @pytest.fixture
 def free(monkeypatch):
-    """Call it with the bytes that are free on every disk."""
+    """Returns a function that sets the free bytes of every disk."""
     return lambda size: monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, size))
 
 
-def check(chosen, **others):
-    return disk_space.check(chosen, **{"checkpoint_bytes": 100 * MIB, "num_steps": 100, **others})
+def check(config, **others):
+    return disk_space.check(config, **{"checkpoint_bytes": 100 * MIB, "num_steps": 100, **others})
 
 
 def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
     free(79 * MIB)
-    with pytest.raises(UserError) as found:
-        check(settings(tmp_path))
-    (problem,) = found.value.problems
-    says = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
-    assert re.match(says, problem)
-    assert check(settings(tmp_path), leftover_bytes=2 * MIB) is not None, (
-        "there is space for one, not for three"
+    with pytest.raises(UserError) as raised:
+        check(make_config(tmp_path))
+    (problem,) = raised.value.problems
+    expected = messages.holding(f"run.directory = {tmp_path}/run", "100.0 MiB", "79.0 MiB")
+    assert re.match(expected, problem)
+    assert check(make_config(tmp_path), leftover_bytes=2 * MIB) is not None, (
+        "there is space for one checkpoint, not for three"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "there", "others", "num_more"),
+    ("words", "num_existing", "others", "num_more"),
     [
         ([], 0, {}, 3),
         (["checkpoint.keep_best=2", "data.eval=[{source: a, format: tokens}]"], 0, {}, 5),
@@ -62,20 +62,20 @@ def test_run_is_refused_only_if_not_even_one_checkpoint_fits(tmp_path, free):
         (["run.save_every=null"], 0, {}, 1),
     ],
 )
-def test_space_for_all_checkpoints_that_exist_at_one_time_is_asked_for(
-    tmp_path, free, words, there, others, num_more
+def test_warning_if_space_for_all_checkpoints_that_exist_at_the_same_time_is_missing(
+    tmp_path, free, words, num_existing, others, num_more
 ):
-    for number in range(there):
+    for number in range(num_existing):
         (tmp_path / "run/checkpoints" / str(number)).mkdir(parents=True)
-    chosen = settings(tmp_path, *words)
+    config = make_config(tmp_path, *words)
     free(80 * MIB * num_more)
-    assert check(chosen, **others) is None
+    assert check(config, **others) is None
     free(80 * MIB * num_more - 1)
     if num_more == 1:
         with pytest.raises(UserError):
-            check(chosen, **others)
+            check(config, **others)
     else:
-        warning = check(chosen, **others)
+        warning = check(config, **others)
         assert re.search(messages.holding(f"{tmp_path}/run", num_more, "100.0 MiB"), warning)
 
 
@@ -88,22 +88,21 @@ def test_unfinished_checkpoints_count_as_free(tmp_path):
     assert files.leftover_bytes(tmp_path / "nowhere") == 0
 
 
-def test_missing_bytes_are_named(tmp_path, free):
+def test_shortage_has_needed_free_and_missing_bytes(tmp_path, free):
     free(30 * MIB)
-    found = disk_space.describe_shortage(tmp_path, 100 * MIB)
-    assert re.findall(r"[\d.]+ MiB", found) == ["100.0 MiB", "30.0 MiB", "70.0 MiB"]
+    text = disk_space.describe_shortage(tmp_path, 100 * MIB)
+    assert re.findall(r"[\d.]+ MiB", text) == ["100.0 MiB", "30.0 MiB", "70.0 MiB"]
     assert disk_space.describe_shortage(tmp_path, 30 * MIB) == ""
     assert disk_space.tree_bytes({"a": np.zeros((2, 3), np.float32), "b": np.int32(1)}) == 28
 
 
-def test_reason_is_the_operating_system_s(tmp_path):
+def test_reason_of_a_failure_is_the_operating_system_s_message(tmp_path):
     text = (
-        'RESOURCE_EXHAUSTED: Error writing "embedding/0.0" in OCDBT database at local file "/D/8.partial/master/": Failed '
-        'writing: "/D/8.partial/master/d/cca6": Failed to write 663760 bytes: No space left on device '
+        'RESOURCE_EXHAUSTED: Error writing "embedding/0.0" in OCDBT database at local file '
+        '"/D/8.partial/master/": Failed writing: "/D/8.partial/master/d/cca6": '
+        "Failed to write 663760 bytes: No space left on device "
         "[os_error_code='28']"
     )
     assert writer._describe_failure(ValueError(text)) == os.strerror(28)
-    assert (
-        writer._describe_failure(OSError(28, "No space left on device"))
-        == "[Errno 28] No space left on device"
-    )
+    error = OSError(28, "No space left on device")
+    assert writer._describe_failure(error) == "[Errno 28] No space left on device"

@@ -1,10 +1,18 @@
-"""Finding a run's checkpoints by their folders."""
+"""Finding a run's checkpoints by their folders, and reading their metadata."""
+
+import dataclasses
+import json
 
 import pytest
 
+from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
 from jaxsp.config.run_schema import RunConfig
+from jaxsp.core.errors import UserError
 from jaxsp.run import resume
 from jaxsp.runtime import run_paths
+from jaxsp.training.early_stopping import EarlyStoppingState
+from tests import messages
 
 
 def make_checkpoint(folder):
@@ -24,10 +32,10 @@ def make_run(folder, *steps):
 @pytest.mark.parametrize("name", ["1", "001", "2024"])
 def test_run_directory_with_a_number_as_name_is_not_a_checkpoint(tmp_path, name):
     run = make_run(tmp_path / "checkpoints" / name, 2, 10)
-    newest = run / "checkpoints/10"
-    assert run_paths.find_latest(run) == newest
-    assert run_paths.find_latest(newest) == newest
-    assert resume.find_checkpoint(RunConfig(directory=str(run), steps=20)) == newest
+    latest = run / "checkpoints/10"
+    assert run_paths.find_latest(run) == latest
+    assert run_paths.find_latest(latest) == latest
+    assert resume.find_checkpoint(RunConfig(directory=str(run), steps=20)) == latest
     assert run_paths.find_latest(tmp_path / "checkpoints") is None, (
         "the folder of runs has no checkpoint"
     )
@@ -47,9 +55,50 @@ def test_run_directory_without_checkpoints_is_not_a_checkpoint(tmp_path, name):
 def test_damaged_checkpoint_without_files_is_still_found(tmp_path):
     run = make_run(tmp_path / "checkpoints/1", 2)
     (run / "checkpoints/4").mkdir()
-    assert (
-        run_paths.find_latest(run)
-        == run_paths.find_latest(run / "checkpoints/4")
-        == run / "checkpoints/4"
-    )
+    assert run_paths.find_latest(run) == run / "checkpoints/4"
+    assert run_paths.find_latest(run / "checkpoints/4") == run / "checkpoints/4"
     assert run_paths.find_latest(run, exclude=[run / "checkpoints/4"]) == run / "checkpoints/2"
+
+
+META = CheckpointMeta(
+    config={},
+    model={},
+    data={},
+    step=4,
+    rows_consumed={},
+    num_tokens_total=9,
+    early_stopping=EarlyStoppingState(data="a", digest="tokens of a", best_loss=2.5, best_step=3),
+)
+
+
+def write_fields(checkpoint, fields):
+    """Writes metadata with these fields and the right checksum."""
+    folder = checkpoint / run_paths.META
+    folder.mkdir(parents=True)
+    text = json.dumps({"digest": reader._checksum(fields), **fields})
+    (folder / "metadata").write_text(text)
+
+
+def test_metadata_is_read_as_it_was_written(tmp_path):
+    (tmp_path / "4/meta").mkdir(parents=True)
+    (tmp_path / "4/meta/metadata").write_text(reader.to_json(META))
+    assert reader.read_meta(tmp_path / "4") == META
+
+
+@pytest.mark.parametrize("place", ["metadata", "early_stopping"])
+def test_unknown_field_is_an_error_that_is_not_damage(tmp_path, place):
+    fields = dataclasses.asdict(META)
+    changed = fields if place == "metadata" else fields[place]
+    changed["new_field"] = 1
+    write_fields(tmp_path / "4", fields)
+    with pytest.raises(UserError, match=messages.holding(tmp_path / "4", "version")) as raised:
+        reader.read_meta(tmp_path / "4")
+    assert not isinstance(raised.value, DamagedCheckpointError)
+
+
+def test_field_changed_without_its_checksum_is_damage(tmp_path):
+    (tmp_path / "4/meta").mkdir(parents=True)
+    text = reader.to_json(META).replace('"step": 4', '"step": 5')
+    (tmp_path / "4/meta/metadata").write_text(text)
+    with pytest.raises(DamagedCheckpointError, match=messages.holding("meta/metadata")):
+        reader.read_meta(tmp_path / "4")

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what is recorded in them after they were written, and what the first one waits for."""
+"""Retention of checkpoints, recording of evaluations, and compilation ahead of the first write."""
 
 import json
 
@@ -17,41 +17,60 @@ from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_step import TrainState
 from tests import batches
 
-HELD_OUT, CHAT = ({"name": name, "digest": f"digest of {name}"} for name in ("held out", "chat"))
+HELD_OUT = {"name": "held out", "digest": "digest of held out"}
+CHAT = {"name": "chat", "digest": "digest of chat"}
 STATE = EarlyStoppingState(data="held out", digest="digest of held out", num_since_best=2)
 
 
-def make_meta(step, loss=None, loss_set=None, **fields):
-    about = {
+def make_meta(step, loss=None, eval_set=None, **fields):
+    required = {
         "config": {},
         "model": {},
         "data": {},
         "rows_consumed": {"64": step},
         "num_tokens_total": 64 * step,
     }
-    return CheckpointMeta(step=step, eval_loss=loss, eval_set=loss_set, **about, **fields)
+    return CheckpointMeta(step=step, eval_loss=loss, eval_set=eval_set, **required, **fields)
 
 
-def make_store(folder, *metas, loss_set, **keep):
+def make_store(folder, *metas, eval_set, **keep):
     for meta in metas:
         path = folder / str(meta.step) / run_paths.META
         path.mkdir(parents=True)
         (path / "metadata").write_text(reader.to_json(meta))
-    return CheckpointWriter(folder, table={}, retention=CheckpointConfig(**keep), eval_set=loss_set)
+    return CheckpointWriter(folder, table={}, retention=CheckpointConfig(**keep), eval_set=eval_set)
 
 
 def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
-    """Of the chat set, each loss is lower than every loss of the held-out set."""
+    """Losses of the chat set are lower than all losses of the held-out set."""
     metas = [
         make_meta(1, 0.1, CHAT),
         make_meta(2, 2.5, HELD_OUT),
         make_meta(3, 2.0, HELD_OUT | {"name": "renamed"}),
-        make_meta(4, 0.3),  # as written before the set was recorded
+        make_meta(4, 0.3),  # without a record of the eval set
         make_meta(5, 0.2, HELD_OUT | {"digest": "other documents"}),
         make_meta(6),
     ]
-    store = make_store(tmp_path, *metas, loss_set=HELD_OUT, keep_latest=1, keep_best=1)
+    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, keep_latest=1, keep_best=1)
     assert store._steps_to_delete() == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep", "deleted"),
+    [
+        ([1.0, 2.0, 3.0, 4.0], {"keep_latest": 2}, [1, 2]),
+        ([1.0, 2.0, 3.0, 4.0], {"keep_latest": 1, "keep_best": 1}, [2, 3]),
+        ([4.0, 3.0, 2.0, 1.0], {"keep_latest": 2, "keep_best": 2}, [1, 2]),
+        ([2.0, 1.0, 1.0, 3.0], {"keep_latest": 1, "keep_best": 1}, [1, 2]),  # a tie: the later
+        ([2.0, 1.0, 1.0, 3.0], {"keep_latest": 1, "keep_best": 2}, [1]),
+        ([None, 2.0, None, 3.0], {"keep_latest": 1, "keep_best": 3}, [1, 3]),
+    ],
+)
+def test_latest_and_best_checkpoints_are_kept(tmp_path, losses, keep, deleted):
+    metas = [make_meta(step, loss, HELD_OUT) for step, loss in enumerate(losses, 1)]
+    store = make_store(tmp_path, *metas, eval_set=HELD_OUT, **keep)
+    (tmp_path / "2000").mkdir()  # without metadata: not a checkpoint
+    assert store._steps_to_delete() == deleted
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):
@@ -60,7 +79,7 @@ def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tm
         has_pending_evaluation=True,
         arrays={"master/a": {"digest": "00", "dtype": "float32", "shape": [2]}},
     )
-    store = make_store(tmp_path, before, loss_set=HELD_OUT)
+    store = make_store(tmp_path, before, eval_set=HELD_OUT)
     store.record_eval(3, 1.25, early_stopping=STATE)
     after = reader.read_meta(tmp_path / "3")
     assert after == make_meta(3, 1.25, HELD_OUT, arrays=before.arrays, early_stopping=STATE)
@@ -70,17 +89,19 @@ def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tm
 @pytest.mark.parametrize("loss", [None, 1.25])
 def test_checkpoint_is_unchanged_if_its_loss_cannot_be_recorded(tmp_path, monkeypatch, capfd, loss):
     before = make_meta(3, has_pending_evaluation=True)
-    store = make_store(tmp_path, before, loss_set=HELD_OUT)
-    monkeypatch.setattr(
-        "os.fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+    store = make_store(tmp_path, before, eval_set=HELD_OUT)
+
+    def fail(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
     store.record_eval(3, loss, early_stopping=None)
     assert reader.read_meta(tmp_path / "3") == before
     assert "No space left on device" in capfd.readouterr().err
 
 
 def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplog):
-    """A small weight on each of 8 devices, and its moments: all of one shape."""
+    """A small weight and its moments have one shape, and are replicated on 8 devices."""
     table = {"a": Parameter(shape=(16, 3), hf_name="a")}
     place = NamedSharding(batches.mesh(1, 2, 4), PartitionSpec())
     weight = {"a": jax.device_put(np.arange(48, dtype=np.float32).reshape(16, 3), place)}
@@ -94,18 +115,15 @@ def test_first_save_compiles_nothing_that_was_not_compiled_ahead(tmp_path, caplo
         with jax.log_compiles():
             store.save(state, make_meta(1))
         assert not [record.message for record in caplog.records if "Compiling" in record.message]
-    found = {name: leaf["digest"] for name, leaf in reader.read_meta(tmp_path / "1").arrays.items()}
-    assert found == {
-        "master/a": checksums.compute_on_host(np.asarray(weight["a"])),
-        **{
-            f"opt/a/{name}": checksums.compute_on_host(np.asarray(opt["a"][name]))
-            for name in ("mu", "nu")
-        },
+    arrays = {"master/a": weight["a"], "opt/a/mu": opt["a"]["mu"], "opt/a/nu": opt["a"]["nu"]}
+    written = reader.read_meta(tmp_path / "1").arrays
+    assert {name: leaf["digest"] for name, leaf in written.items()} == {
+        name: checksums.compute_on_host(np.asarray(array)) for name, array in arrays.items()
     }
 
 
 def test_metadata_without_a_data_set_is_read(tmp_path):
-    make_store(tmp_path, make_meta(3), loss_set=None)
+    make_store(tmp_path, make_meta(3), eval_set=None)
     path = tmp_path / "3/meta/metadata"
     fields = json.loads(path.read_text())
     del fields["eval_set"], fields["digest"]

@@ -1,4 +1,4 @@
-"""What a run records beside metrics.jsonl: TensorBoard's events, a profiler's trace, compiled programs for the next start."""
+"""Records besides metrics.jsonl: TensorBoard events, a profiler trace, cached compiled programs."""
 
 import json
 import os
@@ -27,12 +27,12 @@ WORDS = (
 
 
 def train(folder, name):
-    """A few steps of the quickstart, as a user runs it; the names of the programs that are kept then."""
+    """Trains some steps of the quickstart, and returns the names of the cached programs."""
     words = [f"run.directory={folder / name}", f"logging.compilation_cache={folder}/cache", *WORDS]
     done = subprocess.run(
         [sys.executable, "-m", "jaxsp.train", "configs/quickstart.yaml", *words],
         cwd=pathlib.Path(__file__).parents[2],
-        # else programs that compile in a second are kept or not, as it happens
+        # otherwise programs that compile in about a second are cached only sometimes
         env=os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
         capture_output=True,
         text=True,
@@ -49,17 +49,21 @@ def runs(tmp_path_factory):
 
 
 def events(folder):
-    """(tag, step, value) of every number in a folder of TensorBoard's, whose records are a length, its checksum, data, its
-    checksum."""
-    found = []
+    """Returns (tag, step, value) of every number in TensorBoard's folder.
+
+    A record has a length (8 bytes), its checksum (4), data, and the checksum of the data (4).
+    """
+    numbers = []
     for file in sorted(folder.iterdir()):
         left = file.read_bytes()
         while left:
             (length,) = struct.unpack("<Q", left[:8])
             event = event_pb2.Event.FromString(left[12 : 12 + length])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            numbers += [
+                (value.tag, event.step, value.simple_value) for value in event.summary.value
+            ]
             left = left[12 + length + 4 :]
-    return found
+    return numbers
 
 
 def lines(folder, name):
@@ -68,32 +72,27 @@ def lines(folder, name):
 
 def test_tensorboard_shows_every_number_of_metrics_and_eval(runs):
     folder, *_ = runs
-    found = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
+    numbers = {(tag, step): value for tag, step, value in events(folder / "first/tensorboard")}
     for name, group in (("metrics.jsonl", "train"), ("eval.jsonl", "eval/json")):
         for line in lines(folder / "first", name):
-            parts = {
-                f"num_tokens_by_source/{source}": n
-                for source, n in line.pop("num_tokens_by_source", {}).items()
-            }
-            for field, value in (line | parts).items():
+            counts = line.pop("num_tokens_by_source", {})
+            line |= {f"num_tokens_by_source/{source}": count for source, count in counts.items()}
+            for field, value in line.items():
                 if field not in ("step", "data") and value is not None:
-                    assert found.pop((f"{group}/{field}", line["step"])) == pytest.approx(value), (
-                        field
-                    )
-    assert not found
+                    number = numbers.pop((f"{group}/{field}", line["step"]))
+                    assert number == pytest.approx(value), field
+    assert not numbers
 
 
-def test_a_trace_of_the_asked_steps_is_written(runs):
+def test_trace_of_the_profiled_steps_is_written(runs):
     folder, *_ = runs
     (trace,) = (folder / "first/profile").rglob("*.xplane.pb")
     assert trace.stat().st_size > 10_000
 
 
-def test_a_second_start_compiles_nothing_that_the_first_has_kept(runs):
-    folder, kept, again = runs
-    assert kept == again
-    assert any("step" in name for name in kept), kept
-    assert (
-        lines(folder / "second", "eval.jsonl")[-1]["loss"]
-        == lines(folder / "first", "eval.jsonl")[-1]["loss"]
-    )
+def test_second_start_compiles_nothing_that_the_first_has_cached(runs):
+    folder, first, second = runs
+    assert first == second
+    assert any("step" in name for name in first), first
+    losses = [lines(folder / run, "eval.jsonl")[-1]["loss"] for run in ("first", "second")]
+    assert losses[0] == losses[1]

@@ -1,4 +1,4 @@
-"""FLOPs by hand, and what the banner says of heads."""
+"""FLOPs, metrics.jsonl and eval.jsonl, and the heads in the banner."""
 
 import dataclasses
 import json
@@ -26,18 +26,15 @@ def test_flops_are_those_counted_by_hand():
         head_dim=2,
         intermediate_size=6,
     )
-    matrices = (
-        3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4
-    )  # q, k, v, o, MLP; head, the embedding is looked up
-    pairs = (1 + 2 + 3) + (
-        1 + 2
-    )  # pieces of 3 and 2 tokens: each token sees itself and those before
-    forward = (
-        2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs
-    )  # scores and their sum, 2 per element of a head
+    # q, k, v, o and MLP of 3 layers; LM head. The embedding is a lookup
+    matrices = 3 * (4 * 4 + 2 * 4 + 2 * 4 + 4 * 4 + 3 * 4 * 6) + 10 * 4
+    # segments of 3 and 2 tokens: each token attends to itself and to earlier tokens
+    pairs = (1 + 2 + 3) + (1 + 2)
+    # scores and weighted values: 2 FLOPs per pair and element of a head each
+    forward = 2 * matrices * 5 + 3 * 2 * (2 * 2 * 2) * pairs
     assert flops.step_flops(model, np.array([3, 2])) == 3 * forward
 
-    # with a window of 2, the third token sees itself and the second alone
+    # with a window of 2, the third token attends only to itself and to the second
     near = dataclasses.replace(model, sliding_window=2)
     assert flops.step_flops(near, np.array([3, 2])) == 3 * (forward - 3 * 2 * (2 * 2 * 2))
     assert (
@@ -46,7 +43,7 @@ def test_flops_are_those_counted_by_hand():
     )
 
 
-def test_a_device_that_is_known_has_a_peak():
+def test_known_gpus_have_a_peak():
     assert flops.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
     assert flops.peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
     assert flops.peak_tflops("cpu") is None
@@ -60,13 +57,17 @@ def line(step):
     return MetricsLine(**fields | {"step": step, "num_tokens_by_source": {"a": 1}})
 
 
-def test_a_line_can_be_read_as_soon_as_it_is_written(tmp_path):
+def read_steps(path):
+    return [json.loads(text)["step"] for text in path.read_text().splitlines()]
+
+
+def test_line_can_be_read_as_soon_as_it_is_written(tmp_path):
     with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
         writer.write_step(line(1))
         assert json.loads((tmp_path / "metrics.jsonl").read_text())["num_tokens_total"] == 1
 
 
-def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
+def test_lines_after_the_step_that_a_run_resumes_from_are_removed(tmp_path):
     with MetricsWriter(tmp_path, from_step=0, tensorboard=False) as writer:
         for step in (1, 2, 3):
             writer.write_step(line(step))
@@ -74,27 +75,25 @@ def test_lines_after_the_step_that_a_run_goes_on_from_are_dropped(tmp_path):
         file.write('{"step": 4, "lo')  # the process was killed here
     with MetricsWriter(tmp_path, from_step=2, tensorboard=False) as writer:
         writer.write_step(line(3))
-    assert [
-        json.loads(found)["step"] for found in (tmp_path / "metrics.jsonl").read_text().splitlines()
-    ] == [1, 2, 3]
+    assert read_steps(tmp_path / "metrics.jsonl") == [1, 2, 3]
 
 
-def test_whatever_a_disk_has_made_of_lines_they_are_dropped(tmp_path):
-    torn = b'{"step": 1}\n\xff\xfe{"step": 2}\n[3]\n{"step": "2"}\n{"loss": 1}\n{"step": 2}\n{"step": 2'
-    (tmp_path / "metrics.jsonl").write_bytes(torn)
+def test_corrupt_lines_are_removed(tmp_path):
+    corrupt = b'\xff\xfe{"step": 2}\n[3]\n{"step": "2"}\n{"loss": 1}\n'
+    truncated = b'{"step": 2'
+    text = b'{"step": 1}\n' + corrupt + b'{"step": 2}\n' + truncated
+    (tmp_path / "metrics.jsonl").write_bytes(text)
     jsonl.truncate_after(tmp_path / "metrics.jsonl", 2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
-def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path):
+def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):
     (tmp_path / "eval.jsonl").write_text('{"step": 1}\n{"step": 2, "lo')
     jsonl.append_record(tmp_path / "eval.jsonl", line(3))
     jsonl.append_record(tmp_path / "eval.jsonl", line(4))
     with MetricsWriter(tmp_path, from_step=3, tensorboard=False):
         pass
-    assert [
-        json.loads(found)["step"] for found in (tmp_path / "eval.jsonl").read_text().splitlines()
-    ] == [1, 3]
+    assert read_steps(tmp_path / "eval.jsonl") == [1, 3]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +101,11 @@ def test_a_result_behind_a_line_that_was_cut_short_is_a_line_of_its_own(tmp_path
     [
         (32, 8, 4, [8, 32, 2, 8]),
         (32, 8, 16, [2, 32, 1, 8]),
-        (24, 6, 4, [6, 24, 3, 6]),  # 6 is repeated to 12, the least that 4 divides
+        (24, 6, 4, [6, 24, 3, 6]),  # 6 K/V heads are repeated to 12, a multiple of 4
         (32, 8, 1, []),  # all heads on each device
     ],
 )
-def test_the_banner_counts_the_heads_that_a_device_gets(num_heads, num_kv_heads, seq, heads):
+def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq, heads):
     kind = Strategy(seq=seq, ulysses_degree=seq)
     nothing = {
         "fallback_reason": "",

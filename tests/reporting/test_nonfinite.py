@@ -1,4 +1,4 @@
-"""A step whose numbers are not finite changes nothing, is told with its documents, and stops the run or is skipped."""
+"""A non-finite step changes no weight, records its documents, and is skipped or stops the run."""
 
 import json
 import re
@@ -27,34 +27,34 @@ pytestmark = pytest.mark.e2e
 
 MODEL = batches.SMALL_LLAMA
 NEW = 256
-"""A token that the model was given, and whose embedding nobody has filled: NaN."""
+"""Token whose embedding is NaN."""
 
 BAD = {3: 40, 17: 100}
-"""Records with that token, and where it stands; the second is split, and its second part has it."""
+"""Offset of that token by record. The second record is split, and its second segment has it."""
 
 STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Records, and the model with its hole."""
-    folder, random = tmp_path_factory.mktemp("bad"), np.random.default_rng(0)
+    """Folder with records, and with a model that has the NaN embedding."""
+    folder = tmp_path_factory.mktemp("bad")
+    random = np.random.default_rng(0)
     records = [
         random.integers(0, NEW, 110 if number in BAD else 60).tolist() for number in range(20)
     ]
-    for number, place in BAD.items():
-        records[number][place] = NEW
-    (folder / "data.jsonl").write_text(
-        "\n".join(json.dumps({"input_ids": one}) for one in records), encoding="utf-8"
-    )
-    program, material = build.build_training(
-        settings(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"),
+    for number, offset in BAD.items():
+        records[number][offset] = NEW
+    lines = [json.dumps({"input_ids": record}) for record in records]
+    (folder / "data.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    program, inputs = build.build_training(
+        make_config(folder, "model.source=null", f"model.config={json.dumps(MODEL)}"),
         devices=jax.devices()[:1],
     )
     whole = jax.tree.map(
-        lambda row, x: np.array(x)[..., *map(slice, row.shape)],
+        lambda param, x: np.array(x)[..., *map(slice, param.shape)],
         program.table,
-        material.make_weights(),
+        inputs.make_weights(),
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def settings(folder, *words):
+def make_config(folder, *words):
     fields = {
         "run": {"directory": str(folder / "unused"), "steps": STEPS},
         "model": {"source": str(folder / "hf"), "compute_dtype": "float32"},
@@ -85,11 +85,10 @@ def settings(folder, *words):
     return config_file.parse(fields, words)
 
 
-def train(chosen):
-    devices = jax.devices()[: chosen.mesh.data * chosen.mesh.seq]
-    program, material = build.build_training(chosen, devices=devices)
-    trainer.train(program, material, rich.console.Console(quiet=True))
-    return program, material
+def train(config):
+    devices = jax.devices()[: config.mesh.data * config.mesh.seq]
+    program, inputs = build.build_training(config, devices=devices)
+    trainer.train(program, inputs, rich.console.Console(quiet=True))
 
 
 def lines(directory, name=metrics.METRICS_FILE):
@@ -100,50 +99,40 @@ def lines(directory, name=metrics.METRICS_FILE):
 
 @pytest.fixture(scope="module")
 def skipped(folder):
-    """The same run on two meshes, which leaves bad steps out."""
+    """Directories of the same run on two meshes, with non-finite steps skipped."""
     for name, mesh in {"1x1": [], "2x2": ["mesh.data=2", "mesh.seq=2"]}.items():
-        train(settings(folder, f"run.directory={folder}/{name}", "run.on_nonfinite=skip", *mesh))
+        train(make_config(folder, f"run.directory={folder}/{name}", "run.on_nonfinite=skip", *mesh))
     return folder / "1x1", folder / "2x2"
 
 
-def test_a_bad_step_is_told_with_its_rows_and_documents_the_same_on_every_mesh(skipped, folder):
-    one, other = (lines(directory, metrics.NONFINITE_FILE) for directory in skipped)
-    rates = [[line.pop("learning_rate") for line in found] for found in (one, other)]
+def test_nonfinite_step_is_recorded_with_its_documents_identically_on_every_mesh(skipped, folder):
+    first, second = (lines(directory, metrics.NONFINITE_FILE) for directory in skipped)
+    rates = [[line.pop("learning_rate") for line in recorded] for recorded in (first, second)]
     assert rates[0] == pytest.approx(rates[1], rel=tolerances.MESH)
-    assert one == other
+    assert first == second
     data = folder / "data.jsonl"
-    for line in one:
+    for line in first:
         assert (line["loss"], line["grad_norm"], line["row_tokens"]) == ("nan", "nan", 64)
-        pieces = line["documents"]
-        assert [piece["row"] for piece in pieces] == line["rows"], (
-            "no two of these documents fit a row"
-        )
-        assert {piece["source"] for piece in pieces} == {"notes"}
-        assert all(
-            piece["location"] == f"{data}, line {piece['record_index'] + 1}" for piece in pieces
-        )
-        guilty = [
-            piece
-            for piece in pieces
-            if piece["first_token"]
-            <= BAD.get(piece["record_index"], -1)
-            < piece["first_token"] + piece["tokens"]
-        ]
-        assert len(guilty) == 1
-    rows = [set(line["rows"]) for line in one]
-    assert all(
-        line["rows"] == sorted({2 * line["step"] - 2, 2 * line["step"] - 1}) for line in one
-    ), rows
-    # the other part of a document that is split is good
-    assert any(piece["first_token"] == 64 for line in one for piece in line["documents"])
+        step = line["step"]
+        assert line["rows"] == [2 * step - 2, 2 * step - 1]
+        segments = line["documents"]
+        assert [segment["row"] for segment in segments] == line["rows"], "no two fit in a row"
+        num_bad = 0
+        for segment in segments:
+            record = segment["record_index"]
+            assert segment["source"] == "notes"
+            assert segment["location"] == f"{data}, line {record + 1}"
+            end = segment["first_token"] + segment["tokens"]
+            num_bad += segment["first_token"] <= BAD.get(record, -1) < end
+        assert num_bad == 1
+    # of the record that is split, only the second segment has the token
+    assert any(segment["first_token"] == 64 for line in first for segment in line["documents"])
 
 
-def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, folder):
+def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder):
     directory, _ = skipped
-    all_lines, bad = (
-        lines(directory),
-        {line["step"] for line in lines(directory, metrics.NONFINITE_FILE)},
-    )
+    all_lines = lines(directory)
+    bad = {line["step"] for line in lines(directory, metrics.NONFINITE_FILE)}
     assert [line["step"] for line in all_lines] == [*range(1, STEPS + 1)]
     assert {line["step"] for line in all_lines if line["loss"] is None} == bad
     assert {line["step"] for line in all_lines if line["token_accuracy"] is None} == bad
@@ -151,7 +140,7 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     assert [line["learning_rate"] for line in all_lines] == pytest.approx(
         [0.01 * (1 - n / STEPS) for n in range(STEPS)]
     )
-    program, _ = build.build_training(settings(folder), devices=jax.devices()[:1])
+    program, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
     state = reader.restore(
         run_paths.find_latest(directory),
         train_step.abstract_inputs(program)[0],
@@ -160,12 +149,12 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
     )
     counts = [np.ravel(leaf) for leaf in jax.tree.leaves(state.opt_state) if leaf.dtype == np.int32]
     assert set(np.concatenate(counts).tolist()) == {STEPS - len(bad)}, (
-        "AdamW counts the steps that it has seen"
+        "AdamW does not count skipped steps"
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "which", "says"),
+    ("words", "index", "suggestion"),
     [
         (["run.on_nonfinite=stop"], 0, "run.on_nonfinite=skip"),
         pytest.param(
@@ -176,44 +165,36 @@ def test_a_skipped_step_is_a_step_of_the_schedule_and_changes_nothing(skipped, f
         ),
     ],
 )
-def test_a_run_stops_where_it_was_asked_to_and_goes_on_behind_the_step(
-    folder, skipped, tmp_path, words, which, says
+def test_run_stops_at_the_limit_and_continues_after_the_step(
+    folder, skipped, tmp_path, words, index, suggestion
 ):
     bad = [line["step"] for line in lines(skipped[0], metrics.NONFINITE_FILE)]
-    chosen = settings(folder, f"run.directory={tmp_path}/run", *words)
+    config = make_config(folder, f"run.directory={tmp_path}/run", *words)
     with pytest.raises(NeedsAttentionError) as stopped:
-        train(chosen)
-    for part in (f"step {bad[which]}", says, f"{tmp_path}/run/{metrics.NONFINITE_FILE}"):
+        train(config)
+    for part in (f"step {bad[index]}", suggestion, f"{tmp_path}/run/{metrics.NONFINITE_FILE}"):
         assert re.search(messages.holding(part), str(stopped.value))
-    assert [line["step"] for line in lines(tmp_path / "run", metrics.NONFINITE_FILE)][
-        : which + 1
-    ] == bad[: which + 1]
-    train(settings(folder, f"run.directory={tmp_path}/run", "run.on_nonfinite=skip"))
-    ours, straight = (
-        [line | {"step_s": 0} for line in lines(path)] for path in (tmp_path / "run", skipped[0])
+    recorded = [line["step"] for line in lines(tmp_path / "run", metrics.NONFINITE_FILE)]
+    assert recorded[: index + 1] == bad[: index + 1]
+    train(make_config(folder, f"run.directory={tmp_path}/run", "run.on_nonfinite=skip"))
+    fields = ("step", "loss", "grad_norm", "learning_rate", "num_tokens_total")
+    resumed, straight = (
+        [[line[field] for field in fields] for line in lines(path)]
+        for path in (tmp_path / "run", skipped[0])
     )
-    same = ("step", "loss", "grad_norm", "learning_rate", "num_tokens_total")
-    assert [[line[name] for name in same] for line in ours] == [
-        [line[name] for name in same] for line in straight
-    ]
-    assert lines(tmp_path / "run", metrics.NONFINITE_FILE) == lines(
-        skipped[0], metrics.NONFINITE_FILE
-    ), "each once"
+    assert resumed == straight
+    recorded = lines(tmp_path / "run", metrics.NONFINITE_FILE)
+    assert recorded == lines(skipped[0], metrics.NONFINITE_FILE), "each step once"
 
 
-def test_lines_of_steps_that_are_done_again_go_and_so_does_one_that_was_cut(tmp_path):
+def test_lines_of_repeated_steps_and_truncated_lines_are_removed(tmp_path):
     for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
         text = "".join(json.dumps({"step": step}) + "\n" for step in (2, 5, 7)) + '{"step": 4, "lo'
         (tmp_path / name).write_text(text)
     with MetricsWriter(tmp_path, from_step=5, tensorboard=False):
         pass
-    assert [
-        [line["step"] for line in lines(tmp_path, name)]
-        for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE)
-    ] == [
-        [2, 5],
-        [2, 5],
-    ]
+    for name in (metrics.METRICS_FILE, metrics.NONFINITE_FILE):
+        assert [line["step"] for line in lines(tmp_path, name)] == [2, 5]
     (tmp_path / "new").mkdir()
     with MetricsWriter(tmp_path / "new", from_step=0, tensorboard=False):
         pass
@@ -227,16 +208,16 @@ MESHES = {"8 groups": ((1, 8, 1), "none"), "state on the host": ((1, 2, 2), "sta
     "name", [pytest.param("8 groups", marks=pytest.mark.slow), "state on the host"]
 )
 @pytest.mark.usefixtures("small_shards")
-def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
-    sizes, offloaded = MESHES[name]
-    if offloaded != "none" and jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
+def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
+    sizes, offload = MESHES[name]
+    if offload != "none" and jax.__version_info__ < memory_options.MIN_HOST_STATE_RELEASE:
         pytest.skip(
             "arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12"
         )
-    asked = batches.settings(
-        name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offloaded}
+    config = batches.settings(
+        name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offload}
     )
-    run = runs.compiling(sizes, config=asked, want=("step",)).result()
+    run = runs.compiling(sizes, config=config, want=("step",)).result()
     state, _ = run.step(run.state(runs.whole_weights(runs.MODEL)), run.rows(runs.ROWS))
     head = np.array(state.master["head"])
     head[5] = np.nan
@@ -245,7 +226,7 @@ def test_a_bad_step_leaves_every_bit_of_the_state_on_any_mesh(name):
         master=state.master | {"head": head}, opt_state=state.opt_state, step=state.step
     )
     before = jax.tree.map(lambda x: np.array(x), state)
-    after, numbers = run.step(state, run.rows(runs.ROWS))
-    assert not numbers.is_finite
+    after, step_metrics = run.step(state, run.rows(runs.ROWS))
+    assert not step_metrics.is_finite
     assert batches.same_bits((after.master, after.opt_state), (before.master, before.opt_state))
     assert int(after.step) == 2

@@ -1,4 +1,4 @@
-"""Times of steps, and what the terminal and the log show of them."""
+"""Times of steps and of waits for checkpoints; progress on a terminal and in a log."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def test_waits_for_checkpoints_add_up_until_the_next_line(tmp_path, monkeypatch)
     assert waits == {3: 2 * 1.5, 6: 3 * 1.5}, "after steps 1 and 2; after steps 3, 4 and 5"
 
 
-def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
+def test_step_ends_when_its_results_are_ready_not_when_they_are_read():
     class Results:
         def block_until_ready(self):
             time.sleep(0.05)
@@ -57,7 +57,7 @@ def test_a_step_ends_when_its_results_are_ready_not_when_they_are_read():
 
 
 def metrics_line(step, **fields):
-    """A line of metrics.jsonl; fields that are not shown are zero."""
+    """Returns a line of metrics.jsonl; fields that progress does not show are zero."""
     types = MetricsLine.__annotations__.items()
     known = {name: 0.0 if "float" in str(kind) else 0 for name, kind in types}
     shown = {
@@ -71,7 +71,7 @@ def metrics_line(step, **fields):
     return MetricsLine(**(known | shown | fields | {"step": step}))
 
 
-def shown(
+def show_steps(
     monkeypatch,
     *lines,
     terminal=False,
@@ -80,7 +80,7 @@ def shown(
     num_steps=400,
     first_step=17,
 ):
-    """Output for finished steps of a run that resumed after `first_step`."""
+    """Returns the output for finished steps of a run that resumed after `first_step`."""
     now = [1000.0]
     monkeypatch.setattr(progress_module.time, "perf_counter", lambda: now[0])
     file = io.StringIO()
@@ -95,8 +95,8 @@ def shown(
     return file.getvalue()
 
 
-def test_a_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
-    printed = shown(monkeypatch, metrics_line(18), metrics_line(19)).splitlines()
+def test_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
+    printed = show_steps(monkeypatch, metrics_line(18), metrics_line(19)).splitlines()
     assert len(printed) == 2
     assert "left" not in printed[0], "the first step takes longer than the others"
     numbers = ("19/400", "6.2614", "1.2e-05", "0.844", "3,222", "1 min 0 s", "3 h 10 min")
@@ -106,23 +106,21 @@ def test_a_log_line_has_the_time_and_the_numbers_of_its_step(monkeypatch):
 
 def test_log_lines_are_at_least_ten_seconds_apart_except_for_the_first_and_last(monkeypatch):
     lines = [metrics_line(step) for step in range(18, 31)]
-    printed = shown(monkeypatch, *lines, seconds_per_step=4.0, num_steps=30)
+    printed = show_steps(monkeypatch, *lines, seconds_per_step=4.0, num_steps=30)
     assert re.findall(r"(\d+)/30", printed) == ["18", "21", "24", "27", "30"]
 
 
-def test_a_step_without_finite_numbers_has_a_log_line(monkeypatch):
-    printed = shown(monkeypatch, metrics_line(18, loss=None, grad_norm=None))
+def test_nonfinite_step_has_a_log_line(monkeypatch):
+    printed = show_steps(monkeypatch, metrics_line(18, loss=None, grad_norm=None))
     assert re.search(messages.holding("none", "1.2e-05", "none"), printed)
 
 
 @pytest.mark.parametrize(("peak_gib", "memory"), [(61.53, ["61.5 GiB"]), (None, [])])
 @pytest.mark.parametrize("width", [90, 130])
-def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(
-    monkeypatch, peak_gib, memory, width
-):
+def test_bar_shows_memory_learning_rate_and_the_time_left(monkeypatch, peak_gib, memory, width):
     line = metrics_line(18, device_peak_gib=peak_gib)
-    lines = [metrics_line(17), line]  # the first step says nothing about the others
-    printed = shown(monkeypatch, *lines, terminal=True, width=width, first_step=16)
+    lines = [metrics_line(17), line]  # the first step does not count for the time left
+    printed = show_steps(monkeypatch, *lines, terminal=True, width=width, first_step=16)
     drawn = re.findall(r"18/400 [^\r\n\x1b]*", printed)[-1].rstrip()
     numbers = ("6.2614", "1.2e-05", "3,222", *memory, "left 3 h 11 min")
     assert re.search(messages.holding(*numbers), drawn)
@@ -130,7 +128,7 @@ def test_the_bar_shows_memory_learning_rate_and_what_its_time_means(
     assert len(drawn) <= width
 
 
-def test_a_message_on_a_terminal_replaces_what_is_on_its_line(monkeypatch):
+def test_message_on_a_terminal_replaces_the_line_of_the_bar(monkeypatch):
     written = []
     monkeypatch.setattr(distributed.os, "write", lambda _, data: written.append(data))
     for is_terminal in (True, False):

@@ -17,9 +17,9 @@ import rich.console
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import reader
+from jaxsp.checkpoint.files import DELETING_SUFFIX
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.schedule import CheckpointSchedule
-from jaxsp.checkpoint.files import DELETING_SUFFIX
 from jaxsp.checkpoint.writer import CheckpointWriter, WriteOutcome
 from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
@@ -250,9 +250,7 @@ def test_a_run_evaluates_by_epoch_and_stops_early(folder):
     held_out = (f"{num_held_out} document", f"{64 * num_held_out} tokens")
     assert re.search(messages.holding(*held_out), banner)
     assert re.search(messages.holding("epoch", "held_out", f"{num_held_out} documents"), banner)
-    assert (
-        reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping.num_since_best == 1
-    )
+    assert reader.read_meta(folder / f"run/checkpoints/{epoch}").early_stopping.num_since_best == 1
 
     assert re.search(messages.holding(*reason), train_once())
     train_once("run.early_stopping_patience=3")

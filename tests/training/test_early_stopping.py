@@ -8,19 +8,19 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.training.early_stopping import EarlyStopping
 from tests import messages
 
-LOSS_SET = {"name": "a", "digest": "tokens of a"}
+EVAL_SET = {"name": "a", "digest": "tokens of a"}
 
 
-def make(*, loss_set=LOSS_SET, before=None, patience=2, min_delta=0.0):
+def make(*, eval_set=EVAL_SET, before=None, patience=2, min_delta=0.0):
     config = RunConfig(
         directory="x", steps=9, early_stopping_patience=patience, early_stopping_min_delta=min_delta
     )
-    return EarlyStopping(config, loss_set, resumed_state=before)
+    return EarlyStopping(config, eval_set, resumed_state=before)
 
 
-def stops_at(losses, **how):
-    """Index of the evaluation that ends the run; None: none."""
-    early_stopping = make(**how)
+def find_stop(losses, **options):
+    """Returns the index of the evaluation that ends the run, or None."""
+    early_stopping = make(**options)
     for step, loss in enumerate(losses):
         early_stopping.expect_evaluation()
         early_stopping.record(step, {"a": None if loss is None else float(loss), "b": -float(step)})
@@ -30,7 +30,7 @@ def stops_at(losses, **how):
 
 
 @pytest.mark.parametrize(
-    ("losses", "how", "stop"),
+    ("losses", "options", "stop"),
     [
         ([3, 2, 1, 0, -1], {}, None),
         ([3, 2, 2, 2, 1], {}, 3),
@@ -41,15 +41,15 @@ def stops_at(losses, **how):
         ([3, 2.95, 2.92], {"min_delta": 0.1}, 2),
         ([3, None, 2, None, None], {}, 4),
         ([None, None], {}, 1),
-        ([9, 9, 9, 9], {"loss_set": {"name": "b", "digest": "tokens of b"}}, None),
+        ([9, 9, 9, 9], {"eval_set": {"name": "b", "digest": "tokens of b"}}, None),
         ([9, 9, 9, 9], {"patience": None}, None),
     ],
 )
-def test_the_run_ends_after_as_many_evaluations_without_improvement(losses, how, stop):
-    assert stops_at(losses, **how) == stop
+def test_run_ends_after_patience_evaluations_without_improvement(losses, options, stop):
+    assert find_stop(losses, **options) == stop
 
 
-def test_a_resumed_run_goes_on_counting():
+def test_resumed_run_continues_counting():
     first = make(patience=3)
     for step, loss in enumerate([2.0, 1.0, 1.5]):
         first.expect_evaluation()
@@ -61,10 +61,12 @@ def test_a_resumed_run_goes_on_counting():
         resumed.expect_evaluation()
         resumed.record(step, {"a": loss})
     assert resumed.should_stop()
-    says = messages.holding("run.early_stopping_patience = 3", "1.0000", "step 1")
-    assert re.search(says, resumed.reason)
+    expected = messages.holding("run.early_stopping_patience = 3", "1.0000", "step 1")
+    assert re.search(expected, resumed.reason)
     stored = resumed.state
-    assert make(patience=3, before=stored).should_stop(), "the same command does not train on"
+    assert make(patience=3, before=stored).should_stop(), (
+        "the same command does not continue training"
+    )
     assert not make(patience=4, before=stored).should_stop()
 
 
@@ -74,21 +76,21 @@ def test_losses_of_another_eval_set_are_not_compared():
     first.record(1, {"a": 1.0})
     assert make(before=first.state).state.best_loss == 1.0
     other = {"name": "a", "digest": "other tokens"}
-    assert make(before=first.state, loss_set=other).state.best_loss is None
-    renamed = make(before=first.state, loss_set=LOSS_SET | {"name": "b"})
+    assert make(before=first.state, eval_set=other).state.best_loss is None
+    renamed = make(before=first.state, eval_set=EVAL_SET | {"name": "b"})
     assert (renamed.state.data, renamed.state.best_loss) == ("b", 1.0)
     assert make(before=first.state, patience=None).state is None
 
 
-def test_an_evaluation_that_no_schedule_asked_for_does_not_count():
+def test_unscheduled_evaluation_does_not_count():
     first = make(patience=2)
     for step, loss in enumerate([1.0, 2.0]):
         first.expect_evaluation()
         first.record(step, {"a": loss})
-    for step in range(2, 9):  # of checkpoints that stops wrote
+    for step in range(2, 9):  # evaluations of checkpoints written by stops
         first.record(step, {"a": 2.0})
     assert not first.should_stop()
     first.expect_evaluation()
-    resumed = make(patience=2, before=first.state)  # a stop did not wait for one that was due
+    resumed = make(patience=2, before=first.state)  # a stop skipped an evaluation that was due
     resumed.record(9, {"a": 2.0})
     assert resumed.should_stop()

@@ -1,4 +1,4 @@
-"""Which data sets have comparable losses."""
+"""Digests that decide which losses are comparable."""
 
 from jaxsp.training import evaluator
 from tests.data.packing import test_dataset, test_pipeline
@@ -6,12 +6,11 @@ from tests.data.packing import test_dataset, test_pipeline
 
 def digest_of(lengths, row_tokens, **fields):
     config = test_pipeline.settings_of(row_tokens=row_tokens)
-    return evaluator.identify_eval_set(test_dataset.data_of([lengths], config, **fields), config)[
-        "digest"
-    ]
+    data = test_dataset.data_of([lengths], config, **fields)
+    return evaluator.identify_eval_set(data, config)["digest"]
 
 
-def test_digest_of_a_data_set_changes_with_the_row_length_only_if_a_document_is_cut():
+def test_digest_changes_with_the_row_length_only_if_a_document_is_cut():
     assert digest_of([3, 40], 64) == digest_of([3, 40], 128)
     assert digest_of([3, 100], 64) != digest_of([3, 100], 128)
     assert digest_of([3, 100], 64) != digest_of([3, 100], 64, long_documents="drop")
