@@ -30,7 +30,11 @@ CHECKED = (
     "jaxsp/training/inputs.py",
     "scripts/config_reference.py",
     "scripts/generated_text.py",
+<<<<<<< HEAD
     "tests/checkpoint",
+=======
+    "tests/faults",
+>>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
     "tests/markdown.py",
     "tests/reporting",
     "tests/runtime",
@@ -39,6 +43,7 @@ CHECKED = (
     "tests/test_eval.py",
     "tests/test_language.py",
     "tests/test_launch.py",
+    "tests/test_launch_files.py",
     "tests/test_quickstart.py",
     "tests/test_readme.py",
     "tests/training/test_early_stopping.py",

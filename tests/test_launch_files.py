@@ -1,4 +1,4 @@
-"""The SLURM script and the Kubernetes manifest: what they start the commands take, and its exit code is answered."""
+"""SLURM script and Kubernetes manifest: their commands are valid, exit codes are handled."""
 
 import os
 import pathlib
@@ -10,10 +10,17 @@ import time
 import pytest
 import yaml
 
+<<<<<<< HEAD
 from jaxsp import launch
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.runtime import hardware
+=======
+from jaxsp import launch
+from jaxsp.config import config_file
+from jaxsp.core import exit_codes
+from jaxsp.runtime import child_processes, hardware
+>>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -23,30 +30,48 @@ POD = JOB["template"]["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
 
 
-@pytest.fixture
-def commands(tmp_path):
-    """A folder of programs that stand for the cluster's; each notes how it was called, and `python` ends as it is told."""
+SRUN = """
+shift
+"$@" & child=$!
+echo $child > {folder}/task
+trap "kill -KILL $child; exit 137" TERM
+wait $child
+"""
+"""Fake srun, which responds to SIGTERM by killing its tasks."""
 
-    def program(name, text):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {tmp_path}/called\n{text}')
-        (tmp_path / name).chmod(0o755)
-
-    # srun answers SIGTERM by killing its tasks
-    srun = f'shift; "$@" & child=$!; echo $child > {tmp_path}/task; trap "kill -KILL $child; exit 137" TERM; wait $child'
-    program("srun", srun)
-    program("scancel", f"kill -${{1#--signal=}} $(cat {tmp_path}/task)")
-    program("scontrol", "")
-    program(
-        "python",
-        f"""
-codes=($(cat {tmp_path}/codes)); echo "${{codes[@]:1}}" > {tmp_path}/codes
-stops=${{codes[0]#stops}}
-if [ "$stops" != "${{codes[0]}}" ]; then trap "exit $stops" TERM; touch {tmp_path}/ready; while :; do sleep 0.1; done; fi
+PYTHON = """
+codes=($(cat {folder}/codes))
+echo "${{codes[@]:1}}" > {folder}/codes
+stop_code=${{codes[0]#stops}}
+if [ "$stop_code" != "${{codes[0]}}" ]; then
+    trap "exit $stop_code" TERM
+    touch {folder}/ready
+    while :; do sleep 0.1; done
+fi
 exit "${{codes[0]}}"
-""",
-    )
+"""
+"""Fake python, which ends with the next exit code; with `stops0`, it waits for SIGTERM first."""
 
-    def run(*words, codes, tell=None, **environ):
+
+@pytest.fixture
+def run_command(tmp_path):
+    """Function that runs a command with fake programs of the cluster in its PATH.
+
+    Returns: exit code, stderr, and the command lines of the fake programs.
+    """
+    programs = {
+        "srun": SRUN,
+        "scancel": "kill -${{1#--signal=}} $(cat {folder}/task)",
+        "scontrol": "",
+        "python": PYTHON,
+    }
+    for name, text in programs.items():
+        log = f'echo "{name} $*" >> {tmp_path}/called'
+        path = tmp_path / name
+        path.write_text(f"#!/bin/bash\n{log}\n{text.format(folder=tmp_path)}")
+        path.chmod(0o755)
+
+    def run(*words, codes, signal_number=None, **environ):
         (tmp_path / "codes").write_text(codes)
         environ = {
             **os.environ,
@@ -54,25 +79,24 @@ exit "${{codes[0]}}"
             "SLURM_JOB_ID": "7",
             **environ,
         }
-        running = subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True)
-        while tell is not None and not (tmp_path / "ready").exists():
-            assert running.poll() is None
-            time.sleep(0.05)
-        if tell is not None:
-            running.send_signal(tell)
+        process = subprocess.Popen(words, env=environ, stderr=subprocess.PIPE, text=True)
+        if signal_number is not None:
+            while not (tmp_path / "ready").exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal_number)
         try:
-            said = running.communicate(timeout=20)[1]
+            stderr = process.communicate(timeout=20)[1]
         finally:
-            running.kill()
-        called = (
-            (tmp_path / "called").read_text().splitlines() if (tmp_path / "called").exists() else []
-        )
-        return running.returncode, said, called
+            process.kill()
+        called = tmp_path / "called"
+        lines = called.read_text().splitlines() if called.exists() else []
+        return process.returncode, stderr, lines
 
     return run
 
 
-def trains(called):
+def python_calls(called):
     return [line for line in called if line.startswith("python")]
 
 
@@ -88,106 +112,123 @@ def trains(called):
         ("75 75 75 75 0", 75, 4),
     ],
 )
-def test_slurm_starts_again_what_hangs_and_nothing_else(commands, codes, code, starts):
-    ended, _, called = commands(SLURM, "a.yaml", "run.steps=3", codes=codes)
-    assert ended == code
-    assert (
-        trains(called)
-        == ["python -m jaxsp.train a.yaml run.shutdown_grace=270s run.steps=3"] * starts
-    )
+def test_slurm_starts_only_a_run_that_hangs_or_is_killed_again(run_command, codes, code, starts):
+    exit_code, _, called = run_command(SLURM, "a.yaml", "run.steps=3", codes=codes)
+    assert exit_code == code
+    train = "python -m jaxsp.train a.yaml run.shutdown_grace=270s run.steps=3"
+    assert python_calls(called) == [train] * starts
     assert not any(line.startswith("scontrol") for line in called)
 
 
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"), [(0, "0", True), (0, "20", False), (1, "0", False)]
 )
-def test_slurm_queues_again_when_the_time_is_up(commands, code, restarts, requeued):
-    ended, _, called = commands(
-        SLURM, "a.yaml", codes=f"stops{code}", tell=signal.SIGUSR1, SLURM_RESTART_COUNT=restarts
+def test_slurm_requeues_the_job_when_its_time_is_up(run_command, code, restarts, requeued):
+    exit_code, _, called = run_command(
+        SLURM,
+        "a.yaml",
+        codes=f"stops{code}",
+        signal_number=signal.SIGUSR1,
+        SLURM_RESTART_COUNT=restarts,
     )
-    assert ended == code
-    assert len(trains(called)) == 1
+    assert exit_code == code
+    assert len(python_calls(called)) == 1
     assert ("scontrol requeue 7" in called) == requeued
 
 
-def test_slurm_asks_for_a_config(commands):
-    code, said, called = commands(SLURM, codes="0")
+def test_slurm_prints_its_usage_without_a_config(run_command):
+    code, stderr, called = run_command(SLURM, codes="0")
     assert (code, called) == (2, [])
-    assert said.startswith("usage: sbatch")
+    assert stderr.startswith("usage: sbatch")
 
 
-def test_slurm_warns_earlier_than_a_run_may_take_to_stop():
+def test_slurm_signals_a_run_early_enough_for_its_shutdown():
     text = SLURM.read_text()
-    warned = int(re.search(r"--signal=B:USR1@(\d+)", text)[1])
-    assert float(re.search(r"run.shutdown_grace=(\d+)s", text)[1]) < warned
+    warning_s = int(re.search(r"--signal=B:USR1@(\d+)", text)[1])
+    assert float(re.search(r"run.shutdown_grace=(\d+)s", text)[1]) < warning_s
     subprocess.run(["bash", "-n", SLURM], check=True)
     options = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)$", text, re.MULTILINE))
-    assert options["ntasks-per-node"] == options["gpus-per-node"], "one task for each GPU"
+    assert options["ntasks-per-node"] == options["gpus-per-node"], "one task per GPU"
 
 
-def test_a_pod_runs_the_launcher_as_it_wants_to_be_run(commands, monkeypatch):
-    code, _, called = commands(*CONTAINER["command"], *CONTAINER["args"], codes="0", NODE="1")
+def test_the_command_of_a_pod_is_a_valid_launch(run_command, monkeypatch):
+    code, _, called = run_command(*CONTAINER["command"], *CONTAINER["args"], codes="0", NODE="1")
     assert code == 0
-    (words,) = [line.split() for line in trains(called)]
+    (words,) = [line.split() for line in python_calls(called)]
     assert words[:3] == ["python", "-m", "jaxsp.launch"]
-    started = []
+    jobs = []
+
+    def run_processes(command, processes, signals):
+        jobs.append((command, processes))
+
+    num_gpus = CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
     monkeypatch.chdir(REPO)
-    monkeypatch.setattr(
-        hardware, "count_gpus", lambda _: CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
-    )
-    monkeypatch.setattr(
-        launch, "run_processes", lambda command, job, orders: started.append((command, job))
-    )
+    monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
+    monkeypatch.setattr(child_processes, "run_processes", run_processes)
     launch.main(words[3:])
+<<<<<<< HEAD
     ((command, job),) = started
     assert [process.index for process in job] == list(range(8, 16))
     assert {process.num_processes for process in job} == {16}
     config = config_file.load(command[3], command[4:])
+=======
+    ((command, processes),) = jobs
+    assert [process.index for process in processes] == list(range(8, 16))
+    assert {process.num_processes for process in processes} == {16}
+    config = config_file.load(command[3], command[4:])
+>>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
     shutdown_grace_s = config.run.shutdown_grace.total_seconds()
     assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
-    mount = next(one["mountPath"] for one in CONTAINER["volumeMounts"] if one["name"] == "shared")
-    assert config.run.directory.startswith(f"{mount}/")
+    mounts = {volume["name"]: volume["mountPath"] for volume in CONTAINER["volumeMounts"]}
+    assert config.run.directory.startswith(f"{mounts['shared']}/")
 
 
-def test_the_pods_meet_at_the_first_of_them():
+def test_the_coordinator_is_the_first_pod():
     job = JOB["template"]["spec"]
     name, port = re.search(r"--coordinator (\S+):(\d+)", CONTAINER["args"][0]).groups()
-    assert (
-        name
-        == f"{JOBSET['metadata']['name']}-{JOB['name']}-0-0.{JOBSET['spec']['network']['subdomain']}"
-    )
-    assert int(port) in [one["containerPort"] for one in CONTAINER["ports"]]
+    pod = f"{JOBSET['metadata']['name']}-{JOB['name']}-0-0"
+    assert name == f"{pod}.{JOBSET['spec']['network']['subdomain']}"
+    assert int(port) in [port["containerPort"] for port in CONTAINER["ports"]]
     nodes = int(re.search(r"--nodes (\d+)", CONTAINER["args"][0])[1])
     assert job["parallelism"] == job["completions"] == nodes
     assert job["completionMode"] == "Indexed"
-    assert {one["name"] for one in CONTAINER["volumeMounts"]} == {
-        one["name"] for one in POD["volumes"]
-    }
+    mounted = {volume["name"] for volume in CONTAINER["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in POD["volumes"]}
 
 
-def test_what_needs_a_person_ends_the_jobset_and_anything_else_starts_it_again():
-    job, policy = JOB["template"]["spec"], JOBSET["spec"]["failurePolicy"]
+def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_it():
+    job = JOB["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
+<<<<<<< HEAD
     codes = [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION]
+=======
+>>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
     assert rule["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
-        "values": codes,
+        "values": [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION],
     }
-    assert [(one["action"], one["onJobFailureReasons"]) for one in policy["rules"]] == [
-        ("FailJobSet", ["PodFailurePolicy"])
-    ]
+    policy = JOBSET["spec"]["failurePolicy"]
+    (rule,) = policy["rules"]
+    assert rule["action"] == "FailJobSet"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert policy["maxRestarts"] > 0
     assert POD["restartPolicy"] == "Never"
     assert job["backoffLimit"] == 0
 
 
 @pytest.mark.parametrize(("codes", "code"), [("2", 2), ("75", 75), ("1", 1)])
-def test_a_pod_ends_as_the_launcher_does(commands, codes, code):
-    assert commands(*CONTAINER["command"], *CONTAINER["args"], codes=codes, NODE="0")[0] == code
-
-
-def test_a_pod_that_is_evicted_has_not_done_its_work(commands):
+def test_a_pod_ends_with_the_exit_code_of_the_launcher(run_command, codes, code):
     words = (*CONTAINER["command"], *CONTAINER["args"])
+<<<<<<< HEAD
     assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == exit_codes.HUNG
+=======
+    assert run_command(*words, codes=codes, NODE="0")[0] == code
+
+
+def test_a_pod_that_is_evicted_ends_with_the_exit_code_of_an_unfinished_run(run_command):
+    words = (*CONTAINER["command"], *CONTAINER["args"])
+    code, _, _ = run_command(*words, codes="stops0", signal_number=signal.SIGTERM, NODE="0")
+    assert code == exit_codes.HUNG
+>>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)

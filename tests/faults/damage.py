@@ -1,7 +1,8 @@
-"""Flips bits of a checkpoint, cuts its files short and removes them, and looks whether a restore notices.
+"""Damages files of a checkpoint, and checks that a restore notices it.
 
-`python -m tests.faults.damage --flips 200 --truncations 20` prints a table by kind of file, and exits with 1 where a restore
-gave another state and said nothing.
+`python -m tests.faults.damage --flips 200 --truncations 20` flips bits, truncates and removes
+files. It prints a table by kind of file, and exits with 1 if a restore returned a different state
+without an error.
 """
 
 import argparse
@@ -27,41 +28,46 @@ from jaxsp.training import sharding, train_step
 from jaxsp.training.train_step import Program
 from tests import batches
 
-NOTICED, HARMLESS, SILENT = "noticed", "harmless", "silent"
+NOTICED = "noticed"
+HARMLESS = "harmless"
+SILENT = "silent"
+OUTCOMES = (NOTICED, HARMLESS, SILENT)
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What is done to a file."""
+    """One damage of a file."""
 
     path: pathlib.Path
-    what: str
-    at: int = 0
+    kind: str
+    """`flip`, `truncate` or `remove`."""
+    position: int = 0
+    """Bit to flip, or length in bytes to truncate to."""
 
     @contextlib.contextmanager
-    def done(self) -> Iterator[None]:
-        """The file as it is then, until the context ends."""
-        whole = self.path.read_bytes()
-        broken = bytearray(whole)
-        if self.what == "flip":
-            broken[self.at // 8] ^= 1 << self.at % 8
-        self.path.write_bytes(broken[: self.at] if self.what == "cut" else broken)
-        if self.what == "remove":
+    def applied(self) -> Iterator[None]:
+        """Context in which the file is damaged."""
+        content = self.path.read_bytes()
+        damaged = bytearray(content)
+        if self.kind == "flip":
+            damaged[self.position // 8] ^= 1 << self.position % 8
+        elif self.kind == "truncate":
+            del damaged[self.position :]
+        self.path.write_bytes(damaged)
+        if self.kind == "remove":
             self.path.unlink()
         try:
             yield
         finally:
-            self.path.write_bytes(whole)
+            self.path.write_bytes(content)
 
 
-class Kept:
-    """A checkpoint of a small run, and what is in it."""
+class SavedRun:
+    """A checkpoint of a small run, and its content."""
 
     def __init__(self, folder: pathlib.Path):
-        random = np.random.default_rng(0)
-        records = [
-            json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)
-        ]
+        rng = np.random.default_rng(0)
+        records = [json.dumps({"input_ids": rng.integers(0, 257, 64).tolist()}) for _ in range(8)]
         (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
         fields = {
             "run": {"directory": str(folder / "run"), "steps": 2, "save_every": None},
@@ -78,106 +84,98 @@ class Kept:
             "optimizer": {"learning_rate": 0.1},
             "logging": {"tensorboard": False},
         }
-        program, material = build.build_training(
-            config_file.parse(fields), devices=jax.devices()[:8]
-        )
-        trainer.train(program, material, rich.console.Console(quiet=True))
+        config = config_file.parse(fields)
+        self.program, inputs = build.build_training(config, devices=jax.devices()[:8])
+        trainer.train(self.program, inputs, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
-        self.program, self.table, self.like = (
-            program,
-            program.table,
-            train_step.abstract_inputs(program)[0],
-        )
-        self.right = self.found()
+        self.table = self.program.table
+        self.state_shapes = train_step.abstract_inputs(self.program)[0]
+        self.expected = self.restore()
 
-    def found(self, program: Program | None = None) -> dict[str, bytes]:
-        """All that a restore gives, by name, without the zeros that fill up. Args: program: None: that of the run."""
-        like = train_step.abstract_inputs(program)[0] if program else self.like
+    def restore(self, program: Program | None = None) -> dict[str, bytes]:
+        """Restores everything, by name, without padding.
+
+        Args: program: the program to restore into; None: that of the run.
+        """
+        shapes = train_step.abstract_inputs(program)[0] if program else self.state_shapes
         meta = reader.read_meta(self.path)
-        state = reader.restore(self.path, like, table=self.table, num_steps=meta.step)
-        whole = checksums.name_leaves(
+        state = reader.restore(self.path, shapes, table=self.table, num_steps=meta.step)
+        unpadded = checksums.name_leaves(
             checksums.unpadded_shapes(self.table, state.master, state.opt_state)
         )
         arrays = checksums.name_leaves({"master": state.master, "opt": state.opt_state})
-        cut = {
-            name: np.asarray(array)[tuple(map(slice, whole[name].shape))]
-            for name, array in arrays.items()
-        }
-        return {name: array.tobytes() for name, array in cut.items()} | {
-            "meta": repr(meta).encode()
-        }
+        content = {"meta": repr(meta).encode()}
+        for name, array in arrays.items():
+            slices = tuple(map(slice, unpadded[name].shape))
+            content[name] = np.asarray(array)[slices].tobytes()
+        return content
 
     def files(self) -> list[pathlib.Path]:
         return sorted(path for path in self.path.rglob("*") if path.is_file())
 
     def outcome(self, damage: Damage) -> str:
-        with damage.done():
+        """Restores the damaged checkpoint. Returns NOTICED, HARMLESS or SILENT."""
+        with damage.applied():
             try:
-                return HARMLESS if self.found() == self.right else SILENT
+                return HARMLESS if self.restore() == self.expected else SILENT
             except UserError:
                 return NOTICED
 
     def kind(self, path: pathlib.Path) -> str:
-        """`master/d/0123abcd` is `master/d/*`."""
+        """Kind of a file: `master/d/0123abcd` is `master/d/*`."""
         return re.sub(r"[0-9a-f]{16,}", "*", str(path.relative_to(self.path)))
 
 
 def random_damages(
     files: list[pathlib.Path], *, flips: int, truncations: int, seed: int
 ) -> Iterator[Damage]:
-    """One half hits a file of any size, the other half any byte."""
-    random = np.random.default_rng(seed)
+    """Draws damages: every other one hits each file, the rest each byte, with equal probability."""
+    rng = np.random.default_rng(seed)
     files = [path for path in files if path.stat().st_size]
     sizes = np.array([path.stat().st_size for path in files])
     for number in range(flips + truncations):
-        chances = None if number % 2 else sizes / sizes.sum()
-        path = files[random.choice(len(files), p=chances)]
+        probabilities = None if number % 2 else sizes / sizes.sum()
+        path = files[rng.choice(len(files), p=probabilities)]
         size = path.stat().st_size
-        yield (
-            Damage(path, "flip", int(random.integers(8 * size)))
-            if number < flips
-            else Damage(path, "cut", int(random.integers(size)))
-        )
+        if number < flips:
+            yield Damage(path, "flip", int(rng.integers(8 * size)))
+        else:
+            yield Damage(path, "truncate", int(rng.integers(size)))
 
 
 def main() -> int:
+    """Prints the table. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.damage")
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--truncations", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    sharding.MIN_SHARDED_SIZE = 100  # small models are sharded as large ones are
+    sharding.MIN_SHARDED_SIZE = 100  # shards small models like large ones
+    counts: collections.Counter = collections.Counter()
+    sizes: collections.Counter = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        kept = Kept(pathlib.Path(folder))
-        files = kept.files()
-        damages = [
-            *random_damages(
-                files, flips=given.flips, truncations=given.truncations, seed=given.seed
-            )
-        ]
-        damages += [Damage(path, "remove") for path in files]
-        counts: collections.Counter = collections.Counter()
-        for damage in damages:
-            counts[kept.kind(damage.path), damage.what, kept.outcome(damage)] += 1
-        sizes = collections.Counter()
-        for path in files:
-            sizes[kept.kind(path)] += path.stat().st_size
-    print(f"{'file':44} {'bytes':>9} {'done':8} {NOTICED:>8} {HARMLESS:>8} {SILENT:>8}")
-    for kind, what in sorted({key[:2] for key in counts}):
-        numbers = [counts[kind, what, outcome] for outcome in (NOTICED, HARMLESS, SILENT)]
-        print(
-            f"{kind:44} {sizes[kind]:>9,} {what:8} {numbers[0]:>8} {numbers[1]:>8} {numbers[2]:>8}"
+        saved = SavedRun(pathlib.Path(folder))
+        files = saved.files()
+        damages = random_damages(
+            files, flips=args.flips, truncations=args.truncations, seed=args.seed
         )
-    totals = [
-        sum(n for key, n in counts.items() if key[2] == outcome)
-        for outcome in (NOTICED, HARMLESS, SILENT)
-    ]
-    print(
-        f"{'all':44} {sum(sizes.values()):>9,} {'':8} {totals[0]:>8} {totals[1]:>8} {totals[2]:>8}"
-    )
-    return int(totals[2] > 0)
+        for damage in [*damages, *(Damage(path, "remove") for path in files)]:
+            counts[saved.kind(damage.path), damage.kind, saved.outcome(damage)] += 1
+        for path in files:
+            sizes[saved.kind(path)] += path.stat().st_size
+    headers = "".join(f" {outcome:>8}" for outcome in OUTCOMES)
+    print(f"{'file':44} {'bytes':>9} {'damage':8}{headers}")
+    totals: collections.Counter = collections.Counter()
+    for file, kind in sorted({key[:2] for key in counts}):
+        numbers = {outcome: counts[file, kind, outcome] for outcome in OUTCOMES}
+        totals.update(numbers)
+        columns = "".join(f" {number:>8}" for number in numbers.values())
+        print(f"{file:44} {sizes[file]:>9,} {kind:8}{columns}")
+    columns = "".join(f" {totals[outcome]:>8}" for outcome in OUTCOMES)
+    print(f"{'all':44} {sum(sizes.values()):>9,} {'':8}{columns}")
+    return int(totals[SILENT] > 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""python -m tests.faults.faulty WHAT:STEP:PROCESS:ONCE ... : jaxsp.train, where something befalls a process after a step.
+"""jaxsp.train with a fault in one process after one step.
 
-WHAT is `raise`, `hang`, or `slow` (every step, 0.25 s more, in all processes); ONCE is a file, beside
-which it does not happen again.
+`python -m tests.faults.faulty WHAT:STEP:PROCESS:MARKER ...`. WHAT is `raise`, `hang`, or `slow`
+(0.25 s more in each step of all processes). MARKER is a file that is created at the fault; if it
+exists, there is no fault.
 """
 
 import pathlib
@@ -16,28 +17,31 @@ SLOW_S = 0.25
 
 
 def main() -> None:
-    (what, step, process, once), arguments = sys.argv[1].split(":"), sys.argv[2:]
+    what, step, process, marker_name = sys.argv[1].split(":")
+    arguments = sys.argv[2:]
     sys.argv[1:] = arguments[2:] if arguments[0] == "-m" else arguments
-    catch_up, marker = StepLog.record_previous_step, pathlib.Path(once)
+    marker = pathlib.Path(marker_name)
+    record_previous_step = StepLog.record_previous_step
 
-    def faulty(self: StepLog) -> None:
+    def record_with_fault(self: StepLog) -> None:
         was_running = self._previous_step is not None
-        catch_up(self)
+        record_previous_step(self)
         if was_running:
             time.sleep(SLOW_S)
-        if (
-            what == "slow"
-            or self._num_finished != int(step)
-            or distributed.this_process().index != int(process)
-            or marker.exists()
-        ):
+        is_due = (
+            what != "slow"
+            and self._num_finished == int(step)
+            and distributed.this_process().index == int(process)
+            and not marker.exists()
+        )
+        if not is_due:
             return
         marker.touch()
         if what == "raise":
-            raise ZeroDivisionError("as the test asked for")
+            raise ZeroDivisionError("requested by the test")
         time.sleep(1000)
 
-    StepLog.record_previous_step = faulty
+    StepLog.record_previous_step = record_with_fault
     cli.run_command(train.main)
 
 

@@ -1,17 +1,16 @@
-"""Faults at random moments of a run, until it is done all the same; then it is compared with one that nothing interrupted.
+"""Random faults during a run until it is done; then it is compared with an undisturbed run.
 
     python -m tests.faults.kills --steps 90 --faults kill=20 kill-in-save=10
     python -m tests.faults.kills --steps 90 --faults kill=8 kill-in-save=4 --meshes 2x4 8x1 1x2
-    python -m tests.faults.kills --steps 20000 --faults kill=20 kill-in-save=10 flip=5 term=15 pause=10
+    python -m tests.faults.kills --steps 20000 --faults kill=20 kill-in-save=10 flip=5 term=15
 
-Exit code 0 where nothing is lost: each step has one line, losses and weights are the same bit for bit, or to rounding where
-the mesh changes between two lives of the run.
+Exit code 0 if nothing is lost: each step has one line, and losses and weights are bitwise equal, or
+equal to rounding if the mesh changes between two parts of the run.
 """
 
 import argparse
 import collections
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -22,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,12 +33,17 @@ from tests import batches, tolerances
 
 REPO = pathlib.Path(__file__).parent.parent.parent
 
+KINDS = {
+    "kill": "SIGKILL at any time, also at start and while compiling",
+    "kill-in-save": "SIGKILL while a checkpoint is written",
+    "flip": "SIGKILL, and one bit of the latest checkpoint is flipped before the run resumes",
+    "term": "SIGTERM",
+    "pause": "SIGSTOP for some seconds",
+}
+"""Kinds of faults."""
 
-KINDS = ("kill", "kill-in-save", "flip", "term", "pause")
-"""SIGKILL at any moment, starting and compiling too; SIGKILL while a checkpoint is written; SIGKILL, and a bit of the newest
-checkpoint is another when the run goes on; SIGTERM; SIGSTOP for some seconds."""
-
-SAVE_EVERY, EVAL_EVERY = 3, 10
+SAVE_EVERY = 3
+EVAL_EVERY = 10
 
 EXACT = (
     "step",
@@ -55,20 +59,62 @@ ROUNDED = ("loss", "grad_norm", "token_accuracy")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seen:
-    """What was there when a fault came."""
+class Fault:
+    """State of the run at a fault."""
 
     kind: str
-    steps: int
-    """Lines of metrics.jsonl."""
-    unfinished: int
-    """Checkpoints that were being written."""
+    num_lines: int
+    """Number of lines in metrics.jsonl."""
+    num_unfinished: int
+    """Number of checkpoints that were being written."""
     code: int | None
-    """Exit code; None for a process that went on."""
+    """Exit code; None if the process continues."""
+
+
+class Run:
+    """A run that is started again after each fault, in its own directory."""
+
+    def __init__(self, config: pathlib.Path, name: str):
+        self.config = config
+        self.directory = config.parent / name
+        self._log = config.parent / f"{name}.log"
+
+    def start(self, mesh: str) -> subprocess.Popen:
+        """Starts or resumes the run. Args: mesh: sizes of data and seq, such as 2x4."""
+        data, seq = map(int, mesh.split("x"))
+        changes = [
+            f"run.directory={self.directory}",
+            f"mesh.data={data}",
+            f"mesh.seq={seq}",
+            f"mesh.virtual_cpu_devices={data * seq}",
+        ]
+        command = [sys.executable, "-m", "jaxsp.train", str(self.config), *changes]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(command, cwd=REPO, stdout=log, stderr=log)
+
+    def read_log(self) -> str:
+        """Last output of its processes."""
+        return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+    def num_lines(self) -> int:
+        path = self.directory / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def unfinished(self) -> set[str]:
+        """Checkpoints that are being written, or were when a process ended."""
+        folder = self.directory / "checkpoints"
+        if not folder.exists():
+            return set()
+        names = [entry.name for entry in os.scandir(folder)]
+        return {name for name in names if name.endswith(writer.PARTIAL_SUFFIX)}
+
+    def read_lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        text = (self.directory / file).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
 
 
 class Case:
-    """A folder with documents, a config, and the runs that are made from them."""
+    """Data and config of two runs: one undisturbed, one with faults."""
 
     def __init__(
         self,
@@ -78,15 +124,23 @@ class Case:
         save_every: int = SAVE_EVERY,
         eval_every: int = EVAL_EVERY,
     ):
-        self.folder, self.num_steps = folder, num_steps
-        self.config = folder / "config.yaml"
-        draw = np.random.default_rng(0)
-        for name, lengths in (("train", [*draw.integers(1, 60, 120), 300]), ("eval", [40, 20, 17])):
+        self.num_steps = num_steps
+        config = folder / "config.yaml"
+        self.undisturbed = Run(config, "undisturbed")
+        self.faulty = Run(config, "faulty")
+        rng = np.random.default_rng(0)
+        for name, lengths in (("train", [*rng.integers(1, 60, 120), 300]), ("eval", [40, 20, 17])):
             records = [
-                json.dumps({"input_ids": draw.integers(0, 257, length).tolist()})
+                json.dumps({"input_ids": rng.integers(0, 257, length).tolist()})
                 for length in lengths
             ]
             (folder / f"{name}.jsonl").write_text("\n".join(records), encoding="utf-8")
+        train = {"source": str(folder / "train.jsonl"), "format": "tokens"}
+        evaluation = {
+            "source": str(folder / "eval.jsonl"),
+            "format": "tokens",
+            "name": "held-out",
+        }
         fields = {
             "run": {
                 "directory": "?",
@@ -97,18 +151,17 @@ class Case:
             "model": {"config": batches.UNEVEN_LLAMA, "compute_dtype": "float32"},
             "mesh": {"data": 2, "seq": 4, "virtual_cpu_devices": 8},
             "data": {
-                "train": [{"source": str(folder / "train.jsonl"), "format": "tokens"}],
-                "eval": [
-                    {"source": str(folder / "eval.jsonl"), "format": "tokens", "name": "held-out"}
-                ],
+                "train": [train],
+                "eval": [evaluation],
                 "row_tokens": 64,
                 "max_segments_per_row": 8,
             },
             "batch": {"rows_per_step": 8},
-            # at 0.01 AdamW makes 3e-5 of the rounding between two meshes within 18 steps, without any fault
+            # At 0.01, AdamW turns the rounding between two meshes into 3e-5 within 18 steps
             "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
             "logging": {"tensorboard": False},
         }
+<<<<<<< HEAD
         self.config.write_text(yaml.safe_dump(fields), encoding="utf-8")
 
     def start(self, name: str, mesh: str) -> subprocess.Popen:
@@ -156,117 +209,140 @@ class Case:
             json.loads(line)
             for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()
         ]
+=======
+        config.write_text(yaml.safe_dump(fields), encoding="utf-8")
+>>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 
 
-def straight(case: Case, mesh: str, *, patience_s: float) -> tuple[float, list[int]]:
-    """Runs it without a fault. Returns seconds until the first step, and the process's KiB of memory over time."""
-    began, first, memory = time.monotonic(), None, []
-    child = case.start("straight", mesh)
-    while child.poll() is None:
+def run_undisturbed(case: Case, mesh: str, *, timeout_s: float) -> tuple[float, list[int]]:
+    """Runs without a fault.
+
+    Returns: seconds until the first step, and KiB of memory of the process over time.
+    """
+    run = case.undisturbed
+    start_s = time.monotonic()
+    first_step_s = None
+    memory_kib: list[int] = []
+    process = run.start(mesh)
+    while process.poll() is None:
         time.sleep(0.05)
-        if first is None and case.num_lines("straight"):
-            first = time.monotonic() - began
-        if first is not None and len(memory) <= 20 * case.num_lines("straight") // case.num_steps:
-            memory.append(_resident_kib(child.pid))
-        if time.monotonic() - began > patience_s:
-            child.kill()
-    if child.returncode or first is None:
-        raise SystemExit(
-            f"the straight run failed with {child.returncode}:\n{case.said('straight')[-3000:]}"
-        )
-    return first, memory
+        num_lines = run.num_lines()
+        if first_step_s is None and num_lines:
+            first_step_s = time.monotonic() - start_s
+        if first_step_s is not None and len(memory_kib) <= 20 * num_lines // case.num_steps:
+            memory_kib.append(_resident_kib(process.pid))
+        if time.monotonic() - start_s > timeout_s:
+            process.kill()
+    if process.returncode or first_step_s is None:
+        raise SystemExit(f"exit code {process.returncode} without a fault:\n{run.read_log()}")
+    return first_step_s, memory_kib
 
 
-def torn(
+def run_with_faults(
     case: Case,
     kinds: Sequence[str],
     meshes: Sequence[str],
     *,
-    starts_in_s: float,
+    first_step_s: float,
     seed: int,
-    patience_s: float,
-) -> list[Seen]:
-    """Runs it with a fault of each of these kinds, one after another, and then to its end."""
-    draw, seen = random.Random(seed), []
-    # as many steps between two faults as there are for them, those that are lost each time not counted
-    room = max(1, case.num_steps // (len(kinds) + 1))
-    until = time.monotonic() + patience_s
+    timeout_s: float,
+) -> list[Fault]:
+    """Runs with one fault of each of these kinds after another, and then to the end."""
+    run = case.faulty
+    rng = random.Random(seed)
+    faults: list[Fault] = []
+    # Steps that are lost at each fault come in addition
+    max_steps = max(1, case.num_steps // (len(kinds) + 1))
+    deadline_s = time.monotonic() + timeout_s
     for number, kind in enumerate(kinds):
-        child = case.start("torn", meshes[number % len(meshes)])
-        if kind == "kill" and draw.random() < 0.3:
-            time.sleep(draw.uniform(0, starts_in_s))  # reading, compiling, restoring
+        process = run.start(meshes[number % len(meshes)])
+        if kind == "kill" and rng.random() < 0.3:
+            time.sleep(rng.uniform(0, first_step_s))  # while it reads, compiles or restores
         else:
-            goal = case.num_lines("torn") + draw.randint(1, room)
-            _wait(child, functools.partial(case.has_lines, "torn", goal), until)
-            if kind == "kill-in-save":
-                begun = functools.partial(
-                    case.has_begun_to_save, "torn", beside=case.unfinished("torn")
-                )
-                _wait(child, begun, until, every_s=0.0005)
-                time.sleep(draw.uniform(0, 0.05))
-            else:
-                time.sleep(draw.uniform(0, 0.3))
-        seen.append(_strike(case, child, kind, draw))
-        if child.poll() is None:  # only paused
-            seen.append(_strike(case, child, "kill", draw))
-        if seen[-1].code == 0 and seen[-1].kind != "term":
-            break  # it was done before the fault came
-    child = case.start("torn", meshes[len(kinds) % len(meshes)])
-    _wait(child, lambda: False, until)
-    if child.returncode:
-        raise SystemExit(
-            f"the run does not go on, exit code {child.returncode}:\n{case.said('torn')[-3000:]}"
-        )
-    return seen
+            _wait_for_moment(run, process, kind, rng, max_steps=max_steps, deadline_s=deadline_s)
+        faults.append(_cause_fault(run, process, kind, rng))
+        if process.poll() is None:  # after a pause
+            faults.append(_cause_fault(run, process, "kill", rng))
+        if faults[-1].code == 0 and faults[-1].kind != "term":
+            break  # the run was done before the fault
+    process = run.start(meshes[len(kinds) % len(meshes)])
+    _wait_until(lambda: False, process, deadline_s)
+    if process.returncode:
+        raise SystemExit(f"cannot resume, exit code {process.returncode}:\n{run.read_log()}")
+    return faults
 
 
-def _strike(case: Case, child: subprocess.Popen, kind: str, draw: random.Random) -> Seen:
-    if kind == "pause":
-        child.send_signal(signal.SIGSTOP)
-        time.sleep(draw.uniform(1, 5))
-        child.send_signal(signal.SIGCONT)
-        time.sleep(draw.uniform(0, 1))
-    elif kind == "term":
-        child.send_signal(signal.SIGTERM)
-        child.wait(timeout=120)
+def _wait_for_moment(
+    run: Run,
+    process: subprocess.Popen,
+    kind: str,
+    rng: random.Random,
+    *,
+    max_steps: int,
+    deadline_s: float,
+) -> None:
+    """Waits for some steps, and for the begin of a checkpoint if the fault is in a save."""
+    num_lines = run.num_lines() + rng.randint(1, max_steps)
+    _wait_until(lambda: run.num_lines() >= num_lines, process, deadline_s)
+    if kind == "kill-in-save":
+        before = run.unfinished()
+        _wait_until(lambda: bool(run.unfinished() - before), process, deadline_s, poll_s=0.0005)
+        time.sleep(rng.uniform(0, 0.05))
     else:
-        child.kill()
-        child.wait()
-    seen = Seen(
+        time.sleep(rng.uniform(0, 0.3))
+
+
+def _cause_fault(run: Run, process: subprocess.Popen, kind: str, rng: random.Random) -> Fault:
+    if kind == "pause":
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(rng.uniform(1, 5))
+        process.send_signal(signal.SIGCONT)
+        time.sleep(rng.uniform(0, 1))
+    elif kind == "term":
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=120)
+    else:
+        process.kill()
+        process.wait()
+    fault = Fault(
         kind=kind,
-        steps=case.num_lines("torn"),
-        unfinished=len(case.unfinished("torn")),
-        code=child.poll(),
+        num_lines=run.num_lines(),
+        num_unfinished=len(run.unfinished()),
+        code=process.poll(),
     )
-    if kind == "term" and child.returncode:
-        raise SystemExit(f"SIGTERM: exit code {child.returncode}:\n{case.said('torn')[-3000:]}")
+    if kind == "term" and process.returncode:
+        raise SystemExit(f"SIGTERM: exit code {process.returncode}:\n{run.read_log()}")
     if kind == "flip":
-        _flip(case, draw)
-    return seen
+        _flip_bit(run, rng)
+    return fault
 
 
-def _flip(case: Case, draw: random.Random) -> None:
-    """Another bit in the largest file of the newest checkpoint, where there is one before it."""
-    folder = case.folder / "torn/checkpoints"
-    steps = sorted(int(path.name) for path in folder.glob("*") if path.name.isdigit())
+def _flip_bit(run: Run, rng: random.Random) -> None:
+    """Flips a bit in the largest file of the latest checkpoint, if there is an earlier one."""
+    folder = run.directory / "checkpoints"
+    steps = run_paths.list_steps(folder)
     if len(steps) < 2:
         return
-    path = max(
-        (folder / str(steps[-1])).rglob("*"),
-        key=lambda path: path.stat().st_size if path.is_file() else -1,
-    )
+    files = [path for path in (folder / str(steps[-1])).rglob("*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
 
 
-def _wait(child: subprocess.Popen, is_there: Any, until: float, *, every_s: float = 0.01) -> None:
-    """Until something is there, or the process has ended."""
-    while child.poll() is None and not is_there():
-        if time.monotonic() > until:
-            child.kill()
+def _wait_until(
+    condition: Callable[[], bool],
+    process: subprocess.Popen,
+    deadline_s: float,
+    *,
+    poll_s: float = 0.01,
+) -> None:
+    """Waits until a condition holds, or the process has ended."""
+    while process.poll() is None and not condition():
+        if time.monotonic() > deadline_s:
+            process.kill()
             raise SystemExit("the run makes no progress")
-        time.sleep(every_s)
+        time.sleep(poll_s)
 
 
 def _resident_kib(pid: int) -> int:
@@ -274,55 +350,60 @@ def _resident_kib(pid: int) -> int:
     return next((int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
 
 
-def differences(case: Case, *, exactly: bool) -> Iterator[str]:
-    """What the torn run has otherwise than the straight one."""
+def differences(case: Case, *, is_exact: bool) -> Iterator[str]:
+    """Finds differences between the two runs.
+
+    Args: is_exact: False: compares losses to rounding, and no weights.
+    """
     for file in ("metrics.jsonl", "eval.jsonl"):
-        straight, torn = case.lines("straight", file), case.lines("torn", file)
-        steps = [line["step"] for line in torn]
-        if steps != [line["step"] for line in straight]:
-            again = [step for step, times in collections.Counter(steps).items() if times > 1]
-            yield f"{file}: {len(steps)} lines in place of {len(straight)}; more than once: {again[:5]}"
+        expected = case.undisturbed.read_lines(file)
+        lines = case.faulty.read_lines(file)
+        steps = [line["step"] for line in lines]
+        if steps != [line["step"] for line in expected]:
+            counts = collections.Counter(steps)
+            repeated = [step for step, count in counts.items() if count > 1]
+            yield f"{file}: {len(steps)} of {len(expected)} lines; more than once: {repeated[:5]}"
             continue
-        for one, other in zip(straight, torn, strict=True):
-            for field in one:
-                same = True
-                if field in EXACT:
-                    same = one[field] == other[field]
-                elif field in ROUNDED:
-                    same = (
-                        one[field] == other[field] if exactly else _near(one[field], other[field])
-                    )
-                if not same:
-                    yield f"{file}: step {one['step']}: {field} {one[field]!r} -> {other[field]!r}"
-    arrays = [_arrays(case.folder / name) for name in ("straight", "torn")]
-    for path, array in arrays[0].items():
-        if exactly and array.tobytes() != arrays[1][path].tobytes():
-            yield f"{path}: the last checkpoint differs by {np.abs(array - arrays[1][path]).max():.1e}"
+        for expected_line, line in zip(expected, lines, strict=True):
+            for field, value in expected_line.items():
+                if not _is_equal(field, value, line[field], is_exact=is_exact):
+                    yield f"{file}: step {line['step']}: {field} {value!r} -> {line[field]!r}"
+    arrays = _read_arrays(case.faulty)
+    for path, expected_array in _read_arrays(case.undisturbed).items():
+        if is_exact and expected_array.tobytes() != arrays[path].tobytes():
+            difference = np.abs(expected_array - arrays[path]).max()
+            yield f"{path}: the last checkpoint differs by {difference:.1e}"
 
 
-def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= tolerances.MESH * abs(one)
+def _is_equal(field: str, expected: Any, value: Any, *, is_exact: bool) -> bool:
+    """Compares values of a field; those that depend on time are always equal."""
+    if field in ROUNDED and not is_exact:
+        return abs(expected - value) <= tolerances.MESH * abs(expected)
+    return field not in (*EXACT, *ROUNDED) or expected == value
 
 
-def _arrays(run: pathlib.Path) -> dict[str, np.ndarray]:
-    """Every array of a run's last checkpoint as it is stored."""
+def _read_arrays(run: Run) -> dict[str, np.ndarray]:
+    """Arrays of the last checkpoint as they are stored."""
     import jax
     import orbax.checkpoint as ocp
 
-    found = {}
-    newest = run_paths.find_latest(run)
-    assert newest is not None
+    arrays = {}
+    checkpoint = run_paths.find_latest(run.directory)
+    assert checkpoint is not None
     for item in (run_paths.MASTER, run_paths.OPT):
+        path = checkpoint / item
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            shapes = reader.metadata(newest / item).item_metadata.tree
+            shapes = reader.metadata(path).item_metadata.tree
             on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), shapes)
-            tree = reader.restore(newest / item, args=ocp.args.PyTreeRestore(restore_args=on_host))
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-        found |= {f"{item}{jax.tree_util.keystr(path)}": np.asarray(leaf) for path, leaf in leaves}
-    return found
+            tree = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=on_host))
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            arrays[f"{item}{jax.tree_util.keystr(keys)}"] = np.asarray(leaf)
+    return arrays
 
 
-def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parses arguments. Returns them, and the kinds of all faults in random order."""
+    kinds_help = "; ".join(f"{kind}: {text}" for kind, text in KINDS.items())
     parser = argparse.ArgumentParser(
         prog="python -m tests.faults.kills", description=__doc__.splitlines()[0]
     )
@@ -332,7 +413,7 @@ def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
         nargs="+",
         default=["kill=20", "kill-in-save=10"],
         metavar="KIND=COUNT",
-        help=str(KINDS),
+        help=kinds_help,
     )
     parser.add_argument(
         "--meshes", nargs="+", default=["2x4"], help="data x seq, one after another"
@@ -341,50 +422,56 @@ def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
     parser.add_argument("--eval-every", type=int, default=EVAL_EVERY)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--patience", type=float, default=3600, metavar="S")
-    given = parser.parse_args(arguments)
-    kinds = [
-        kind
-        for kind, _, count in (word.partition("=") for word in given.faults)
-        for _ in range(int(count))
-    ]
+    args = parser.parse_args(arguments)
+    kinds: list[str] = []
+    for text in args.faults:
+        kind, _, count = text.partition("=")
+        kinds += [kind] * int(count)
     if unknown := {*kinds} - {*KINDS}:
-        parser.error(f"{unknown}: choose from {KINDS}")
-    random.Random(given.seed).shuffle(kinds)
+        parser.error(f"{unknown}: choose from {', '.join(KINDS)}")
+    random.Random(args.seed).shuffle(kinds)
+    return args, kinds
 
+
+def main(arguments: Sequence[str], *, folder: pathlib.Path) -> int:
+    """Runs the comparison in a folder. Returns the exit code."""
+    args, kinds = _parse(arguments)
     case = Case(
-        folder, num_steps=given.steps, save_every=given.save_every, eval_every=given.eval_every
+        folder, num_steps=args.steps, save_every=args.save_every, eval_every=args.eval_every
     )
-    began = time.monotonic()
-    first, memory = straight(case, given.meshes[0], patience_s=given.patience)
-    print(
-        f"straight: {given.steps} steps in {time.monotonic() - began:.0f} s, the first after {first:.1f} s",
-        flush=True,
+    start_s = time.monotonic()
+    first_step_s, memory_kib = run_undisturbed(case, args.meshes[0], timeout_s=args.patience)
+    seconds = time.monotonic() - start_s
+    print(f"undisturbed: {args.steps} steps in {seconds:.0f} s, the first after {first_step_s:.1f}")
+    memory_mib = " ".join(str(kib // 1024) for kib in memory_kib)
+    print(f"memory over time, MiB: {memory_mib}", flush=True)
+    start_s = time.monotonic()
+    faults = run_with_faults(
+        case,
+        kinds,
+        args.meshes,
+        first_step_s=first_step_s,
+        seed=args.seed,
+        timeout_s=args.patience,
     )
-    print(f"memory over time, MiB: {' '.join(str(kib // 1024) for kib in memory)}", flush=True)
-    began = time.monotonic()
-    seen = torn(
-        case, kinds, given.meshes, starts_in_s=first, seed=given.seed, patience_s=given.patience
-    )
-    for one in seen:
-        print(
-            f"{one.kind:13} at step {one.steps:6}, {one.unfinished} checkpoints unfinished, exit {one.code}"
-        )
-    counts = collections.Counter(one.kind for one in seen)
-    in_save = sum(one.unfinished > 0 for one in seen)
-    print(
-        f"torn: {dict(counts)}, {in_save} while a checkpoint was written, in {time.monotonic() - began:.0f} s"
-    )
-    found = list(differences(case, exactly=len(given.meshes) == 1))
-    print("\n".join(found[:20]) or "nothing is lost", flush=True)
-    return int(bool(found))
+    for fault in faults:
+        state = f"step {fault.num_lines:6}, {fault.num_unfinished} unfinished checkpoints"
+        print(f"{fault.kind:13} at {state}, exit code {fault.code}")
+    counts = collections.Counter(fault.kind for fault in faults)
+    num_in_save = sum(fault.num_unfinished > 0 for fault in faults)
+    seconds = time.monotonic() - start_s
+    print(f"faults: {dict(counts)}, {num_in_save} of them during a save, in {seconds:.0f} s")
+    problems = list(differences(case, is_exact=len(args.meshes) == 1))
+    print("\n".join(problems[:20]) or "nothing is lost", flush=True)
+    return int(bool(problems))
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="jaxsp-faults-") as made:
-        os.environ.setdefault("HF_DATASETS_CACHE", f"{made}/datasets")
-        code = main(sys.argv[1:], folder=pathlib.Path(made))
+    with tempfile.TemporaryDirectory(prefix="jaxsp-faults-") as temporary:
+        os.environ.setdefault("HF_DATASETS_CACHE", f"{temporary}/datasets")
+        code = main(sys.argv[1:], folder=pathlib.Path(temporary))
         if code:
-            kept = tempfile.mkdtemp(prefix="jaxsp-faults-failed-")
-            shutil.copytree(made, kept, dirs_exist_ok=True)
-            print(f"kept in {kept}", file=sys.stderr)
+            copy = tempfile.mkdtemp(prefix="jaxsp-faults-failed-")
+            shutil.copytree(temporary, copy, dirs_exist_ok=True)
+            print(f"files are in {copy}", file=sys.stderr)
     sys.exit(code)

@@ -1,6 +1,6 @@
-"""Two processes, of which one meets its fate: who ends when, and what is left.
+"""Faults in one of two processes: when both end, and what is left.
 
-`python -m tests.faults.peers` does all of it and prints a table (about 15 minutes on 2 cores).
+`python -m tests.faults.peers` tries all of them and prints a table (about 15 minutes on 2 cores).
 """
 
 import argparse
@@ -15,84 +15,89 @@ import sys
 import tempfile
 import time
 
+from jaxsp import launch
 from tests import test_launch
 
-STEPS = 14
+NUM_STEPS = 14
 
-AT = 7
-"""The step after which it happens."""
+FAULT_STEP = 7
+"""Step after which the fault happens."""
 
-SAME = (*test_launch.COUNTS, "loss", "grad_norm", "token_accuracy")
+DETERMINISTIC = (*test_launch.COUNTS, "loss", "grad_norm", "token_accuracy")
+"""Fields of metrics.jsonl that do not depend on time."""
+
+NO_FAULT = "slow:0:0:none"
+"""Argument of tests.faults.faulty for a run without a fault, in slow steps."""
+
+LAUNCH = """
+import sys
+from jaxsp import cli, launch
+sys.executable = {!r}
+cli.run_command(launch.main)
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """What happens to whom."""
+    """A fault in one of two processes."""
 
     event: str
-    """The name of a signal, or what tests.faults.faulty knows; `twice` is SIGTERM, and again after 1.5 s."""
+    """Name of a signal, `raise` or `hang` (tests.faults.faulty), or `twice`: SIGTERM, and again
+    after 1.5 s."""
     victim: int
+    """Index of the process."""
     launched: bool
-    """By jaxsp.launch; else as srun and torchrun start processes."""
-    words: tuple[str, ...] = ()
+    """True with jaxsp.launch; False with two commands, as srun and torchrun start processes."""
+    changes: tuple[str, ...] = ()
+    """Changes of the config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How it ended."""
+    """End of a run after a fault."""
 
     codes: list[int]
-    """Of the launcher, or of both processes."""
+    """Exit codes of the launcher, or of both processes."""
     seconds: float
-    """From the event until all are gone. A process that is stopped is killed then, where there is no launcher."""
-    said: str
+    """Seconds from the fault until all processes have ended. Without a launcher, a process that is
+    suspended is killed when the other one has ended."""
+    output: str
     steps: list[int]
-    """In metrics.jsonl."""
-    saved: list[int]
-    """Checkpoints."""
+    """Steps in metrics.jsonl."""
+    checkpoints: list[int]
+    """Steps of the checkpoints."""
 
     @property
-    def tracebacks(self) -> int:
-        return self.said.count("Traceback (most recent call last)")
+    def num_tracebacks(self) -> int:
+        return self.output.count("Traceback (most recent call last)")
 
 
 class Job:
-    """A small run by two processes that share each row."""
+    """A small run of two processes that share each row."""
 
     def __init__(self, folder: pathlib.Path, *, data: int = 1, seq: int = 2):
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.file, self.metrics = test_launch.write_config(
-            folder, name="run", data=data, seq=seq, steps=STEPS, devices=data * seq
+        self.config, self.metrics = test_launch.write_config(
+            folder, name="run", data=data, seq=seq, steps=NUM_STEPS, devices=data * seq
         )
 
-    def start(
-        self, *words: str, launched: bool, fault: str = "slow:0:0:none"
-    ) -> list[subprocess.Popen]:
-        """The launcher, or both processes."""
-        faulty = (sys.executable, "-m", "tests.faults.faulty", fault)
+    def start(self, *changes: str, launched: bool, fault: str = NO_FAULT) -> list[subprocess.Popen]:
+        """Starts the launcher, or both processes."""
+        train = (sys.executable, "-m", "tests.faults.faulty", fault)
         if launched:
             python = self.folder / "python"
-            python.write_text(f'#!/bin/sh\nexec {" ".join(faulty)} "$@"\n')
+            python.write_text(f'#!/bin/sh\nexec {" ".join(train)} "$@"\n')
             python.chmod(python.stat().st_mode | stat.S_IXUSR)
-            program = f"import sys; from jaxsp import cli, launch; sys.executable = {str(python)!r}; cli.run_command(launch.main)"
-            return [
-                self._begin(sys.executable, "-c", program, "--processes", "2", self.file, *words)
-            ]
-        from jaxsp import launch
+            launcher = (sys.executable, "-c", LAUNCH.format(str(python)), "--processes", "2")
+            return [self._start(*launcher, self.config, *changes)]
+        coordinator = f"127.0.0.1:{launch.free_port()}"
+        job = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
+        return [self._start(*train, self.config, *changes, *job, index) for index in range(2)]
 
-        place = [
-            "--coordinator",
-            f"127.0.0.1:{launch.free_port()}",
-            "--num-processes",
-            "2",
-            "--process-id",
-        ]
-        return [self._begin(*faulty, self.file, *words, *place, str(index)) for index in range(2)]
-
-    def _begin(self, *words: object) -> subprocess.Popen:
+    def _start(self, *command: object) -> subprocess.Popen:
         return subprocess.Popen(
-            [*map(str, words)],
+            [str(word) for word in command],
             cwd=test_launch.REPO,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
@@ -100,123 +105,129 @@ class Job:
             text=True,
         )
 
-    def lines(self) -> list[dict]:
+    def read_lines(self) -> list[dict]:
+        """Lines of metrics.jsonl so far."""
         return test_launch.read_lines(self.metrics) if self.metrics.exists() else []
 
-    def wait_for(self, step: int, begun: list[subprocess.Popen]) -> None:
+    def wait_for_step(self, step: int, processes: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + 400
-        while len(self.lines()) < step:
-            assert all(one.poll() is None for one in begun), [
-                one.communicate()[0] for one in begun if one.poll() is not None
-            ]
+        while len(self.read_lines()) < step:
+            for process in processes:
+                assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    def end(self, begun: list[subprocess.Popen], since: float) -> Outcome:
-        said = [one.communicate(timeout=400)[0] for one in begun]
-        saved = [
-            int(path.name)
-            for path in (self.metrics.parent / "checkpoints").glob("*")
-            if path.name.isdecimal()
-        ]
+    def wait_for_end(self, processes: list[subprocess.Popen], start_s: float) -> Outcome:
+        outputs = [process.communicate(timeout=400)[0] for process in processes]
+        paths = (self.metrics.parent / "checkpoints").glob("*")
         return Outcome(
-            codes=[one.returncode for one in begun],
-            seconds=time.monotonic() - since,
-            said="".join(said),
-            steps=[line["step"] for line in self.lines()],
-            saved=sorted(saved),
+            codes=[process.returncode for process in processes],
+            seconds=time.monotonic() - start_s,
+            output="".join(outputs),
+            steps=[line["step"] for line in self.read_lines()],
+            checkpoints=sorted(int(path.name) for path in paths if path.name.isdecimal()),
         )
 
-    def all_steps(self, **how) -> list[dict]:
-        """Runs to the end, and gives the numbers of each step that do not depend on time."""
-        begun = self.start(**{"launched": True, **how})
-        outcome = self.end(begun, time.monotonic())
-        assert outcome.codes == [0] * len(begun), outcome.said
-        return numbers(self.lines())
+    def run_to_end(self, *, launched: bool = True) -> list[dict]:
+        """Runs, or resumes, until the last step, and returns `deterministic_fields`."""
+        processes = self.start(launched=launched)
+        outcome = self.wait_for_end(processes, time.monotonic())
+        assert outcome.codes == [0] * len(processes), outcome.output
+        return deterministic_fields(self.read_lines())
 
 
-def numbers(lines: list[dict]) -> list[dict]:
-    return [{field: line[field] for field in ("step", *SAME)} for line in lines]
+def deterministic_fields(lines: list[dict]) -> list[dict]:
+    return [{field: line[field] for field in ("step", *DETERMINISTIC)} for line in lines]
 
 
-def happen(job: Job, case: Case) -> Outcome:
-    """Starts a run, lets it happen, and waits until all are gone."""
-    fault = (
-        f"{case.event}:{AT}:{case.victim}:{job.folder / 'once'}"
-        if case.event in ("raise", "hang")
-        else "slow:0:0:none"
-    )
-    begun = job.start(*case.words, launched=case.launched, fault=fault)
+def cause_fault(job: Job, case: Case) -> Outcome:
+    """Starts a run, causes the fault, and waits until all processes have ended."""
+    is_internal = case.event in ("raise", "hang")
+    fault = NO_FAULT
+    if is_internal:
+        fault = f"{case.event}:{FAULT_STEP}:{case.victim}:{job.folder / 'once'}"
+    processes = job.start(*case.changes, launched=case.launched, fault=fault)
     try:
-        job.wait_for(AT, begun)
-        since = time.monotonic()
-        if case.event not in ("raise", "hang"):
-            pids = [one.pid for one in begun]
-            if case.launched:
-                pids = sorted(test_launch.children(begun[0].pid), key=test_launch.rank_of)
-            name = "SIGTERM" if case.event == "twice" else case.event
-            os.kill(pids[case.victim], getattr(signal, name))
-            if case.event == "twice":
-                time.sleep(1.5)
-                os.kill(pids[case.victim], signal.SIGTERM)
-                since = time.monotonic()
-            if case.event == "SIGSTOP" and not case.launched:
-                begun[1 - case.victim].wait(timeout=100)
-                outcome_s = time.monotonic() - since
-                begun[case.victim].kill()
-                return dataclasses.replace(job.end(begun, since), seconds=outcome_s)
-        return job.end(begun, since)
+        job.wait_for_step(FAULT_STEP, processes)
+        start_s = time.monotonic()
+        if is_internal:
+            return job.wait_for_end(processes, start_s)
+        pids = [process.pid for process in processes]
+        if case.launched:
+            pids = sorted(test_launch.children(pids[0]), key=test_launch.rank_of)
+        name = "SIGTERM" if case.event == "twice" else case.event
+        os.kill(pids[case.victim], getattr(signal, name))
+        if case.event == "twice":
+            time.sleep(1.5)
+            os.kill(pids[case.victim], signal.SIGTERM)
+            start_s = time.monotonic()
+        if case.event == "SIGSTOP" and not case.launched:
+            processes[1 - case.victim].wait(timeout=100)
+            seconds = time.monotonic() - start_s
+            processes[case.victim].kill()
+            return dataclasses.replace(job.wait_for_end(processes, start_s), seconds=seconds)
+        return job.wait_for_end(processes, start_s)
     finally:
-        for one in begun:
-            one.kill()
+        for process in processes:
+            process.kill()
 
 
 def cases() -> list[Case]:
+    save = ("run.save_every=4",)
+    changes_by_event: dict[str, tuple[str, ...]] = {
+        "SIGTERM": (),
+        "twice": (),
+        "raise": save,
+        "SIGKILL": save,
+        "SIGSTOP": save,
+        "hang": (*save, "run.step_timeout=18s"),
+    }
     return [
-        Case(event=event, victim=victim, launched=launched, words=words)
-        for event, words in (
-            ("SIGTERM", ()),
-            ("twice", ()),
-            ("raise", ("run.save_every=4",)),
-            ("SIGKILL", ("run.save_every=4",)),
-            ("SIGSTOP", ("run.save_every=4",)),
-            ("hang", ("run.save_every=4", "run.step_timeout=18s")),
-        )
+        Case(event=event, victim=victim, launched=launched, changes=changes)
+        for event, changes in changes_by_event.items()
         for victim in (0, 1)
         for launched in (False, True)
     ]
 
 
+COLUMNS = (
+    "event",
+    "in process",
+    "started by",
+    "all ended after",
+    "exit codes",
+    "tracebacks",
+    "checkpoints",
+    "resumed run",
+)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="an event")
-    given = parser.parse_args()
+    parser.add_argument("--only", metavar="EVENT", help="one event instead of all")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        right = Job(pathlib.Path(folder, "straight")).all_steps()
-        assert len(right) == STEPS
-        print(
-            "| event | to process | started by | all gone after | exit codes | tracebacks | checkpoints | run again |"
-        )
-        print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
-        for number, case in enumerate(case for case in cases() if given.only in (None, case.event)):
+        expected = Job(pathlib.Path(folder, "expected")).run_to_end()
+        assert len(expected) == NUM_STEPS
+        print(f"| {' | '.join(COLUMNS)} |")
+        print(f"| {' | '.join('---' for _ in COLUMNS)} |", flush=True)
+        chosen = [case for case in cases() if args.only in (None, case.event)]
+        for number, case in enumerate(chosen):
             job = Job(pathlib.Path(folder, str(number)))
-            outcome = happen(job, case)
-            again = job.all_steps(launched=case.launched) == right
-            by = "launch" if case.launched else "two commands"
-            codes = ", ".join(map(str, outcome.codes))
-            state = "as never stopped" if again else "DIFFERS"
-            row = (
+            outcome = cause_fault(job, case)
+            is_same = job.run_to_end(launched=case.launched) == expected
+            values = (
                 case.event,
                 case.victim,
-                by,
+                "launch" if case.launched else "two commands",
                 f"{outcome.seconds:.1f} s",
-                codes,
-                outcome.tracebacks,
-                outcome.saved,
-                state,
+                ", ".join(map(str, outcome.codes)),
+                outcome.num_tracebacks,
+                outcome.checkpoints,
+                "same numbers" if is_same else "DIFFERS",
             )
-            print(f"| {' | '.join(map(str, row))} |", flush=True)
-            (pathlib.Path(folder) / f"{number}.log").write_text(json.dumps(outcome.said))
+            print(f"| {' | '.join(map(str, values))} |", flush=True)
+            (pathlib.Path(folder) / f"{number}.log").write_text(json.dumps(outcome.output))
 
 
 if __name__ == "__main__":

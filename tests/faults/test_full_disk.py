@@ -1,4 +1,4 @@
-"""A disk that is full during a save, or under the files of numbers, costs a run nothing but time."""
+"""A disk that is full during a save, or under metrics.jsonl, costs a run only time."""
 
 import contextlib
 import io
@@ -28,52 +28,53 @@ from tests import batches, messages
 
 pytestmark = pytest.mark.e2e
 
-STEPS = 16
+NUM_STEPS = 16
 
 
-def settings(folder, run, *words):
-    random = np.random.default_rng(0)
-    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
+def make_config(folder, directory, *changes):
+    rng = np.random.default_rng(0)
+    records = [json.dumps({"input_ids": rng.integers(0, 257, 64).tolist()}) for _ in range(8)]
     source = folder / "data.jsonl"
-    if not source.exists():  # a file that is written again is read again
+    if not source.exists():  # a file that is written again is tokenized again
         source.write_text("\n".join(records), encoding="utf-8")
     fields = {
-        "run": {"directory": str(run), "steps": STEPS, "save_every": 2},
+        "run": {"directory": str(directory), "steps": NUM_STEPS, "save_every": 2},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},
         "data": {"train": [{"source": str(source), "format": "tokens"}], "row_tokens": 64},
         "batch": {"rows_per_step": 1},
         "optimizer": {"learning_rate": 0.1},
         "checkpoint": {"keep_latest": 1},
     }
-    return config_file.parse(fields, words)
+    return config_file.parse(fields, changes)
 
 
-def train(chosen):
-    said = io.StringIO()
-    program, material = build.build_training(chosen, devices=jax.devices()[:1])
-    trainer.train(program, material, rich.console.Console(file=said, width=200))
-    return said.getvalue()
+def train(config):
+    """Trains on one device. Returns the output."""
+    output = io.StringIO()
+    program, inputs = build.build_training(config, devices=jax.devices()[:1])
+    trainer.train(program, inputs, rich.console.Console(file=output, width=200))
+    return output.getvalue()
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 4 MiB."""
+    """Folder of a file system of 4 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    done = subprocess.run(
+    result = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    if result.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {result.stderr.strip()}")
     yield disk
     subprocess.run(["umount", disk], check=True)
 
 
 def fill(disk):
-    """Takes all that is left when the first checkpoint is whole."""
+    """Fills the disk as soon as the first checkpoint is complete."""
     while run_paths.find_latest(disk / "run") is None:
         time.sleep(0.01)
     with (disk / "ballast").open("ab", buffering=0) as file:
@@ -84,189 +85,201 @@ def fill(disk):
             return
 
 
-def events(directory):
-    """How many whole records TensorBoard's files hold."""
-    number = 0
+def count_records(directory):
+    """Number of complete records in TensorBoard's files."""
+    count = 0
     for file in directory.iterdir():
-        left = file.read_bytes()
-        while left:
-            length = int.from_bytes(left[:8], "little")
-            assert len(left) >= length + 16, "half a record"
-            left, number = left[length + 16 :], number + 1
-    return number
+        content = file.read_bytes()
+        while content:
+            length = int.from_bytes(content[:8], "little")
+            assert len(content) >= length + 16, "half a record"
+            content = content[length + 16 :]
+            count += 1
+    return count
 
 
-def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_room(
+def read_metrics(directory):
+    text = (directory / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def checkpoint_names(directory):
+    return [path.name for path in (directory / "checkpoints").iterdir()]
+
+
+def test_a_full_disk_costs_no_line_and_no_checkpoint_once_there_is_space(
     tmp_path, small_disk, monkeypatch, capfd
 ):
-    """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is whole."""
-    write, whole = MetricsWriter.write_step, {}
+    """Full from step 3 to step 11: the saves of steps 4 to 10 fail; that of step 12 is complete."""
+    directory = small_disk / "run"
+    write_step = MetricsWriter.write_step
+    latest_when_full = []
 
-    def fills(self, line):
-        if 3 <= line.step < 11:  # again and again: a save that fails gives back its room
+    def write_to_full_disk(self, line):
+        if 3 <= line.step < 11:  # repeatedly, since a save that fails frees its space
             fill(small_disk)
         if line.step == 11:
-            whole["then"] = run_paths.find_latest(small_disk / "run").name
+            latest_when_full.append(run_paths.find_latest(directory).name)
             (small_disk / "ballast").unlink()
-        write(self, line)
+        write_step(self, line)
 
-    monkeypatch.setattr(MetricsWriter, "write_step", fills)
-    said = train(settings(tmp_path, small_disk / "run"))
-    assert whole["then"] == "2"
-    assert re.search(messages.holding("checkpoint 4", "step 2"), said)
-    failed = re.findall(r"checkpoint (\d+)\b.*No space left on device", said)
+    monkeypatch.setattr(MetricsWriter, "write_step", write_to_full_disk)
+    output = train(make_config(tmp_path, directory))
+    assert latest_when_full == ["2"]
+    assert re.search(messages.holding("checkpoint 4", "step 2"), output)
+    failed = re.findall(r"checkpoint (\d+)\b.*No space left on device", output)
     assert failed == ["4", "6", "8", "10"]
-    lines = [
-        json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert events(small_disk / "run/tensorboard") == STEPS + 2
-    assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == [str(STEPS)]
-    errors_said = capfd.readouterr().err
-    full, again = [line for line in errors_said.splitlines() if "metrics.jsonl" in line]
+    lines = read_metrics(directory)
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert count_records(directory / "tensorboard") == NUM_STEPS + 2
+    assert checkpoint_names(directory) == [str(NUM_STEPS)]
+    stderr = capfd.readouterr().err
+    full, written = [line for line in stderr.splitlines() if "metrics.jsonl" in line]
     assert "No space left on device" in full
-    assert "No space left on device" not in again
-    assert "Traceback" not in errors_said
+    assert "No space left on device" not in written
+    assert "Traceback" not in stderr
     monkeypatch.undo()
-    # the same numbers as on a disk with room
-    train(settings(tmp_path, tmp_path / "plain"))
-    plain = [
-        json.loads(line) for line in (tmp_path / "plain/metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+    # The same numbers as on a disk with space
+    train(make_config(tmp_path, tmp_path / "plain"))
+    expected = read_metrics(tmp_path / "plain")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in expected]
 
 
 @pytest.mark.slow
-def test_the_checkpoint_before_the_disk_was_full_is_gone_on_from(tmp_path, small_disk, monkeypatch):
+def test_a_run_resumes_from_the_checkpoint_before_the_disk_was_full(
+    tmp_path, small_disk, monkeypatch
+):
     monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (0.1, 0.1))
-    write = MetricsWriter.write_step
+    directory = small_disk / "run"
+    write_step = MetricsWriter.write_step
 
-    def fills(self, line):
+    def write_to_full_disk(self, line):
         if line.step == 3:
             fill(small_disk)
-        write(self, line)
+        write_step(self, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "write_step", fills)
-        says = messages.holding(STEPS, "No space left on device", "step 2")
-        with pytest.raises(NeedsAttentionError, match=says):
-            train(settings(tmp_path, small_disk / "run"))
+        patch.setattr(MetricsWriter, "write_step", write_to_full_disk)
+        parts = messages.holding(NUM_STEPS, "No space left on device", "step 2")
+        with pytest.raises(NeedsAttentionError, match=parts):
+            train(make_config(tmp_path, directory))
     (small_disk / "ballast").unlink()
-    assert [path.name for path in (small_disk / "run/checkpoints").iterdir()] == ["2"]
-    train(settings(tmp_path, small_disk / "run"))
-    lines = [
-        json.loads(line) for line in (small_disk / "run/metrics.jsonl").read_text().splitlines()
-    ]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert checkpoint_names(directory) == ["2"]
+    train(make_config(tmp_path, directory))
+    steps = [line["step"] for line in read_metrics(directory)]
+    assert steps == list(range(1, NUM_STEPS + 1))
 
 
 @pytest.fixture
-def small_files():
-    """Call it with the bytes that a file may have; needs no mount."""
-    before, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+def limit_file_size():
+    """Function that limits the bytes of each file; needs no mount."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
     def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
 
     yield limit
     limit(None)
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_records_that_find_no_room_wait_for_it_and_none_is_cut(tmp_path, small_files, capfd):
-    given = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
-    lines = AppendFile(tmp_path / "a")
-    lines.add(given[0])
-    small_files(100_000)
-    for record in given[1:3]:
-        lines.add(record)
-        assert (tmp_path / "a").read_bytes() == given[0]
+def test_records_wait_for_space_and_none_is_cut(tmp_path, limit_file_size, capfd):
+    path = tmp_path / "a"
+    records = [letter * 60_000 for letter in (b"a", b"b", b"c", b"d", b"e")]
+    file = AppendFile(path)
+    file.add(records[0])
+    limit_file_size(100_000)
+    for record in records[1:3]:
+        file.add(record)
+        assert path.read_bytes() == records[0]
     with pytest.raises(OSError, match="No space left on device"):
-        lines.sync()
-    small_files(None)
-    lines.add(given[3])
-    lines.sync()
-    assert (tmp_path / "a").read_bytes() == b"".join(given[:4])
-    small_files(250_000)
-    lines.add(given[4])
-    lines.close()
-    assert (tmp_path / "a").read_bytes() == b"".join(given[:4])
-    full, again, full_again, lost = capfd.readouterr().err.splitlines()
+        file.sync()
+    limit_file_size(None)
+    file.add(records[3])
+    file.sync()
+    assert path.read_bytes() == b"".join(records[:4])
+    limit_file_size(250_000)
+    file.add(records[4])
+    file.close()
+    assert path.read_bytes() == b"".join(records[:4])
+    full, written, full_again, lost = capfd.readouterr().err.splitlines()
     for line in (full, full_again):
-        assert re.match(messages.holding(tmp_path / "a", "File too large"), line)
-    assert "File too large" not in again
-    assert re.match(messages.holding(tmp_path / "a", "60,000 bytes"), lost)
+        assert re.match(messages.holding(path, "File too large"), line)
+    assert "File too large" not in written
+    assert re.match(messages.holding(path, "60,000 bytes"), lost)
 
 
 @pytest.mark.slow
-def test_a_save_that_finds_no_room_is_tried_again(tmp_path, small_files, monkeypatch):
+def test_a_save_that_finds_no_space_is_tried_again(tmp_path, limit_file_size, monkeypatch):
     save = CheckpointWriter.save
 
-    def limited(self, state, meta):
-        small_files(20_000 if meta.step == 4 else None)
+    def save_to_small_files(self, state, meta):
+        limit_file_size(20_000 if meta.step == 4 else None)
         outcome = save(self, state, meta)
         if outcome is None:
             self._pending.future.exception()  # waits until it has ended
-        small_files(None)
+        limit_file_size(None)
         return outcome
 
-    monkeypatch.setattr(CheckpointWriter, "save", limited)
-    said = train(settings(tmp_path, tmp_path / "run"))
-    assert re.findall(r"checkpoint (\d+)\b.*File too large", said) == ["4"]
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == [str(STEPS)]
+    monkeypatch.setattr(CheckpointWriter, "save", save_to_small_files)
+    output = train(make_config(tmp_path, tmp_path / "run"))
+    assert re.findall(r"checkpoint (\d+)\b.*File too large", output) == ["4"]
+    assert checkpoint_names(tmp_path / "run") == [str(NUM_STEPS)]
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "events"])
-def test_no_checkpoint_counts_a_step_whose_line_is_not_on_the_disk(tmp_path, monkeypatch, file):
-    """A kill would lose it for ever, since the run goes on behind it."""
-    settle, settled = AppendFile.sync, []
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events"])
+def test_no_checkpoint_is_written_before_the_lines_of_its_steps(tmp_path, monkeypatch, name):
+    """A kill would lose such a line forever, since the run resumes after it."""
+    sync = AppendFile.sync
+    synced = []
 
-    def full_at_first(self):
-        if self._path.name.startswith(file):
-            settled.append(self._path)
-            if len(settled) == 1:
+    def fail_once(self):
+        if self._path.name.startswith(name):
+            synced.append(self._path)
+            if len(synced) == 1:
                 raise OSError(28, "No space left on device")
-        settle(self)
+        sync(self)
 
-    monkeypatch.setattr(AppendFile, "sync", full_at_first)
-    said = train(settings(tmp_path, tmp_path / "run", "run.steps=4", "logging.tensorboard=true"))
-    assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), said)
-    waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", said)
-    assert waits == ["4"], "of the checkpoint that was written"
-    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["4"]
-    assert len(settled) == 2, "before each checkpoint"
+    monkeypatch.setattr(AppendFile, "sync", fail_once)
+    changes = ("run.steps=4", "logging.tensorboard=true")
+    output = train(make_config(tmp_path, tmp_path / "run", *changes))
+    assert re.search(messages.holding("checkpoint 2", "[Errno 28]"), output)
+    waits = re.findall(r"step (\d+) .*checkpoint.* \d+(?:\.\d)? s", output)
+    assert waits == ["4"], "only the checkpoint that was written"
+    assert checkpoint_names(tmp_path / "run") == ["4"]
+    assert len(synced) == 2, "before each checkpoint"
 
 
-@pytest.mark.parametrize("held", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_disk_that_is_full_at_the_beginning_is_named(tmp_path, monkeypatch, held):
-    """The train command holds the folder from before it reads anything."""
-    train(settings(tmp_path, tmp_path / "run", "run.steps=2"))
-    longer = settings(tmp_path, tmp_path / "run", "run.steps=3")
-    before = (tmp_path / "run/config.yaml").read_text()
-    write = pathlib.Path.write_text
+@pytest.mark.parametrize("is_locked", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_error_names_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, is_locked):
+    """The train command locks the folder before it reads anything."""
+    directory = tmp_path / "run"
+    train(make_config(tmp_path, directory, "run.steps=2"))
+    config = make_config(tmp_path, directory, "run.steps=3")
+    before = (directory / "config.yaml").read_text()
+    write_text = pathlib.Path.write_text
 
-    def full(self, text, **how):
-        if not self.is_relative_to(tmp_path / "run"):  # such as the cache of tokens
-            return write(self, text, **how)
-        write(self, text[:10], **how)
+    def write_to_full_disk(self, text, **options):
+        if not self.is_relative_to(directory):  # such as the cache of tokens
+            return write_text(self, text, **options)
+        write_text(self, text[:10], **options)
         raise OSError(28, "No space left on device")
 
-    with run_dir.lock(tmp_path / "run") if held else contextlib.nullcontext():
-        monkeypatch.setattr(pathlib.Path, "write_text", full)
-        says = messages.holding(f"run.directory = {tmp_path}/run", "No space left on device")
-        with pytest.raises(UserError, match=says):
-            train(longer)
-    assert (tmp_path / "run/config.yaml").read_text() == before
+    with run_dir.lock(directory) if is_locked else contextlib.nullcontext():
+        monkeypatch.setattr(pathlib.Path, "write_text", write_to_full_disk)
+        parts = messages.holding(f"run.directory = {directory}", "No space left on device")
+        with pytest.raises(UserError, match=parts):
+            train(config)
+    assert (directory / "config.yaml").read_text() == before
 
 
 def test_a_log_on_a_full_disk_does_not_end_the_run():
-    said = 0
-    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # to close it is to write it
+    num_printed = 0
+    # Closing the file writes it, too
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
         progress = Progress(rich.console.Console(file=full), first_step=0, num_steps=9)
-        for number in range(3):
-            progress.print_line(f"step {number}")
-            said += 1
-    assert said == 3
+        for step in range(3):
+            progress.print_line(f"step {step}")
+            num_printed += 1
+    assert num_printed == 3

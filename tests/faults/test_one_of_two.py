@@ -1,13 +1,13 @@
-"""With two processes, a disk that fails under one of them fails for both, and nobody waits for the other."""
+"""A disk that fails for one of two processes fails for both, and neither waits for the other."""
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
+from jaxsp import launch
 from tests import messages
 
 pytestmark = pytest.mark.e2e
@@ -15,17 +15,25 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
+<<<<<<< HEAD
 from jaxsp.checkpoint import files, reader
 from jaxsp.config import run_schema
+=======
+from jaxsp.checkpoint import reader
+>>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 from jaxsp.checkpoint.writer import CheckpointWriter
+from jaxsp.config import run_schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
 from jaxsp.training import sharding, train_step
 from tests import batches
 from jaxsp import attention
 
-fault, folder, port, index = sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+fault, folder_name, port, index_text = sys.argv[1:]
+folder = pathlib.Path(folder_name)
+index = int(index_text)
 jax_platform.choose_platform(virtual_cpu_devices=8, num_processes=2, num_local_processes=2)
-distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=f"127.0.0.1:{port}"))
+coordinator = f"127.0.0.1:{port}"
+distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
 sharding.MIN_SHARDED_SIZE = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
 program = train_step.Program(
@@ -36,46 +44,52 @@ state = train_step.random_state(program, seed=0)
 meta = lambda number: reader.CheckpointMeta(
     config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
 )
-broken = {"on": True}
+is_broken = True
 
 
-def breaks(name, who):
-    plain = getattr(CheckpointWriter, name)
+def break_method(name, process):
+    method = getattr(CheckpointWriter, name)
 
-    def failing(self, *given):
-        if broken["on"] and index == who:
+    def fail(self, *arguments):
+        if is_broken and index == process:
             raise OSError(28, "No space left on device")
-        return plain(self, *given)
+        return method(self, *arguments)
 
-    setattr(CheckpointWriter, name, failing)
+    setattr(CheckpointWriter, name, fail)
 
 
 if fault in ("_copy", "_finalize"):
-    breaks(fault, {"_copy": 1, "_finalize": 0}[fault])
-with CheckpointWriter(folder, table=program.table, retention=run_schema.CheckpointConfig()) as store:
+    break_method(fault, {"_copy": 1, "_finalize": 0}[fault])
+with CheckpointWriter(folder, table=program.table, retention=run_schema.CheckpointConfig()) as writer:
     if fault != "read":
-        outcome = store.save(state, meta(2)) or store.poll(wait=True)
-        print("SAID first:", outcome.failure, flush=True)
-        broken["on"] = False
-    assert store.save(state, meta(4)) is None
-    while (outcome := store.poll()) is None:
+        outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
+        print("RESULT first:", outcome.failure, flush=True)
+        is_broken = False
+    assert writer.save(state, meta(4)) is None
+    while (outcome := writer.poll()) is None:
         pass
-    print("SAID then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
-like = train_step.abstract_inputs(program)[0]
+    print("RESULT then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
+shapes = train_step.abstract_inputs(program)[0]
 
 
-def bad_block(path, *_):
+def fail_to_read(path, *_):
     raise reader.DamagedCheckpointError(path, "bad block")
 
 
 if fault == "read" and index == 1:
-    reader._read_item = bad_block
+    reader._read_item = fail_to_read
 try:
-    reader.restore(folder / "4", like, table=program.table, num_steps=4)
-    print("SAID restored", flush=True)
+    reader.restore(folder / "4", shapes, table=program.table, num_steps=4)
+    print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
+<<<<<<< HEAD
     print("SAID damaged:", damage.reason, flush=True)
     print("SAID moved:", files.set_aside(damage.path).name, run_paths.find_latest(folder), flush=True)
+=======
+    print("RESULT damaged:", damage.reason, flush=True)
+    moved = reader.set_aside(damage.path).name
+    print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
+>>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 distributed.shutdown()
 """
 
@@ -88,13 +102,11 @@ distributed.shutdown()
         pytest.param("read", marks=pytest.mark.slow),
     ],
 )
-def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, tmp_path):
+    port = launch.free_port()
     folder = tmp_path / "checkpoints"
     command = [sys.executable, "-c", SCRIPT, fault, str(folder), str(port)]
-    both = [
+    processes = [
         subprocess.Popen(
             [*command, str(index)],
             stdout=subprocess.PIPE,
@@ -104,18 +116,20 @@ def test_what_fails_in_one_process_fails_in_both_and_is_made_good(fault, tmp_pat
         )
         for index in (0, 1)
     ]
-    said = [one.communicate(timeout=120) for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
-    found = [re.findall("SAID (.*)", out) for out, _ in said]  # Gloo prints in the middle of lines
+    outputs = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    # Gloo prints in the middle of lines
+    results = [re.findall("RESULT (.*)", stdout) for stdout, _ in outputs]
     if fault == "read":
-        assert "process 1" in found[0][1]
-        assert "bad block" in found[1][1]
-        assert [lines[2] for lines in found] == ["moved: 4 None"] * 2
+        assert "process 1" in results[0][1]
+        assert "bad block" in results[1][1]
+        assert [lines[2] for lines in results] == ["moved: 4 None"] * 2
         return
     failed = int(fault == "_copy")
-    assert "[Errno 28]" in found[failed][0]
-    assert f"process {failed}" in found[1 - failed][0]
-    assert [lines[1] for lines in found] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
-    assert [lines[2] for lines in found] == ["restored"] * 2
+    assert "[Errno 28]" in results[failed][0]
+    assert f"process {failed}" in results[1 - failed][0]
+    assert [lines[1] for lines in results] == ["then: WriteOutcome(step=4, failure=None) ['4']"] * 2
+    assert [lines[2] for lines in results] == ["restored"] * 2
     if fault == "_copy":
-        assert re.search(messages.holding("process 1", "checkpoint 2", "[Errno 28]"), said[1][1])
+        message = messages.holding("process 1", "checkpoint 2", "[Errno 28]")
+        assert re.search(message, outputs[1][1])
