@@ -1,11 +1,14 @@
-"""What tells one decoder from another."""
+"""Configuration of a decoder: the fields in which model families differ."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope:
-    """Llama 3.1's stretching of slow rotations (rope_type llama3): fields as in a Hugging Face config.json."""
+    """Llama 3.1's scaling of low RoPE frequencies (rope_type llama3).
+
+    The fields are those of a Hugging Face config.json.
+    """
 
     factor: float
     low_freq_factor: float
@@ -15,7 +18,7 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A decoder of the Llama kind; a family is a choice of these fields, never a subclass."""
+    """A Llama-style decoder. A family is a choice of these fields, never a subclass."""
 
     vocab_size: int
     hidden_size: int
@@ -29,13 +32,17 @@ class ModelConfig:
     rope_llama3: Llama3Rope | None
     qkv_bias: bool
     output_bias: bool
-    """Of attention's output projection."""
+    """True if attention's output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
-    """RMS norm over each head of q and k, before the rotation (Qwen3)."""
+    """True if each head of q and k has an RMS norm before RoPE (Qwen3)."""
     sliding_window: int | None
-    """How many tokens a token sees, itself among them, in every layer (Mistral 7B v0.1: 4096); None: its whole piece so far."""
+    """Number of tokens that a token attends to in every layer, including itself (Mistral 7B v0.1:
+    4096).
+
+    None: all tokens before it in its segment.
+    """
     tie_embeddings: bool
-    """The head is the embedding; there is no tensor for it."""
+    """True if the head is the embedding; it then has no tensor of its own."""
     initializer_range: float
-    """Standard deviation of random matrices."""
+    """Standard deviation of randomly initialized matrices."""

@@ -1,4 +1,4 @@
-"""The decoder: embedding, a scan over stacked layers, last norm; and the table of all its parameters."""
+"""The decoder: embedding, scan over stacked layers and last norm; and its parameter table."""
 
 import dataclasses
 import functools
@@ -19,24 +19,23 @@ from jaxsp.model.remat import RematPolicy
 
 @functools.lru_cache(maxsize=4)
 def param_table(config: ModelConfig) -> layers.Weights:
-    """The parameter table: a nested dict like the weights', with a `layers.Parameter` for each leaf.
+    """The parameter table: a nested dict like that of the weights, with a `Parameter` per leaf.
 
-    Example: {"embedding": ..., "head": ..., "layers": {"attention": {"q": {"weight": ...}, ...}, ...}, "norm": ...}.
+    Example: {"embedding": ..., "head": ..., "layers": {"post_attention": ..., "pre_attention":
+    {"q":
+        {"weight": ...}, ...}}, "norm": {"weight": ...}}.
     """
 
-    def stacked(row: Parameter) -> Parameter:
-        return dataclasses.replace(
-            row, hf_name="model.layers.{layer}." + row.hf_name, num_layers=config.num_layers
-        )
+    def stack(param: Parameter) -> Parameter:
+        hf_name = "model.layers.{layer}." + param.hf_name
+        return dataclasses.replace(param, hf_name=hf_name, num_layers=config.num_layers)
 
-    return {
-        **_declared_params(EmbedNormHead(config)),
-        "layers": jax.tree.map(stacked, _declared_params(DecoderLayer(config))),
-    }
+    layer_params = jax.tree.map(stack, _declared_params(DecoderLayer(config)))
+    return {**_declared_params(EmbedNormHead(config)), "layers": layer_params}
 
 
 def lm_head(weights: layers.Weights) -> Any:
-    """The leaf that turns hidden states into logits: the embedding's, where the two are tied."""
+    """Leaf that maps hidden states to logits: the embedding's if the two are tied."""
     return weights["head"] if "head" in weights else weights["embedding"]
 
 
@@ -51,33 +50,36 @@ def hidden_states(
     policy: RematPolicy,
     tile_tokens: int,
 ) -> Float[Array, "B l D"]:
-    """What the head reads: this device's tokens after the last norm.
+    """Input of the head: this device's tokens after the last norm.
 
     Args:
-        shards: this device's part of the weights, like `table`; whole weights exist for one layer at a time.
-        rows: this device's part of a turn.
-        how: what the backward pass keeps of each layer, and what it computes again.
-        tile: tokens of a device that go through what is before attention, and what is after it, at a time.
+        shards: this device's shards of the weights, in the structure of `param_table`. Whole
+        weights
+            exist for one layer at a time.
+        batch: this device's shard of a microbatch.
+        policy: what the backward pass keeps of each layer.
+        tile_tokens: tokens that go through the parts of a layer before and after attention at a
+        time.
     """
     params = param_table(config)
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
-    tiled = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
-    before, after = _layer_graphdefs(config)
+    apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
+    pre_attention, post_attention = _layer_graphdefs(config)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
 
     def layer(x_BlD: Array, shards: layers.Weights) -> tuple[Array, None]:
         x_BlD = remat.name_layer_input(x_BlD)
-        q_BlHK, k_BlGK, v_BlGK = tiled(
-            lambda weights, *inputs: nnx.merge(before, weights)(*inputs),
+        q_BlHK, k_BlGK, v_BlGK = apply(
+            lambda weights, *inputs: nnx.merge(pre_attention, weights)(*inputs),
             params["layers"]["pre_attention"],
             shards["pre_attention"],
             (x_BlD, batch.positions_BL),
         )
         out_BlHK = attend(q_BlHK, k_BlGK, v_BlGK, batch.starts_BM, batch.lengths_BM, tables)
-        x_BlD = tiled(
-            lambda weights, *inputs: nnx.merge(after, weights)(*inputs),
+        x_BlD = apply(
+            lambda weights, *inputs: nnx.merge(post_attention, weights)(*inputs),
             params["layers"]["post_attention"],
             shards["post_attention"],
             (x_BlD, out_BlHK),
@@ -94,7 +96,7 @@ def embed_tokens(
 ) -> Float[Array, "B l D"]:
     """Embeddings of tokens; the gradient of the table is summed over tokens in float32.
 
-    In bfloat16 a token that occurs 39,643 times would get gradient 256: adding 1 to 256 gives 256 there.
+    In bfloat16, 256 + 1 is 256: a token that occurs 39,643 times would get gradient 256.
     """
 
     @jax.custom_vjp
@@ -102,12 +104,11 @@ def embed_tokens(
         return gather.all_gather(param, shard)[tokens_Bl].astype(dtype)
 
     def backward(_: None, dx_BlD: Array) -> tuple[Any]:
-        # The zeros must wait for dx. Otherwise XLA fills them before the layers' backward pass, where memory is fullest (2 GiB
-        # for a vocabulary of 128,256)
+        # The zeros must wait for dx. Otherwise XLA fills them before the layers' backward pass,
+        # when memory is fullest (2 GiB for a vocabulary of 128,256).
         zero, dx_BlD = jax.lax.optimization_barrier((jnp.float32(0), dx_BlD))
-        gradient_VD = (
-            jnp.broadcast_to(zero, param.shape).at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
-        )
+        zeros_VD = jnp.broadcast_to(zero, param.shape)
+        gradient_VD = zeros_VD.at[tokens_Bl].add(dx_BlD.astype(jnp.float32))
         return (gather.reduce_scatter(param, gradient_VD),)
 
     embed.defvjp(lambda shard: (embed(shard), None), backward)
@@ -116,8 +117,8 @@ def embed_tokens(
 
 @functools.lru_cache(maxsize=4)
 def _layer_graphdefs(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
-    block = DecoderLayer(config)
-    return nnx.split(block.pre_attention)[0], nnx.split(block.post_attention)[0]
+    layer = DecoderLayer(config)
+    return nnx.split(layer.pre_attention)[0], nnx.split(layer.post_attention)[0]
 
 
 @functools.lru_cache(maxsize=4)
@@ -126,9 +127,7 @@ def _norm_graphdef(config: ModelConfig) -> nnx.GraphDef:
 
 
 def _declared_params(module: nnx.Module) -> layers.Weights:
+    """The parameters that a module's constructor declares."""
     state = nnx.split(module)[1]
-    return nnx.to_pure_dict(
-        jax.tree.map(
-            lambda leaf: leaf.param, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-        )
-    )
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.param, state, is_leaf=is_variable))

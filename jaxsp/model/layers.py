@@ -1,7 +1,8 @@
-"""One block of the decoder, in NNX: its weights, declared once, and its arithmetic on one device's tokens.
+"""Modules of the decoder, in NNX: weights, declared once, and arithmetic on one device's tokens.
 
-Dims: B rows, l this device's tokens of a row, D model, H query heads, G key/value heads, K head size, F feed-forward,
-V vocabulary. Matrices are stored as Hugging Face stores them, [out, in], so that import and export copy bytes.
+Dims: B rows, l this device's tokens of a row, D model, H query heads, G K/V heads, K head size,
+F feed-forward, V vocabulary. Matrices are [out, in] as in Hugging Face's files, so that import and
+export copy bytes.
 """
 
 import dataclasses
@@ -20,58 +21,60 @@ from jaxsp.core.batch import POSITION_LIMIT
 from jaxsp.model.config import ModelConfig
 
 Weights = dict[str, Any]
-"""A nested dict of arrays: what modules declare, as the rest of jaxsp sees it."""
+"""Nested dict of arrays, with the structure that the modules declare."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A row of the parameter table: everything that init, sharding, optimizer, import and export know of one tensor."""
+    """Entry of the parameter table, for init, sharding, optimizer, import and export of one
+    tensor."""
 
     shape: tuple[int, ...]
-    """Of one layer, in Hugging Face's layout."""
+    """Shape of one layer's tensor, in Hugging Face's layout."""
     hf_name: str
     """The tensor's name in a safetensors file; `{layer}` stands for the layer's number."""
     num_layers: int | None = None
     """Layers stacked in front of `shape`; None for a tensor that exists once."""
     mean: float = 0.0
+    """Mean of random weights, which are drawn from a normal distribution."""
     std: float = 0.0
-    """Random weights are normal with this mean and standard deviation."""
+    """Standard deviation of random weights."""
 
     @property
     def is_matrix(self) -> bool:
-        """Biases and norms are no matrices; only matrices decay."""
+        """True for all weights except biases and norms. Weight decay applies to matrices only."""
         return len(self.shape) > 1
 
     @property
     def size(self) -> int:
-        """Elements of one layer."""
+        """Number of elements of one layer's tensor."""
         return math.prod(self.shape)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:
-        """Shape of the array with all layers in it."""
+        """Shape of the array that has all layers."""
         return self.shape if self.num_layers is None else (self.num_layers, *self.shape)
 
 
 @runtime_checkable
 class Gather(Protocol):
-    """Makes whole weights, in the compute dtype, of what a device holds of them; the model knows no mesh.
+    """Gathers whole weights, in the compute dtype, from a device's shards.
 
-    What a device holds of one weight, its shard, may be any tree of arrays.
+    It keeps the mesh out of the model. A shard may be any tree of arrays.
     """
 
     def __call__(self, params: Any, shards: Any) -> Any:
         """Whole weights of a tree, or of one parameter; differentiable."""
 
     def all_gather(self, param: Parameter, shard: Any) -> Array:
-        """The whole of one weight, without a gradient; `gather(row, shard)` has one."""
+        """One whole weight, without a gradient; `gather(param, shard)` has one."""
 
     def reduce_scatter(self, param: Parameter, gradient: Array) -> Any:
-        """The gradient of a shard, float32, summed over all devices: the transpose of `join`."""
+        """Gradient of a shard, float32, summed over all devices: the transpose of `all_gather`."""
 
 
 def _declare_param(param: Parameter) -> nnx.Param:
-    """A weight without a value: modules are skeletons, merged with arrays when they are called."""
+    """Declares a weight without a value: modules are merged with arrays when they are called."""
     return nnx.Param(jax.ShapeDtypeStruct(param.shape, jnp.float32), param=param)
 
 
@@ -83,18 +86,18 @@ class Linear(nnx.Module):
             shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range
         )
         self.weight = _declare_param(matrix)
-        self.bias = (
-            _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")) if bias else None
-        )
+        self.bias = None
+        if bias:
+            self.bias = _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias"))
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
         if self.bias is None:
             return y
-        # In float32, so that the bias's gradient, a sum over tokens, is summed in float32
-        return (
-            y.astype(jnp.float32) + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
-        ).astype(y.dtype)
+        # In float32, so that the bias's gradient, a sum over tokens, is summed in float32.
+        y32 = y.astype(jnp.float32)
+        bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+        return (y32 + bias).astype(y.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -112,10 +115,12 @@ class RMSNorm(nnx.Module):
 
 
 class PreAttention(nnx.Module):
-    """A layer up to attention: norm, projections to queries, keys and values, rotation. Each token by itself."""
+    """Part of a layer before attention: norm, projections to q, k and v, and RoPE, for each
+    token."""
 
     def __init__(self, config: ModelConfig):
-        D, K = config.hidden_size, config.head_dim
+        D = config.hidden_size
+        K = config.head_dim
         linear = functools.partial(Linear, bias=config.qkv_bias, config=config)
         norm = functools.partial(RMSNorm, eps=config.rms_norm_eps)
         self.norm = norm(D, hf_name="input_layernorm")
@@ -130,26 +135,28 @@ class PreAttention(nnx.Module):
         self, x_BlD: Float[Array, "B l D"], positions_Bl: Int32[Array, "B l"]
     ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
         heads = (*x_BlD.shape[:2], -1, self.config.head_dim)
-        x_BlD, turn = self.norm(x_BlD), rope_angles(positions_Bl, self.config)
-        q, k, v = (
-            self.q(x_BlD).reshape(heads),
-            self.k(x_BlD).reshape(heads),
-            self.v(x_BlD).reshape(heads),
-        )
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
-        return apply_rope(q, turn), apply_rope(k, turn), v
+        x_BlD = self.norm(x_BlD)
+        angles = rope_angles(positions_Bl, self.config)
+        q = self.q(x_BlD).reshape(heads)
+        k = self.k(x_BlD).reshape(heads)
+        v = self.v(x_BlD).reshape(heads)
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        return apply_rope(q, angles), apply_rope(k, angles), v
 
 
 MLP_CHECKPOINT_NAMES = ("mlp_gate", "mlp_up")
-"""Names of the MLP's wide activations, for a remat policy."""
+"""Names of the MLP's gate and up projections, for a remat policy."""
 
 
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: ModelConfig):
-        D, F = config.hidden_size, config.intermediate_size
+        D = config.hidden_size
+        F = config.intermediate_size
         linear = functools.partial(Linear, bias=config.mlp_bias, config=config)
         self.gate = linear(D, F, hf_name="mlp.gate_proj")
         self.up = linear(D, F, hf_name="mlp.up_proj")
@@ -164,7 +171,8 @@ class MLP(nnx.Module):
 
 
 class PostAttention(nnx.Module):
-    """A layer from attention's output on: output projection and MLP, each beside the residual. Each token by itself."""
+    """Part of a layer after attention: output projection and MLP, each with a residual, per
+    token."""
 
     def __init__(self, config: ModelConfig):
         D = config.hidden_size
@@ -183,7 +191,7 @@ class PostAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """One layer's weights: those it needs before attention and those it needs after it."""
+    """One layer's weights: those used before attention and those used after it."""
 
     def __init__(self, config: ModelConfig):
         self.pre_attention = PreAttention(config)
@@ -191,7 +199,7 @@ class DecoderLayer(nnx.Module):
 
 
 class EmbedNormHead(nnx.Module):
-    """What is around the layers: embedding, last norm and head."""
+    """Weights outside the layers: embedding, last norm and head."""
 
     def __init__(self, config: ModelConfig):
         matrix = Parameter(
@@ -201,50 +209,49 @@ class EmbedNormHead(nnx.Module):
         )
         self.embedding = _declare_param(matrix)
         self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
-        )
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeAngles:
-    """Cosine and sine of each token's rotations, one for each pair of a head's elements."""
+    """Cosine and sine of each token's RoPE angles, one per pair of a head's elements."""
 
     cos: Float32[Array, "B l pairs"]
     sin: Float32[Array, "B l pairs"]
 
 
 ROPE_TABLE_STRIDE = 4096
-"""Positions are STRIDE * a + b: a table of cosines and sines for every a, one for every b."""
+"""Stride of the coarse table: position = stride * a + b, with one table for a and one for b."""
 
 
 def rope_angles(positions_Bl: Int32[Array, "B l"], config: ModelConfig) -> RopeAngles:
-    """The rotations at these positions, good to 1e-6 at any position below batch.MAX_POSITION.
+    """RoPE angles, accurate to 1e-6 at any position below `batch.POSITION_LIMIT`.
 
-    A float32 product position * frequency is off by 0.06 rad at position 1,000,000 and by 0.31 at 5,000,000. So both
-    tables are made in float64 and joined by the angle-sum formula.
+    A float32 product position * frequency is off by 0.06 rad at position 1,000,000 and by 0.31 at
+    5,000,000. So both tables are computed in float64 and combined by the angle-sum formula.
     """
     tables = _rope_tables(config)
     coarse, fine = jnp.divmod(positions_Bl, jnp.int32(ROPE_TABLE_STRIDE))
+    indices = (coarse, coarse, fine, fine)
     cos_a, sin_a, cos_b, sin_b = (
-        jnp.asarray(t)[i] for t, i in zip(tables, (coarse, coarse, fine, fine), strict=True)
+        jnp.asarray(table)[index] for table, index in zip(tables, indices, strict=True)
     )
     return RopeAngles(cos=cos_a * cos_b - sin_a * sin_b, sin=sin_a * cos_b + cos_a * sin_b)
 
 
 @functools.lru_cache(maxsize=4)
 def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    frequencies = rope_frequencies(config)
-    coarse = (
-        np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None]
-        * ROPE_TABLE_STRIDE
-        * frequencies[None]
-    )
-    fine = np.arange(ROPE_TABLE_STRIDE)[:, None] * frequencies[None]
+    """Cosines and sines of the coarse table, and those of the fine one, [entries, K/2]."""
+    frequencies = rope_frequencies(config)[None]
+    coarse_positions = np.arange(POSITION_LIMIT // ROPE_TABLE_STRIDE)[:, None] * ROPE_TABLE_STRIDE
+    coarse = coarse_positions * frequencies
+    fine = np.arange(ROPE_TABLE_STRIDE)[:, None] * frequencies
     cos_a, sin_a, cos_b, sin_b = (
-        f(x).astype(np.float32) for x in (coarse, fine) for f in (np.cos, np.sin)
+        function(angles).astype(np.float32)
+        for angles in (coarse, fine)
+        for function in (np.cos, np.sin)
     )
     return cos_a, sin_a, cos_b, sin_b
 
@@ -252,26 +259,29 @@ def _rope_tables(config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarra
 def rope_frequencies(config: ModelConfig) -> np.ndarray:
     """Radians per position of each pair of a head's elements, float64 [K/2].
 
-    Source: Su et al. 2021, arXiv:2104.09864; the stretching of slow rotations as in Llama 3.1's published code: wavelengths
-        above original / low_freq_factor turn `factor` times slower, those below original / high_freq_factor as before, and
-        in between the two are mixed linearly in original / wavelength.
+    Source: Su et al. 2021, arXiv:2104.09864. The scaling is that of Llama 3.1's published code,
+    with
+        `original` for original_max_position_embeddings. Wavelengths above original /
+        low_freq_factor become `factor` times longer; those below original / high_freq_factor stay
+        the same. Between them, the two are interpolated linearly in original / wavelength.
     """
     K = config.head_dim
     frequencies = config.rope_theta ** (-np.arange(0, K, 2, dtype=np.float64) / K)
     scaling = config.rope_llama3
     if scaling is None:
         return frequencies
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = np.clip(kept, 0.0, 1.0)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+    periods = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
+    factor_range = scaling.high_freq_factor - scaling.low_freq_factor
+    unscaled = np.clip((periods - scaling.low_freq_factor) / factor_range, 0.0, 1.0)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def apply_rope(
     x_BlHK: Float[Array, "B l heads K"], angles: RopeAngles
 ) -> Float[Array, "B l heads K"]:
-    """Rotates the pairs (i, i + K/2) of each head, in float32; Hugging Face's order of the elements."""
-    cos, sin = angles.cos[:, :, None], angles.sin[:, :, None]
+    """Rotates the pairs (i, i + K/2) of each head, as in Hugging Face, in float32."""
+    cos = angles.cos[:, :, None]
+    sin = angles.sin[:, :, None]
     a, b = jnp.split(x_BlHK.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     return rotated.astype(x_BlHK.dtype)

@@ -1,5 +1,7 @@
-"""Functions of tokens in tiles: what they make on the way never exists for more than a tile of tokens."""
+"""Applies functions to tiles of tokens, so that intermediate values exist for one tile only."""
 
+import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +14,18 @@ from jaxsp.model import layers
 from jaxsp.model.layers import Gather
 
 MLP_TILE_BYTES = (2 * 2**30, 2**29)
-"""Maximum bytes of a tile's activations inside a layer, tried in this order if all tokens at once
+"""Maximum bytes of a tile's activations inside a layer, tried in this order if all tokens together
 do not fit."""
 
 TILE_MULTIPLE = 128
-"""Tokens that tiles are preferred to be a multiple of."""
+"""Preferred divisor of a tile's tokens."""
 
 
 def floor_power_of_two(limit: int) -> int:
-    """The largest one up to `most`: as tiles, they divide most shares, and nothing has to be padded."""
+    """The largest power of two up to `limit`.
+
+    As the size of a tile it divides most numbers of tokens per device, which then need no padding.
+    """
     return 1 << (max(1, limit).bit_length() - 1)
 
 
@@ -34,29 +39,28 @@ def choose_mlp_tile(
 ) -> int:
     """Tokens of a tile of a layer's projections and MLP whose activations take at most `max_bytes`.
 
-    A token's backward pass holds some six numbers for each of the feed-forward dim in the compute dtype, and five for each of
-    the model's in float32.
+    Per token, the backward pass holds about six numbers for each feed-forward dim in the compute
+    dtype, and five for each model dim in float32.
     """
-    return choose_dividing_tile(
-        num_tokens,
-        floor_power_of_two(max_bytes // (6 * intermediate_size * itemsize + 20 * hidden_size)),
-    )
+    bytes_per_token = 6 * intermediate_size * itemsize + 20 * hidden_size
+    return choose_dividing_tile(num_tokens, floor_power_of_two(max_bytes // bytes_per_token))
 
 
 def choose_dividing_tile(num_tokens: int, max_tile: int) -> int:
-    """The largest tile from half of `most` up to `most` that divides the tokens; where there is none, `most`.
+    """The largest tile from max_tile / 2 to max_tile that divides the tokens; else max_tile.
 
-    Others would be padded, and with them all arrays that are cut into tiles: 10 GiB of an H100 at 609,280 tokens of
-    Llama-3.1-8B. Multiples of ALIGN come first, on which matrix products are fast.
+    Other tiles need padding of every array that is split into tiles: 10 GiB of an H100 at 609,280
+    tokens of Llama-3.1-8B. Multiples of TILE_MULTIPLE come first: matrix products are fast with
+    them.
 
-    Example: 28,672 tokens in tiles of up to 8,192 go in four of 7,168.
+    Example: 28,672 tokens with max_tile=8,192 are split into four tiles of 7,168.
     """
     if num_tokens <= max_tile:
         return max_tile
+    min_tiles = -(-num_tokens // max_tile)
+    max_tiles = 2 * num_tokens // max_tile
     tiles = [
-        num_tokens // count
-        for count in range(-(-num_tokens // max_tile), 2 * num_tokens // max_tile + 1)
-        if num_tokens % count == 0
+        num_tokens // count for count in range(min_tiles, max_tiles + 1) if num_tokens % count == 0
     ]
     return max(tiles, key=lambda tile: (tile % TILE_MULTIPLE == 0, tile), default=max_tile)
 
@@ -70,85 +74,94 @@ def apply_in_tiles(
     gather: Gather,
     tile_tokens: int,
 ) -> Any:
-    """function(whole weights, *arrays), computed for `tile` tokens at a time where there are more.
+    """Computes function(whole weights, *arrays) for `tile_tokens` tokens at a time.
 
-    Shapes: arrays and results [B, l, ...]; the function treats each token by itself, and is called with [1, tile, ...].
-    Precision: a weight's gradient is summed over tiles in float32, and leaves only then.
-    Memory: a tile is computed again in the backward pass; between them only shards and arrays are kept.
+    Shapes: arrays and results are [B, l, ...]. The function treats each token independently. It is
+        called with [1, tile_tokens, ...], or with all tokens if there is one tile.
+    Precision: a weight's gradient is summed over tiles in float32, and reduced over devices once.
+    Memory: the backward pass recomputes each tile. Only shards and arrays are kept for it.
     """
     lead = arrays[0].shape[:2]
-    tokens = math.prod(lead)
-    if tokens <= tile_tokens:
+    if math.prod(lead) <= tile_tokens:
         return function(gather(params, shards), *arrays)
-    num_tiles = -(-tokens // tile_tokens)
-    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-
-    def cut(x: Array) -> Array:
-        flat = x.reshape(tokens, *x.shape[2:])
-        flat = jnp.pad(flat, ((0, num_tiles * tile_tokens - tokens), *[(0, 0)] * (flat.ndim - 1)))
-        return flat.reshape(num_tiles, 1, tile_tokens, *flat.shape[1:])
-
-    def joined(x: Array) -> Array:
-        return x.reshape(num_tiles * tile_tokens, *x.shape[3:])[:tokens].reshape(
-            *lead, *x.shape[3:]
-        )
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+    split = functools.partial(_split_tiles, tile_tokens=tile_tokens)
+    join = functools.partial(_join_tiles, lead=lead)
 
     @jax.custom_vjp
-    def total(shards: Any, arrays: tuple[Array, ...]) -> Any:
+    def apply(shards: Any, arrays: tuple[Array, ...]) -> Any:
         weights = jax.tree.map(gather.all_gather, params, shards)
-        _, found = _scan_tiles(
-            lambda _, xs: (None, function(weights, *xs)), None, jax.tree.map(cut, arrays)
-        )
-        return jax.tree.map(joined, found)
+
+        def compute_tile(_: None, tile: tuple[Array, ...]) -> tuple[None, Any]:
+            return None, function(weights, *tile)
+
+        _, results = _scan_tiles(compute_tile, None, jax.tree.map(split, arrays))
+        return jax.tree.map(join, results)
 
     def backward(
-        saved: tuple[Any, tuple[Array, ...]], dresults: Any
+        residuals: tuple[Any, tuple[Array, ...]], dresults: Any
     ) -> tuple[Any, tuple[Array | None, ...]]:
-        shards, arrays = saved
+        shards, arrays = residuals
         weights = jax.tree.map(gather.all_gather, params, shards)
 
-        def one(
-            sums: layers.Weights, of_tile: tuple[Any, Any]
+        def add_tile(
+            sums: layers.Weights, tile: tuple[Any, Any]
         ) -> tuple[layers.Weights, list[Array]]:
-            xs, dresults = of_tile
-            _, pull = jax.vjp(function, weights, *xs)
-            dweights, *dxs = pull(dresults)
-            sums = jax.tree.map(
-                lambda total, of_tile: total + of_tile.astype(jnp.float32), sums, dweights
-            )
-            return sums, [dx for dx, is_float in zip(dxs, floats, strict=True) if is_float]
+            inputs, dresults = tile
+            _, pull = jax.vjp(function, weights, *inputs)
+            dweights, *dinputs = pull(dresults)
+            sums = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, dweights)
+            return sums, list(itertools.compress(dinputs, is_float))
 
-        zeros = jax.tree.map(lambda row: jnp.zeros(row.shape, jnp.float32), params)
-        sums, found = _scan_tiles(
-            one, zeros, (jax.tree.map(cut, arrays), jax.tree.map(cut, dresults))
-        )
-        of_floats = map(joined, found)
-        return jax.tree.map(gather.reduce_scatter, params, sums), tuple(
-            next(of_floats) if is_float else None for is_float in floats
-        )
+        zeros = jax.tree.map(lambda param: jnp.zeros(param.shape, jnp.float32), params)
+        tiles = (jax.tree.map(split, arrays), jax.tree.map(split, dresults))
+        sums, dtiles = _scan_tiles(add_tile, zeros, tiles)
+        dfloats = map(join, dtiles)
+        dshards = jax.tree.map(gather.reduce_scatter, params, sums)
+        return dshards, tuple(next(dfloats) if floating else None for floating in is_float)
 
-    total.defvjp(lambda shards, arrays: (total(shards, arrays), (shards, arrays)), backward)
-    return total(shards, arrays)
+    apply.defvjp(lambda shards, arrays: (apply(shards, arrays), (shards, arrays)), backward)
+    return apply(shards, arrays)
+
+
+def _split_tiles(x_Bl: Array, *, tile_tokens: int) -> Array:
+    """Splits [B, l, ...] into [tiles, 1, tile_tokens, ...], with zeros after the last token."""
+    num_tokens = math.prod(x_Bl.shape[:2])
+    num_tiles = -(-num_tokens // tile_tokens)
+    flat = x_Bl.reshape(num_tokens, *x_Bl.shape[2:])
+    padding = num_tiles * tile_tokens - num_tokens
+    flat = jnp.pad(flat, ((0, padding), *[(0, 0)] * (flat.ndim - 1)))
+    return flat.reshape(num_tiles, 1, tile_tokens, *flat.shape[1:])
+
+
+def _join_tiles(tiles: Array, *, lead: tuple[int, ...]) -> Array:
+    """Inverse of `_split_tiles`. Args: lead: B and l."""
+    num_tiles, _, tile_tokens, *rest = tiles.shape
+    flat = tiles.reshape(num_tiles * tile_tokens, *rest)
+    return flat[: math.prod(lead)].reshape(*lead, *rest)
 
 
 def _scan_tiles(
     compute_tile: Callable[[Any, Any], tuple[Any, Any]], carry: Any, tiles: Any
 ) -> tuple[Any, Any]:
-    """What jax.lax.scan gives; not to be differentiated.
+    """Returns the results of jax.lax.scan; not differentiable.
 
-    XLA fills the memory of a scan's results with zeros long before the scan begins: 5 GiB for the gradient of a layer's input,
-    655,360 tokens of 4,096 numbers, there while attention's backward pass needs most. Here it waits until the inputs are there.
+    XLA fills the memory of a scan's results with zeros long before the scan begins. For the
+    gradient of a layer's input (655,360 tokens of 4,096 numbers) that is 5 GiB, live when
+    attention's backward pass needs the most memory. Here the zeros wait until the inputs are
+    computed.
     """
     first, *_ = jax.tree.leaves(tiles)
     shapes = jax.eval_shape(compute_tile, carry, jax.tree.map(lambda x: x[0], tiles))[1]
     tiles, zero = jax.lax.optimization_barrier((tiles, jnp.zeros((), jnp.float32)))
     results = jax.tree.map(
-        lambda like: jnp.full((len(first), *like.shape), zero.astype(like.dtype)), shapes
+        lambda shape: jnp.full((len(first), *shape.shape), zero.astype(shape.dtype)), shapes
     )
 
-    def at(i: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def body(i: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
         carry, results = state
-        carry, found = compute_tile(carry, jax.tree.map(lambda x: x[i], tiles))
-        return carry, jax.tree.map(lambda whole, new: whole.at[i].set(new), results, found)
+        carry, tile_results = compute_tile(carry, jax.tree.map(lambda x: x[i], tiles))
+        results = jax.tree.map(lambda whole, tile: whole.at[i].set(tile), results, tile_results)
+        return carry, results
 
-    return jax.lax.fori_loop(0, len(first), at, (carry, results))
+    return jax.lax.fori_loop(0, len(first), body, (carry, results))
