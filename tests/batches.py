@@ -1,5 +1,6 @@
-"""Small models and packed rows that tests train on, laid out for any mesh, and ways to compare and to look into programs."""
+"""Small models and packed rows for tests, on any mesh, and comparisons of results."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh
 
 Arrays = dict[str, np.ndarray]
-"""The fields of a Batch for all rows of a step, [rows, ...], before they are dealt to anybody."""
+"""Fields of a Batch for all rows of a step, [rows, ...], before they are assigned to devices."""
 
 SMALL_LLAMA = {
     "model_type": "llama",
@@ -27,7 +28,7 @@ SMALL_LLAMA = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
-"""Of one layer, that reads bytes: a config.json."""
+"""A config.json with one layer, for a tokenizer of bytes."""
 
 UNEVEN_LLAMA = {
     "model_type": "llama",
@@ -39,10 +40,13 @@ UNEVEN_LLAMA = {
     "head_dim": 8,
     "intermediate_size": 1111,
 }
-"""Of two layers, of which a matrix has 66,660 elements: sharded, and stored with zeros on 8 devices, and fewer on 2."""
+"""A config.json with two layers and a matrix of 66,660 elements, which is sharded.
 
-Pieces = list[list[tuple[int, int]]]
-"""Start and length of each piece of each row."""
+Its shards are padded with zeros on 8 devices, and with fewer on 2.
+"""
+
+Segments = list[list[tuple[int, int]]]
+"""Start and length of each segment of each row."""
 
 
 def mesh(replica: int, data: int, seq: int) -> Mesh:
@@ -52,7 +56,7 @@ def mesh(replica: int, data: int, seq: int) -> Mesh:
 
 
 def model(**changes: Any) -> ModelConfig:
-    """A small decoder with everything on: biases, norms of q and k, fewer K/V heads than devices, sizes that do not divide."""
+    """A small decoder with biases, q and k norms, 2 K/V heads, and sizes that do not divide."""
     fields = {
         "vocab_size": 131,
         "hidden_size": 60,
@@ -78,7 +82,7 @@ def model(**changes: Any) -> ModelConfig:
 def settings(
     *, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any
 ) -> Config:
-    """A config of float32 and SGD with learning rate 1 without clipping: a step subtracts the gradient."""
+    """A config with SGD, learning rate 1 and no clipping: a step subtracts the gradient."""
     plain = {"name": "sgd", "learning_rate": 1.0, "schedule": "constant", "max_grad_norm": None}
     return config_file.parse(
         {
@@ -92,11 +96,11 @@ def settings(
     )
 
 
-def packed(pieces: Pieces, *, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
-    """Random documents at these places; each piece is a whole document."""
+def packed(segments: Segments, *, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
+    """Rows of random documents; each segment is a whole document."""
     rng = np.random.default_rng(seed)
-    width = 1 + max(len(row) for row in pieces)
-    shape, slots = (len(pieces), num_tokens), (len(pieces), width)
+    shape = (len(segments), num_tokens)
+    slots = (len(segments), 1 + max(len(row) for row in segments))
     arrays = {
         "tokens_BL": np.zeros(shape, np.int32),
         "labels_BL": np.full(shape, NO_LABEL, np.int32),
@@ -104,76 +108,84 @@ def packed(pieces: Pieces, *, num_tokens: int, vocab_size: int, seed: int) -> Ar
         "starts_BM": np.zeros(slots, np.int32),
         "lengths_BM": np.zeros(slots, np.int32),
     }
-    for row, places in enumerate(pieces):
-        for slot, (start, length) in enumerate(places):
+    for row, row_segments in enumerate(segments):
+        for slot, (start, length) in enumerate(row_segments):
             document = rng.integers(0, vocab_size, length)
             arrays["tokens_BL"][row, start : start + length] = document
             arrays["labels_BL"][row, start : start + length - 1] = document[1:]
             arrays["positions_BL"][row, start : start + length] = np.arange(length)
-            arrays["starts_BM"][row, slot], arrays["lengths_BM"][row, slot] = start, length
+            arrays["starts_BM"][row, slot] = start
+            arrays["lengths_BM"][row, slot] = length
     return arrays
 
 
 def ragged(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
-    """Rows of pieces of many lengths, some padding, a third of the labels masked, and a row with pieces but no label."""
+    """Rows of segments of many lengths, with padding and a third of the labels masked.
+
+    Row 3 has no labels.
+    """
     rng = np.random.default_rng(seed)
-    pieces: Pieces = []
+    segments: Segments = []
     for _ in range(num_rows):
         cuts = np.unique(rng.integers(1, num_tokens, rng.integers(1, 5)))
-        pieces.append([(int(a), int(b - a)) for a, b in zip([0, *cuts], cuts, strict=False)])
-    arrays = packed(pieces, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
+        starts = [0, *cuts]
+        segments.append([(int(a), int(b - a)) for a, b in zip(starts, cuts, strict=False)])
+    arrays = packed(segments, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
     arrays["labels_BL"][rng.random(arrays["labels_BL"].shape) < 0.3] = NO_LABEL
     arrays["labels_BL"][3] = NO_LABEL
     return arrays
 
 
 def on_shares(attend: Attend) -> Callable[..., jax.Array]:
-    """The same on whole rows: each device of a group takes its share of them, in the layout that is asked for."""
-    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
-    specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    of_shares = jax.shard_map(
-        attend, mesh=mesh(1, 1, attend.strategy.seq), **specs, check_vma=False
+    """The same attention on whole rows: each device of a group gets its shard, in attend's
+    layout."""
+    shard = PartitionSpec(None, axes.SEQ)
+    whole = PartitionSpec()
+    sharded_attend = jax.shard_map(
+        attend,
+        mesh=mesh(1, 1, attend.strategy.seq),
+        in_specs=(shard, shard, shard, whole, whole),
+        out_specs=shard,
+        check_vma=False,
     )
     if attend.layout_degree == 1:
-        return of_shares
+        return sharded_attend
 
-    def of_rows(
+    def attend_in_layout(
         q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        order, inverse = (
-            of(q.shape[1], attend.layout_degree)
-            for of in (layout.token_order, layout.place_of_token)
-        )
-        return of_shares(*(x[:, order] for x in (q, k, v)), starts, lengths)[:, inverse]
+        order = layout.token_order(q.shape[1], attend.layout_degree)
+        inverse = layout.place_of_token(q.shape[1], attend.layout_degree)
+        inputs = [x[:, order] for x in (q, k, v)]
+        return sharded_attend(*inputs, starts, lengths)[:, inverse]
 
-    return of_rows
+    return attend_in_layout
 
 
 def on_mesh(arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: int = 1) -> Batch:
-    """The rows as a step takes them, each on its devices. Args: degree: of their layout."""
-    places = layout.token_order(arrays["tokens_BL"].shape[1], degree)
+    """The rows as a step gets them, each on its devices. Args: degree: degree of the layout."""
+    token_order = layout.token_order(arrays["tokens_BL"].shape[1], degree)
     specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS
     arrays = {
-        name: array[:, places] if specs[name] == PER_TOKEN else array
+        name: array[:, token_order] if specs[name] == PER_TOKEN else array
         for name, array in arrays.items()
     }
-    num_groups, num_rows = device_mesh.num_groups(on), len(arrays["tokens_BL"])
-    rows_per_turn = num_groups * rows_per_microbatch
-    turns = num_microbatches(rows_per_step=num_rows, global_microbatch_rows=rows_per_turn)
-    order = [
-        [
-            step_row_index(
-                turn, slot, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch
-            )
-            for slot in range(rows_per_turn)
-        ]
-        for turn in range(turns)
-    ]
-    put = {
-        name: jax.device_put(array[np.array(order)], NamedSharding(on, specs[name]))
+    num_groups = device_mesh.num_groups(on)
+    global_rows = num_groups * rows_per_microbatch
+    row_index = functools.partial(
+        step_row_index, num_groups=num_groups, rows_per_microbatch=rows_per_microbatch
+    )
+    microbatches = num_microbatches(
+        rows_per_step=len(arrays["tokens_BL"]), global_microbatch_rows=global_rows
+    )
+    order = np.array(
+        [[row_index(step, slot) for slot in range(global_rows)] for step in range(microbatches)]
+    )
+    fields = {
+        name: jax.device_put(array[order], NamedSharding(on, specs[name]))
         for name, array in arrays.items()
     }
-    return Batch(**put)
+    return Batch(**fields)
 
 
 def by_name(tree: Any) -> dict[str, np.ndarray]:
@@ -183,32 +195,34 @@ def by_name(tree: Any) -> dict[str, np.ndarray]:
 
 
 def norm(tree: Any) -> float:
-    """Of all leaves together, in float64."""
-    return float(
-        np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)))
-    )
+    """Euclidean norm of all leaves together, in float64."""
+    squares = [np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(tree)]
+    return float(np.sqrt(sum(squares)))
 
 
-def difference(found: Any, right: Any) -> float:
-    """Norm of the difference over the norm of what is right, in float64; 0 where both are 0."""
-    found, right = np.asarray(found, np.float64), np.asarray(right, np.float64)
-    assert found.shape == right.shape
-    apart = np.linalg.norm(found - right)
-    return 0.0 if apart == 0 else float(apart / np.linalg.norm(right))
+def difference(actual: Any, expected: Any) -> float:
+    """Relative error: norm of the difference over the norm of `expected`, in float64.
+
+    0 if both are equal.
+    """
+    actual = np.asarray(actual, np.float64)
+    expected = np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    error = np.linalg.norm(actual - expected)
+    return 0.0 if error == 0 else float(error / np.linalg.norm(expected))
 
 
-def same_bits(found: Any, right: Any) -> bool:
-    """Whether all leaves are equal bit for bit, NaN included."""
-    leaves = zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+def same_bits(actual: Any, expected: Any) -> bool:
+    """True if all leaves are equal bit for bit, including NaN."""
+    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     return all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in leaves)
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr, those of the jaxprs inside it included."""
+    """Every equation of a jaxpr, including those of the jaxprs inside it."""
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
-        for inner in jax.tree.leaves(
-            equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-        ):
-            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+        for inner in jax.tree.leaves(equation.params, is_leaf=is_jaxpr):
+            if is_jaxpr(inner):
                 yield from equations(inner)

@@ -1,6 +1,6 @@
-"""Trains like the command, and notes all that goes to the devices: `python -m tests.consumed LOG KILL_AT CONFIG.yaml ...`.
+"""Trains like the command and records the batches.
 
-Each process appends to LOG.<process> a line for each step: the parts of the step's arrays that its devices hold.
+Usage: `python -m tests.consumed LOG KILL_AT CONFIG.yaml ...`. Each process appends a line per step to LOG.<process>, with the shards that its devices hold.
 """
 
 import contextlib
@@ -20,22 +20,18 @@ from jaxsp.data.packing.pipeline import BatchLoader
 
 @contextlib.contextmanager
 def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
-    """Notes what Pipeline gives; the process kills itself when it is asked for step number `kill_at` of this start."""
+    """Records batches, and kills the process before its batch number `kill_at`; 0: never."""
     batches = BatchLoader.batches
 
     def recorded(self):
         file = log.with_name(f"{log.name}.{jax.process_index()}")
-        for number, (given, counts) in enumerate(batches(self), 1):
+        for number, (batch, counts) in enumerate(batches(self), 1):
             if number == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
+            record = {"number": number, "shape": batch.tokens_BL.shape, "shards": shards(batch)}
             with file.open("a", encoding="utf-8") as out:
-                out.write(
-                    json.dumps(
-                        {"number": number, "shape": given.tokens_BL.shape, "parts": parts(given)}
-                    )
-                    + "\n"
-                )
-            yield given, counts
+                out.write(json.dumps(record) + "\n")
+            yield batch, counts
 
     BatchLoader.batches = recorded
     try:
@@ -44,37 +40,35 @@ def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
         BatchLoader.batches = batches
 
 
-def parts(given) -> list:
-    """Where each part of tokens and labels that this process holds lies in the whole, and what it is."""
-    found = {}
-    for tokens, labels in zip(
-        given.tokens_BL.addressable_shards, given.labels_BL.addressable_shards, strict=True
-    ):
-        place = tuple(
-            part.indices(size)[0]
-            for part, size in zip(tokens.index, given.tokens_BL.shape, strict=True)
+def shards(batch) -> list:
+    """First index, tokens and labels of each distinct shard that this process holds."""
+    shards = {}
+    shape = batch.tokens_BL.shape
+    pairs = zip(batch.tokens_BL.addressable_shards, batch.labels_BL.addressable_shards, strict=True)
+    for tokens, labels in pairs:
+        first = tuple(
+            index.indices(size)[0] for index, size in zip(tokens.index, shape, strict=True)
         )
-        found[place] = [place, np.asarray(tokens.data).tolist(), np.asarray(labels.data).tolist()]
-    return list(found.values())
+        shards[first] = [first, np.asarray(tokens.data).tolist(), np.asarray(labels.data).tolist()]
+    return list(shards.values())
 
 
 def read(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and labels of each step of a start, put together from what all processes noted."""
+    """Tokens and labels of each step, joined from the records of all processes."""
     steps = {}
     for file in sorted(log.parent.glob(f"{log.name}.*")):
         for line in map(json.loads, file.read_text().splitlines()):
             tokens, labels = steps.setdefault(
                 line["number"], [np.full(line["shape"], -1) for _ in range(2)]
             )
-            for place, some_tokens, some_labels in line["parts"]:
-                part = tuple(
-                    slice(a, a + n) for a, n in zip(place, np.shape(some_tokens), strict=True)
-                )
-                assert np.all(tokens[part] == -1), "a cell is held by one process"
-                tokens[part], labels[part] = some_tokens, some_labels
-    assert all(np.all(tokens >= 0) for tokens, _ in steps.values()), (
-        "every cell is held by some process"
-    )
+            for first, shard_tokens, shard_labels in line["shards"]:
+                shape = np.shape(shard_tokens)
+                index = tuple(slice(a, a + n) for a, n in zip(first, shape, strict=True))
+                assert np.all(tokens[index] == -1), "two processes hold the same cell"
+                tokens[index] = shard_tokens
+                labels[index] = shard_labels
+    is_complete = all(np.all(tokens >= 0) for tokens, _ in steps.values())
+    assert is_complete, "no process holds a cell"
     return [tuple(steps[number]) for number in sorted(steps)]
 
 

@@ -1,4 +1,4 @@
-"""Weights that one device holds whole: a layers.Gather without shards or collectives."""
+"""A `layers.Gather` for whole weights on one device, without shards or collectives."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Casts weights; their gradients are float32."""
+    """Casts weights to a dtype; gradients are float32."""
 
     dtype: str = "float32"
 

@@ -171,7 +171,7 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
     return run
 
 
-def rows(pieces: batches.Pieces, *, vocab_size: int) -> dict[str, np.ndarray]:
+def rows(pieces: batches.Segments, *, vocab_size: int) -> dict[str, np.ndarray]:
     """Rows of 24 tokens with random documents, and always four slots, so that a model is compiled once."""
     arrays = batches.packed(pieces, num_tokens=24, vocab_size=vocab_size, seed=2)
     slots = {

@@ -1,4 +1,4 @@
-"""The decoder: documents know nothing of each other, tokens nothing of later ones; its table; its embedding's gradient."""
+"""The decoder: documents are isolated, attention is causal; parameter table; embedding gradient."""
 
 import functools
 import zlib
@@ -21,8 +21,9 @@ L = 48
 MODEL = batches.model(vocab_size=400, hidden_size=32, intermediate_size=40)
 WHOLE = whole.Whole()
 
-# Shares of 12 tokens at seq=4: boundaries inside a share and on its edge, a document over three shares, padding
-PIECES = [
+# Shards of 12 tokens at seq=4: boundaries inside a shard and at its end, a document in three
+# shards, padding
+SEGMENTS = [
     [(0, 7), (7, 5), (12, 33), (45, 3)],
     [(0, 12), (12, 12), (24, 7)],
     [(5, 28), (33, 1), (34, 14)],
@@ -36,11 +37,11 @@ def small_blocks():
         yield
 
 
-def hidden_states(weights, rows, seq):
+def hidden_states(weights, batch, seq):
     attend = attention.make_attend(seq=seq, kernel="blockwise", window=None)
     return decoder.hidden_states(
         weights,
-        rows,
+        batch,
         config=MODEL,
         attend=attend,
         gather=WHOLE,
@@ -53,32 +54,39 @@ def hidden_states(weights, rows, seq):
 @functools.cache
 def weights():
     rng = np.random.default_rng(2)
-    draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
-    return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(MODEL))
+
+    def draw(param):
+        std = param.std or 0.1
+        return jnp.float32(param.mean + std * rng.standard_normal(param.stacked_shape))
+
+    return jax.tree.map(draw, decoder.param_table(MODEL))
 
 
 @functools.cache
 def compiled(seq):
-    """Logits, and the gradient of the sum of token losses towards the embedding, on `seq` devices."""
+    """A function of the batch's arrays, on `seq` devices.
 
-    def local(weights, rows):
+    It returns the logits, and the embedding's gradient of the sum of token losses.
+    """
+
+    def local(weights, fields):
+        batch = Batch(**dict(zip(SPECS, fields, strict=True)))
+
         def loss(weights):
-            logits = jnp.einsum("BlD,VD->BlV", hidden_states(weights, rows, seq), weights["head"])
-            chosen = jax.nn.one_hot(rows.labels_BL, MODEL.vocab_size)  # all zeros at -100
-            return -(jax.nn.log_softmax(logits) * chosen).sum(), logits
+            logits = jnp.einsum("BlD,VD->BlV", hidden_states(weights, batch, seq), weights["head"])
+            labels = jax.nn.one_hot(batch.labels_BL, MODEL.vocab_size)  # all zeros at -100
+            return -(jax.nn.log_softmax(logits) * labels).sum(), logits
 
         gradients, logits = jax.grad(loss, has_aux=True)(weights)
         return logits, jax.lax.psum(gradients["embedding"], axes.SEQ)
 
-    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
-    split = Batch
-    in_specs = (same, (share, share, share, same, same))
-    rebuilt = lambda weights, fields: local(weights, split(**dict(zip(SPECS, fields, strict=True))))
+    shard = PartitionSpec(None, axes.SEQ)
+    whole = PartitionSpec()
     on_mesh = jax.shard_map(
-        rebuilt,
+        local,
         mesh=batches.mesh(1, 1, seq),
-        in_specs=in_specs,
-        out_specs=(share, same),
+        in_specs=(whole, (shard, shard, shard, whole, whole)),
+        out_specs=(shard, whole),
         check_vma=False,
     )
     jitted = jax.jit(on_mesh)
@@ -87,34 +95,39 @@ def compiled(seq):
     ]
 
 
-def rows():
-    """Every token has a number of its own, so that the embedding's gradient is that of each token's input; and its piece."""
-    arrays = batches.packed(PIECES, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
-    tokens = np.arange(1, 1 + len(PIECES) * L, dtype=np.int32).reshape(len(PIECES), L)
-    piece = np.full(tokens.shape, -1)
-    for row, places in enumerate(PIECES):
-        for m, (start, length) in enumerate(places):
-            piece[row, start : start + length] = m
-    arrays["tokens_BL"] = np.where(piece >= 0, tokens, 0).astype(np.int32)
-    return arrays, piece
+def distinct_tokens():
+    """A batch's arrays, and the segment of each token.
+
+    No token occurs twice, so each row of the embedding's gradient belongs to one token's input.
+    """
+    arrays = batches.packed(SEGMENTS, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
+    tokens = np.arange(1, 1 + len(SEGMENTS) * L, dtype=np.int32).reshape(len(SEGMENTS), L)
+    segment_BL = np.full(tokens.shape, -1)
+    for row, row_segments in enumerate(SEGMENTS):
+        for segment, (start, length) in enumerate(row_segments):
+            segment_BL[row, start : start + length] = segment
+    arrays["tokens_BL"] = np.where(segment_BL >= 0, tokens, 0).astype(np.int32)
+    return arrays, segment_BL
 
 
 @pytest.mark.parametrize("seq", [1, 4])
 @pytest.mark.parametrize("changed", range(4))
 def test_changing_a_document_leaves_the_others_bit_identical(changed, seq):
-    """Their logits and the gradients of their loss to their own inputs; towards the changed document they are zero."""
-    before, piece = rows()
-    others, own = (piece != changed) & (piece >= 0), piece == changed
+    """Same logits, and same gradients of their loss by their inputs; by the changed document, 0."""
+    before, segment_BL = distinct_tokens()
+    own = segment_BL == changed
+    others = ~own & (segment_BL >= 0)
     before["labels_BL"] = np.where(own, NO_LABEL, before["labels_BL"])
     after = before | {"tokens_BL": np.where(own, before["tokens_BL"] + 200, before["tokens_BL"])}
-    (logits, gradient), (new_logits, new_gradient) = compiled(seq)(before), compiled(seq)(after)
+    logits, gradient = compiled(seq)(before)
+    new_logits, new_gradient = compiled(seq)(after)
     assert batches.same_bits(new_logits[others], logits[others])
     assert (new_logits[own] != logits[own]).any(-1).all()
-    to_others = before["tokens_BL"][others]
-    assert batches.same_bits(new_gradient[to_others], gradient[to_others])
-    # a document of one token has no label
-    learned = np.isin(to_others, before["tokens_BL"][before["labels_BL"] != NO_LABEL])
-    assert (gradient[to_others[learned]] != 0).any(-1).all()
+    other_tokens = before["tokens_BL"][others]
+    assert batches.same_bits(new_gradient[other_tokens], gradient[other_tokens])
+    # A document of one token has no label.
+    has_label = np.isin(other_tokens, before["tokens_BL"][before["labels_BL"] != NO_LABEL])
+    assert (gradient[other_tokens[has_label]] != 0).any(-1).all()
     assert (gradient[before["tokens_BL"][own]] == 0).all()
     assert (new_gradient[after["tokens_BL"][own]] == 0).all()
 
@@ -125,46 +138,45 @@ def test_a_loss_does_not_depend_on_later_tokens(seq):
     arrays["tokens_BL"] = np.arange(1, 1 + 3 * L, dtype=np.int32).reshape(3, L)
     arrays |= {name: np.pad(arrays[name], ((0, 0), (0, 3))) for name in ("starts_BM", "lengths_BM")}
     for t in (0, 11, 12, 13, 30, 46):
-        upto = np.where(np.arange(L) <= t, arrays["labels_BL"], NO_LABEL).astype(np.int32)
-        _, gradient = compiled(seq)(arrays | {"labels_BL": upto})
-        of_token = gradient[arrays["tokens_BL"]]
-        assert (of_token[:, t + 1 :] == 0).all()
-        assert (of_token[:, : t + 1] != 0).any(-1).all()
+        labels = np.where(np.arange(L) <= t, arrays["labels_BL"], NO_LABEL).astype(np.int32)
+        _, gradient = compiled(seq)(arrays | {"labels_BL": labels})
+        token_gradient = gradient[arrays["tokens_BL"]]
+        assert (token_gradient[:, t + 1 :] == 0).all()
+        assert (token_gradient[:, : t + 1] != 0).any(-1).all()
 
 
-def test_attention_is_not_computed_again_in_the_backward_pass():
-    """Only attention's forward pass looks for a maximum."""
-    arrays, _ = rows()
-    whole = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
-    jaxpr = jax.make_jaxpr(
-        jax.value_and_grad(lambda weights: hidden_states(weights, whole, 1).sum())
-    )(weights())
-    assert (
-        sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr)) == 1
-    )
+def test_the_backward_pass_does_not_recompute_attention():
+    """Only attention's forward pass computes a maximum."""
+    arrays, _ = distinct_tokens()
+    batch = Batch(**{name: jnp.asarray(array) for name, array in arrays.items()})
+    loss = lambda weights: hidden_states(weights, batch, 1).sum()
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(weights())
+    names = [equation.primitive.name for equation in batches.equations(jaxpr)]
+    assert names.count("reduce_max") == 1
 
 
 def test_the_gradient_of_an_embedding_is_summed_in_float32():
-    """In bfloat16, 1 added 39,643 times gives 256."""
-    row = decoder.param_table(MODEL)["embedding"]
+    """In bfloat16, the sum of 39,643 ones is 256."""
+    param = decoder.param_table(MODEL)["embedding"]
     tokens = jnp.int32(np.r_[np.full(39_643, 7), np.arange(5)])[None]
     gather = whole.Whole("bfloat16")
 
     @jax.jit
     def gradient(table):
         out, pull = jax.vjp(
-            lambda table: decoder.embed_tokens(gather, row, table, tokens, jnp.dtype("bfloat16")),
+            lambda table: decoder.embed_tokens(gather, param, table, tokens, jnp.dtype("bfloat16")),
             table,
         )
         return out, pull(jnp.ones_like(out))[0]
 
     table = weights()["embedding"]
-    out, found = gradient(table)
+    out, actual = gradient(table)
     assert out.dtype == jnp.bfloat16
     assert batches.same_bits(out[0, -5:], table[:5].astype(jnp.bfloat16))
-    right = np.zeros(row.shape, np.float32)
-    right[:5], right[7] = 1, 39_643
-    assert batches.same_bits(found, right)
+    expected = np.zeros(param.shape, np.float32)
+    expected[:5] = 1
+    expected[7] = 39_643
+    assert batches.same_bits(actual, expected)
 
 
 LLAMA = {
@@ -192,12 +204,12 @@ LLAMA = {
 )
 def test_the_table_has_every_tensor_of_the_family_once(field, adds):
     off = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tie_embeddings"), False)
-    found = jax.tree.leaves(decoder.param_table(batches.model(**off | {field: True})))
-    names = [row.hf_name for row in found]
+    params = jax.tree.leaves(decoder.param_table(batches.model(**off | {field: True})))
+    names = [param.hf_name for param in params]
     missing = {"lm_head.weight"} if field == "tie_embeddings" else set()
     assert len(names) == len(set(names))
     assert set(names) == (LLAMA - missing) | {f"model.layers.{{layer}}.{name}" for name in adds}
-    # random weights are drawn by this
+    # Seeds of the random weights are computed from this.
     assert len({zlib.crc32(name.encode()) for name in names}) == len(names)
-    assert {row.num_layers for row in found if "{layer}" in row.hf_name} == {2}
-    assert {row.num_layers for row in found if "{layer}" not in row.hf_name} == {None}
+    assert {param.num_layers for param in params if "{layer}" in param.hf_name} == {2}
+    assert {param.num_layers for param in params if "{layer}" not in param.hf_name} == {None}

@@ -1,4 +1,4 @@
-"""Angles of the rotations, against float64."""
+"""RoPE angles, compared with float64."""
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +18,31 @@ LLAMA3 = Llama3Rope(
 
 
 @pytest.mark.parametrize(("theta", "scaling"), [(1e4, None), (5e5, None), (5e5, LLAMA3)])
-def test_angles_are_those_of_float64_at_any_position(theta, scaling):
+def test_angles_equal_those_of_float64_at_any_position(theta, scaling):
     config = batches.model(head_dim=128, rope_theta=theta, rope_llama3=scaling)
-    found = jax.jit(
-        lambda positions: (lambda a: (a.cos, a.sin))(layers.rope_angles(positions, config))
-    )(jnp.int32([POSITIONS]))
+
+    @jax.jit
+    def cos_and_sin(positions):
+        angles = layers.rope_angles(positions, config)
+        return angles.cos, angles.sin
+
+    actual = cos_and_sin(jnp.int32([POSITIONS]))
     angles = np.array(POSITIONS, np.float64)[:, None] * layers.rope_frequencies(config)
-    for mine, right in zip(found, (np.cos(angles), np.sin(angles)), strict=True):
-        assert mine.dtype == jnp.float32
-        assert np.abs(np.asarray(mine[0], np.float64) - right).max() < tolerances.ANGLES
+    for table, expected in zip(actual, (np.cos(angles), np.sin(angles)), strict=True):
+        assert table.dtype == jnp.float32
+        assert np.abs(np.asarray(table[0], np.float64) - expected).max() < tolerances.ANGLES
 
 
-def test_llama3_stretches_slow_rotations_only():
-    """Wavelengths up to 2048 tokens stay, those above 8192 turn 8 times slower, between them it is a mixture."""
+def test_llama3_scales_low_frequencies_only():
+    """Wavelengths up to 2048 tokens stay; those above 8192 become 8 times longer; others in
+    between."""
     plain = layers.rope_frequencies(batches.model(head_dim=128, rope_theta=5e5))
     scaled = layers.rope_frequencies(
         batches.model(head_dim=128, rope_theta=5e5, rope_llama3=LLAMA3)
     )
     wavelengths = 2 * np.pi / plain
-    fast, slow = wavelengths < 8192 / 4, wavelengths > 8192
+    fast = wavelengths < 8192 / 4
+    slow = wavelengths > 8192
     between = ~fast & ~slow
     assert fast.any()
     assert slow.any()
@@ -54,16 +60,12 @@ def test_the_score_of_a_query_and_a_key_depends_on_their_distance_only():
 
     @jax.jit
     def score(position_q, position_k):
-        turned = [
-            layers.apply_rope(x, layers.rope_angles(at, config))
-            for x, at in ((q, position_q), (k, position_k))
-        ]
-        return jnp.vdot(*turned, precision="highest")
+        rotated_q = layers.apply_rope(q, layers.rope_angles(position_q, config))
+        rotated_k = layers.apply_rope(k, layers.rope_angles(position_k, config))
+        return jnp.vdot(rotated_q, rotated_k, precision="highest")
 
-    near = score(jnp.int32([[37]]), jnp.int32([[20]]))
-    assert float(score(jnp.int32([[5_000_037]]), jnp.int32([[5_000_020]]))) == pytest.approx(
-        float(near), rel=1e-4
-    )
-    assert float(score(jnp.int32([[37]]), jnp.int32([[21]]))) != pytest.approx(
-        float(near), rel=1e-2
-    )
+    near = float(score(jnp.int32([[37]]), jnp.int32([[20]])))
+    far = float(score(jnp.int32([[5_000_037]]), jnp.int32([[5_000_020]])))
+    closer = float(score(jnp.int32([[37]]), jnp.int32([[21]])))
+    assert far == pytest.approx(near, rel=1e-4)
+    assert closer != pytest.approx(near, rel=1e-2)

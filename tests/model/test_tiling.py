@@ -1,4 +1,4 @@
-"""How large tiles are."""
+"""Sizes of tiles."""
 
 import pytest
 
@@ -6,26 +6,28 @@ from jaxsp.model import tiling
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "expected"),
+    ("num_tokens", "max_tile", "expected"),
     [
         (100, 8192, 8192),
         (16384, 8192, 8192),
         (28672, 8192, 7168),
-        (609280, 8192, 7168),  # 8,192 would be padded, and 7,616 is no multiple of 128
-        (8320, 8192, 4160),  # 65 x 128, and 1,664 x 5 is below the half
+        (609280, 8192, 7168),  # 8,192 would be padded, and 7,616 is not a multiple of 128
+        (8320, 8192, 4160),  # 65 x 128; 1,664 is below half of 8,192
         (12000, 8192, 6000),  # no multiple of 128 divides it
         (8209, 8192, 8192),  # a prime is padded
     ],
 )
-def test_a_tile_divides_the_tokens_where_one_of_half_the_size_and_more_does(tokens, most, expected):
-    tile = tiling.choose_dividing_tile(tokens, most)
+def test_a_tile_divides_the_tokens_if_a_size_from_half_the_maximum_does(
+    num_tokens, max_tile, expected
+):
+    tile = tiling.choose_dividing_tile(num_tokens, max_tile)
     assert tile == expected
-    assert tokens <= most or tokens % tile == 0 or tokens == 8209
+    assert num_tokens <= max_tile or num_tokens % tile == 0 or num_tokens == 8209
 
 
 @pytest.mark.parametrize(("max_bytes", "tile"), [(2 * 2**30, 7168), (2**29, 2048), (1, 1)])
-def test_the_values_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
-    """Llama-3.1-8B: 253,952 bytes for each token."""
+def test_the_activations_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
+    """Llama-3.1-8B takes 253,952 bytes per token."""
     sizes = {"intermediate_size": 14336, "hidden_size": 4096, "itemsize": 2}
     assert tiling.choose_mlp_tile(num_tokens=28672, max_bytes=max_bytes, **sizes) == tile
     assert tile == 1 or 253_952 * tile <= max_bytes
