@@ -86,9 +86,8 @@ class Linear(nnx.Module):
             shape=(dim_out, dim_in), hf_name=f"{hf_name}.weight", std=config.initializer_range
         )
         self.weight = _declare_param(matrix)
-        self.bias = None
-        if bias:
-            self.bias = _declare_param(Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias"))
+        vector = Parameter(shape=(dim_out,), hf_name=f"{hf_name}.bias")
+        self.bias = _declare_param(vector) if bias else None
 
     def __call__(self, x: Float[Array, "... i"]) -> Float[Array, "... o"]:
         y = jnp.einsum("...i,oi->...o", x, self.weight[...])
@@ -209,9 +208,8 @@ class EmbedNormHead(nnx.Module):
         )
         self.embedding = _declare_param(matrix)
         self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = _declare_param(dataclasses.replace(matrix, hf_name="lm_head.weight"))
+        head = dataclasses.replace(matrix, hf_name="lm_head.weight")
+        self.head = None if config.tie_embeddings else _declare_param(head)
 
 
 @dataclasses.dataclass(frozen=True)

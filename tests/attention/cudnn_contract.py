@@ -1,12 +1,18 @@
-"""What jax's cuDNN calls promise, written out for the CPU: places in memory by element, one slot after another.
+"""The contract of jax's cuDNN calls, computed on CPUs slot by slot, with offsets into memory.
 
-Whatever cuDNN leaves undefined is NaN here: outputs and gradients of tokens in no slot, the statistic beyond a slot's piece.
-What it does not read, it does not read here either: a statistic of NaN beyond a piece changes nothing.
-A window of w keeps the scores where key + w > query, both counted from the slot's first token: itself is one of the w.
-Sources: openxla/xla xla/stream_executor/cuda/cuda_dnn.cc, where q, k, v, o and their gradients get ragged offsets and the
-statistic, [slots, heads, tokens of a slot, 1], gets none; NVIDIA/cudnn-frontend scaled_dot_product_flash_attention.h, where the
-padding mask replaces the score minus the statistic; its utils/attn_score_modifiers.h, sliding_window_mask, for windows.
+All that cuDNN leaves undefined is NaN here: outputs and gradients of tokens in no slot, and the
+log-sum-exp after the end of a slot's segment. All that cuDNN does not read, these functions do not
+read: a log-sum-exp of NaN after the end of a segment changes nothing. A window of w keeps the
+scores where key + w > query, both counted from the slot's first token: the token itself is one of
+the w.
+
+Sources: openxla/xla xla/stream_executor/cuda/cuda_dnn.cc, where q, k, v, o and their gradients have
+ragged offsets and the log-sum-exp, [slots, heads, tokens of a slot, 1], has none.
+NVIDIA/cudnn-frontend scaled_dot_product_flash_attention.h, where the padding mask replaces the
+score minus the log-sum-exp; its utils/attn_score_modifiers.h, sliding_window_mask, for windows.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,84 +20,107 @@ from jax.interpreters import mlir
 
 from jaxsp.attention.kernels import cudnn_calls
 
+_einsum = functools.partial(jnp.einsum, precision="highest")
 
-def attend(q, k, v, sees):
-    """Output and log-sum-exp of one slot, [T, h, K] and [h, T]."""
+
+def attend(q, k, v, mask):
+    """Output [T, h, K] and log-sum-exp [h, T] of one slot."""
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    scores = jnp.einsum("qhK,khK->hqk", q, k, precision="highest") * q.shape[-1] ** -0.5
-    scores = jnp.where(sees[None], scores, -jnp.inf)
+    scores = _einsum("qhK,khK->hqk", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(mask[None], scores, -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(sees[None], jnp.exp(scores - lse[..., None]), 0)
-    return jnp.einsum("hqk,khK->qhK", weights, v, precision="highest"), lse
+    weights = jnp.where(mask[None], jnp.exp(scores - lse[..., None]), 0)
+    return _einsum("hqk,khK->qhK", weights, v), lse
 
 
-def slots(q, k, seqlen, q_places, kv_places):
-    """For each slot: where its tokens lie in q and in k, counted in what a token takes, and which of its T tokens it holds."""
+def slots(q, k, seqlen, q_offsets, kv_offsets):
+    """For each slot: indices of its tokens in q and in k, and which of its T tokens it holds."""
     R, T, h, K = q.shape
-    if q_places.ndim == 1:
+    if q_offsets.ndim == 1:
         first_q = first_k = jnp.arange(R, dtype=jnp.int32) * T
         lengths = jnp.full(R, T, jnp.int32)
     else:
-        # XLA reads one place more than there are slots from memory that is as long or longer
-        num_slots = R * (q_places.shape[1] - 1)
-        first_q = q_places.reshape(-1)[:num_slots] // (h * K)
-        first_k = kv_places.reshape(-1)[:num_slots] // (k.shape[2] * K)
+        # XLA reads one offset more than there are slots, from memory that is at least as long.
+        num_slots = R * (q_offsets.shape[1] - 1)
+        first_q = q_offsets.reshape(-1)[:num_slots] // (h * K)
+        first_k = kv_offsets.reshape(-1)[:num_slots] // (k.shape[2] * K)
         lengths = seqlen.reshape(-1)
-    place = jnp.arange(T, dtype=jnp.int32)[None]
-    return first_q[:, None] + place, first_k[:, None] + place, place < lengths[:, None]
+    position = jnp.arange(T, dtype=jnp.int32)[None]
+    return first_q[:, None] + position, first_k[:, None] + position, position < lengths[:, None]
 
 
-def seen(num_tokens, window):
-    """Which keys each query of a slot sees; a window that is null or 0, as XLA has it, is none."""
-    query, key = jnp.arange(num_tokens)[:, None], jnp.arange(num_tokens)[None]
-    return (key <= query) & (key + window > query) if window else key <= query
+def causal_mask(num_tokens, window):
+    """Keys that each query of a slot attends to. A window of None or 0, as in XLA, is no window."""
+    query = jnp.arange(num_tokens)[:, None]
+    key = jnp.arange(num_tokens)[None]
+    if window:
+        return (key <= query) & (key + window > query)
+    return key <= query
 
 
 def flat(x):
     return x.reshape(-1, *x.shape[2:]).astype(jnp.float32)
 
 
-def rectangle(q, k, q_length, kv_length):
-    """Which queries of each row see which keys, where only lengths are told: all of so many see all of so many."""
+def where_inside(inside, x, fill, dtype=None):
+    """x, with `fill` at tokens outside. Shapes: [rows, tokens] and [rows, tokens, heads, K]."""
+    return jnp.where(inside[..., None, None], x, fill).astype(dtype or x.dtype)
+
+
+def off_diagonal_masks(q, k, q_lengths, kv_lengths):
+    """Masks of queries, of keys and of their pairs, where a call has only lengths."""
     inside_q, inside_k = (
-        jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, q_length), (k, kv_length))
+        jnp.arange(x.shape[1])[None] < n[:, None] for x, n in ((q, q_lengths), (k, kv_lengths))
     )
     return inside_q, inside_k, inside_q[:, :, None] & inside_k[:, None]
 
 
-def rectangle_forward(q, k, v, q_length, kv_length):
-    inside_q, _, sees = rectangle(q, k, q_length, kv_length)
-    out, lse = jax.vmap(attend)(*(x.astype(jnp.float32) for x in (q, k, v)), sees)
-    return jnp.where(inside_q[..., None, None], out, jnp.nan).astype(q.dtype), jnp.where(
-        inside_q[:, None], lse, jnp.nan
+def off_diagonal_forward(q, k, v, q_lengths, kv_lengths):
+    inside_q, _, mask = off_diagonal_masks(q, k, q_lengths, kv_lengths)
+    out, lse = jax.vmap(attend)(*(x.astype(jnp.float32) for x in (q, k, v)), mask)
+    out = where_inside(inside_q, out, jnp.nan, q.dtype)
+    return out, jnp.where(inside_q[:, None], lse, jnp.nan)
+
+
+def off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout):
+    inside_q, inside_k, mask = off_diagonal_masks(q, k, q_lengths, kv_lengths)
+    q32, k32, v32, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
+    q32, out, dout = (where_inside(inside_q, x, 0) for x in (q32, out, dout))
+    k32, v32 = (where_inside(inside_k, x, 0) for x in (k32, v32))
+    dq, dk, dv = jax.vmap(gradients)(q32, k32, v32, out, dout, lse, mask)
+    return (
+        where_inside(inside_q, dq, jnp.nan, q.dtype),
+        where_inside(inside_k, dk, jnp.nan, k.dtype),
+        where_inside(inside_k, dv, jnp.nan, v.dtype),
     )
 
 
-def rectangle_backward(q, k, v, q_length, kv_length, statistic, out, dout):
-    inside_q, inside_k, sees = rectangle(q, k, q_length, kv_length)
-    dtypes = q.dtype, k.dtype, v.dtype
-    q, k, v, out, dout = (x.astype(jnp.float32) for x in (q, k, v, out, dout))
-    q, out, dout = (jnp.where(inside_q[..., None, None], x, 0) for x in (q, out, dout))
-    repeats = q.shape[2] // k.shape[2]
-    k1, v1 = (
-        jnp.repeat(jnp.where(inside_k[..., None, None], x, 0), repeats, axis=2) for x in (k, v)
-    )
-    dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
+def gradients(q, k, v, out, dout, lse, mask):
+    """dq, dk and dv of one slot, from q of [T, h, K] and lse of [h, T]."""
+    num_kv_heads = k.shape[1]
+    repeats = q.shape[1] // num_kv_heads
+    k, v = (jnp.repeat(x, repeats, axis=1) for x in (k, v))
     scale = q.shape[-1] ** -0.5
-    weights = jnp.where(
-        sees[:, None], jnp.exp(dots("RqhK,RkhK->Rhqk", q, k1) * scale - statistic[..., None]), 0
-    )
-    delta = dots("RqhK,RqhK->Rhq", dout, out)[..., None]
-    dscores = (
-        jnp.where(sees[:, None], weights * (dots("RqhK,RkhK->Rhqk", dout, v1) - delta), 0) * scale
-    )
-    dk, dv = dots("Rhqk,RqhK->RkhK", dscores, q), dots("Rhqk,RqhK->RkhK", weights, dout)
-    dk, dv = (x.reshape(*k.shape[:3], repeats, -1).sum(3) for x in (dk, dv))
-    found = (dots("Rhqk,RkhK->RqhK", dscores, k1), inside_q), (dk, inside_k), (dv, inside_k)
-    return tuple(
-        jnp.where(own[..., None, None], x, jnp.nan).astype(t)
-        for (x, own), t in zip(found, dtypes, strict=True)
-    )
+    scores = _einsum("qhK,khK->hqk", q, k) * scale
+    weights = jnp.where(mask[None], jnp.exp(scores - lse[..., None]), 0)
+    delta = _einsum("qhK,qhK->hq", dout, out)[..., None]
+    dweights = _einsum("qhK,khK->hqk", dout, v)
+    dscores = jnp.where(mask[None], weights * (dweights - delta), 0) * scale
+    # Tokens outside the slot are NaN, and 0 * NaN is NaN.
+    is_query = mask.any(1)[:, None, None]
+    is_key = mask.any(0)[:, None, None]
+    q, dout = (jnp.where(is_query, x, 0) for x in (q, dout))
+    dk = _einsum("hqk,qhK->khK", dscores, q)
+    dv = _einsum("hqk,qhK->khK", weights, dout)
+    dk, dv = (x.reshape(len(x), num_kv_heads, repeats, -1).sum(2) for x in (dk, dv))
+    return _einsum("hqk,khK->qhK", dscores, jnp.where(is_key, k, 0)), dk, dv
+
+
+def scatter(values, tokens, inside, like):
+    """Writes the values of all slots to their tokens, and NaN to tokens of no slot."""
+    memory = jnp.full_like(flat(like), jnp.nan)
+    tokens = jnp.where(inside, tokens, len(memory))
+    return memory.at[tokens].set(values, mode="drop").reshape(like.shape).astype(like.dtype)
 
 
 def forward(
@@ -99,37 +128,29 @@ def forward(
     k,
     v,
     _bias,
-    seqlen,
-    kv_seqlen,
-    q_places,
-    kv_places,
-    *_,
+    q_lengths,
+    kv_lengths,
+    q_offsets,
+    kv_offsets,
+    *_page_tables,
     sliding_window_length,
     mask_type,
-    **_fields,
+    **_params,
 ):
     if mask_type.name == "PADDING":
-        return rectangle_forward(q, k, v, seqlen, kv_seqlen)
-    tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
+        return off_diagonal_forward(q, k, v, q_lengths, kv_lengths)
+    tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
-    causal = seen(q.shape[1], sliding_window_length)
+    causal = causal_mask(q.shape[1], sliding_window_length)
 
-    def slot(at_q, at_k, inside):
-        at_q, at_k = jnp.minimum(at_q, last), jnp.minimum(at_k, last)
-        return attend(
-            flat(q)[at_q], flat(k)[at_k], flat(v)[at_k], causal & inside[:, None] & inside[None]
-        )
+    def slot(tokens_q, tokens_k, inside):
+        tokens_q = jnp.minimum(tokens_q, last)
+        tokens_k = jnp.minimum(tokens_k, last)
+        mask = causal & inside[:, None] & inside[None]
+        return attend(flat(q)[tokens_q], flat(k)[tokens_k], flat(v)[tokens_k], mask)
 
     out, lse = jax.vmap(slot)(tokens_q, tokens_k, inside)
-    to = jnp.where(inside, tokens_q, last + 1)
-    merged = (
-        jnp.full_like(flat(q), jnp.nan)
-        .at[to]
-        .set(out, mode="drop")
-        .reshape(q.shape)
-        .astype(q.dtype)
-    )
-    return merged, jnp.where(inside[:, None], lse, jnp.nan)
+    return scatter(out, tokens_q, inside, q), jnp.where(inside[:, None], lse, jnp.nan)
 
 
 def backward(
@@ -137,68 +158,49 @@ def backward(
     k,
     v,
     _bias,
-    seqlen,
-    kv_seqlen,
-    q_places,
-    kv_places,
-    _,
-    _also,
-    statistic,
+    q_lengths,
+    kv_lengths,
+    q_offsets,
+    kv_offsets,
+    _page_table_k,
+    _page_table_v,
+    lse,
     out,
     dout,
     *_more,
     sliding_window_length,
     mask_type,
-    **_fields,
+    **_params,
 ):
     if mask_type.name == "PADDING":
-        return rectangle_backward(q, k, v, seqlen, kv_seqlen, statistic, out, dout)
-    tokens_q, tokens_k, inside = slots(q, k, seqlen, q_places, kv_places)
+        return off_diagonal_backward(q, k, v, q_lengths, kv_lengths, lse, out, dout)
+    tokens_q, tokens_k, inside = slots(q, k, q_lengths, q_offsets, kv_offsets)
     last = q.shape[0] * q.shape[1] - 1
-    causal = seen(q.shape[1], sliding_window_length)
-    repeats = q.shape[2] // k.shape[2]
+    causal = causal_mask(q.shape[1], sliding_window_length)
 
-    def slot(at_q, at_k, inside, statistic):
-        at_q, at_k = jnp.minimum(at_q, last), jnp.minimum(at_k, last)
-        sees = causal & inside[:, None] & inside[None]
-        q1, o1, do1 = (flat(x)[at_q] for x in (q, out, dout))
-        k1, v1 = (jnp.repeat(flat(x)[at_k], repeats, axis=1) for x in (k, v))
-        dots = lambda way, a, b: jnp.einsum(way, a, b, precision="highest")
-        scale = q.shape[-1] ** -0.5
-        weights = jnp.where(
-            sees[None], jnp.exp(dots("qhK,khK->hqk", q1, k1) * scale - statistic[..., None]), 0
-        )
-        delta = dots("qhK,qhK->hq", do1, o1)[..., None]
-        dscores = (
-            jnp.where(sees[None], weights * (dots("qhK,khK->hqk", do1, v1) - delta), 0) * scale
-        )
-        do1, q1, k1 = (jnp.where(inside[:, None, None], x, 0) for x in (do1, q1, k1))
-        dk, dv = dots("hqk,qhK->khK", dscores, q1), dots("hqk,qhK->khK", weights, do1)
-        dk, dv = (x.reshape(len(x), k.shape[2], repeats, -1).sum(2) for x in (dk, dv))
-        return dots("hqk,khK->qhK", dscores, k1), dk, dv
+    def slot(tokens_q, tokens_k, inside, lse):
+        tokens_q = jnp.minimum(tokens_q, last)
+        tokens_k = jnp.minimum(tokens_k, last)
+        mask = causal & inside[:, None] & inside[None]
+        slot_q, slot_out, slot_dout = (flat(x)[tokens_q] for x in (q, out, dout))
+        slot_k, slot_v = (flat(x)[tokens_k] for x in (k, v))
+        return gradients(slot_q, slot_k, slot_v, slot_out, slot_dout, lse, mask)
 
-    dq, dk, dv = jax.vmap(slot)(tokens_q, tokens_k, inside, statistic)
-    merged = []
-    for gradient, tokens, x in ((dq, tokens_q, q), (dk, tokens_k, k), (dv, tokens_k, v)):
-        to = jnp.where(inside, tokens, last + 1)
-        merged.append(
-            jnp.full_like(flat(x), jnp.nan)
-            .at[to]
-            .set(gradient, mode="drop")
-            .reshape(x.shape)
-            .astype(x.dtype)
-        )
-    return tuple(merged)
+    dq, dk, dv = jax.vmap(slot)(tokens_q, tokens_k, inside, lse)
+    return (
+        scatter(dq, tokens_q, inside, q),
+        scatter(dk, tokens_k, inside, k),
+        scatter(dv, tokens_k, inside, v),
+    )
 
 
 def on_cpu() -> None:
-    """From now on jax's cuDNN calls compute by this contract where they are compiled for the CPU."""
+    """Makes jax's cuDNN calls compute by this contract when they are compiled for CPUs."""
     library = cudnn_calls._library()
     primitives = {
         library._dot_product_attention_fwd_p: forward,
         library._dot_product_attention_bwd_p: backward,
     }
     for primitive, function in primitives.items():
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu"
-        )
+        lowering = mlir.lower_fun(function, multiple_results=True)
+        mlir.register_lowering(primitive, lowering, platform="cpu")

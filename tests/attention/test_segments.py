@@ -1,4 +1,4 @@
-"""What pieces leave to do for parts of rows, against each pair of tokens."""
+"""Segments in chunks of rows, compared with a mask of all pairs of tokens."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,23 +11,25 @@ L = 48
 
 
 def rows(count=40):
-    """Starts and lengths of rows of many kinds of pieces."""
+    """Starts and lengths of the segments of random rows, an empty row and a row of one segment."""
     arrays = batches.ragged(num_rows=count, num_tokens=L, vocab_size=11, seed=3)
-    starts, lengths = arrays["starts_BM"], arrays["lengths_BM"]
-    starts[0], lengths[0] = 0, 0
-    starts[1], lengths[1] = 0, 0
+    starts = arrays["starts_BM"]
+    lengths = arrays["lengths_BM"]
+    starts[:2] = 0
+    lengths[:2] = 0
     lengths[1, 0] = L
     return starts, lengths
 
 
-def sees(starts, lengths):
-    """Which tokens each token sees: [B, L, L]."""
-    piece = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
-    same = (piece[:, :, None] == piece[:, None, :]) & (piece >= 0)[:, :, None]
-    return same & np.tri(L, dtype=bool)
+def attention_mask(starts, lengths, num_tokens=L):
+    """Keys that each query attends to: [B, L, L]."""
+    segment = segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), num_tokens)
+    segment = np.asarray(segment)
+    same = (segment[:, :, None] == segment[:, None, :]) & (segment >= 0)[:, :, None]
+    return same & np.tri(num_tokens, dtype=bool)
 
 
-def test_a_chunk_has_the_pieces_that_have_tokens_there():
+def test_a_chunk_keeps_the_segments_that_have_tokens_in_it():
     starts, lengths = segments.clip_to_chunk(
         jnp.int32([[0, 3, 9]]), jnp.int32([[3, 5, 2]]), first_token=jnp.int32(4), num_tokens=6
     )
@@ -35,56 +37,53 @@ def test_a_chunk_has_the_pieces_that_have_tokens_there():
 
 
 @pytest.mark.parametrize("num_chunks", [2, 6, 16])
-def test_a_chunk_sees_of_itself_what_its_pieces_say(num_chunks):
+def test_the_segments_of_a_chunk_give_the_diagonal_block_of_the_mask(num_chunks):
     starts, lengths = rows()
-    size, right = L // num_chunks, sees(starts, lengths)
+    size = L // num_chunks
+    expected = attention_mask(starts, lengths)
     for chunk in range(num_chunks):
-        own = segments.clip_to_chunk(
+        chunk_starts, chunk_lengths = segments.clip_to_chunk(
             jnp.asarray(starts),
             jnp.asarray(lengths),
             first_token=jnp.int32(chunk * size),
             num_tokens=size,
         )
-        piece = np.asarray(segments.segment_ids(*own, size))
-        found = (
-            (piece[:, :, None] == piece[:, None, :])
-            & (piece >= 0)[:, :, None]
-            & np.tri(size, dtype=bool)
-        )
-        part = slice(chunk * size, (chunk + 1) * size)
-        assert np.array_equal(found, right[:, part, part])
+        actual = attention_mask(chunk_starts, chunk_lengths, size)
+        tokens = slice(chunk * size, (chunk + 1) * size)
+        assert np.array_equal(actual, expected[:, tokens, tokens])
 
 
 @pytest.mark.parametrize("num_chunks", [2, 6, 16])
-def test_between_chunks_one_rectangle_is_all_there_is(num_chunks):
+def test_one_block_per_row_gives_the_mask_between_chunks(num_chunks):
     starts, lengths = rows()
-    size, right, some = L // num_chunks, sees(starts, lengths), 0
-    for queries in range(num_chunks):
-        for keys, num_keys in [(chunk * size, size) for chunk in range(queries)] + [
-            (0, queries * size)
-        ] * (queries > 0):
-            where = segments.find_off_diagonal_block(
+    size = L // num_chunks
+    expected = attention_mask(starts, lengths)
+    num_blocks = 0
+    for chunk in range(1, num_chunks):
+        first_query = chunk * size
+        earlier_chunks = [(earlier * size, size) for earlier in range(chunk)]
+        for first_key, num_keys in [*earlier_chunks, (0, first_query)]:
+            block = segments.find_off_diagonal_block(
                 jnp.asarray(starts),
                 jnp.asarray(lengths),
-                first_query=jnp.int32(queries * size),
+                first_query=jnp.int32(first_query),
                 num_queries=size,
-                first_key=jnp.int32(keys),
+                first_key=jnp.int32(first_key),
                 num_keys=num_keys,
             )
-            found = (
-                np.asarray(where.query_mask(size))[:, :, None]
-                & np.asarray(where.key_mask(num_keys))[:, None, :]
-            )
-            assert np.array_equal(
-                found, right[:, queries * size : (queries + 1) * size, keys : keys + num_keys]
-            )
-            assert bool(where.is_any()) == found.any()
-            some += found.any()
-    assert some
+            query_mask = np.asarray(block.query_mask(size))
+            key_mask = np.asarray(block.key_mask(num_keys))
+            actual = query_mask[:, :, None] & key_mask[:, None, :]
+            queries = slice(first_query, first_query + size)
+            keys = slice(first_key, first_key + num_keys)
+            assert np.array_equal(actual, expected[:, queries, keys])
+            assert bool(block.is_any()) == actual.any()
+            num_blocks += actual.any()
+    assert num_blocks
 
 
-def test_a_rectangle_ends_with_the_chunk_of_queries():
-    where = segments.find_off_diagonal_block(
+def test_a_block_ends_with_the_chunk_of_queries():
+    block = segments.find_off_diagonal_block(
         jnp.int32([[3]]),
         jnp.int32([[20]]),
         first_query=jnp.int32(8),
@@ -92,11 +91,11 @@ def test_a_rectangle_ends_with_the_chunk_of_queries():
         first_key=jnp.int32(0),
         num_keys=8,
     )
-    assert [x.tolist() for x in where] == [[8], [3], [5]]
+    assert [x.tolist() for x in block] == [[8], [3], [5]]
 
 
-def test_the_drawn_rectangle():
-    where = segments.find_off_diagonal_block(
+def test_the_block_of_the_example():
+    block = segments.find_off_diagonal_block(
         jnp.int32([[3]]),
         jnp.int32([[9]]),
         first_query=jnp.int32(8),
@@ -104,4 +103,4 @@ def test_the_drawn_rectangle():
         first_key=jnp.int32(0),
         num_keys=8,
     )
-    assert [x.tolist() for x in where] == [[4], [3], [5]]
+    assert [x.tolist() for x in block] == [[4], [3], [5]]
