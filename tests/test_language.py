@@ -30,11 +30,8 @@ CHECKED = (
     "jaxsp/training/inputs.py",
     "scripts/config_reference.py",
     "scripts/generated_text.py",
-<<<<<<< HEAD
     "tests/checkpoint",
-=======
     "tests/faults",
->>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
     "tests/markdown.py",
     "tests/reporting",
     "tests/runtime",

@@ -10,17 +10,10 @@ import time
 import pytest
 import yaml
 
-<<<<<<< HEAD
-from jaxsp import launch
-from jaxsp.config import config_file
-from jaxsp.core import exit_codes
-from jaxsp.runtime import hardware
-=======
 from jaxsp import launch
 from jaxsp.config import config_file
 from jaxsp.core import exit_codes
 from jaxsp.runtime import child_processes, hardware
->>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
 
 REPO = pathlib.Path(__file__).parent.parent
 SLURM = REPO / "scripts/launch/slurm.sh"
@@ -166,17 +159,10 @@ def test_the_command_of_a_pod_is_a_valid_launch(run_command, monkeypatch):
     monkeypatch.setattr(hardware, "count_gpus", lambda _: num_gpus)
     monkeypatch.setattr(child_processes, "run_processes", run_processes)
     launch.main(words[3:])
-<<<<<<< HEAD
-    ((command, job),) = started
-    assert [process.index for process in job] == list(range(8, 16))
-    assert {process.num_processes for process in job} == {16}
-    config = config_file.load(command[3], command[4:])
-=======
     ((command, processes),) = jobs
     assert [process.index for process in processes] == list(range(8, 16))
     assert {process.num_processes for process in processes} == {16}
     config = config_file.load(command[3], command[4:])
->>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
     shutdown_grace_s = config.run.shutdown_grace.total_seconds()
     assert shutdown_grace_s < POD["terminationGracePeriodSeconds"]
     mounts = {volume["name"]: volume["mountPath"] for volume in CONTAINER["volumeMounts"]}
@@ -200,10 +186,6 @@ def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_i
     job = JOB["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-<<<<<<< HEAD
-    codes = [exit_codes.USER_ERROR, exit_codes.NEEDS_ATTENTION]
-=======
->>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)
     assert rule["onExitCodes"] == {
         "containerName": CONTAINER["name"],
         "operator": "In",
@@ -221,9 +203,6 @@ def test_a_failure_that_needs_attention_ends_the_jobset_and_any_other_restarts_i
 @pytest.mark.parametrize(("codes", "code"), [("2", 2), ("75", 75), ("1", 1)])
 def test_a_pod_ends_with_the_exit_code_of_the_launcher(run_command, codes, code):
     words = (*CONTAINER["command"], *CONTAINER["args"])
-<<<<<<< HEAD
-    assert commands(*words, codes="stops0", tell=signal.SIGTERM, NODE="0")[0] == exit_codes.HUNG
-=======
     assert run_command(*words, codes=codes, NODE="0")[0] == code
 
 
@@ -231,4 +210,3 @@ def test_a_pod_that_is_evicted_ends_with_the_exit_code_of_an_unfinished_run(run_
     words = (*CONTAINER["command"], *CONTAINER["args"])
     code, _, _ = run_command(*words, codes="stops0", signal_number=signal.SIGTERM, NODE="0")
     assert code == exit_codes.HUNG
->>>>>>> 33bd0b9 (Fault tests and tests of the launch files: plain English, one statement per line)

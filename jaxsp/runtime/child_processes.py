@@ -62,7 +62,7 @@ class SignalForwarder:
         for child in self.children.values():
             child.send_signal(number)
 
-    def exit_codes(self) -> dict[int, int | None]:
+    def poll_exit_codes(self) -> dict[int, int | None]:
         """Exit codes by process index; None for a process that is running.
 
         0 for a process that the first signal has killed: it was not ready and had begun nothing.
@@ -86,7 +86,7 @@ def run_processes(
     if signals.first is not None:  # it came while the processes were started
         signals.send(signals.first)
     failed = _wait(signals, stderr)
-    codes = {*signals.exit_codes().values()}
+    codes = {*signals.poll_exit_codes().values()}
     # The others wait for the failed process in a collective, where they cannot handle a SIGTERM
     signals.send(signal.SIGKILL)
     for child in signals.children.values():
@@ -138,7 +138,7 @@ def _die_with_parent(launcher: int, prctl: Any) -> None:
     """Asks the kernel, in a child, to kill it when the launcher ends for any reason."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # the launcher ended before the call
-        os._exit(1)
+        os._exit(exit_codes.INTERNAL_ERROR)
 
 
 def _wait(signals: SignalForwarder, stderr: StderrMultiplexer) -> int | None:
@@ -151,7 +151,7 @@ def _wait(signals: SignalForwarder, stderr: StderrMultiplexer) -> int | None:
     failed: list[int] = []
     deadline_s = math.inf
     while True:
-        codes = signals.exit_codes()
+        codes = signals.poll_exit_codes()
         new = [index for index, code in codes.items() if code and index not in failed]
         if new and not failed:
             deadline_s = time.monotonic() + PEER_LINE_DELAY_S

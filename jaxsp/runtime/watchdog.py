@@ -33,9 +33,9 @@ _MIN_WRITTEN_BYTES = 2**20
 class Watchdog:
     """Context in which a thread checks the status of a run for progress.
 
-    Without progress in time, it prints the stacks of all threads and ends all processes with
-    exit_codes.HUNG. It needs Python's lock for that. Code that hangs while it holds the lock is noticed
-    by the other processes, and visible in the heartbeat.
+    Without progress in time, it prints the stacks of all threads and ends all processes with exit
+    code 75. It needs Python's lock for that. Code that hangs while it holds the lock is noticed by
+    the other processes, and visible in the heartbeat.
     """
 
     def __init__(self, config: RunConfig, status: RunStatus, *, has_heartbeat: bool):

@@ -106,7 +106,7 @@ class Run:
         if not folder.exists():
             return set()
         names = [entry.name for entry in os.scandir(folder)]
-        return {name for name in names if name.endswith(writer.PARTIAL_SUFFIX)}
+        return {name for name in names if name.endswith(files.PARTIAL_SUFFIX)}
 
     def read_lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
         text = (self.directory / file).read_text(encoding="utf-8")
@@ -161,57 +161,7 @@ class Case:
             "optimizer": {"learning_rate": 0.001, "warmup_steps": 2, "weight_decay": 0.1},
             "logging": {"tensorboard": False},
         }
-<<<<<<< HEAD
-        self.config.write_text(yaml.safe_dump(fields), encoding="utf-8")
-
-    def start(self, name: str, mesh: str) -> subprocess.Popen:
-        """A process that begins the run of this name, or goes on with it."""
-        data, seq = map(int, mesh.split("x"))
-        words = [f"run.directory={self.folder / name}", f"mesh.data={data}", f"mesh.seq={seq}"]
-        words.append(f"mesh.virtual_cpu_devices={data * seq}")
-        with (self.folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "jaxsp.train", str(self.config), *words],
-                cwd=REPO,
-                stdout=log,
-                stderr=log,
-            )
-
-    def said(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text(encoding="utf-8", errors="replace")
-
-    def num_lines(self, name: str) -> int:
-        path = self.folder / name / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
-
-    def has_lines(self, name: str, number: int) -> bool:
-        return self.num_lines(name) >= number
-
-    def has_begun_to_save(self, name: str, *, beside: set[str]) -> bool:
-        """Whether a checkpoint is being written that is not one of these."""
-        return bool(self.unfinished(name) - beside)
-
-    def unfinished(self, name: str) -> set[str]:
-        """Checkpoints that are being written, or were when the process ended."""
-        folder = self.folder / name / "checkpoints"
-        return (
-            {
-                entry.name
-                for entry in os.scandir(folder)
-                if entry.name.endswith(files.PARTIAL_SUFFIX)
-            }
-            if folder.exists()
-            else set()
-        )
-
-    def lines(self, name: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        return [
-            json.loads(line)
-            for line in (self.folder / name / file).read_text(encoding="utf-8").splitlines()
-        ]
-=======
         config.write_text(yaml.safe_dump(fields), encoding="utf-8")
->>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 
 
 def run_undisturbed(case: Case, mesh: str, *, timeout_s: float) -> tuple[float, list[int]]:

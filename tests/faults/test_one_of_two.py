@@ -15,12 +15,7 @@ pytestmark = pytest.mark.e2e
 SCRIPT = """
 import os, pathlib, sys
 import jax
-<<<<<<< HEAD
 from jaxsp.checkpoint import files, reader
-from jaxsp.config import run_schema
-=======
-from jaxsp.checkpoint import reader
->>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
@@ -60,7 +55,8 @@ def break_method(name, process):
 
 if fault in ("_copy", "_finalize"):
     break_method(fault, {"_copy": 1, "_finalize": 0}[fault])
-with CheckpointWriter(folder, table=program.table, retention=run_schema.CheckpointConfig()) as writer:
+retention = run_schema.CheckpointConfig()
+with CheckpointWriter(folder, table=program.table, retention=retention) as writer:
     if fault != "read":
         outcome = writer.save(state, meta(2)) or writer.poll(wait=True)
         print("RESULT first:", outcome.failure, flush=True)
@@ -82,14 +78,9 @@ try:
     reader.restore(folder / "4", shapes, table=program.table, num_steps=4)
     print("RESULT restored", flush=True)
 except reader.DamagedCheckpointError as damage:
-<<<<<<< HEAD
-    print("SAID damaged:", damage.reason, flush=True)
-    print("SAID moved:", files.set_aside(damage.path).name, run_paths.find_latest(folder), flush=True)
-=======
     print("RESULT damaged:", damage.reason, flush=True)
-    moved = reader.set_aside(damage.path).name
+    moved = files.set_aside(damage.path).name
     print("RESULT moved:", moved, run_paths.find_latest(folder), flush=True)
->>>>>>> d3445ab (Fault tests and tests of the launch files: plain English, one statement per line)
 distributed.shutdown()
 """
 
