@@ -76,7 +76,7 @@ def make_parser(
 
 
 def detect_process(args: argparse.Namespace) -> Process:
-    """Detects which process this is, from the arguments of a multi-process parser or the launcher."""
+    """Detects which process this is, from a multi-process parser's arguments or the launcher."""
     return cluster.detect_process(
         os.environ,
         coordinator=args.coordinator,

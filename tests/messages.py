@@ -23,7 +23,7 @@ def _pattern(part: str) -> str:
 def assert_names(message: object, *parts: str, start: str = "") -> None:
     """Asserts that a message starts with `start`, and then contains every part, in any order.
 
-    A part is a whole word or number, in any case: "list" is not in "listed".
+    A part is a whole word or number, and case is ignored: "list" is not in "listed".
     """
     text = " ".join(str(message).split())
     assert text.startswith(start), f"{start!r} does not start: {text}"

@@ -1,4 +1,4 @@
-"""How a command ends: its exit code, and its last words."""
+"""Exit codes and last messages of a command."""
 
 import os
 import runpy
@@ -30,7 +30,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("error", "code", "words"), ENDS)
-def test_what_somebody_has_to_look_at_has_a_code_of_its_own(error, code, words, capsys):
+def test_each_kind_of_error_has_its_exit_code_and_message(error, code, words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run_command(fails(error))
     assert (ended.value.code, capsys.readouterr().err) == (code, words)
@@ -44,7 +44,7 @@ def test_what_somebody_has_to_look_at_has_a_code_of_its_own(error, code, words, 
         (["--seed", "3"], "run.seed="),
     ],
 )
-def test_an_option_of_another_system_is_answered_with_a_field(words, field, capsys):
+def test_the_message_for_an_option_of_another_system_names_a_field(words, field, capsys):
     parser = cli.make_parser("train", "about")
     parser.add_argument("changes", nargs="*")
     with pytest.raises(SystemExit) as ended:
@@ -56,12 +56,13 @@ def test_an_option_of_another_system_is_answered_with_a_field(words, field, caps
     assert "=" not in capsys.readouterr().err.partition("error: ")[2]
 
 
-def test_an_error_of_ours_is_said_in_full(capsys):
+def test_an_internal_error_prints_its_traceback(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run_command(fails(ZeroDivisionError("ours")))
     assert ended.value.code == 1
-    assert "Traceback" in (said := capsys.readouterr().err)
-    assert said.endswith("ZeroDivisionError: ours\n")
+    printed = capsys.readouterr().err
+    assert "Traceback" in printed
+    assert printed.endswith("ZeroDivisionError: ours\n")
 
 
 CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by peer [127.0.0.1]:4500"
@@ -93,15 +94,21 @@ def test_modules_that_import_transformers_silence_its_advice_to_install_torch(mo
 
 
 @pytest.mark.parametrize("command", ["lambda _: print('a')", "lambda _: 1 / 0"])
-def test_what_cannot_be_printed_at_the_end_does_not_change_the_code(command):
+def test_output_that_cannot_be_written_does_not_change_the_exit_code(command):
     """Python would end with 120."""
-    program = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); from jaxsp import cli; cli.run_command({command})"
+    program = (
+        "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+        f"from jaxsp import cli; cli.run_command({command})"
+    )
     buffered = os.environ | {"PYTHONUNBUFFERED": ""}
     assert subprocess.run(
         [sys.executable, "-c", program], env=buffered, check=False
     ).returncode == int("/" in command)
 
 
-def test_the_code_is_right_though_nobody_hears_the_words():
-    program = "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); from jaxsp import cli; cli.run_command(lambda _: 1 / 0)"
+def test_a_message_that_cannot_be_written_does_not_change_the_exit_code():
+    program = (
+        "import os; os.close(2); os.open('/dev/full', os.O_WRONLY); "
+        "from jaxsp import cli; cli.run_command(lambda _: 1 / 0)"
+    )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1

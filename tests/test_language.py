@@ -140,7 +140,7 @@ def banned_idioms(text: str) -> Iterator[tuple[int, str]]:
 
 def idioms(line: str) -> Iterator[str]:
     for pattern, replacement in BANNED.items():
-        if match := re.search(rf"(?<![\w.`]){pattern}(?!\w)", line, re.IGNORECASE):
+        if match := re.search(rf"(?<![\w.`])(?:{pattern})(?!\w)", line, re.IGNORECASE):
             yield f"{match[0]!r}: {replacement}"
 
 

@@ -120,12 +120,14 @@ def _check_memory(sections: Sections) -> Iterator[str]:
     if is_full and offloaded == "layer_inputs_and_attention":
         yield (
             f"memory.offload_activations = {offloaded}: memory.remat = full keeps no results of "
-            "attention. Use memory.offload_activations=layer_inputs, or memory.remat=save_attention."
+            "attention. Use memory.offload_activations=layer_inputs, or "
+            "memory.remat=save_attention."
         )
 
 
 def _check_max_segments(sections: Sections) -> Iterator[str]:
-    """Checks that a row has a token for each of its segments, because memory is allocated for all."""
+    """Checks that a row has a token for each of its segments, because memory is allocated for
+    all."""
     default = DataConfig.model_fields["max_segments_per_row"].default
     max_segments = sections["data"].get("max_segments_per_row")
     # the default is saved with a run's config, also for rows shorter than it
@@ -144,7 +146,8 @@ def _check_max_segments(sections: Sections) -> Iterator[str]:
 def _check_nul(value: Any, name: str) -> Iterator[str]:
     """Checks that no text contains NUL, which file names cannot contain."""
     if isinstance(value, str) and "\0" in value:
-        yield f"{name} = {yaml_io.format_value(value)}: must not contain a NUL character. Remove it."
+        text = yaml_io.format_value(value)
+        yield f"{name} = {text}: must not contain a NUL character. Remove it."
     entries: Any = ()
     if isinstance(value, dict):
         entries = value.items()
@@ -194,8 +197,8 @@ def _check_warmup(sections: Sections) -> Iterator[str]:
     if steps and fraction is not None:
         yield (
             f"optimizer.warmup_steps = {yaml_io.format_value(steps)}, "
-            f"optimizer.warmup_fraction = {yaml_io.format_value(fraction)}: only one of them may be "
-            "set. Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null."
+            f"optimizer.warmup_fraction = {yaml_io.format_value(fraction)}: only one of them may "
+            "be set. Use optimizer.warmup_steps=0 or optimizer.warmup_fraction=null."
         )
 
 

@@ -52,7 +52,7 @@ class SourceConfig(ConfigSection):
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
     messages or prompt and completion, tools, chat_template_kwargs; input_ids, labels. Fields of a
     message: role, content."""
-    roles: Annotated[dict[str, str], with_examples("{human: user, gpt: assistant}")] = {}  # noqa: RUF012 - pydantic copies it
+    roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
 
 
@@ -75,9 +75,9 @@ class DataConfig(ConfigSection):
     them, so every mesh and every resume holds out the same documents. A change of the fraction is a
     change of the data (run.on_data_change)."""
     row_tokens: Annotated[PositiveCount | tuple[PositiveCount, ...], with_examples(8192)]
-    """Length of a row in tokens; documents are packed into rows. A list of lengths is possible, such
-    as [8192, 65536]: each document goes to the shortest rows that hold it, and each step has rows of
-    one length."""
+    """Length of a row in tokens; documents are packed into rows. A list of lengths is possible,
+    such as [8192, 65536]: each document goes to the shortest rows that hold it, and each step has
+    rows of one length."""
     max_segments_per_row: PositiveCount = 64
     """Maximum number of segments (documents or parts of them) in one row."""
     long_documents: Literal["split", "truncate", "drop", "error"] = "split"
@@ -89,8 +89,8 @@ class DataConfig(ConfigSection):
     """Tokens that have a loss. assistant: only the assistant's part of messages, and the completion
     of prompt_completion. all: every token."""
     on_bad_record: Literal["error", "skip"] = "error"
-    """Action for a record that does not match its format. error: refuse to start. skip: leave it out
-    and count it."""
+    """Action for a record that does not match its format. error: refuse to start. skip: leave it
+    out and count it."""
     max_bad_records: NonNegativeCount = 100
     """Maximum number of skipped records per source. With more, the run does not start."""
     num_workers: Annotated[PositiveCount | None, with_examples(8)] = None

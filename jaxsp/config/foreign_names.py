@@ -21,8 +21,8 @@ class Counterpart:
     """The counterpart in jaxsp of one or more options of other systems."""
 
     names: tuple[str, ...]
-    """Their names: lower case, with underscores. A dotted name counts in that group only, and a
-    name that ends with * stands for all that begin so."""
+    """Names of the options: lower case, with underscores. A dotted name counts in that section
+    only, and a name that ends with * stands for all names with that prefix."""
     field: str | None = None
     """The dotted field, or field=value to write; None if there is nothing to set."""
     note: str = ""
@@ -51,7 +51,8 @@ class Counterpart:
 def find(name: str) -> Counterpart | None:
     """Returns the counterpart of an option, or None if the name is not known.
 
-    Ignores case, leading dashes, and `-` for `_`. Of a dotted name, the longest known end counts.
+    Ignores case and leading dashes, and reads `-` as `_`. The longest known end of a dotted name
+    counts.
     """
     words = normalize(_LIST_ENTRY.sub("data.train.0", name)).split(".")
     for start in range(len(words)):
@@ -63,9 +64,9 @@ def find(name: str) -> Counterpart | None:
 
 
 def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the options in a group of another system, with dotted names.
+    """Yields the options in a section of another system, with dotted names.
 
-    A group for which jaxsp has no field is one option.
+    A section for which jaxsp has no field is one option.
     """
     counterpart = find(name)
     has_no_field = counterpart is not None and counterpart.field is None
@@ -77,7 +78,7 @@ def flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 _TOP_LEVEL_ONLY = ("model", "data", "attention", "optimizer", "scheduler", "devices", "trl")
-"""Names that mean something else inside a group: MaxText's mesh.model is an axis."""
+"""Names that mean something else inside a section: MaxText's mesh.model is an axis."""
 
 _OFF_VALUES = (False, 0, "no", "none", "off", "false")
 """Values that turn an option off."""
@@ -190,7 +191,7 @@ batch.rows_per_step=...: gradient_accumulation_steps gradient_accumulation accum
 not needed: per_device_eval_batch_size eval_batch_size micro_eval_batch_size (evaluation uses
     batch.rows_per_microbatch)
 not needed: average_tokens_across_devices calculate_per_token_loss include_num_input_tokens_seen
-    include_tokens_per_second (always so: the loss is a mean over all tokens of a step, and tokens
+    include_tokens_per_second (always on: the loss is a mean over all tokens of a step, and tokens
     are counted)
 mesh.seq: cp cp_size cp_degree context_parallel context_parallel_size context_parallel_degree sp
     sp_size sp_degree sequence_parallel sequence_parallel_size sequence_parallel_degree
@@ -215,7 +216,7 @@ not needed: ddp_* local_rank world_size num_processes num_machines num_gpus npro
     (all devices are used; python -m jaxsp.launch starts one process per GPU)
 mesh.virtual_cpu_devices=...: use_cpu no_cuda (a number of devices; for trying a mesh)
 attention.strategy=...: ring_attn_func cp_comm_type context_parallel_rotate_method
-    context_parallel_strategy sequence_parallel_mode (auto, ulysses, gather, ring or hybrid)
+    context_parallel_strategy sequence_parallel_mode (auto, ulysses, all_gather, ring or hybrid)
 attention.kv_heads_per_gather: heads_k_stride (with attention.strategy=all_gather)
 attention.kernel: attn_implementation attn_impl attention attention_backend attn_backend
     flash_attention flash_attn use_flash_attn flash_attention_2 sdp_attention eager_attention
@@ -290,12 +291,12 @@ not offered: plugins callbacks (see jaxsp/library.py for a loop of your own)
 not needed: disable_tqdm strict hf_use_auth_token use_cache is_causal (it has no effect on
     training here)
 """
-"""In the order of the config's groups: `field: names (note)`, continued on indented lines.
+"""In the order of the config's sections: `field: names (note)`, continued on indented lines.
 
 field:        the same under another name; the value is kept if the field accepts it
 field=value:  the field's value in place of the option
 field=...:    a field of another unit or meaning
-not needed:   jaxsp does that without being asked
+not needed:   jaxsp always does that
 not offered:  jaxsp cannot do that
 """
 
@@ -306,7 +307,7 @@ def normalize(name: str) -> str:
 
 
 def _parse_entry(text: str) -> Counterpart:
-    """An entry of the table."""
+    """Parses an entry of the table."""
     field, _, rest = " ".join(text.split()).partition(": ")
     names, _, note = rest.partition(" (")
     note = note.removesuffix(")")

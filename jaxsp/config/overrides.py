@@ -28,7 +28,8 @@ def apply(fields: dict[str, Any], override: str, *, example_override: str) -> st
         index: Any = part
         if isinstance(parent, list):
             if not part.isdecimal() or int(part) >= len(parent):
-                return f"{key} = {text}: {name} has {len(parent)} entries. {_suggest_entry(name, parent)}"
+                problem = f"{key} = {text}: {name} has {len(parent)} entries."
+                return f"{problem} {_suggest_entry(name, parent)}"
             index = int(part)
         elif not isinstance(parent, dict):
             return f"{key} = {text}: {name} = {yaml_io.format_value(parent)} has no fields."

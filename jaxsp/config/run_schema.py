@@ -27,8 +27,8 @@ class RunConfig(ConfigSection):
     seed: Annotated[int, pydantic.Field(ge=0, lt=2**32)] = 0
     """Seed of the random weights and of the order of rows."""
     steps: Annotated[PositiveCount | None, with_examples(1000)] = None
-    """Number of optimizer updates. Set this or epochs. Steps before a resume count, and a checkpoint
-    is written after the last step."""
+    """Number of optimizer updates. Set this or epochs. Steps before a resume count, and a
+    checkpoint is written after the last step."""
     epochs: Annotated[PositiveCount | None, with_examples(1)] = None
     """Number of passes over the training data. Set this or steps."""
     log_every: PositiveCount = 1
@@ -39,8 +39,8 @@ class RunConfig(ConfigSection):
     """Interval between checkpoints. A number of steps, a duration such as 30m, or epoch: at the end
     of each epoch of run.epochs. null: only after the last step."""
     eval_every: Annotated[PositiveCount | Literal["epoch"] | None, with_examples(100)] = None
-    """Interval between evaluations of the eval sets. A number of steps, or epoch: at the end of each
-    epoch of run.epochs. They are also evaluated after the last step. null: only then."""
+    """Interval between evaluations of the eval sets. A number of steps, or epoch: at the end of
+    each epoch of run.epochs. They are also evaluated after the last step. null: only then."""
     eval_at_start: bool = False
     """Also evaluate before the first step. The results have step 0 in eval.jsonl and TensorBoard. A
     resumed run does not repeat this evaluation."""
@@ -50,32 +50,33 @@ class RunConfig(ConfigSection):
     exits with 0, as after the last step. An evaluation at the start counts, and a resumed run keeps
     the count. null: never."""
     early_stopping_min_delta: Annotated[NonNegativeFloat, with_examples(0.01)] = 0.0
-    """Threshold of an improvement: the loss must be lower than the best so far by more than this."""
+    """Threshold of an improvement: the loss must be lower than the best so far by more than
+    this."""
     resume: Annotated[str, with_examples("auto", min_length=1)] = "auto"
-    """Checkpoint to resume from. auto: the latest one in run.directory, if there is one. never: none;
-    run.directory must be new or empty. Otherwise the path of a run directory or of a checkpoint;
-    run.directory must be new or empty."""
+    """Checkpoint to resume from. auto: the latest one in run.directory, if there is one. never:
+    none; run.directory must be new or empty. Otherwise the path of a run directory or of a
+    checkpoint; run.directory must be new or empty."""
     on_data_change: Literal["error", "restart", "continue"] = "error"
     """Action when the data, seed or row length changed since the checkpoint. error: refuse to
     resume. restart: start at the first of the new rows. continue: skip as many new rows as were
     already consumed; row_tokens must be unchanged."""
     shutdown_grace: Annotated[Duration, with_examples("25s")] = timedelta(seconds=25)
     """Time that a run may take to stop after SIGTERM or SIGINT. The run finishes the current step
-    and writes a checkpoint if it expects both to fit. Otherwise it exits immediately and prints what
-    is lost. A second signal always exits immediately. SLURM and Kubernetes kill a process 30 s after
-    the signal by default."""
+    and writes a checkpoint if it expects both to fit. Otherwise it exits immediately and prints
+    what is lost. A second signal always exits immediately. SLURM and Kubernetes kill a process 30 s
+    after the signal by default."""
     stop_after: Annotated[PositiveDuration | None, with_examples("110m")] = None
-    """Time from the start of the process after which the run stops, for queues with a time limit. It
-    stops as after a signal, but always finishes the step and writes a checkpoint. A restart by the
-    launcher resets the time. null: never."""
+    """Time from the start of the process after which the run stops, for queues with a time limit.
+    It stops as after a signal, but always finishes the step and writes a checkpoint. A restart by
+    the launcher resets the time. null: never."""
     step_timeout: Annotated[PositiveDuration | None, with_examples("30m")] = None
     """Time without progress after which the run exits with code 75. It applies to a step, an
     evaluation batch and a checkpoint write; jaxsp.launch then restarts the run. null: ten times the
     usual duration, and at least 10 minutes; the first step has no limit."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Action after a step whose loss or gradient norm is not finite. Such a step changes neither
-    weights nor optimizer state, and its documents are listed in nonfinite_steps.jsonl. stop: write a
-    checkpoint and end the run; the same command resumes after that step. skip: continue with the
+    weights nor optimizer state, and its documents are listed in nonfinite_steps.jsonl. stop: write
+    a checkpoint and end the run; the same command resumes after that step. skip: continue with the
     next step."""
     max_nonfinite_steps: NonNegativeCount = 10
     """Maximum number of steps that on_nonfinite: skip skips after the process started. One more
@@ -84,14 +85,14 @@ class RunConfig(ConfigSection):
     """Make GPU runs reproducible bit for bit, with the same devices, mesh and versions. cuDNN
     attention and XLA then use only kernels that add in a fixed order, some of which are slower. CPU
     runs are always reproducible. Not covered: the order in which NCCL adds over devices, which
-    depends on its version and on the number of devices. On Hopper, cuDNN then needs memory quadratic
-    in the row length: 4 GiB per head for rows of 32,768 tokens with several documents. If that does
-    not fit, attention.kernel=auto selects blockwise, which is much slower."""
+    depends on its version and on the number of devices. On Hopper, cuDNN then needs memory
+    quadratic in the row length: 4 GiB per head for rows of 32,768 tokens with several documents. If
+    that does not fit, attention.kernel=auto selects blockwise, which is much slower."""
     xla_options: Annotated[
         dict[str, bool | int | float | str], with_examples("{xla_gpu_memory_limit_slop_factor: 90}")
     ] = {}  # noqa: RUF012 - pydantic copies it
-    """XLA options for compiling the step. They are added to those in the banner or replace them, and
-    take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
+    """XLA options for compiling the step. They are added to those in the banner or replace them,
+    and take precedence over XLA_FLAGS. Names are as in XLA_FLAGS, without the dashes."""
 
     _expand_home = pydantic.field_validator("directory", "resume")(fields.expand_home)
 
@@ -140,9 +141,9 @@ class CheckpointConfig(ConfigSection):
     """Checkpoint retention."""
 
     keep_latest: PositiveCount = 2
-    """Number of latest checkpoints to keep. Older ones are deleted when the next one is complete, so
-    the disk must hold one more. The run does not start without space for one checkpoint, and prints
-    a warning without space for all."""
+    """Number of latest checkpoints to keep. Older ones are deleted when the next one is complete,
+    so the disk must hold one more. The run does not start without space for one checkpoint, and
+    prints a warning without space for all."""
     keep_best: NonNegativeCount = 0
     """Number of checkpoints with the lowest loss on an eval set to keep, in addition to the latest
     ones. If it is not 0, the run evaluates before each checkpoint. A checkpoint that a stop writes

@@ -29,8 +29,8 @@ class ModelSourceConfig(ConfigSection):
     config: Annotated[
         dict[str, Any] | None, with_examples("{model_type: llama, hidden_size: 256}")
     ] = None
-    """Fields of a Hugging Face config.json, for a model with random weights. They include model_type
-    (llama, mistral, qwen2 or qwen3)."""
+    """Fields of a Hugging Face config.json, for a model with random weights. They include
+    model_type (llama, mistral, qwen2 or qwen3)."""
     tokenizer: Annotated[str | None, with_examples("bytes")] = None
     """Tokenizer: `bytes` (256 bytes and an end token), or a folder or hub name for AutoTokenizer.
     null: that of model.source. Records with the format tokens need none."""
@@ -52,8 +52,8 @@ class MeshConfig(ConfigSection):
     seq: Annotated[PositiveCount, with_examples(4)] = 1
     """Number of devices that share each row (degree of sequence parallelism)."""
     virtual_cpu_devices: Annotated[PositiveCount | None, with_examples(8)] = None
-    """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect with
-    an accelerator."""
+    """Number of devices to split the CPU into, for trying a mesh without GPUs. It has no effect
+    with an accelerator."""
 
     @pydantic.field_validator("data")
     @classmethod
@@ -67,12 +67,12 @@ class AttentionConfig(ConfigSection):
     """Attention strategy and kernel."""
 
     strategy: Literal["auto", "ulysses", "all_gather", "ring", "hybrid"] = "auto"
-    """Distribution of attention over a sequence-parallel group. ulysses: each device gets all tokens
-    for some of the heads; mesh.seq must divide the query heads. ring: each device keeps its queries,
-    and keys and values travel around the group. all_gather: each device keeps its queries and
-    gathers keys and values of all tokens, some heads at a time. hybrid: ulysses among neighbors,
-    ring or all_gather between them. auto: ulysses where possible, otherwise the strategy that sends
-    the fewest bytes."""
+    """Distribution of attention over a sequence-parallel group. ulysses: each device gets all
+    tokens for some of the heads; mesh.seq must divide the query heads. ring: each device keeps its
+    queries, and keys and values travel around the group. all_gather: each device keeps its queries
+    and gathers keys and values of all tokens, some heads at a time. hybrid: ulysses among
+    neighbors, ring or all_gather between them. auto: ulysses where possible, otherwise the strategy
+    that sends the fewest bytes."""
     ulysses_degree: Annotated[PositiveCount | None, with_examples(4)] = None
     """Number of neighbors that share the heads, for hybrid. It must divide mesh.seq and the query
     heads. null: the degree that sends the fewest bytes."""
@@ -81,9 +81,10 @@ class AttentionConfig(ConfigSection):
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of a device's K/V heads that all_gather gathers at a time. null: one."""
     kernel: Literal["auto", "cudnn", "blockwise", "reference"] = "auto"
-    """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100: rows
-    of one document). blockwise: online softmax over blocks, memory linear in length, on any device.
-    reference: the whole score matrix, for tests. auto: cudnn where it runs, otherwise blockwise."""
+    """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100:
+    rows of one document). blockwise: online softmax over blocks, memory linear in length, on any
+    device. reference: the whole score matrix, for tests. auto: cudnn where it runs, otherwise
+    blockwise."""
     head_chunks: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of chunks into which cudnn splits a device's heads; it processes one after another.
     null: the smallest number that satisfies cuDNN's limits and bounds its memory."""
@@ -97,15 +98,16 @@ class OptimizerConfig(ConfigSection):
     learning_rate: Annotated[NonNegativeFloat, with_examples(1e-5)]
     """Peak learning rate, reached after warmup."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Learning rate after warmup. cosine and linear fall toward 0, which the step after the last one
-    would have. constant stays at the peak."""
+    """Learning rate after warmup. cosine and linear fall toward 0, which the step after the last
+    one would have. constant stays at the peak."""
     warmup_steps: Annotated[NonNegativeCount, with_examples(100)] = 0
     """Number of steps of linear growth. The first step has learning_rate / warmup_steps."""
     warmup_fraction: Annotated[Fraction | None, with_examples(0.03)] = None
     """Warmup as a fraction of all steps of the run, rounded up to whole steps. Set this or
     warmup_steps."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled decay of matrices, multiplied by the learning rate. Norms and biases do not decay."""
+    """Decoupled decay of matrices, multiplied by the learning rate. Norms and biases do not
+    decay."""
     beta1: Fraction = 0.9
     """Decay rate of adamw's first moment, the average gradient."""
     beta2: Fraction = 0.95
@@ -113,7 +115,8 @@ class OptimizerConfig(ConfigSection):
     eps: PositiveFloat = 1e-8
     """Number added to the square root of adamw's second moment."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """Maximum global norm of a step's gradient; a larger gradient is scaled down. null: no limit."""
+    """Maximum global norm of a step's gradient; a larger gradient is scaled down. null: no
+    limit."""
 
     @pydantic.field_validator("warmup_steps", mode="before")
     @classmethod
@@ -161,8 +164,8 @@ class MemoryConfig(ConfigSection):
         Literal["none", "state", "state_and_gradients"], with_examples("state")
     ] = "none"
     """Arrays kept in host memory between steps. state: float32 weights and the optimizer's moments;
-    the update copies one layer at a time to its device, and weights in the compute dtype stay there.
-    state_and_gradients: also finished gradients. Requires jax 0.11.1 or later."""
+    the update copies one layer at a time to its device, and weights in the compute dtype stay
+    there. state_and_gradients: also finished gradients. Requires jax 0.11.1 or later."""
     mlp_tile_tokens: Annotated[Literal["auto"] | PositiveCount, with_examples(4096)] = "auto"
     """Tokens per device that go through a layer's projections and MLP at a time; tiles are
     recomputed in the backward pass. auto: all tokens, or fewer if the step does not fit."""

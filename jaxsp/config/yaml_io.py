@@ -23,8 +23,9 @@ _FLOAT = "tag:yaml.org,2002:float"
 class _Loader(yaml.SafeLoader):
     """Loader without PyYAML's surprises.
 
-    YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and 12:30 as 750. Here, 3e-4 is a number and
-    the others are text. A key that occurs twice in a mapping is an error; PyYAML takes the last.
+    YAML 1.1, as in PyYAML, reads 3e-4 as text, 010 as 8 and 12:30 as 750. Here, 3e-4 is a number
+    and the others are text. A key that occurs twice in a mapping is an error; PyYAML takes the
+    last.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

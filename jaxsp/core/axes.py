@@ -1,4 +1,4 @@
-"""Names of the device mesh's axes, and the groups of axes that arrays are split over."""
+"""Names of the device mesh's axes, and the axes that arrays are split over."""
 
 REPLICA = "replica"
 DATA = "data"
@@ -7,7 +7,7 @@ SEQ = "seq"
 ALL = (REPLICA, DATA, SEQ)
 
 GROUPS = (REPLICA, DATA)
-"""Rows are dealt over these: one group of devices for each index."""
+"""Axes that rows are split over; each index is one sequence-parallel group."""
 
 SHARDS = (DATA, SEQ)
-"""Weights, gradients and optimizer state are sharded over this product; replicas repeat them."""
+"""Axes that weights, gradients and optimizer state are sharded over; replicas repeat them."""

@@ -1,6 +1,7 @@
-"""The arrays that go from the data room to the training step, and what each number in them means.
+"""Arrays of a training step's tokens, and the meaning of their numbers.
 
-One row of 8 tokens holding a document of 3 tokens (7 8 9), one of 4 (4 5 6 7) and one token of padding, M = 3:
+One row of 8 tokens with a segment of 3 tokens (7 8 9), one of 4 (4 5 6 7) and one token of padding,
+M = 3:
 
     tokens     7  8  9  4  5  6  7  0
     labels     8  9 -1  5  6  7 -1 -1      (-1 stands for -100 here)
@@ -18,28 +19,29 @@ from jax.sharding import PartitionSpec
 from jaxsp.core import axes
 
 NO_LABEL = -100
-"""A token whose next token is not learned from."""
+"""Label of a token without a loss."""
 
 POSITION_LIMIT = 2**25
-"""Positions are below this: the longest document, in tokens, that the model has angles for (33,554,432)."""
+"""Upper bound of positions: tokens of the longest document (33,554,432). RoPE angles end there."""
 
 
 if TYPE_CHECKING:
     Leaf = jax.Array
 else:
-    # JAX also makes such records of shapes, shardings and specs, so what they hold cannot be checked when they are made
+    # JAX also builds this class from shapes, shardings and specs, so the types cannot be checked
     Leaf = Any
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The rows of one step: turns, one after another, each of B rows over the whole mesh.
+    """Rows of one step: microbatches, one after another, each of B rows over the whole mesh.
 
-    Shapes: [turns, B, L] and [turns, B, M], int32. Inside the step's scan `turns` is gone, and inside shard_map B and L
-        are this device's.
-    Contract: labels are already the *next* token, made on whole documents before any cut; starts count from the row's
-        first token, strictly increasing; a token of no piece is padding (token 0, label -100, position 0).
+    Shapes: [microbatches, B, L] and [microbatches, B, M], int32. Inside the step's scan there is no
+        microbatch dimension, and inside shard_map B and L are this device's.
+    Contract: labels are already the *next* token, made on whole documents before any cut. Starts
+        count from the row's first token and are strictly increasing. A token of no segment is
+        padding (token 0, label -100, position 0).
     """
 
     tokens_BL: Leaf
@@ -48,7 +50,7 @@ class Batch:
     starts_BM: Leaf
     lengths_BM: Leaf
     weights_BL: Leaf | None = None
-    """Weight of each label's loss, float32, finite and at least 0; None: all 1. The step's loss is
+    """Weight of each label's loss, float32, finite and at least 0. None: all 1. The step's loss is
     sum(weight * loss) / sum(weight) over all tokens with a label."""
 
 
@@ -62,26 +64,27 @@ SPECS = {
     "starts_BM": PER_ROW,
     "lengths_BM": PER_ROW,
 }
-"""PartitionSpecs of the arrays [turns, B, ...] of a step; `weights_BL` is split like the labels."""
+"""PartitionSpecs of a step's arrays [microbatches, B, ...]; `weights_BL` has that of the labels."""
 
 
 def partition_specs(batch: Batch) -> Batch:
-    """PartitionSpec of each array of a batch."""
+    """Returns the PartitionSpec of each array of a batch."""
     weights = None if batch.weights_BL is None else PER_TOKEN
     return Batch(**SPECS, weights_BL=weights)  # type: ignore[arg-type]  # specs in place of arrays
 
 
 def num_microbatches(*, rows_per_step: int, global_microbatch_rows: int) -> int:
-    """How often a step goes through the model: each turn takes `rows_per_turn` rows over the whole mesh."""
+    """Number of microbatches of a step, each with `global_microbatch_rows` rows over the mesh."""
     assert rows_per_step % global_microbatch_rows == 0, (rows_per_step, global_microbatch_rows)
     return rows_per_step // global_microbatch_rows
 
 
 def step_row_index(microbatch: int, slot: int, *, num_groups: int, rows_per_microbatch: int) -> int:
-    """Which row of the step lies in `slot` of a turn's B rows.
+    """Index in the step of the row in `slot` of a microbatch's B rows.
 
-    Rows are dealt to the groups in turn: row i goes to group i % num_groups, as its (i // num_groups)-th row. Slot
-    b of group g is slot g * rows_per_microbatch + b of the turn, because B is split over the groups in contiguous blocks.
+    Rows are dealt to the groups round-robin: row i is row i // num_groups of group i % num_groups.
+    Row b of group g is in slot g * rows_per_microbatch + b of its microbatch, because B is split
+    over the groups in contiguous blocks.
     """
-    group, place = divmod(slot, rows_per_microbatch)
-    return (microbatch * rows_per_microbatch + place) * num_groups + group
+    group, group_row = divmod(slot, rows_per_microbatch)
+    return (microbatch * rows_per_microbatch + group_row) * num_groups + group

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """One or more mistakes in what the user gave; the commands print a line for each and exit with 2.
+    """One or more problems with the user's input. Commands print one line each and exit with 2.
 
-    Each problem names the field and its value, the rule, and a way out with values that work:
-    `mesh.seq = 6: 32 query heads cannot be shared by 6 devices. Use 1, 2, 4, 8, 16 or 32.`
+    Each problem has the field and its value, the rule, and a suggestion with values that work:
+    `mesh.seq = 6: must divide 32 query heads. Use 1, 2, 4, 8, 16 or 32.`
     """
 
     def __init__(self, problems: str | Iterable[str]):
@@ -17,27 +17,29 @@ class UserError(ValueError):
 
 
 def format_choices(values: Iterable[object]) -> str:
-    """`1, 2 or 4`, for the end of a problem's sentence."""
-    words = [str(value) for value in values]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    """Joins values for the end of a message: `1, 2 or 4`."""
+    *words, last = [str(value) for value in values] or [""]
+    return f"{', '.join(words)} or {last}" if words else last
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean x?` for a word that is nearly a known one, otherwise nothing."""
+    """Returns ` Did you mean x?` for a word that is close to a known one, otherwise no text."""
     near = find_nearest(word, known)
     return f" Did you mean {near}?" if near else ""
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word with the same letters, or with one typo (two from six letters on).
+    """Returns the known word with the same letters, or with one typo (two from six letters on).
 
-    None if there is no such word, and if two are equally near: a wrong suggestion is worse than
+    None if there is no such word, or if two are equally near: a wrong suggestion is worse than
     none.
     """
     letters = _letters(word)
-    distances = sorted((_count_typos(letters, _letters(other)), other) for other in known)
-    most = 1 if len(letters) < 6 else 2
-    if not distances or distances[0][0] > most:
+    max_typos = 1 if len(letters) < 6 else 2
+    distances = sorted(
+        (_count_typos(letters, _letters(candidate)), candidate) for candidate in known
+    )
+    if not distances or distances[0][0] > max_typos:
         return None
     is_tie = len(distances) > 1 and distances[0][0] == distances[1][0]
     return None if is_tie else distances[0][1]
@@ -48,36 +50,43 @@ def _letters(word: str) -> str:
 
 
 def _count_typos(a: str, b: str) -> int:
-    """Number of typos between two words: letters added, left out, replaced, or two exchanged."""
+    """Number of typos between two words: letters added, missing, replaced, or two exchanged.
+
+    Source: Damerau-Levenshtein distance (optimal string alignment), one table row at a time.
+    """
+    two_before: list[int] = []
     before: list[int] = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        before, last, row = row, before, [i]
-        for j, other in enumerate(b, 1):
-            typos = min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
-                typos = min(typos, last[j - 2] + 1)
-            row.append(typos)
-    return row[-1]
+    current = list(range(len(b) + 1))
+    for i, a_letter in enumerate(a, 1):
+        two_before = before
+        before = current
+        current = [i]
+        for j, b_letter in enumerate(b, 1):
+            replaced = before[j - 1] + (a_letter != b_letter)
+            typos = min(before[j] + 1, current[-1] + 1, replaced)
+            if i > 1 and j > 1 and a_letter == b[j - 2] and a[i - 2] == b_letter:
+                typos = min(typos, two_before[j - 2] + 1)
+            current.append(typos)
+    return current[-1]
 
 
 class NeedsAttentionError(Exception):
-    """A run that cannot go on, though nothing was asked wrongly; the commands print the reason and exit with 3."""
+    """Valid input, but the run cannot continue. Commands print the reason and exit with 3."""
 
 
 class ProblemCollector(list[str]):
-    """Collects what is wrong in several places, to say it all at once."""
+    """Collects problems from several places, to report them together."""
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Takes the problems of a UserError raised in the block, and goes on after it."""
+        """Adds the problems of a UserError raised in the block, and continues after the block."""
         try:
             yield
         except UserError as error:
             self += error.problems
 
     def raise_if_any(self) -> None:
-        """Raises: UserError if there is any problem."""
+        """Raises UserError with all problems, if there are any."""
         if self:
             raise UserError(dict.fromkeys(self))
 

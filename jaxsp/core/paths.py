@@ -1,4 +1,4 @@
-"""Paths in the config."""
+"""Checks of paths in the config."""
 
 import os
 import pathlib
@@ -22,34 +22,35 @@ def expand_user(text: str, *, field: str) -> pathlib.Path:
 
 
 def expand_home(text: str) -> pathlib.Path:
-    """Does what `expand_user` does. Raises: ValueError with the rule, for a field's validator."""
+    """Replaces a leading `~` like `expand_user`. Raises: ValueError, for a field's validator."""
     try:
-        # pathlib drops a leading ./, so that ./~x would be taken for ~x
+        # pathlib drops a leading ./, so ./~x would become ~x
         path = pathlib.Path(text).expanduser() if text.startswith("~") else pathlib.Path(text)
     except RuntimeError:
         home = pathlib.Path(text).parts[0]
         raise ValueError(
-            f"{home} is not a user's home folder on this machine. "
+            f"{home} must be the home folder of a user of this machine. "
             f"Write the whole path, or ./{text} for a name that begins with ~"
         ) from None
     longest = max((os.fsencode(part) for part in path.parts), key=len, default=b"")
     if len(longest) > _MAX_NAME_BYTES:
         raise ValueError(
-            f"has a name of {len(longest)} bytes; a file's name has at most {_MAX_NAME_BYTES}. Correct the path"
+            f"file names must have at most {_MAX_NAME_BYTES} bytes, and one has {len(longest)}. "
+            "Correct the path"
         )
     return path
 
 
 def is_path(name: str) -> bool:
-    """True if a name can only be a path: names on the hub have at most one slash, inside."""
+    """True if a name must be a path: hub names have at most one slash, in the middle."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def check_folder(path: pathlib.Path, *, field: str) -> None:
-    """Checks that there is a folder at a path, or that one can be made there as far as is known.
+    """Checks that a path is a folder, or that nothing known prevents creating one there.
 
-    Raises: UserError for a file, and for a path that the system refuses: links that lead back to
-        themselves, names that are too long, folders that may not be entered.
+    Raises: UserError for a file, and for a path that the system refuses: circular links, names that
+        are too long, folders without permission.
     """
     try:
         is_file = not stat.S_ISDIR(path.stat().st_mode)

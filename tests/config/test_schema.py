@@ -1,4 +1,4 @@
-"""What a user may write in a config, and what is said about everything else."""
+"""Valid configs, and the messages for invalid ones."""
 
 import pathlib
 import re
@@ -12,7 +12,7 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 
-SOUND = """
+VALID = """
 run: {directory: runs/first, steps: 3}
 model: {config: {model_type: llama}}
 data: {train: [{source: a.txt, format: text}, {source: b.txt, format: text}], row_tokens: 128}
@@ -24,7 +24,7 @@ optimizer: {learning_rate: 1.0e-3}
 @pytest.fixture
 def file(tmp_path) -> pathlib.Path:
     path = tmp_path / "config.yaml"
-    path.write_text(SOUND)
+    path.write_text(VALID)
     return path
 
 
@@ -45,7 +45,7 @@ def test_defaults_are_filled_in(file):
     )
 
 
-def test_words_change_the_file(file):
+def test_overrides_change_the_file(file):
     words = [
         "mesh.seq=4",
         "data.train.1.source=c/*.txt",
@@ -60,25 +60,49 @@ def test_words_change_the_file(file):
     assert found.model.config == {"model_type": "llama", "hidden_size": 64}
 
 
-def test_a_word_fills_a_group_that_the_file_leaves_empty(file):
-    file.write_text(SOUND + "mesh:\n")
+def test_an_override_sets_a_field_of_a_section_that_the_file_leaves_empty(file):
+    file.write_text(VALID + "mesh:\n")
     assert config_file.load(file, ["mesh.seq=2"]).mesh.seq == 2
 
 
 @pytest.mark.parametrize("number", ["3e-4", "3.e-4", "0.3e-3", "3E-4", "+3e-04", "0.0003", "30e-5"])
-def test_numbers_are_read_as_everyone_writes_them(file, number):
+def test_numbers_with_exponents_are_numbers(file, number):
     """PyYAML reads 3e-4 as text."""
     assert config_file.load(
         file, [f"optimizer.learning_rate={number}"]
     ).optimizer.learning_rate == pytest.approx(3e-4)
-    file.write_text(SOUND.replace("1.0e-3", number))
+    file.write_text(VALID.replace("1.0e-3", number))
     assert config_file.load(file, []).optimizer.learning_rate == pytest.approx(3e-4)
+
+
+@pytest.mark.parametrize("text", ["12:30", "010", "1:30.5", "-1:30", "00"])
+def test_text_that_yaml_1_1_reads_as_an_octal_or_sexagesimal_number_is_not_a_number(file, text):
+    assert yaml_io.load(text) == text
+    assert yaml_io.load(yaml_io.dump({"x": text})) == {"x": text}
+    assert f"run.seed = '{text}': must be a valid integer" in problems(file, f"run.seed={text}")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("-7", -7),
+        ("1_000", 1000),
+        ("0x1f", 31),
+        (".5e3", 500.0),
+        ("0.5", 0.5),
+        ("2.", 2.0),
+    ],
+)
+def test_other_numbers_of_yaml_are_numbers(text, number):
+    assert yaml_io.load(text) == number
+    assert type(yaml_io.load(text)) is type(number)
 
 
 @pytest.mark.parametrize(
     "directory", ["runs/first", "3e-4", "1.5", "null", "on", "läufe", "a: b", "two\nlines", " "]
 )
-def test_what_is_saved_is_read_back(file, tmp_path, directory):
+def test_a_saved_config_is_read_back(file, tmp_path, directory):
     first = config_file.load(file, ["mesh.seq=2"])
     first = first.model_copy(update={"run": first.run.model_copy(update={"directory": directory})})
     config_file.save(first, tmp_path / "saved.yaml")
@@ -110,9 +134,9 @@ def test_checkpoints_follow_after_steps_or_a_duration(file, tmp_path, text, step
     assert config_file.load(tmp_path / "saved.yaml", []) == config
 
 
-def test_all_problems_are_told_at_once(file):
+def test_all_problems_are_reported_together(file):
     file.write_text(
-        SOUND.replace("rows_per_step: 8", "rows_per_step: 0").replace(
+        VALID.replace("rows_per_step: 8", "rows_per_step: 0").replace(
             "steps: 3", "epochs: [1], steps: x"
         )
     )
@@ -140,7 +164,7 @@ def test_all_problems_are_told_at_once(file):
     ] * len(starts), found
 
 
-SAID = {
+MESSAGES = {
     "mesh.sq=4": "mesh.sq = 4: unknown. Did you mean mesh.seq?",
     "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
     "mesh.sep=4": "mesh.sep = 4: unknown. Did you mean mesh.seq?",
@@ -209,14 +233,14 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize(("word", "said"), SAID.items())
-def test_one_mistake_is_one_line_that_names_field_value_rule_and_way_out(file, word, said):
+@pytest.mark.parametrize(("word", "message"), MESSAGES.items())
+def test_one_mistake_is_one_line_with_field_value_rule_and_suggestion(file, word, message):
     (found,) = problems(file, word)
-    pattern = ".*".join(re.escape(part) for part in said.split(".*"))
+    pattern = ".*".join(re.escape(part) for part in message.split(".*"))
     assert re.fullmatch(pattern, found), found
 
 
-def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
+def test_missing_fields_are_reported_with_their_meaning_and_a_value(file):
     file.write_text("data: {}\nrun: {}\n")
     found = problems(file)
     names = ["data.row_tokens", "data.train", "run.directory"]
@@ -229,8 +253,8 @@ def test_missing_fields_are_told_with_their_meaning_and_a_value(file):
     assert len(found) == len(names) + 4, found  # steps or epochs; model, batch, optimizer
 
 
-def test_no_count_is_larger_than_the_devices_can_count():
-    """On the devices, counts are 32-bit integers; larger ones ended in an OverflowError."""
+def test_counts_are_32_bit_integers():
+    """Counts on the devices are 32-bit integers; larger ones would raise OverflowError."""
     counts = [
         f"{group}.{name}"
         for group, name, _ in fields()
@@ -263,13 +287,13 @@ def test_the_example_of_every_field_is_valid():
         ("mesh.seq=4.0", "mesh.seq=4"),
     ],
 )
-def test_a_wrong_value_is_answered_with_the_one_that_was_meant(file, word, works):
+def test_the_message_for_a_wrong_value_suggests_the_intended_one(file, word, works):
     (line,) = problems(file, word)
     assert works in re.findall(r"[\w.]+=[\w.]*\w", line)
     config_file.load(file, [works])
 
 
-def test_the_values_that_errors_propose_are_accepted(file):
+def test_the_values_in_suggestions_are_valid(file):
     for group, name, _ in fields():
         key = f"{group}.{name}"
         wrong = "x" if key == "data.eval" else "[]"
@@ -309,7 +333,7 @@ def test_a_saved_config_of_short_rows_loads_again(file, tmp_path):
     assert config_file.load(saved, []).data.row_tokens == 32
 
 
-def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
+def test_an_eval_set_can_be_named_held_out_if_nothing_is_held_out(file):
     sets = (
         "data.eval=[{source: a.txt, format: text, name: held_out}, {source: b.txt, format: text}]"
     )
@@ -330,13 +354,13 @@ def test_an_eval_set_may_be_called_held_out_if_nothing_is_held_out(file):
         (b"\xff\xfe\xff", "(utf-8|UTF-8|codec)"),
     ],
 )
-def test_a_file_that_holds_no_config_is_one_line(file, text, says):
+def test_a_file_without_a_config_is_one_line(file, text, says):
     file.write_bytes(text)
     (found,) = problems(file)
     assert re.match(f"{re.escape(str(file))}: .*{says}", found), found
 
 
-def test_a_file_that_is_not_there_is_answered_with_one_that_is(tmp_path, monkeypatch):
+def test_the_message_for_a_missing_file_names_an_existing_one(tmp_path, monkeypatch):
     (found,) = problems(tmp_path / "x.yaml")
     assert found.startswith(f"{tmp_path}/x.yaml: no such file. ")
     assert pathlib.Path(re.search(r"\S+quickstart\.yaml", found).group()).is_file()
@@ -368,7 +392,7 @@ def test_without_the_repository_a_config_to_start_from_is_printed(tmp_path, monk
 def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
     monkeypatch.setenv("HOME", "/home/me")
     group, name = field.split(".")
-    words = ["model.config=null"] * (field == "model.source")
+    words = ["model.config=null"] if field == "model.source" else []
     found = config_file.load(file, [f"{field}=~/x", *words])
     assert getattr(getattr(found, group), name) == "/home/me/x"
     for value in ("runs/a/", "./~x", "Qwen/Qwen3-0.6B"):
@@ -379,7 +403,7 @@ def test_a_tilde_in_a_path_is_a_home_folder(file, monkeypatch, tmp_path, field):
         assert line.startswith(f"{field} = ")
 
 
-def test_a_long_value_is_cut(file):
+def test_a_long_value_is_shortened(file):
     (found,) = problems(file, f"mesh.seq={'x' * 1000}")
     assert len(found) < 300
 
@@ -405,7 +429,7 @@ def test_every_field_has_a_docstring_and_is_in_the_help():
         assert f"{name}: {outer.annotation.__doc__}" in text
 
 
-def test_the_help_says_types_and_defaults():
+def test_the_help_has_types_and_defaults():
     text = config_errors.describe_fields()
     for line in (
         "run.steps  (int | null; default null)",
@@ -422,20 +446,20 @@ def test_the_help_says_types_and_defaults():
         assert line in text
 
 
-def test_nothing_can_be_changed_afterwards(file):
+def test_a_config_cannot_be_changed(file):
     found = config_file.load(file, [])
     with pytest.raises(ValueError, match="frozen"):
         found.mesh.seq = 2
 
 
-def test_weights_ask_for_steps(file):
+def test_weights_require_steps(file):
     words = ["run.steps=null", "run.epochs=1", "data.train.0.weight=1", "data.train.1.weight=3"]
     (found,) = problems(file, *words)
     assert re.match(r"data\.train\.0\.weight: .*run\.steps", found), found
-    assert [one.weight for one in config_file.load(file, words[2:]).data.train] == [1, 3]
+    assert [source.weight for source in config_file.load(file, words[2:]).data.train] == [1, 3]
 
 
-def test_steps_with_shorter_rows_have_as_many_tokens(file):
+def test_steps_with_shorter_rows_have_the_same_number_of_tokens(file):
     both = config_file.load(file, ["data.row_tokens=[128, 32]", "batch.rows_per_microbatch=2"])
     assert (both.data.row_lengths, both.data.max_row_tokens) == ((32, 128), 128)
     short = both.with_row_tokens(32)
