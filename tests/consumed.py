@@ -1,6 +1,7 @@
 """Trains like the command and records the batches.
 
-Usage: `python -m tests.consumed LOG KILL_AT CONFIG.yaml ...`. Each process appends a line per step to LOG.<process>, with the shards that its devices hold.
+Usage: `python -m tests.consumed LOG KILL_AT CONFIG.yaml ...`. Each process appends a line per step
+to LOG.<process>, with the shards that its devices hold.
 """
 
 import contextlib

@@ -15,6 +15,15 @@ import pytest
 REPO = pathlib.Path(__file__).parent.parent
 
 CHECKED = (
+    "jaxsp/attention/kernels/blockwise.py",
+    "jaxsp/attention/kernels/blockwise_rows.py",
+    "jaxsp/attention/kernels/checkpoint_names.py",
+    "jaxsp/attention/kernels/cudnn.py",
+    "jaxsp/attention/kernels/cudnn_calls.py",
+    "jaxsp/attention/kernels/cudnn_chunked.py",
+    "jaxsp/attention/kernels/cudnn_masks.py",
+    "jaxsp/attention/kernels/cudnn_slots.py",
+    "jaxsp/attention/kernels/segments.py",
     "jaxsp/checkpoint",
     "jaxsp/data/chat",
     "jaxsp/data/ingest",
@@ -22,6 +31,7 @@ CHECKED = (
     "jaxsp/eval.py",
     "jaxsp/export.py",
     "jaxsp/launch.py",
+    "jaxsp/model",
     "jaxsp/reporting",
     "jaxsp/run",
     "jaxsp/runtime",
@@ -30,9 +40,15 @@ CHECKED = (
     "jaxsp/training/inputs.py",
     "scripts/config_reference.py",
     "scripts/generated_text.py",
+    "tests/attention/cudnn_contract.py",
+    "tests/attention/test_segments.py",
+    "tests/batches.py",
     "tests/checkpoint",
+    "tests/consumed.py",
     "tests/faults",
     "tests/markdown.py",
+    "tests/model",
+    "tests/noise.py",
     "tests/reporting",
     "tests/runtime",
     "tests/test_architecture.py",
@@ -45,6 +61,7 @@ CHECKED = (
     "tests/test_readme.py",
     "tests/training/test_early_stopping.py",
     "tests/training/test_evaluator.py",
+    "tests/whole.py",
 )
 """Folders and files that follow the rules."""
 
