@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import rich.console
 
-from jaxsp import cli, compare
+from jaxsp import cli
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import durations
@@ -46,9 +46,6 @@ def main(arguments: list[str]) -> None:
     sizes = published.read_sizes(config.model)
     if sizes.note:
         console.print(sizes.note)
-    if given.measure is not None:
-        _measure(given, sizes, console)
-        return
     _check_single_length(given, config)
     # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
     jax.config.update("jax_platforms", "cpu")
@@ -103,22 +100,6 @@ class PlanRequest:
         if self.args.tokens is not None:
             return self.args.tokens
         return None if run.steps is None else float(run.steps * step_tokens)
-
-
-def _measure(given: argparse.Namespace, sizes: ModelSizes, console: rich.console.Console) -> None:
-    """Runs every mesh of the devices of this machine."""
-    changes = [*given.changes, *sizes.overrides]
-    ran = compare.benchmark_meshes(
-        given.config,
-        changes,
-        num_steps=given.measure,
-        num_heads=sizes.model.num_heads,
-        print_line=console.print,
-    )
-    console.print(compare.format_table(ran))
-    meshes = [dataclasses.asdict(one) for one in ran]
-    _write_json(given.json, {"meshes": meshes}, sizes, console)
-    compare.check_losses(ran)
 
 
 def _plan_one(asked: PlanRequest) -> None:
@@ -258,12 +239,6 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--meshes", action="store_true", help="plans every mesh of these devices, and ranks them"
     )
     parser.add_argument(
-        "--measure",
-        metavar="N",
-        type=int,
-        help="with --meshes: runs N steps on each mesh of the devices that are HERE instead",
-    )
-    parser.add_argument(
         "--plot",
         metavar="FILE",
         type=pathlib.Path,
@@ -297,33 +272,12 @@ _DEVICE_TYPE = re.compile(r"[a-z]+\d[\w-]*")
 def _check_arguments(given: argparse.Namespace) -> None:
     """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
     problems = ProblemCollector()
-    for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens", "measure"):
+    for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:
             problems.append(
                 f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more."
             )
-    if given.measure is not None and not given.meshes:
-        problems.append(
-            "--measure: runs the meshes that --meshes lists. Give both, or use python -m jaxsp.measure for one mesh."
-        )
-    if given.measure is not None:
-        for flag in (
-            "device",
-            "devices",
-            "node_devices",
-            "host_gib",
-            "document_tokens",
-            "tokens",
-            "plot",
-        ):
-            if getattr(given, flag) is not None:
-                why = (
-                    "nothing is drawn" if flag == "plot" else "the devices are those that are here"
-                )
-                problems.append(
-                    f"--{flag.replace('_', '-')}: with --measure, {why}. Leave one of them out."
-                )
     if len(given.device or ()) > 1:
         for flag in ("longest", "meshes", "plot"):
             if getattr(given, flag):

@@ -12,13 +12,14 @@ import jax
 import pytest
 import yaml
 
-from jaxsp import compare, measure, plan
+from jaxsp import benchmark, plan
 from jaxsp.config import config_file
-from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search
 from jaxsp.planner.compile import gpus
+from jaxsp.run import benchmark as run_benchmark
+from jaxsp.run import mesh_benchmark
 from jaxsp.training import memory_fit, memory_options
 from tests import messages
 from tests.planner import made
@@ -308,8 +309,6 @@ def test_every_mesh_is_planned_and_those_that_cannot_be_say_why(asked, kind, wor
         ),
         (["--tokens", "0"], ["--tokens = 0.0"]),
         (["--document-tokens", "100"], ["32,768 tokens", 1, "documents", "32768"]),
-        (["--measure", "3"], ["--measure: ", "--meshes"]),
-        (["--meshes", "--measure", "3", "--device", "h100-80gb"], ["--device: ", "--measure"]),
         (["--longest", "--document-tokens", "100"], ["--document-tokens: ", "longest"]),
         (["--plot", "picture"], ["picture", ".png"]),
         (["data.row_tokens=32769"], ["data.row_tokens = 32769", 4]),
@@ -444,37 +443,35 @@ def test_published_sizes_are_named_in_the_first_line_and_beside_the_numbers(aske
     assert layers == [32, MODEL["num_hidden_layers"]]
 
 
-def test_measured_meshes_have_published_sizes_too(asked, monkeypatch):
-    """The processes that measure get them as changes of the config."""
-    given = []
+def test_a_benchmark_of_all_meshes_uses_published_sizes_too(monkeypatch, capsys):
+    """The processes get them as overrides of the config."""
+    models = []
 
-    def here(path, changes, *, num_steps, num_heads, print_line):
-        given.append(config_file.load(path, list(changes)).model)
+    def benchmark_meshes(path, overrides, *, num_steps, num_heads, print_line):
+        models.append(config_file.load(path, list(overrides)).model)
         return []
 
-    monkeypatch.setattr(compare, "benchmark_meshes", here)
-    monkeypatch.setattr(compare, "format_table", lambda ran: "a table")
-    said, found = asked(*GATED, "--meshes", "--measure", "1")
-    assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
-    assert said.splitlines()[0] == found["published_sizes"]
+    monkeypatch.setattr(mesh_benchmark, "benchmark_meshes", benchmark_meshes)
+    monkeypatch.setattr(mesh_benchmark, "format_table", lambda results: "a table")
+    benchmark.main(["configs/quickstart.yaml", *GATED, "--all-meshes"])
+    assert (models[0].source, models[0].config["num_hidden_layers"]) == (None, 32)
+    assert "meta-llama/Llama-3.1-8B" in capsys.readouterr().out.splitlines()[0]
 
 
-def test_a_measurement_with_published_sizes_has_random_weights_and_says_so(
-    tmp_path, monkeypatch, capsys
-):
-    given = []
+def test_a_benchmark_with_published_sizes_prints_that_its_weights_are_random(monkeypatch, capsys):
+    models = []
 
-    def of(config, *, num_steps):
-        given.append(config.model)
+    def benchmark_steps(config, *, num_steps):
+        models.append(config.model)
         raise UserError("stopped here")
 
-    monkeypatch.setattr(measure, "benchmark_steps", of)
+    monkeypatch.setattr(run_benchmark, "benchmark_steps", benchmark_steps)
     with pytest.raises(UserError, match="stopped here"):
-        measure.main(["configs/quickstart.yaml", *GATED])
-    assert (given[0].source, given[0].config["num_hidden_layers"]) == (None, 32)
-    said = capsys.readouterr().out.splitlines()[0]
-    assert "meta-llama/Llama-3.1-8B" in said
-    assert "random weights" in said
+        benchmark.main(["configs/quickstart.yaml", *GATED])
+    assert (models[0].source, models[0].config["num_hidden_layers"]) == (None, 32)
+    line = capsys.readouterr().out.splitlines()[0]
+    assert "meta-llama/Llama-3.1-8B" in line
+    assert "random weights" in line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""Benchmark: times a few real steps of a config on the devices of this machine."""
+
+import dataclasses
+import pathlib
+import statistics
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+from jaxsp.attention import AttentionChoice
+from jaxsp.config.schema import Config
+from jaxsp.core import axes
+from jaxsp.core.errors import UserError
+from jaxsp.planner.compile import gpus
+from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
+from jaxsp.planner.cost import comms, roofline
+from jaxsp.reporting import metrics
+from jaxsp.run import build
+from jaxsp.training import memory_fit, memory_options, train_step
+from jaxsp.training.memory_fit import CompiledStep
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchmarkResult:
+    """Times, memory and losses of a few steps on the devices of this machine."""
+
+    device_kind: str
+    """JAX's name of the device."""
+    num_devices: int
+    mesh: dict[str, int]
+    num_steps: int
+    """Timed steps; one more, before them, is not timed."""
+    losses: list[float]
+    """Loss of each step, including the one that is not timed."""
+    num_loss_tokens: list[int]
+    step_s: float
+    """Median time of a step; each is waited for."""
+    tokens_per_s: float
+    peak_gib: float | None
+    """Peak memory use of a device; None if the devices do not report it."""
+    device_gib: float
+    """Memory of a device that the compiled step needs, including cuDNN's workspace."""
+    host_gib: float
+    """Host memory that the compiled step needs, for all devices."""
+    remat: str
+    kernel: str
+    step_s_estimate: float | None
+    """The planner's estimate; None for devices that it does not know, and dtypes other than
+    bfloat16."""
+    compile_s: float
+    published_sizes: str | None = None
+    """Source of published model sizes; None if the model's own config.json was used."""
+
+
+def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
+    """Times steps of a config from its initial weights, with rows of the greatest length.
+
+    Raises: UserError for a config that cannot train here, and for a loss that is not finite.
+    """
+    with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
+        run_config = _benchmark_config(config, pathlib.Path(folder) / "run", num_steps=num_steps)
+        program, inputs = build.build_training(run_config, devices=jax.devices())
+    began = time.perf_counter()
+    step = memory_options.compile_fitting_step(
+        program, workspace_bytes=inputs.attention_choice.workspace_bytes
+    )
+    memory_options.reserve_host_memory(program, step.memory_use.host)
+    compile_s = time.perf_counter() - began
+    state = train_step.init_state(program, inputs.make_weights())
+    loader = inputs.train_set.make_loader(
+        program.config,
+        program.mesh,
+        inputs.schedule,
+        layout_degree=program.attend.layout_degree,
+    )
+    seconds = []
+    metrics_of_steps = []
+    segment_lengths = np.zeros(0, np.int64)
+    for batch, counts in loader.batches():
+        began = time.perf_counter()
+        state, step_metrics = jax.block_until_ready(step.executable(state, batch))
+        seconds.append(time.perf_counter() - began)
+        metrics_of_steps.append(jax.device_get(step_metrics))
+        segment_lengths = counts.segment_lengths
+    losses = [float(step_metrics.loss) for step_metrics in metrics_of_steps]
+    if not np.isfinite(losses).all():
+        first = int(np.argmin(np.isfinite(losses))) + 1
+        raise UserError(f"the loss is not finite after step {first}: {losses}")
+    step_s = statistics.median(seconds[1:])
+    num_tokens = [int(step_metrics.num_tokens) for step_metrics in metrics_of_steps[1:]]
+    return BenchmarkResult(
+        device_kind=jax.devices()[0].device_kind,
+        num_devices=program.mesh.size,
+        mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
+        num_steps=num_steps,
+        losses=losses,
+        num_loss_tokens=[int(step_metrics.num_loss_tokens) for step_metrics in metrics_of_steps],
+        step_s=step_s,
+        tokens_per_s=statistics.mean(num_tokens) / step_s,
+        peak_gib=metrics.peak_gib(jax.local_devices()),
+        device_gib=step.memory_use.device_total / memory_fit.GIB,
+        host_gib=step.memory_use.host * program.mesh.size / memory_fit.GIB,
+        remat=step.program.remat_policy.remat,
+        kernel=inputs.attention_choice.kernel,
+        step_s_estimate=_estimate_step_s(step, inputs.attention_choice, segment_lengths),
+        compile_s=compile_s,
+    )
+
+
+def _benchmark_config(config: Config, directory: pathlib.Path, *, num_steps: int) -> Config:
+    """Config of a run of 1 + num_steps steps, without evaluation and profiling."""
+    config = config.with_row_tokens(config.data.max_row_tokens)
+    run = {
+        "directory": str(directory),
+        "steps": 1 + num_steps,
+        "epochs": None,
+        "resume": "never",
+    }
+    checkpoint = {"keep_best": 0, "best_eval": None}
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update=run),
+            "data": config.data.model_copy(update={"eval": ()}),
+            "checkpoint": config.checkpoint.model_copy(update=checkpoint),
+            "logging": config.logging.model_copy(update={"profile_steps": None}),
+        }
+    )
+
+
+def _estimate_step_s(
+    step: CompiledStep, choice: AttentionChoice, segment_lengths: np.ndarray
+) -> float | None:
+    """The planner's estimate of the step time; None for unknown devices."""
+    gpu = gpus.find_by_device_kind(jax.devices()[0].device_kind)
+    if gpu is None:
+        return None
+    hlo_text = step.executable.as_text() or ""
+    planned = PlannedStep(
+        program=step.program,
+        choice=choice,
+        executable=step.executable,
+        dump=CompilerDump(hlo_text=hlo_text, buffer_assignment="", live_ranges=""),
+    )
+    estimate = roofline.estimate_step(
+        planned,
+        comms.parse_collectives(hlo_text),
+        ceilings=gpu.ceilings,
+        node_devices=step.program.mesh.size,
+        segment_lengths=segment_lengths,
+    )
+    return None if estimate is None else estimate.step_s

@@ -1,0 +1,233 @@
+"""Benchmark of all meshes of this machine's devices: times, memory, and equal losses."""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxsp.config import config_file
+from jaxsp.config.schema import Config
+from jaxsp.core import axes, durations
+from jaxsp.core.errors import UserError
+from jaxsp.planner import mesh_sweep, report
+from jaxsp.planner.progress import Progress
+from jaxsp.run.benchmark import BenchmarkResult
+
+LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+"""Maximum relative difference between the losses of two meshes in the first step. In step n it is n
+times as much, because rounding has changed the weights by then."""
+
+_MIN_LOSS = 1e-30
+"""Smallest loss for relative differences."""
+
+_COUNT_DEVICES = """
+import jax, sys
+from jaxsp.runtime import jax_platform
+jax_platform.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
+print(len(jax.devices()))
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshBenchmark:
+    """One mesh and its result."""
+
+    mesh: dict[str, int]
+    attention_fields: dict[str, Any]
+    """Fields of the config's attention section."""
+    result: BenchmarkResult | None
+    """None if the mesh cannot run."""
+    problem: str
+    """Reason why it cannot run; empty otherwise."""
+    loss_error: float
+    """Maximum relative difference from the losses of the first mesh that ran."""
+    difference: str
+    """First loss or count that differs from those of that mesh; empty if all agree."""
+
+
+def benchmark_meshes(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    num_steps: int,
+    num_heads: int,
+    print_line: Callable[[str], Any],
+) -> list[MeshBenchmark]:
+    """Runs every mesh, with every strategy that `auto` may choose there, for a few steps.
+
+    Each runs in a process of its own, so that its peak memory is its own.
+
+    Args:
+        path: config file, changed by `overrides`.
+        num_heads: query heads of the model.
+        print_line: called with a line for each mesh.
+    Returns: results, the fastest first; those that cannot run last.
+    Raises: UserError if no mesh can run.
+    """
+    config = config_file.load(path, list(overrides))
+    combinations = mesh_sweep.list_combinations(
+        config, num_devices=_count_devices(config), num_heads=num_heads
+    )
+    print_line(f"{len(combinations)} combinations of mesh and strategy, one process each:")
+    progress = Progress(len(combinations))
+    benchmarks: list[MeshBenchmark] = []
+    first: BenchmarkResult | None = None
+    for mesh, attention_fields in combinations:
+        result, problem = _run_process(
+            path, [*overrides, *_overrides(mesh, attention_fields)], num_steps=num_steps
+        )
+        first = first or result
+        loss_error = 0.0
+        difference = ""
+        outcome = problem
+        if result is not None and first is not None:
+            tolerance = LOSS_TOLERANCE[config.model.compute_dtype]
+            loss_error, difference = _compare_losses(first, result, tolerance=tolerance)
+            outcome = f"{durations.describe(result.step_s)} per step"
+        strategy = mesh_sweep.describe_strategy(attention_fields)
+        print_line(f"  [{progress.advance()}] {report.format_mesh(mesh)}, {strategy}: {outcome}")
+        benchmarks.append(
+            MeshBenchmark(
+                mesh=mesh,
+                attention_fields=attention_fields,
+                result=result,
+                problem=problem,
+                loss_error=loss_error,
+                difference=difference,
+            )
+        )
+    if first is None:
+        raise UserError(
+            f"none of the {len(benchmarks)} meshes can run. The first, "
+            f"{report.format_mesh(benchmarks[0].mesh)}: {benchmarks[0].problem}"
+        )
+    return sorted(benchmarks, key=_sort_key)
+
+
+def _sort_key(benchmark: MeshBenchmark) -> tuple[bool, float]:
+    if benchmark.result is None:
+        return True, 0.0
+    return False, benchmark.result.step_s
+
+
+def _overrides(mesh: dict[str, int], attention_fields: dict[str, Any]) -> list[str]:
+    """A mesh and a strategy as overrides of a config."""
+    overrides = [f"mesh.{axis}={size}" for axis, size in mesh.items()]
+    return overrides + [
+        f"attention.{name}={json.dumps(value)}" for name, value in attention_fields.items()
+    ]
+
+
+def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
+    """Table of the results, with a verdict on the losses."""
+    ran = [(benchmark, benchmark.result) for benchmark in benchmarks if benchmark.result]
+    head = (
+        *axes.ALL,
+        "attention",
+        "step s",
+        "estimate s",
+        "tokens/s",
+        "peak GiB",
+        "planned GiB",
+        "remat",
+        "last loss",
+        "difference",
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            *_describe_mesh(benchmark),
+            f"{result.step_s:.4g}",
+            report.format_number(result.step_s_estimate, "{:.4g}"),
+            f"{result.tokens_per_s:,.0f}",
+            report.format_number(result.peak_gib, "{:.2f}"),
+            f"{result.device_gib:.3g}",
+            result.remat,
+            f"{result.losses[-1]:.6f}",
+            f"{benchmark.loss_error:.1e}",
+        )
+        for benchmark, result in ran
+    ]
+    rows += [
+        (*_describe_mesh(benchmark), benchmark.problem)
+        for benchmark in benchmarks
+        if benchmark.result is None
+    ]
+    first = ran[0][1]
+    title = (
+        f"{first.num_devices} x {first.device_kind}: median of {first.num_steps} steps after one "
+        "that is not timed"
+    )
+    num_different = sum(bool(benchmark.difference) for benchmark in benchmarks)
+    if num_different:
+        verdict = f"losses or counts DIFFER on {num_different} of {len(ran)} lines"
+    else:
+        largest = max(benchmark.loss_error for benchmark in benchmarks)
+        verdict = (
+            f"losses and counts agree on all {len(ran)} lines (losses to {largest:.1e}, relative)"
+        )
+    return "\n".join([title, report.format_table(head, rows), verdict])
+
+
+def _describe_mesh(benchmark: MeshBenchmark) -> list[str]:
+    sizes = [str(benchmark.mesh[axis]) for axis in axes.ALL]
+    return [*sizes, mesh_sweep.describe_strategy(benchmark.attention_fields)]
+
+
+def check_losses(benchmarks: Sequence[MeshBenchmark]) -> None:
+    """Raises: RuntimeError if a loss or a count differs between meshes."""
+    differences = [
+        f"{report.format_mesh(benchmark.mesh)}: {benchmark.difference}"
+        for benchmark in benchmarks
+        if benchmark.difference
+    ]
+    if differences:
+        raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differences)}")
+
+
+def _count_devices(config: Config) -> int:
+    """Number of JAX devices. Asked in another process, because JAX holds their memory."""
+    command = [sys.executable, "-c", _COUNT_DEVICES, str(config.mesh.virtual_cpu_devices or 0)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"JAX does not start: {done.stderr.strip()}")
+    return int(done.stdout.split()[-1])
+
+
+def _run_process(
+    path: str, overrides: Sequence[str], *, num_steps: int
+) -> tuple[BenchmarkResult | None, str]:
+    """Result of `jaxsp.benchmark` in a process of its own, or the reason why there is none."""
+    with tempfile.TemporaryDirectory(prefix="jaxsp-benchmark-") as folder:
+        file = pathlib.Path(folder) / "result.json"
+        command = [sys.executable, "-m", "jaxsp.benchmark", path, *overrides]
+        command += ["--steps", str(num_steps), "--json", str(file)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return BenchmarkResult(**json.loads(file.read_text(encoding="utf-8"))), ""
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    if lines:
+        return None, lines[-1]
+    return None, f"ended with exit code {done.returncode} and no message"
+
+
+def _compare_losses(
+    first: BenchmarkResult, other: BenchmarkResult, *, tolerance: float
+) -> tuple[float, str]:
+    """Maximum relative difference of two runs' losses, and the first that is too large, as text."""
+    pairs = list(zip(first.losses, other.losses, strict=True))
+    relative = [abs(a - b) / max(abs(a), _MIN_LOSS) for a, b in pairs]
+    largest = max(relative)
+    mesh = report.format_mesh(first.mesh)
+    if first.num_loss_tokens != other.num_loss_tokens:
+        difference = (
+            f"num_loss_tokens {other.num_loss_tokens}, but {first.num_loss_tokens} on {mesh}"
+        )
+        return largest, difference
+    for step, (expected, loss) in enumerate(pairs, 1):
+        if relative[step - 1] > tolerance * step:
+            return largest, f"loss {loss:.8g} in step {step}, but {expected:.8g} on {mesh}"
+    return largest, ""
