@@ -11,7 +11,7 @@ import jax
 
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
-from jaxsp.config.schema import CheckpointConfig
+from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 
