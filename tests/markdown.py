@@ -43,3 +43,11 @@ def broken_links(file: pathlib.Path) -> Iterator[str]:
             yield f"{file.name}: {target}: there is no {linked}"
         elif anchor and anchor not in anchors(linked.read_text(encoding="utf-8")):
             yield f"{file.name}: {target}: {linked} has no heading with the anchor {anchor}"
+
+
+def missing_files(file: pathlib.Path, repo: pathlib.Path = REPO) -> Iterator[str]:
+    """Source files in code spans that exist neither in the repository nor beside the README."""
+    text = file.read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w.]+/[\w./]*\.(?:py|sh|yaml|md))`", text):
+        if not (repo / name).exists() and not (file.parent / name).exists():
+            yield f"{file.name}: there is no {name}"
