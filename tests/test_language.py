@@ -48,18 +48,13 @@ CHECKED = (
     "tests/attention/test_segments.py",
     "tests/batches.py",
     "tests/checkpoint",
-<<<<<<< HEAD
     "tests/consumed.py",
-    "tests/faults",
-    "tests/markdown.py",
-    "tests/model",
-    "tests/noise.py",
-=======
     "tests/core",
     "tests/faults",
     "tests/markdown.py",
     "tests/messages.py",
->>>>>>> 22317ee (Language rules hold for core, config and cli; the launcher's test patches child_processes)
+    "tests/model",
+    "tests/noise.py",
     "tests/reporting",
     "tests/runtime",
     "tests/test_architecture.py",
