@@ -1,14 +1,16 @@
-"""Ring: queries stay, keys and values go round, and every device attends to those that are with it.
+"""Ring: devices keep their queries; keys and values travel around the ring.
 
-Rows lie in zigzag (core/layout.py), so that in each turn of the ring every device has two rectangles of chunks to do: its last
-chunk sees the first one of whoever's keys are there, and besides either its first chunk sees that too, or its last chunk sees
-their last one as well. With 4 devices, chunks 0 to 7, what device 1 (chunks 1 and 6) does:
+Rows are in zigzag (core/layout.py). So in each ring step every device has two blocks of chunks to
+compute: its last chunk attends to the first chunk whose keys are there. In addition, either its
+first chunk attends to that too, or its last chunk attends to the last chunk there as well. With 4
+devices and chunks 0 to 7, device 1 (chunks 1 and 6) computes:
 
-    keys of   0 (0, 7)    1 (1, 6)                 2 (2, 5)    3 (3, 4)
-    queries   6x0, 1x0    6x1, 1x1 and 6x6 causal  6x2, 6x5    6x3, 6x4
+    keys of device (chunks)   0 (0, 7)    1 (1, 6)                 2 (2, 5)    3 (3, 4)
+    queries x keys            6x0, 1x0    6x1, 1x1 and 6x6 causal  6x2, 6x5    6x3, 6x4
 
-Source: Liu et al. 2023, arXiv:2310.01889. The balanced order is Megatron-LM's and zhuzilin/ring-flash-attention's. Differs:
-packed pieces, of which but one reaches from chunk to chunk; the gradients of k and v go round in float32.
+Source: Liu et al. 2023, arXiv:2310.01889. The balanced order is that of Megatron-LM and
+zhuzilin/ring-flash-attention. Differs: packed segments, of which only one spans two chunks; the
+gradients of k and v travel in float32.
 """
 
 import dataclasses
@@ -22,36 +24,32 @@ from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention import zigzag
 from jaxsp.attention.kernels import checkpoint_names, segments
+from jaxsp.attention.kernels.kernel import ChunkKernel, RowKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.zigzag import ChunkKernel, LocalSegments, PartialAttention, ZigzagGroup
+from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.zigzag import LocalSegments, PartialAttention, ZigzagGroup, ZigzagStrategy
 
 
-def sent_bytes(
-    *,
-    degree: int,
-    num_rows: int,
-    tokens_per_device: int,
-    num_kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    remat: str,
-) -> dict[str, int]:
-    """Bytes that one device sends to the next for a layer in a turn, forward and backward.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring(ZigzagStrategy):
+    """Each device keeps its queries; keys and values travel around."""
 
-    Args:
-        rows: that a group holds together.
-        share_tokens: tokens of a row that one device holds.
-        itemsize: bytes of an element of k and v; their gradients go round in float32.
-        remat: what a layer's backward pass keeps: none, attention or full.
-    """
-    held = num_rows * tokens_per_device * 2 * num_kv_heads * head_dim
-    hops = 2 * (degree - 1)
-    if remat == "full" and degree > 3:
-        # forward again, but for the first hop, which is the backward pass's too; of three devices, whose loop of one turn XLA
-        # unrolls, so are all
-        hops += degree - 2
-    # the gradients go all the way round, home as they are wanted there
-    return {"collective-permute": held * ((hops + 1) * itemsize + (degree - 1) * 4)}
+    name = "ring"
+
+    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        tokens = workload.num_rows * workload.tokens_per_device
+        kv_elements = tokens * 2 * workload.num_kv_heads * workload.head_dim
+        hops = 2 * (self.seq - 1)
+        if workload.recomputes_attention and self.seq > 3:
+            # Forward again, except the first hop, which the backward pass has too. With 3 devices,
+            # XLA unrolls the loop of one ring step, and the backward pass has all hops
+            hops += self.seq - 2
+        # Gradients travel in float32, and once more, to their own device, in the dtype of k and v
+        elements_bytes = (hops + 1) * workload.itemsize + (self.seq - 1) * 4
+        return {"collective-permute": kv_elements * elements_bytes}
+
+    def bind(self, kernel: ChunkKernel) -> RowKernel:
+        return functools.partial(attend, kernel=kernel, group=self.group)
 
 
 def attend(
@@ -66,8 +64,9 @@ def attend(
 ) -> Float[Array, "B l H K"]:
     """Attention when each device holds two chunks of whole rows, and keeps its queries.
 
-    Shapes: inside shard_map over `seq`; shares are of the layout zigzag(ring.degree).
-    Moves:  k and v go round all devices but one, backward again, and there their gradients go round all: see `cost`.
+    Shapes: inside shard_map over `seq`; the layout is zigzag(group.degree).
+    Moves: forward, k and v visit all other devices; backward, they do so again, and their gradients
+        travel all the way around: see `Ring.sent_bytes`.
     """
     return _attend(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group)
 
@@ -96,54 +95,42 @@ def _attend_fwd(
 ) -> tuple[Array, tuple[Array, ...]]:
     B, l, H, _ = q.shape
     q_B2CHK, *kv = (zigzag.split_chunks(x) for x in (q, k, v))
-    pieces_of = _LocalWork(group, starts_BM, lengths_BM, l // 2)
+    work = _LocalWork(group, starts_BM, lengths_BM, l // 2)
 
-    def visit(sums: _ChunkResults, kv: list[Array], turn: Array | int) -> _ChunkResults:
-        """The sums, with what the two chunks get of keys that have come so many devices far."""
-        at = pieces_of.ring_step(turn)
-        found = zigzag.off_diagonal_forward(
-            kernel, at.blocks, at.take_queries(q_B2CHK), *(at.take_keys(x) for x in kv)
+    def visit(results: _ChunkResults, kv: list[Array], hop: Array | int) -> _ChunkResults:
+        """Adds the attention of both chunks to keys that have traveled this many hops."""
+        step = work.ring_step(hop)
+        part = zigzag.off_diagonal_forward(
+            kernel, step.blocks, step.take_queries(q_B2CHK), *(step.take_keys(x) for x in kv)
         )
-        of_last, of_either = (
-            PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in found))
-            for number in (0, 1)
-        )
-        first = zigzag.merge(sums.first, zigzag.mask_partial(of_either, at.is_earlier))
-        return _ChunkResults(
-            first,
-            zigzag.merge(
-                zigzag.merge(sums.last, of_last), zigzag.mask_partial(of_either, ~at.is_earlier)
-            ),
-        )
+        last_part, either_part = part.split_chunks()
+        first = zigzag.merge(results.first, zigzag.mask_partial(either_part, step.is_earlier))
+        last = zigzag.merge(results.last, last_part)
+        last = zigzag.merge(last, zigzag.mask_partial(either_part, ~step.is_earlier))
+        return _ChunkResults(first, last)
 
-    def next_turn(
-        carry: tuple[_ChunkResults, list[Array]], turn: Array
+    def next_step(
+        carry: tuple[_ChunkResults, list[Array]], hop: Array
     ) -> tuple[tuple[_ChunkResults, list[Array]], None]:
-        sums, kv = carry
-        return (visit(sums, kv, turn), group.shift(kv)), None
+        results, kv = carry
+        return (visit(results, kv, hop), group.shift(kv)), None
 
-    own = zigzag.diagonal_forward(
-        kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv))
+    diagonal = zigzag.diagonal_forward(
+        kernel, work.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv))
     )
-    first, last = (
-        PartialAttention(*(x.reshape(B, 2, *x.shape[1:])[:, number] for x in own))
-        for number in (0, 1)
+    first, last = diagonal.split_chunks()
+    inner = zigzag.off_diagonal_forward(
+        kernel, work.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv)
     )
-    between = zigzag.off_diagonal_forward(
-        kernel, pieces_of.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv)
-    )
-    sums = _ChunkResults(first, zigzag.merge(last, between))
+    results = _ChunkResults(first, zigzag.merge(last, inner))
     if group.degree > 1:
-        (sums, kv), _ = jax.lax.scan(
-            next_turn, (sums, group.shift(kv)), jnp.arange(1, group.degree - 1)
-        )
-        sums = visit(sums, kv, group.degree - 1)
-    out = jnp.stack([part.out_BCHK for part in sums], axis=1).reshape(q.shape).astype(q.dtype)
-    lse = jnp.stack([part.lse_BHC for part in sums], axis=2).reshape(B, H, l)
-    out, lse = (
-        checkpoint_name(out, checkpoint_names.OUT),
-        checkpoint_name(lse, checkpoint_names.LSE),
-    )
+        hops = jnp.arange(1, group.degree - 1)
+        (results, kv), _ = jax.lax.scan(next_step, (results, group.shift(kv)), hops)
+        results = visit(results, kv, group.degree - 1)
+    out = jnp.stack([part.out_BCHK for part in results], axis=1).reshape(q.shape).astype(q.dtype)
+    lse = jnp.stack([part.lse_BHC for part in results], axis=2).reshape(B, H, l)
+    out = checkpoint_name(out, checkpoint_names.OUT)
+    lse = checkpoint_name(lse, checkpoint_names.LSE)
     return out, (q, k, v, starts_BM, lengths_BM, out, lse)
 
 
@@ -156,45 +143,52 @@ def _attend_bwd(
         zigzag.split_chunks(x) for x in (q, k, v, out, dout)
     )
     lse_B2HC = lse.reshape(B, H, 2, l // 2).swapaxes(1, 2)
-    pieces_of = _LocalWork(group, starts_BM, lengths_BM, l // 2)
-    done = (out_B2CHK, lse_B2HC, dout_B2CHK)
+    work = _LocalWork(group, starts_BM, lengths_BM, l // 2)
+    forward_results = (out_B2CHK, lse_B2HC, dout_B2CHK)
 
     def visit(
-        dq: Array, dkv: list[Array], kv: list[Array], turn: Array | int
+        dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int
     ) -> tuple[Array, list[Array]]:
-        """dq of the two chunks, and dk and dv of keys that have come so many devices far, with what they are to each other."""
-        at = pieces_of.ring_step(turn)
-        inputs = (
-            at.take_queries(q_B2CHK),
-            *(at.take_keys(x) for x in kv),
-            *(at.take_queries(x) for x in done),
+        """Adds the gradients of both chunks and of keys that have traveled this many hops."""
+        step = work.ring_step(hop)
+        dq_rows, *dkv_rows = zigzag.off_diagonal_backward(
+            kernel,
+            step.blocks,
+            step.take_queries(q_B2CHK),
+            *(step.take_keys(x) for x in kv),
+            *(step.take_queries(x) for x in forward_results),
         )
-        dq_more, *dkv_more = zigzag.off_diagonal_backward(kernel, at.blocks, *inputs)
-        return dq + at.sum_queries(dq_more), [
-            x + at.sum_keys(more) for x, more in zip(dkv, dkv_more, strict=True)
-        ]
+        dq = dq + step.sum_queries(dq_rows)
+        return dq, [x + step.sum_keys(rows) for x, rows in zip(dkv, dkv_rows, strict=True)]
 
-    def next_turn(carry: tuple[Array, list[Array], list[Array]], turn: Array) -> tuple[tuple, None]:
+    def next_step(carry: tuple[Array, list[Array], list[Array]], hop: Array) -> tuple[tuple, None]:
         dq, dkv, kv = carry
-        come = group.shift([*dkv, *kv])
-        dq, dkv = visit(dq, come[:2], kv, turn)
-        return (dq, dkv, come[2:]), None
+        received = group.shift([*dkv, *kv])
+        dq, dkv = visit(dq, received[:2], kv, hop)
+        return (dq, dkv, received[2:]), None
 
     kv = [k_B2CGK, v_B2CGK]
-    own = zigzag.diagonal_backward(
-        kernel, pieces_of.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *done))
+    diagonal = zigzag.diagonal_backward(
+        kernel,
+        work.local_segments,
+        *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *forward_results)),
     )
-    dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in own)
-    of_chunks = q_B2CHK[:, 1], *(x[:, 0] for x in kv), *(x[:, 1] for x in done)
-    dq_last, *dkv_first = zigzag.off_diagonal_backward(kernel, pieces_of.inner_block, *of_chunks)
+    dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in diagonal)
+    dq_last, *dkv_first = zigzag.off_diagonal_backward(
+        kernel,
+        work.inner_block,
+        q_B2CHK[:, 1],
+        *(x[:, 0] for x in kv),
+        *(x[:, 1] for x in forward_results),
+    )
     dq = dq.at[:, 1].add(dq_last)
-    dkv = [x.at[:, 0].add(more) for x, more in zip(dkv, dkv_first, strict=True)]
-    # gradients follow their keys, a turn behind, so that they travel while the next turn is computed
+    dkv = [x.at[:, 0].add(first) for x, first in zip(dkv, dkv_first, strict=True)]
+    # Gradients travel one ring step after their keys, so that this overlaps the next step's work
     if group.degree > 1:
-        turns = jnp.arange(1, group.degree - 1)
-        (dq, dkv, kv), _ = jax.lax.scan(next_turn, (dq, dkv, group.shift(kv)), turns)
+        hops = jnp.arange(1, group.degree - 1)
+        (dq, dkv, kv), _ = jax.lax.scan(next_step, (dq, dkv, group.shift(kv)), hops)
         dq, dkv = visit(dq, group.shift(dkv), kv, group.degree - 1)
-        dkv = group.shift([x.astype(k.dtype) for x in dkv])  # home
+        dkv = group.shift([x.astype(k.dtype) for x in dkv])  # to their own device
     dk, dv = dkv
     return (
         dq.reshape(q.shape).astype(q.dtype),
@@ -209,7 +203,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class _ChunkResults(NamedTuple):
-    """What the two chunks have got so far."""
+    """Attention of the two chunks over the keys so far."""
 
     first: PartialAttention
     last: PartialAttention
@@ -217,51 +211,43 @@ class _ChunkResults(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _RingStep:
-    """What there is to do when another device's keys are here, its two rectangles one after the other as rows.
+    """The two blocks to compute when another device's keys are here, one after the other as rows.
 
-    One is of the last chunk's queries and the first chunk's keys; the other of the first chunk of both, if the keys are of an
-    earlier device, else of the last chunk of both.
+    One has the queries of the last chunk and the keys of the first. The other has the first chunks
+    of both devices if the keys are of an earlier device, or else their last chunks.
     """
 
     is_earlier: Array
     blocks: OffDiagonalBlock
 
     def take_queries(self, x_B2: Array) -> Array:
-        return zigzag.flatten_chunks(
-            jnp.stack([x_B2[:, 1], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1)
-        )
+        either_B = jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])
+        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 1], either_B], axis=1))
 
     def take_keys(self, x_B2: Array) -> Array:
-        return zigzag.flatten_chunks(
-            jnp.stack([x_B2[:, 0], jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])], axis=1)
-        )
+        either_B = jnp.where(self.is_earlier, x_B2[:, 0], x_B2[:, 1])
+        return zigzag.flatten_chunks(jnp.stack([x_B2[:, 0], either_B], axis=1))
 
     def sum_queries(self, x_R: Array) -> Array:
-        """Sums for both chunks, of values for the rectangles' queries."""
-        of_last, of_either = x_R[0::2], x_R[1::2]
-        return jnp.stack(
-            [
-                jnp.where(self.is_earlier, of_either, 0),
-                of_last + jnp.where(self.is_earlier, 0, of_either),
-            ],
-            axis=1,
-        )
+        """Sums values of the blocks' queries for each of the two chunks."""
+        last = x_R[0::2]
+        either = x_R[1::2]
+        first_sum = jnp.where(self.is_earlier, either, 0)
+        last_sum = last + jnp.where(self.is_earlier, 0, either)
+        return jnp.stack([first_sum, last_sum], axis=1)
 
     def sum_keys(self, x_R: Array) -> Array:
-        """The same for their keys."""
-        of_first, of_either = x_R[0::2], x_R[1::2]
-        return jnp.stack(
-            [
-                of_first + jnp.where(self.is_earlier, of_either, 0),
-                jnp.where(self.is_earlier, 0, of_either),
-            ],
-            axis=1,
-        )
+        """Sums values of the blocks' keys for each of the two chunks."""
+        first = x_R[0::2]
+        either = x_R[1::2]
+        first_sum = first + jnp.where(self.is_earlier, either, 0)
+        last_sum = jnp.where(self.is_earlier, 0, either)
+        return jnp.stack([first_sum, last_sum], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class _LocalWork:
-    """What the pieces leave to do on this device."""
+    """What this device computes for the segments of the rows."""
 
     group: ZigzagGroup
     starts_BM: Array
@@ -276,40 +262,35 @@ class _LocalWork:
 
     @property
     def inner_block(self) -> OffDiagonalBlock:
-        """This device's last chunk, and its first chunk's keys."""
+        """Queries of this device's last chunk over keys of its first."""
         first, last = self.group.chunk_numbers(self.group.index)
         return self._block(last, first)
 
     def ring_step(self, hop: Array | int) -> _RingStep:
-        """The keys of the device so many before this one are here."""
+        """The step in which the keys have traveled `hop` hops to this device."""
         here = self.group.index
         there = (here - hop) % self.group.degree
-        earlier = there < here
-        (first, last), (their_first, their_last) = (
-            self.group.chunk_numbers(here),
-            self.group.chunk_numbers(there),
-        )
-        both = (
-            self._block(last, their_first),
-            self._block(
-                jnp.where(earlier, first, last), jnp.where(earlier, their_first, their_last)
-            ),
-        )
+        is_earlier = there < here
+        first, last = self.group.chunk_numbers(here)
+        first_there, last_there = self.group.chunk_numbers(there)
+        either_queries = jnp.where(is_earlier, first, last)
+        either_keys = jnp.where(is_earlier, first_there, last_there)
+        blocks = self._block(last, first_there), self._block(either_queries, either_keys)
         return _RingStep(
-            earlier,
+            is_earlier,
             OffDiagonalBlock(
-                *(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*both, strict=True))
+                *(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*blocks, strict=True))
             ),
         )
 
     def _block(self, queries: Array, keys: Array) -> OffDiagonalBlock:
-        """Of two chunks by their numbers."""
-        size = self.chunk_tokens
+        """The block of two chunks, given by their numbers."""
+        tokens = self.chunk_tokens
         return segments.find_off_diagonal_block(
             self.starts_BM,
             self.lengths_BM,
-            first_query=queries * size,
-            num_queries=size,
-            first_key=keys * size,
-            num_keys=size,
+            first_query=queries * tokens,
+            num_queries=tokens,
+            first_key=keys * tokens,
+            num_keys=tokens,
         )

@@ -1,13 +1,17 @@
-"""What ring and gather have in common: a device's two chunks of a row, and results of parts of the keys put together.
+"""What ring and all-gather have in common: each device keeps the queries of two chunks of every row.
 
-Queries stay where they are. A device's two chunks see themselves by the kernel's packed causal attention, and of any tokens
-before a chunk they see one rectangle: the one piece that lies in both. Partial results are merged in float32 by their
-log-sum-exps; the backward pass takes the whole log-sum-exp, so its parts only have to be added.
+Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2P - 1 - d. The chunks
+attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk, they
+see one block: the part of the one segment that reaches from there into the chunk. Partial results
+are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp, so its
+partial results are only added.
 """
 
+import abc
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,135 +19,192 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.strategy import Strategy, mask_padding
+from jaxsp.attention.ulysses import qkv_bytes
+from jaxsp.attention.workload import LayerWorkload
+from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 
 _EMPTY_LSE = -1e30
-"""The log-sum-exp of no keys: finite, so that differences are never NaN."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkKernel:
-    """A kernel's way to compute parts: see `kernels.blockwise`, which has all four functions."""
-
-    forward: Callable[..., tuple[Array, Array]]
-    backward: Callable[..., tuple[Array, Array, Array]]
-    off_diagonal_forward: Callable[..., tuple[Array, Array]]
-    off_diagonal_backward: Callable[..., tuple[Array, Array, Array]]
+"""Log-sum-exp of no keys. It is finite, so that differences are never NaN."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ZigzagGroup:
-    """The devices of a group that hold a row's chunks: those of the axis `seq` with the same number within their neighbours."""
+    """Devices along `seq` that hold different chunks of the same rows, for the same heads."""
 
     degree: int
-    """How many they are,"""
+    """Number of devices in the group."""
     ulysses_degree: int = 1
-    """and how many neighbours hold the same chunks."""
+    """Number of neighbors that hold the same chunks; distance between two devices of the group."""
 
     @property
     def index(self) -> Array:
-        """The number of this device among them."""
-        return (
-            jax.lax.axis_index(axes.SEQ) // self.ulysses_degree if self.degree > 1 else jnp.int32(0)
-        )
+        """Position of this device in its group."""
+        if self.degree == 1:
+            return jnp.int32(0)
+        return jax.lax.axis_index(axes.SEQ) // self.ulysses_degree
 
     @property
     def axis_index_groups(self) -> list[list[int]]:
-        """All such groups, by the devices' numbers along `seq`."""
+        """All such groups, as positions along `seq`."""
         return [
             [outer * self.ulysses_degree + inner for outer in range(self.degree)]
             for inner in range(self.ulysses_degree)
         ]
 
     def shift(self, arrays: list[Array]) -> list[Array]:
-        """The arrays of the device before this one.
+        """The arrays of the previous device.
 
-        They come in one message, because XLA lets one alone travel while something is computed (jax 0.12).
+        They travel in one message, because XLA overlaps only one with computation (jax 0.12).
         """
-        pairs = [
-            (a, b)
-            for group in self.axis_index_groups
-            for a, b in zip(group, [*group[1:], group[0]], strict=True)
-        ]
-        dtypes = {x.dtype for x in arrays}
-        as_one = (
-            dtypes.pop()
-            if len(dtypes) == 1
-            else jnp.dtype(f"uint{8 * min(x.dtype.itemsize for x in arrays)}")
-        )
-        words = [jax.lax.bitcast_convert_type(x, as_one) for x in arrays]
-        ends = np.cumsum([x.size for x in words]).tolist()[:-1]
-        come = jnp.split(
-            jax.lax.ppermute(jnp.concatenate([x.ravel() for x in words]), axes.SEQ, pairs), ends
-        )
+        pairs = []
+        for group in self.axis_index_groups:
+            pairs += zip(group, [*group[1:], group[0]], strict=True)
+        dtypes = {array.dtype for array in arrays}
+        if len(dtypes) == 1:
+            message_dtype = dtypes.pop()
+        else:
+            message_dtype = jnp.dtype(f"uint{8 * min(dtype.itemsize for dtype in dtypes)}")
+        words = [jax.lax.bitcast_convert_type(array, message_dtype) for array in arrays]
+        ends = np.cumsum([word.size for word in words]).tolist()[:-1]
+        message = jnp.concatenate([word.ravel() for word in words])
+        received = jnp.split(jax.lax.ppermute(message, axes.SEQ, pairs), ends)
         return [
-            jax.lax.bitcast_convert_type(flat.reshape(word.shape), x.dtype)
-            for flat, word, x in zip(come, words, arrays, strict=True)
+            jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
+            for part, word, array in zip(received, words, arrays, strict=True)
         ]
 
     def chunk_numbers(self, device: Array) -> tuple[Array, Array]:
-        """The numbers of a device's two chunks."""
+        """Numbers of the two chunks of a device."""
         return device, 2 * self.degree - 1 - device
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZigzagStrategy(Strategy, abc.ABC):
+    """Base class of strategies whose devices keep their queries."""
+
+    has_known_buffers = False
+
+    seq: int
+    stride: int = 1
+    """Distance along `seq` between two devices of a group; more than 1 inside a hybrid."""
+
+    @classmethod
+    def candidates(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
+    ) -> list[Self]:
+        return [cls(seq=seq)]
+
+    @property
+    def group(self) -> ZigzagGroup:
+        return ZigzagGroup(degree=self.seq, ulysses_degree=self.stride)
+
+    @property
+    def layout_degree(self) -> int:
+        return self.seq
+
+    def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        whole_rows = workload.to_kernel_workload()
+        chunks_per_row = 2 * self.seq
+        chunk_tokens = workload.row_tokens // chunks_per_row
+        return dataclasses.replace(
+            whole_rows,
+            num_rows=2 * workload.num_rows,
+            row_tokens=chunk_tokens,
+            chunks_per_row=chunks_per_row,
+            num_earlier_keys=chunk_tokens,
+            window=None,  # windows shorter than a row are refused
+        )
+
+    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
+        q, kv = qkv_bytes(workload)
+        inputs = 3 * q + kv  # with the output and its gradient
+        return inputs + 4 * (q + kv)  # float32 sums, and what travels
+
+    def communicators(self) -> list[list[int]]:
+        return [list(range(0, self.seq * self.stride, self.stride))]
+
+    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
+        chunk_kernel = kernel.make_chunk_kernel(settings)
+        assert chunk_kernel is not None, "selection.raise_if_whole_rows_only refuses it"
+        mask = functools.partial(segment_mask, group=self.group)
+        return mask_padding(kernel, self.bind(chunk_kernel), mask)
+
+    @abc.abstractmethod
+    def bind(self, kernel: ChunkKernel) -> RowKernel:
+        """Returns the strategy's function with this kernel."""
+
+    def on_one_device(self) -> Strategy:
+        return type(self)(seq=1)
+
+
 class PartialAttention(NamedTuple):
-    """What some queries get of a part of their keys."""
+    """Attention of some queries over a part of their keys."""
 
     out_BCHK: Float32[Array, "B C H K"]
     lse_BHC: Float32[Array, "B H C"]
 
+    def split_chunks(self) -> tuple["PartialAttention", "PartialAttention"]:
+        """Undoes `flatten_chunks`: the parts of the first and of the second chunk of each row."""
+        pairs = [x.reshape(-1, 2, *x.shape[1:]) for x in self]
+        return PartialAttention(*(x[:, 0] for x in pairs)), PartialAttention(
+            *(x[:, 1] for x in pairs)
+        )
+
 
 class LocalSegments(NamedTuple):
-    """The pieces of this device's two chunks; chunks count as rows, both of a row one after the other."""
+    """Segments of this device's chunks. Chunks count as rows, both of a row one after the other."""
 
     starts_RM: Int32[Array, "R M"]
     lengths_RM: Int32[Array, "R M"]
     mask_RC: Bool[Array, "R C"]
-    """Whether a token belongs to a piece."""
+    """True for tokens of a segment."""
 
 
 def split_chunks(x_BlXK: Array) -> Array:
-    """A device's share of each row as its two chunks, [B, 2, C, X, K]."""
+    """Splits a device's shard of each row into its two chunks: [B, 2, C, X, K]."""
     B, l = x_BlXK.shape[:2]
     return x_BlXK.reshape(B, 2, l // 2, *x_BlXK.shape[2:])
 
 
 def flatten_chunks(x_B2: Array) -> Array:
-    """Both chunks of each row as rows: [B, 2, ...] to [R, ...]."""
+    """Makes both chunks of each row rows of their own: [B, 2, ...] to [R, ...]."""
     return x_B2.reshape(-1, *x_B2.shape[2:])
 
 
 def find_local_segments(
     group: ZigzagGroup, starts_BM: Array, lengths_BM: Array, *, chunk_tokens: int
 ) -> LocalSegments:
-    """The pieces of this device's chunks."""
-    found = [
+    """Finds the segments of this device's chunks."""
+    chunks = [
         segments.clip_to_chunk(
-            starts_BM, lengths_BM, first_token=chunk * chunk_tokens, num_tokens=chunk_tokens
+            starts_BM, lengths_BM, first_token=number * chunk_tokens, num_tokens=chunk_tokens
         )
-        for chunk in group.chunk_numbers(group.index)
+        for number in group.chunk_numbers(group.index)
     ]
-    starts_RM, lengths_RM = (flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*found, strict=True))
-    return LocalSegments(
-        starts_RM, lengths_RM, segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
+    starts_RM, lengths_RM = (
+        flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*chunks, strict=True)
     )
+    mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
+    return LocalSegments(starts_RM, lengths_RM, mask_RC)
 
 
 def segment_mask(
     starts_BM: Array, lengths_BM: Array, num_tokens: int, *, group: ZigzagGroup
 ) -> Bool[Array, "B l"]:
-    """Whether each of this device's tokens belongs to a piece."""
-    inside_RC = find_local_segments(
-        group, starts_BM, lengths_BM, chunk_tokens=num_tokens // 2
-    ).mask_RC
-    return inside_RC.reshape(len(starts_BM), num_tokens)
+    """True for this device's tokens that belong to a segment."""
+    local = find_local_segments(group, starts_BM, lengths_BM, chunk_tokens=num_tokens // 2)
+    return local.mask_RC.reshape(len(starts_BM), num_tokens)
 
 
 def diagonal_forward(
     kernel: ChunkKernel, local_segments: LocalSegments, q_RCHK: Array, k_RCGK: Array, v_RCGK: Array
 ) -> PartialAttention:
-    """What chunks get of themselves."""
+    """Attention of chunks to themselves."""
     out, lse = kernel.forward(
         q_RCHK, k_RCGK, v_RCGK, local_segments.starts_RM, local_segments.lengths_RM
     )
@@ -160,18 +221,25 @@ def diagonal_backward(
     lse_RHC: Array,
     dout_RCHK: Array,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of what chunks see of themselves, float32."""
-    inputs = q_RCHK, k_RCGK, v_RCGK, out_RCHK, lse_RHC, dout_RCHK
-    found = kernel.backward(*inputs, local_segments.starts_RM, local_segments.lengths_RM)
-    dq, dk, dv = (_zero_outside(x, local_segments.mask_RC) for x in found)
+    """dq, dk and dv of the attention of chunks to themselves, in float32."""
+    gradients = kernel.backward(
+        q_RCHK,
+        k_RCGK,
+        v_RCGK,
+        out_RCHK,
+        lse_RHC,
+        dout_RCHK,
+        local_segments.starts_RM,
+        local_segments.lengths_RM,
+    )
+    dq, dk, dv = (_zero_outside(x, local_segments.mask_RC) for x in gradients)
     return dq, dk, dv
 
 
 def off_diagonal_forward(
     kernel: ChunkKernel, block: OffDiagonalBlock, q_RCHK: Array, k_RDGK: Array, v_RDGK: Array
 ) -> PartialAttention:
-    """What chunks get of keys before them; nothing is computed where no piece reaches from one to the other."""
-
+    """Attention of chunks to keys before them. Nothing is computed if no segment spans both."""
     out, lse = _compute_if_any(block, kernel.off_diagonal_forward, q_RCHK, k_RDGK, v_RDGK)
     return _make_partial(out, lse, block.query_mask(q_RCHK.shape[1]))
 
@@ -186,46 +254,53 @@ def off_diagonal_backward(
     lse_RHC: Array,
     dout_RCHK: Array,
 ) -> tuple[Array, Array, Array]:
-    """dq, dk and dv of what chunks see of keys before them, float32."""
+    """dq, dk and dv of the attention of chunks to keys before them, in float32."""
     inputs = q_RCHK, k_RDGK, v_RDGK, out_RCHK, lse_RHC, dout_RCHK
     dq, dk, dv = _compute_if_any(block, kernel.off_diagonal_backward, *inputs)
-    of_q, of_k = block.query_mask(q_RCHK.shape[1]), block.key_mask(k_RDGK.shape[1])
-    return _zero_outside(dq, of_q), _zero_outside(dk, of_k), _zero_outside(dv, of_k)
+    query_mask = block.query_mask(q_RCHK.shape[1])
+    key_mask = block.key_mask(k_RDGK.shape[1])
+    return _zero_outside(dq, query_mask), _zero_outside(dk, key_mask), _zero_outside(dv, key_mask)
 
 
 def _compute_if_any(
     block: OffDiagonalBlock, compute: Callable[..., tuple[Array, ...]], *inputs: Array
 ) -> tuple[Array, ...]:
-    """What the kernel gives, as it gives it, or zeros where no row has anything to do.
+    """The kernel's results in its own dtype, or zeros if no row has a block.
 
-    What leaves a conditional is written to memory: in float32 it would be twice as much (ring of 8, a million tokens: 3 GiB).
+    Results of a conditional are written to memory: in float32 they would be twice as large (ring of
+    8, a million tokens: 3 GiB).
     """
-    given = jax.eval_shape(compute, *inputs, block)
-    nothing = lambda: tuple(jnp.zeros(x.shape, x.dtype) for x in given)
-    return jax.lax.cond(block.is_any(), lambda: tuple(compute(*inputs, block)), nothing)
+    shapes = jax.eval_shape(compute, *inputs, block)
+
+    def make_zeros() -> tuple[Array, ...]:
+        return tuple(jnp.zeros(x.shape, x.dtype) for x in shapes)
+
+    return jax.lax.cond(block.is_any(), lambda: tuple(compute(*inputs, block)), make_zeros)
 
 
-def merge(one: PartialAttention, other: PartialAttention) -> PartialAttention:
-    """What queries get of the keys of two parts together."""
-    lse_BHC = jnp.logaddexp(one.lse_BHC, other.lse_BHC)
-    weights = (jnp.exp(x.lse_BHC - lse_BHC).swapaxes(1, 2)[..., None] for x in (one, other))
-    out_BCHK = sum(x.out_BCHK * weight for x, weight in zip((one, other), weights, strict=True))
-    return PartialAttention(jnp.asarray(out_BCHK), lse_BHC)
+def merge(first: PartialAttention, second: PartialAttention) -> PartialAttention:
+    """Attention of queries over the keys of both parts."""
+    lse_BHC = jnp.logaddexp(first.lse_BHC, second.lse_BHC)
+    terms = []
+    for part in (first, second):
+        weight_BCH1 = jnp.exp(part.lse_BHC - lse_BHC).swapaxes(1, 2)[..., None]
+        terms.append(part.out_BCHK * weight_BCH1)
+    return PartialAttention(jnp.asarray(sum(terms)), lse_BHC)
 
 
 def mask_partial(part: PartialAttention, is_seen: Array) -> PartialAttention:
-    """A part that counts only where `seen`, a scalar, is true."""
+    """The part if `is_seen`, a scalar, is true; otherwise attention over no keys."""
     return PartialAttention(
         jnp.where(is_seen, part.out_BCHK, 0.0), jnp.where(is_seen, part.lse_BHC, _EMPTY_LSE)
     )
 
 
-def _make_partial(out_RCHK: Array, lse_RHC: Array, inside_RC: Array) -> PartialAttention:
+def _make_partial(out_RCHK: Array, lse_RHC: Array, mask_RC: Array) -> PartialAttention:
     return PartialAttention(
-        _zero_outside(out_RCHK, inside_RC), jnp.where(inside_RC[:, None], lse_RHC, _EMPTY_LSE)
+        _zero_outside(out_RCHK, mask_RC), jnp.where(mask_RC[:, None], lse_RHC, _EMPTY_LSE)
     )
 
 
-def _zero_outside(x_RCXK: Array, inside_RC: Array) -> Float[Array, "R C X K"]:
-    """float32 values, 0 where a token is not inside, whatever the kernel has left there."""
-    return jnp.where(inside_RC[..., None, None], x_RCXK.astype(jnp.float32), 0.0)
+def _zero_outside(x_RCXK: Array, mask_RC: Array) -> Float[Array, "R C X K"]:
+    """float32 values; 0 for tokens outside the mask, whatever the kernel has left there."""
+    return jnp.where(mask_RC[..., None, None], x_RCXK.astype(jnp.float32), 0.0)

@@ -198,14 +198,3 @@ def _check_deterministic(
         f"has {device_bytes / 2**30:.1f}",
         f"Use {errors.format_choices(suggestions)}.",
     )
-
-
-# Until the users of this module import these from their own modules
-CallSplit = cudnn_memory.CallSplit
-choose_split = cudnn_memory.choose_split
-describe_shortage = cudnn_memory.describe_shortage
-legal_head_chunks = cudnn_memory.legal_head_chunks
-lse_bytes = cudnn_memory.lse_bytes
-workspace_bytes = cudnn_memory.workspace_bytes
-needs_score_workspace = cudnn_memory.needs_score_workspace
-min_device_bytes = kernel_devices.min_device_bytes

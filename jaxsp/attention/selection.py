@@ -1,0 +1,322 @@
+"""Which strategy and which kernel a run uses."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxsp.attention import registry
+from jaxsp.attention.kernels.devices import min_device_bytes
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings
+from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
+from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.ulysses import Ulysses, divisors
+from jaxsp.attention.workload import HasHeads, LayerWorkload
+from jaxsp.config.schema import AttentionConfig, Config
+from jaxsp.core import errors
+from jaxsp.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionChoice:
+    """How a run computes attention on its devices. Processes compare its `repr`."""
+
+    strategy: Strategy
+    alternatives: tuple[tuple[str, int], ...]
+    """Descriptions of the other strategies that `auto` considered, with their `sent_bytes`."""
+    sent_bytes: int
+    """Bytes that each device sends per layer and microbatch if attention's results are saved for
+    the backward pass. `auto` compares these, whatever memory.remat is."""
+    kernel: Kernel
+    settings: KernelSettings
+    fallback_reason: str
+    """Reason that `auto` did not use its first kernel; empty if it did."""
+    window: int | None
+    """Number of tokens that a token sees, including itself; None: all before it in its document."""
+
+
+class StrategyOption(NamedTuple):
+    """A strategy that a sweep over meshes tries."""
+
+    label: str
+    """Name in tables."""
+    config_fields: dict[str, Any]
+    """Changed fields of the config's attention."""
+
+
+def choose(
+    config: Config,
+    model: HasHeads,
+    *,
+    devices: Sequence[Device],
+    device_bytes: int | None = None,
+) -> AttentionChoice:
+    """Chooses what a config requests, or what `auto` means on these devices, which may be absent.
+
+    The kernel is the same for all row lengths of the config.
+
+    Args: device_bytes: memory of a device; None: what the devices report, if they are present.
+    Raises: UserError with all problems: heads that cannot be shared, a kernel that cannot run this,
+        or calls of the kernel that do not fit an empty device.
+    """
+    strategy = choose_strategy(config, model)
+    device_bytes = device_bytes or min_device_bytes(devices)
+    workloads = [
+        strategy.kernel_workload(
+            LayerWorkload.from_config(config.with_row_tokens(row_tokens), model)
+        )
+        for row_tokens in reversed(config.data.row_lengths)
+    ]
+    kernel, fallback_reason = _choose_kernel(config, workloads, devices, device_bytes)
+    raise_if_whole_rows_only(kernel, strategy)
+    settings = [
+        _configure(kernel, workload, config, fallback_reason, devices, device_bytes)
+        for workload in workloads
+    ]
+    layer = _layer_to_compare(config, model)
+    others = _auto_candidates(config.attention, layer, seq=config.mesh.seq)
+    sent_bytes = {
+        candidate: sum(candidate.sent_bytes(layer).values())
+        for candidate in (strategy, *_without_problems(others, layer))
+    }
+    return AttentionChoice(
+        strategy=strategy,
+        alternatives=tuple(
+            (candidate.description, num_bytes)
+            for candidate, num_bytes in sent_bytes.items()
+            if candidate != strategy
+        ),
+        sent_bytes=sent_bytes[strategy],
+        kernel=kernel,
+        settings=settings[0],
+        fallback_reason=fallback_reason,
+        window=model.sliding_window,
+    )
+
+
+def choose_strategy(config: Config, model: HasHeads) -> Strategy:
+    """Chooses the requested strategy; `auto` is whole rows if possible, else what sends least.
+
+    A group of one device shares nothing, whatever is requested, so that a config works on any mesh.
+
+    Raises: UserError for heads that cannot be shared as requested, and for a sliding window that the
+        strategy does not support.
+    """
+    seq = config.mesh.seq
+    if seq == 1:
+        return Ulysses(seq=1)
+    requested = config.attention
+    layer = _layer_to_compare(config, model)
+    candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
+    _raise_if_options_unused(requested)
+    best = min(candidates, key=lambda c: (sum(c.sent_bytes(layer).values()), -c.all_to_all_size))
+    _raise_if_gather_unused(requested, best)
+    problem = best.find_problem(layer)
+    if problem is not None:
+        raise UserError(problem)
+    return best
+
+
+def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyOption]:
+    """Lists what a sweep tries for groups of `seq` devices: all strategies if the config says
+    `auto`, with the fields that apply to each."""
+    requested = config.attention
+    if seq == 1:
+        return [StrategyOption("none shared", {})]
+    if requested.strategy in registry.STRATEGIES:
+        return [StrategyOption(requested.strategy, {"strategy": requested.strategy})]
+    layer = _layer_to_compare(config, model)
+    unused = {
+        field: AttentionConfig.model_fields[field].default
+        for strategy_class in registry.STRATEGIES.values()
+        for field in sorted(strategy_class.options)
+    }
+    return [
+        StrategyOption(candidate.label, unused | candidate.config_fields)
+        for strategy_class in registry.STRATEGIES.values()
+        for candidate in strategy_class.candidates(requested, layer, seq=seq)
+    ]
+
+
+def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
+    """Raises: UserError if the strategy needs chunks of rows and the kernel has no functions for
+    them."""
+    if strategy.layout_degree == 1 or _has_chunks(kernel):
+        return
+    names = [name for name, other in registry.KERNELS.items() if _has_chunks(other)]
+    raise UserError(
+        f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
+        f"needs chunks of them. Use attention.kernel={errors.format_choices(names)}, or "
+        "attention.strategy=ulysses."
+    )
+
+
+def _has_chunks(kernel: Kernel) -> bool:
+    return kernel.make_chunk_kernel(KernelSettings()) is not None
+
+
+def _layer_to_compare(config: Config, model: HasHeads) -> LayerWorkload:
+    """The layer as if its attention were saved, so that memory options do not change the choice."""
+    return LayerWorkload.from_config(config, model, remat="save_attention")
+
+
+def _candidates(
+    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
+) -> Sequence[Strategy]:
+    """Strategies to choose from, at least one. Raises: UserError if there is none."""
+    strategy_class = registry.STRATEGIES.get(requested.strategy)
+    if strategy_class is not None:
+        if layer.has_window and not strategy_class.supports_windows:
+            raise UserError(_describe_window_problem(requested, layer))
+        strategy_class.raise_if_impossible(requested, layer, seq=seq)
+        return strategy_class.candidates(requested, layer, seq=seq)
+    candidates = _auto_candidates(requested, layer, seq=seq)
+    if layer.has_window:
+        candidates = [candidate for candidate in candidates if candidate.supports_windows]
+        if not candidates:
+            raise UserError(_describe_window_problem(requested, layer))
+    whole_rows = [candidate for candidate in candidates if candidate.layout_degree == 1]
+    return whole_rows or candidates
+
+
+def _auto_candidates(
+    requested: AttentionConfig, layer: LayerWorkload, *, seq: int
+) -> list[Strategy]:
+    """Strategies that `auto` considers. Of those between neighborhoods, only the requested one."""
+    if seq == 1:
+        return []
+    candidates: list[Strategy] = []
+    for name, strategy_class in registry.STRATEGIES.items():
+        if name in registry.OUTER_STRATEGIES and name != requested.outer_strategy:
+            continue
+        candidates += strategy_class.candidates(requested, layer, seq=seq)
+    return candidates
+
+
+def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> Sequence[Strategy]:
+    """Candidates whose options fit the heads; all of them if none does."""
+    fitting = [candidate for candidate in candidates if candidate.find_problem(layer) is None]
+    return fitting or candidates
+
+
+def _describe_window_problem(requested: AttentionConfig, layer: LayerWorkload) -> str:
+    names = [name for name, cls in registry.STRATEGIES.items() if cls.supports_windows]
+    strategy = requested.strategy
+    if strategy not in registry.STRATEGIES:
+        strategy = "a strategy for these heads"
+    return (
+        f"attention.strategy = {requested.strategy}: {strategy} must support sliding windows, "
+        f"because the model's tokens see only the last {layer.window:,}. Use "
+        f"attention.strategy={errors.format_choices(names)} with "
+        f"mesh.seq={errors.format_choices(divisors(layer.num_heads))}."
+    )
+
+
+def _raise_if_options_unused(requested: AttentionConfig) -> None:
+    """Raises: UserError for fields that the requested strategy does not use."""
+    strategy_class = registry.STRATEGIES.get(requested.strategy)
+    options = frozenset() if strategy_class is None else strategy_class.options
+    outer = requested.outer_strategy
+    default_outer = AttentionConfig.model_fields["outer_strategy"].default
+    is_outer_used = (
+        strategy_class is None or "outer_strategy" in options or strategy_class.name == outer
+    )
+    if outer != default_outer and not is_outer_used:
+        names = errors.format_choices([*_strategies_with("outer_strategy"), outer])
+        raise UserError(
+            f"attention.outer_strategy = {outer}: applies only to hybrid attention, and "
+            f"attention.strategy is {requested.strategy}. Use "
+            f"attention.outer_strategy={default_outer}, which changes nothing here, or "
+            f"attention.strategy={names}."
+        )
+    if requested.ulysses_degree is not None and "ulysses_degree" not in options:
+        names = errors.format_choices(_strategies_with("ulysses_degree"))
+        raise UserError(
+            f"attention.ulysses_degree = {requested.ulysses_degree}: applies only to hybrid "
+            f"attention, and attention.strategy is {requested.strategy}. Use "
+            f"attention.ulysses_degree=null, or attention.strategy={names}."
+        )
+
+
+def _raise_if_gather_unused(requested: AttentionConfig, strategy: Strategy) -> None:
+    """Raises: UserError if the strategy gathers no heads and the config says how many."""
+    number = requested.kv_heads_per_gather
+    if number is None or "kv_heads_per_gather" in strategy.config_fields:
+        return
+    field = "outer_strategy" if "outer_strategy" in strategy.options else "strategy"
+    names = errors.format_choices(_strategies_with("kv_heads_per_gather"))
+    raise UserError(
+        f"attention.kv_heads_per_gather = {number}: applies only to all-gather attention, and this "
+        f"is {strategy.description}. Use attention.kv_heads_per_gather=null, or "
+        f"attention.{field}={names}."
+    )
+
+
+def _strategies_with(option: str) -> list[str]:
+    return [name for name, cls in registry.STRATEGIES.items() if option in cls.options]
+
+
+def _choose_kernel(
+    config: Config,
+    workloads: Sequence[KernelWorkload],
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> tuple[Kernel, str]:
+    """The requested kernel, or the first that supports all workloads, with the reason that it is
+    not the first of all."""
+
+    def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
+        for workload in workloads:
+            reasons = kernel.unsupported_reasons(
+                workload, devices=devices, device_bytes=device_bytes
+            )
+            if reasons:
+                return reasons
+        return []
+
+    name = config.attention.kernel
+    requested = registry.KERNELS.get(name)
+    if requested is not None:
+        reasons = find_reasons(requested)
+        if reasons:
+            raise UserError(
+                f"attention.kernel = {name}: {requested.title} {reason.reason}. {reason.suggestion}"
+                for reason in reasons
+            )
+        return requested, ""
+    fallback_reason = ""
+    for kernel in registry.KERNELS.values():
+        reasons = find_reasons(kernel)
+        if not reasons:
+            return kernel, fallback_reason
+        fallback_reason = fallback_reason or f"{kernel.title} {reasons[0].reason}"
+    raise AssertionError("one kernel supports everything")
+
+
+def _configure(
+    kernel: Kernel,
+    workload: KernelWorkload,
+    config: Config,
+    fallback_reason: str,
+    devices: Sequence[Device],
+    device_bytes: int | None,
+) -> KernelSettings:
+    chunks = config.attention.head_chunks
+    if chunks is not None and not kernel.supports_head_chunks:
+        supporting = [k.name for k in registry.KERNELS.values() if k.supports_head_chunks]
+        because = f", because {fallback_reason}" if fallback_reason else ""
+        raise UserError(
+            f"attention.head_chunks = {chunks}: works only with the "
+            f"{errors.format_choices(supporting)} kernel, and this is {kernel.name}{because}. "
+            "Use attention.head_chunks=null."
+        )
+    legal = kernel.legal_head_chunks(workload)
+    if chunks is not None and chunks not in legal:
+        raise UserError(
+            f"attention.head_chunks = {chunks}: must divide the {workload.num_heads} query and "
+            f"{workload.num_kv_heads} K/V heads of a device into equal chunks that the kernel "
+            f"supports for {workload.num_tokens:,} tokens. Use {errors.format_choices(legal)}, or "
+            "null."
+        )
+    return kernel.configure(
+        workload, devices=devices, device_bytes=device_bytes, head_chunks=chunks
+    )

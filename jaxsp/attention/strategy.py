@@ -1,0 +1,151 @@
+"""What a strategy offers: a way for the devices of a sequence-parallel group to share attention.
+
+To add a strategy, write a subclass of `Strategy` in a file of its own and add it to
+`jaxsp.attention.registry.STRATEGIES`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, RowKernel
+from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.workload import LayerWorkload
+from jaxsp.config.schema import AttentionConfig
+from jaxsp.core.errors import UserError
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """A way to share attention among `seq` devices. Implementations are frozen dataclasses."""
+
+    name: ClassVar[str]
+    """Value of attention.strategy."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Fields of the config's attention that only strategies with them use."""
+    supports_windows: ClassVar[bool] = False
+    """True if sliding windows shorter than a row work."""
+    has_known_buffers: ClassVar[bool] = True
+    """True if the number of K/V arrays in memory at a time is fixed; False if XLA decides it."""
+
+    seq: int
+    """Number of devices in a group."""
+
+    @classmethod
+    def candidates(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
+    ) -> list[Self]:
+        """Returns the ways in which `seq` devices, at least 2, can share these heads."""
+        ...
+
+    @classmethod
+    def raise_if_impossible(
+        cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
+    ) -> None:
+        """Raises: UserError if this strategy is requested and has no candidates."""
+        if not cls.candidates(requested, workload, seq=seq):
+            raise UserError(
+                f"attention.strategy = {cls.name}: {workload.num_heads} query heads and "
+                f"{workload.num_kv_heads} K/V heads cannot be shared by mesh.seq = {seq} devices. "
+                "Use attention.strategy=auto."
+            )
+
+    def find_problem(self, workload: LayerWorkload) -> str | None:
+        """Returns an error message if the options do not fit the heads; None if they do."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """Name in tables. Example: `hybrid 4`."""
+        return self.name
+
+    @property
+    def description(self) -> str:
+        """Name in sentences, with degrees. Example: `Ulysses of 4 x ring of 2`."""
+        return f"{self.name} of {self.seq}"
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        """Fields of the config's attention that request this strategy."""
+        return {"strategy": self.name}
+
+    @property
+    def layout_degree(self) -> int:
+        """Degree of the rows' layout: see core/layout.py. With 1, kernels compute whole rows; with
+        more, chunks of them."""
+        return 1
+
+    @property
+    def all_to_all_size(self) -> int:
+        """Number of devices in an all-to-all; 1 if there is none."""
+        return 1
+
+    def local_heads(self, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """Returns the query heads and K/V heads that a device attends with."""
+        return num_heads, num_kv_heads
+
+    def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
+        """Returns what the kernel of one device computes at a time."""
+        ...
+
+    def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
+        """Returns the bytes that one device sends to others per layer and microbatch, forward and
+        backward, by collective operation."""
+        ...
+
+    def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
+        """Returns the device memory of queries, keys, values, output and their gradients in the
+        backward pass."""
+        ...
+
+    def communicators(self) -> list[list[int]]:
+        """Returns the groups in which the first device communicates, as positions along `seq`."""
+        return [list(range(self.seq))]
+
+    def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
+        """Returns the function that is called inside shard_map with this device's shard of rows.
+
+        Outputs and gradients are 0 at padding. If `layout_degree` is more than 1, `kernel` must
+        have functions for chunks.
+        """
+        ...
+
+    def on_one_device(self) -> "Strategy | None":
+        """Returns a strategy that computes chunks in the same way on one device, for tests of a
+        kernel; None if this one computes no chunks."""
+        return None
+
+
+def mask_padding(
+    kernel: Kernel, attend: RowKernel, segment_mask: Callable[..., Array]
+) -> RowKernel:
+    """`attend` with outputs and gradients of 0 at padding.
+
+    Whatever a kernel computes there, even NaN, is dropped. Kernels that mask padding themselves do
+    so with fewer passes over their inputs.
+    """
+    if kernel.masks_padding:
+        return attend
+    return functools.partial(_attend_masked, attend=attend, segment_mask=segment_mask)
+
+
+def _attend_masked(
+    q_BLhK: Array,
+    k_BLgK: Array,
+    v_BLgK: Array,
+    starts_BM: Array,
+    lengths_BM: Array,
+    *,
+    attend: RowKernel,
+    segment_mask: Callable[..., Array],
+    **tables: Any,
+) -> Array:
+    inside_BL11 = segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
+    q_BLhK, k_BLgK, v_BLgK = (
+        jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK)
+    )
+    out_BLhK = attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **tables)
+    return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))
