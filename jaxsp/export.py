@@ -12,7 +12,7 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, weights
+from jaxsp.hf import families, writer
 from jaxsp.model import decoder
 from jaxsp.run import resume
 from jaxsp.runtime import jax_platform, run_paths
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     else:
         tokenizer = _load_tokenizer(config, model_dir)
     dtype = args.dtype or config.model.compute_dtype
-    weights.export_model(
+    writer.export_model(
         reader.read_weights(checkpoint, table),
         table=table,
         fields=meta.model,

@@ -16,9 +16,10 @@ Example:
         "optimizer": {"learning_rate": 1e-2},
     }
     program, weights = library.load_model("models/base", config)
-    state, run_step = train_step.init_state(program, weights), train_step.compile(program)
-    for rows in library.pack(documents, program):
-        state, metrics = run_step(state, rows)
+    state = train_step.init_state(program, weights)
+    run_step = train_step.compile(program)
+    for batch in library.pack(documents, program):
+        state, metrics = run_step(state, batch)
         print(int(state.step), float(metrics.loss))
     library.save_model(state.master, "models/tuned", program)
 """
@@ -38,8 +39,7 @@ from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.packing import dataset
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.hf import folder
-from jaxsp.hf import weights as hf_weights
+from jaxsp.hf import folder, writer
 from jaxsp.model import layers
 from jaxsp.run import build
 from jaxsp.runtime import device_mesh, jax_platform
@@ -63,40 +63,44 @@ def load_model(
 ) -> tuple[Program, layers.Weights]:
     """Loads a Hugging Face model onto a device mesh.
 
-    Call it before anything else in the process uses JAX's devices if `settings` has
+    Call it before anything else in the process uses JAX's devices if `config` has
     `mesh.virtual_cpu_devices`.
 
     Args:
         source: folder with config.json and safetensors, or name of a model on the Hugging Face hub.
-        settings: groups of fields as in a config file (`python -m jaxsp.train --help` documents
+        config: groups of fields as in a config file (`python -m jaxsp.train --help` documents
             them). Required: run.steps, data.row_tokens, batch.rows_per_step and
             optimizer.learning_rate. Fields of files (run.directory, data.train, data.eval,
             checkpoint, logging.tensorboard) have no effect.
         loss: a loss per token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
-        has_weights: whether the training step takes a weight for each token's loss.
+        has_weights: True if the training step takes a weight for each token's loss.
     Returns:
         The program, which describes the training step, and the float32 weights, sharded over the
-        mesh. `step.with_weights(program, weights)` adds an optimizer, `step.compile(program)`
-        compiles the step.
-    Raises: UserError with all problems: of the settings, the model's files, the mesh.
-    Example: `program, weights = load_model("Qwen/Qwen3-0.6B", settings)`; see the top of the file.
+        mesh. `train_step.init_state(program, weights)` adds the optimizer's state,
+        `train_step.compile(program)` compiles the step.
+    Raises: UserError with all problems of the config, the model's files and the mesh.
+    Example: `program, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.
     """
-    asked = _build_config(source, config)
+    full_config = _build_config(source, config)
+    num_cpu_devices = full_config.mesh.virtual_cpu_devices
     try:
-        jax_platform.choose_platform(virtual_cpu_devices=asked.mesh.virtual_cpu_devices)
+        jax_platform.choose_platform(virtual_cpu_devices=num_cpu_devices)
     except RuntimeError as error:  # JAX has started with other devices
         raise UserError(
-            f"mesh.virtual_cpu_devices = {asked.mesh.virtual_cpu_devices}: {error}. "
+            f"mesh.virtual_cpu_devices = {num_cpu_devices}: {error}. "
             "Call load_model before anything uses JAX's devices."
         ) from None
     problems = ProblemCollector()
-    read = build.resolve_config(asked, devices=jax.devices(), problems=problems, for_training=False)
-    assert read.model_folder is not None, "model.source is set"
-    program = dataclasses.replace(read.program, loss=loss, has_weights=has_weights)
-    sizes, degree = dict(program.mesh.shape), program.attend.layout_degree
-    problems += device_mesh.find_division_problems(program.config, sizes, degree=degree)
+    resolved = build.resolve_config(
+        full_config, devices=jax.devices(), problems=problems, for_training=False
+    )
+    assert resolved.model_folder is not None, "model.source is set"
+    program = dataclasses.replace(resolved.program, loss=loss, has_weights=has_weights)
+    problems += device_mesh.find_division_problems(
+        program.config, dict(program.mesh.shape), degree=program.attend.layout_degree
+    )
     problems.raise_if_any()
-    return program, build.make_weight_loader(program, read.model_folder)()
+    return program, build.make_weight_loader(program, resolved.model_folder)()
 
 
 def pack(
@@ -114,25 +118,27 @@ def pack(
     copies only its own devices' shards.
 
     Args:
-        documents: token ids of each document, an iterable of lists or arrays; one longer than a row is split, or what
-            data.long_documents says. The first token of a document is never a label.
+        documents: token ids of each document, an iterable of lists or arrays.
+            data.long_documents sets what happens to documents longer than a row; by default they
+            are split. The first token of a document is never a label.
         program: from `load_model`; its config has row_tokens, rows_per_step and steps.
         labels: a label for each token, not shifted: the token itself, or -100 for no loss. None:
-            every token is learned.
+            every token is a label.
         weights: a weight for the loss of predicting each token, finite and at least 0; needs
             `load_model(..., has_weights=True)`.
     Returns: run.steps batches. Shapes: see `core.batch.Batch`.
-    Raises: UserError for ids outside the vocabulary, lists of another length than their document's,
+    Raises:
+        UserError for ids outside the vocabulary, lists of another length than their document's,
         and bad weights.
-    Example: `for rows in pack([[5, 6, 7], [8, 9]], program): ...`
+    Example: `for batch in pack([[5, 6, 7], [8, 9]], program): ...`
     """
     config = program.config
     if (weights is not None) != program.has_weights:
-        advice = "Call load_model with has_weights=True."
+        suggestion = "Call load_model with has_weights=True."
         if program.has_weights:
-            advice = "Pass weights to pack."
+            suggestion = "Pass weights to pack."
         raise UserError(
-            f"weights: the program was made with has_weights={program.has_weights}. {advice}"
+            f"weights: the program was made with has_weights={program.has_weights}. {suggestion}"
         )
     packed = Documents(
         [_make_dataset(documents, labels, weights, vocab_size=program.model.vocab_size)],
@@ -143,10 +149,10 @@ def pack(
     )
     data = dataset.pack_documents("documents", packed, config, digests=[""])
     schedule = data.make_schedule(config, num_steps=program.num_steps)
-    feed = data.make_loader(
+    loader = data.make_loader(
         config, program.mesh, schedule, layout_degree=program.attend.layout_degree
     )
-    return (rows for rows, _ in feed.batches())
+    return (batch for batch, _ in loader.batches())
 
 
 def save_model(
@@ -165,50 +171,52 @@ def save_model(
         weights: float32, sharded or whole, such as `state.master`.
         directory: a folder that does not exist or is empty.
         dtype: of the saved weights; None: model.compute_dtype.
-    Memory: one file of weights (5 GB) at a time on the host; weights that are offloaded to host
-        memory are copied there once more.
+    Memory:
+        One file of weights (5 GB) at a time on the host. Weights that are offloaded to host memory
+        are copied there once more.
     Raises: UserError if the folder has files or cannot be written, and with several processes.
     Example: `save_model(state.master, "models/tuned", program)`
     """
+    writer.check_target(directory)
     leaves = jax.tree.leaves(weights)
     if not all(isinstance(leaf, np.ndarray) or leaf.is_fully_addressable for leaf in leaves):
         raise UserError(
-            "save_model: works in one process that drives all devices; this is one of "
+            "save_model: must run in one process that drives all devices, but this is one of "
             f"{jax.process_count()}. Use `python -m jaxsp.train` and `python -m jaxsp.export`."
         )
     config = program.config.model
-    source = None if config.source is None else folder.find(config.source)
-    fields = config.config if source is None else source.config_fields
-    assert fields is not None, "model.source or model.config is set"
+    assert config.source is not None, "load_model sets model.source"
+    source = folder.find(config.source)
 
     def from_host(leaf: Any) -> Any:
         """Copies an array out of JAX's host memory, where it cannot be sliced."""
-        return (
-            np.asarray(leaf)
-            if isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
-            else leaf
-        )
+        is_on_host = isinstance(leaf, jax.Array) and host_offload.is_on_host(leaf)
+        return np.asarray(leaf) if is_on_host else leaf
 
-    hf_weights.export_model(
+    writer.export_model(
         jax.tree.map(from_host, weights),
         table=program.table,
-        fields=fields,
+        fields=source.config_fields,
         tokenizer=None,
-        small_files=None if source is None else source.path,
+        small_files=source.path,
         directory=directory,
         dtype=dtype or config.compute_dtype,
     )
 
 
 def _build_config(source: str, config: Mapping[str, Any]) -> Config:
-    """A whole config: what training from files needs is filled in. Raises: UserError."""
-    if wrong := [name for name, group in config.items() if not isinstance(group, Mapping)]:
-        raise UserError(
-            f"settings: {wrong[0]} = {config[wrong[0]]!r}: must be a group of fields, for example {{'run': {{'steps': 10}}}}."
-        )
-    fields: dict[str, Any] = {name: dict(group) for name, group in config.items()}
+    """Fills in the fields that only training from files needs. Raises: UserError."""
+    fields: dict[str, Any] = {}
+    for name, group in config.items():
+        if not isinstance(group, Mapping):
+            raise UserError(
+                f"config: {name} = {group!r}: must be a group of fields, "
+                "for example {'run': {'steps': 10}}."
+            )
+        fields[name] = dict(group)
     for group, name, suggestion in _UNSUPPORTED_FIELDS:
-        if (value := fields.get(group, {}).get(name)) is not None:
+        value = fields.get(group, {}).get(name)
+        if value is not None:
             raise UserError(f"{group}.{name} = {value}: must not be set here. {suggestion}")
     fields.pop("checkpoint", None)
     unused = {
@@ -238,11 +246,11 @@ def _make_dataset(
     *,
     vocab_size: int,
 ) -> "datasets.Dataset":
-    """The documents as a table in memory, as those that are read from files. Raises: UserError."""
+    """Makes a table in memory like the one that files are read into. Raises: UserError."""
     import datasets
 
-    documents = _convert_arrays("documents", documents)
-    lengths = [len(document) for document in documents]
+    arrays = _convert_arrays("documents", documents)
+    lengths = list(map(len, arrays))
     if not lengths:
         raise UserError("documents: must not be empty. Give documents of at least two tokens.")
 
@@ -256,27 +264,28 @@ def _make_dataset(
         return np.isfinite(values) & (values >= 0)
 
     ids = f"an id from 0 to {vocab_size - 1}, the model's vocabulary"
-    columns = {"tokens": _make_column("documents", documents, lengths, np.int32, is_id, ids)}
+    columns = {"tokens": _make_column("documents", arrays, lengths, np.int32, is_id, ids)}
     if labels is not None:
+        arrays = _convert_arrays("labels", labels)
         rule = f"{ids}, or {NO_LABEL}"
-        columns["labels"] = _make_column(
-            "labels", _convert_arrays("labels", labels), lengths, np.int32, is_label, rule
-        )
+        columns["labels"] = _make_column("labels", arrays, lengths, np.int32, is_label, rule)
     if weights is not None:
+        arrays = _convert_arrays("weights", weights)
         rule = "finite and at least 0"
-        columns["weights"] = _make_column(
-            "weights", _convert_arrays("weights", weights), lengths, np.float32, is_weight, rule
-        )
+        columns["weights"] = _make_column("weights", arrays, lengths, np.float32, is_weight, rule)
     columns["place"] = pa.array([f"documents[{number}]" for number in range(len(lengths))])
     return datasets.Dataset(pa.table(columns))
 
 
 def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:
-    """Each list as an array of numbers, [T]. Raises: UserError for what is not a list of lists of numbers."""
+    """Converts each list to an array of numbers, [T].
+
+    Raises: UserError for anything but a list of lists of numbers.
+    """
     if isinstance(lists, str | Mapping):
         raise UserError(
-            f"{name}: must be a list with one list of numbers per document, not a {type(lists).__name__}. "
-            "Of a tokenizer's output, pass its input_ids."
+            f"{name}: must be a list with one list of numbers per document, "
+            f"not a {type(lists).__name__}. Pass the input_ids of a tokenizer's output."
         )
     arrays = []
     for number, values in enumerate(lists):
@@ -284,9 +293,11 @@ def _convert_arrays(name: str, lists: NumberLists) -> list[np.ndarray]:
             array = np.asarray(values)
         except ValueError:  # lists of different lengths
             array = np.zeros((0, 0))
-        if not len(array.shape) == 1 or not (array.dtype.kind in "biuf" or array.size == 0):
+        is_numeric = array.dtype.kind in "biuf" or array.size == 0
+        if array.ndim != 1 or not is_numeric:
             raise UserError(
-                f"{name}[{number}]: must be a list of numbers. Give one list of token ids per document: [[5, 6, 7], [8, 9]]."
+                f"{name}[{number}]: must be a list of numbers. "
+                "Give one list of token ids per document: [[5, 6, 7], [8, 9]]."
             )
         arrays.append(array)
     return arrays
@@ -300,12 +311,12 @@ def _make_column(
     is_valid: Callable[[np.ndarray], np.ndarray],
     rule: str,
 ) -> pa.LargeListArray:
-    """Lists as one column. Raises: UserError for one whose length or numbers are wrong."""
-    found = [len(values) for values in lists]
-    if found != list(lengths):
-        pairs = zip(found, lengths, strict=False)
-        differ = [number for number, (one, right) in enumerate(pairs) if one != right]
-        first = min([*differ, len(found), len(lengths)])
+    """Makes one column of lists. Raises: UserError if a length or a number is wrong."""
+    num_values = list(map(len, lists))
+    if num_values != list(lengths):
+        pairs = enumerate(zip(num_values, lengths, strict=False))
+        differing = [number for number, (length, right) in pairs if length != right]
+        first = min([*differing, len(num_values), len(lengths)])
         raise UserError(
             f"{name}[{first}]: must have one number for each token of documents[{first}]. "
             f"Give {len(lengths)} lists, each as long as its document."
@@ -315,6 +326,6 @@ def _make_column(
     wrong = np.flatnonzero(~is_valid(values))
     if len(wrong):
         number = int(np.searchsorted(ends, wrong[0], side="right")) - 1
-        place = int(wrong[0] - ends[number])
-        raise UserError(f"{name}[{number}][{place}] = {values[wrong[0]]}: must be {rule}.")
+        index = int(wrong[0] - ends[number])
+        raise UserError(f"{name}[{number}][{index}] = {values[wrong[0]]}: must be {rule}.")
     return pa.LargeListArray.from_arrays(ends, values.astype(dtype))

@@ -16,7 +16,7 @@ import safetensors.numpy
 from jaxsp import library
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, weights
+from jaxsp.hf import families, writer
 from jaxsp.model import decoder
 from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_step
 from tests import batches, messages
@@ -39,7 +39,7 @@ def make_folder(path, fields=FIELDS):
     master = jax.tree.map(
         lambda row: rng.normal(0, 0.1, row.stacked_shape).astype(np.float32), table
     )
-    weights.export_model(
+    writer.export_model(
         master,
         table=table,
         fields=fields,

@@ -22,7 +22,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError, UserError
 from jaxsp.data.packing import dataset
-from jaxsp.data.packing.pipeline import BatchLoader
+from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.reporting.step_log import StepLog
 from jaxsp.run import build, trainer

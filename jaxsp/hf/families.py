@@ -1,8 +1,4 @@
-"""Hugging Face's config.json and our ModelConfig, both ways; everything that differs from family to family is here.
-
-A config.json describes more than jaxsp does. What we implement is read, what does not change training is let through, and
-everything else is refused by name: a feature that is silently left out gives plausible losses of another model.
-"""
+"""Model families: conversion between Hugging Face's config.json and ModelConfig, both ways."""
 
 import dataclasses
 import os
@@ -11,35 +7,16 @@ from typing import TYPE_CHECKING, Any
 from jaxsp.config.schema import ModelSourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
-from jaxsp.hf import folder, rotation, values
+from jaxsp.hf import config_checks, folder, rotation
+from jaxsp.hf.config_checks import LAYER_TYPES, WINDOW_FIELDS, Family
+from jaxsp.hf.json_values import format_value
 from jaxsp.model.config import ModelConfig
 
 if TYPE_CHECKING:
     import transformers
 
-# transformers prints on import that PyTorch was not found, which jaxsp does not need
+# On import, transformers prints that PyTorch was not found; jaxsp does not need it.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """What a `model_type` means beyond the fields of its config.json."""
-
-    architecture: str
-    """The class that transformers loads an export with."""
-    bias_fields: tuple[str, ...] = ()
-    """Its fields for biases."""
-    required_fields: tuple[str, ...] = ()
-    """Fields with a default of one published size, which a smaller model would get without a word."""
-    qkv_bias: bool = False
-    """Always there, whatever the config says."""
-    qk_norm: bool = False
-    window_fields: tuple[str, ...] = ()
-    """Its fields for sliding windows. With `sliding_window` alone, the window is every layer's; else it is that of the layers
-    from `max_window_layers` on, or of those that `layer_types` says, and of none unless `use_sliding_window` is true."""
-
-
-_WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
 FAMILIES = {
     "llama": Family(architecture="LlamaForCausalLM", bias_fields=("attention_bias", "mlp_bias")),
@@ -52,80 +29,20 @@ FAMILIES = {
         architecture="Qwen2ForCausalLM",
         required_fields=("num_key_value_heads",),
         qkv_bias=True,
-        window_fields=_WINDOW_FIELDS,
+        window_fields=WINDOW_FIELDS,
     ),
     "qwen3": Family(
         architecture="Qwen3ForCausalLM",
         bias_fields=("attention_bias",),
         required_fields=("num_key_value_heads", "head_dim"),
         qk_norm=True,
-        window_fields=_WINDOW_FIELDS,
+        window_fields=WINDOW_FIELDS,
     ),
 }
 
-_SIZE_EXAMPLES = {
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 14336,
-}
-"""Sizes, each with an example; the two of grouped heads may be left out where the family derives them from the others."""
-
-_DERIVED_SIZES = ("num_key_value_heads", "head_dim")
-
-_SWITCH_FIELDS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
-
-_TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-
-_PASSED_FIELDS = (
-    *_SIZE_EXAMPLES,
-    *_SWITCH_FIELDS,
-    *_TOKEN_ID_FIELDS,
-    *rotation.FIELDS,
-    "rms_norm_eps",
-    "initializer_range",
-    "max_position_embeddings",
-)
-"""What transformers gets to see."""
-
-_SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "hidden_act": (("silu",), "the MLP is gated by silu here, no other function"),
-    "attention_dropout": ((0,), "there is no dropout here"),
-    "use_sliding_window": ((False,), "this family's layers see whole documents"),
-    "sliding_window": ((), "this family's layers see whole documents"),
-    "pretraining_tp": ((1,), "matrix products are not cut into slices here"),
-    "partial_rotary_factor": (rotation.FULL_ROTARY_FACTORS, "whole heads are rotated here"),
-    "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together here"),
-    "use_mrope": ((False,), "positions have one dim here"),
-    "quantization_config": ((), "weights are not quantized here"),
-    "is_encoder_decoder": ((False,), "models are decoders alone here"),
-    "add_cross_attention": ((False,), "models are decoders alone here"),
-    "per_layer_config": ((), "all layers are alike here"),
-    "auto_map": ((), "a model's own code is never run here"),
-}
-"""Fields that have to say what the decoder does: the values that do, and the reason."""
-
-_IGNORED_FIELDS = frozenset(
-    """
-    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path layer_types max_window_layers
-    use_cache return_dict output_attentions output_hidden_states attn_implementation _attn_implementation
-    _attn_implementation_autoset chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params
-    tokenizer_class max_length min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
-    num_return_sequences is_llama_config transformers.js_config unsloth_fixed unsloth_version
-    """.split()
-)
-"""Fields that do not change training, or that are looked at elsewhere in this file."""
-
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Of layers, without and with a window."""
-
 
 def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = None) -> ModelConfig:
-    """Reads the shapes of a config's model. Of a folder or a model of the Hub, only config.json is
-    read.
+    """Reads the shapes of a config's model. Downloads at most its config.json.
 
     Args:
         deadline_s: longest wait for the hub; None: no limit.
@@ -134,18 +51,20 @@ def read_model_config(model: ModelSourceConfig, *, deadline_s: float | None = No
         it cannot be read, or is of a family that is not implemented.
     """
     if model.source is not None:
-        found = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
-        return parse_model_config(found.config_fields, field=str(found.path / "config.json"))
-    assert model.config is not None, "core.config asks for one of them"
+        source = folder.find(model.source, names=("config.json",), deadline_s=deadline_s)
+        return parse_model_config(source.config_fields, field=str(source.path / "config.json"))
+    assert model.config is not None, "the config's schema requires one of them"
     return parse_model_config(model.config, field="model.config")
 
 
 def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
-    """The decoder that the fields of a config.json describe; defaults are those of transformers.
+    """Returns the decoder that a config.json describes, with the defaults of transformers.
 
     Args:
-        field: what the fields are called where the user wrote them, for example `model.config`.
-    Raises: UserError with a line for everything that is missing, unknown, of the wrong type or not implemented.
+        field: name of the config in messages, for example `model.config`.
+    Raises:
+        UserError with a line for every field that is missing, unknown, of the wrong type or not
+        implemented.
     """
     return _parse_fields(fields, field)[0]
 
@@ -153,27 +72,27 @@ def parse_model_config(fields: dict[str, Any], *, field: str) -> ModelConfig:
 def make_config_json(
     fields: dict[str, Any], *, dtype: str, token_ids: dict[str, Any]
 ) -> dict[str, Any]:
-    """What an export's config.json holds, readable by transformers 5 (`rope_parameters`, `dtype`) and 4 (`rope_theta`,
-    `rope_scaling`, `torch_dtype`: it would fall back to its default rotation without them).
+    """Returns the fields of an export's config.json, for transformers 5 and 4.
+
+    Transformers 5 reads `rope_parameters` and `dtype`. Transformers 4 reads `rope_theta`,
+    `rope_scaling` and `torch_dtype`; without them it would use its default rotation.
 
     Args:
-        fields: that `model_config` took.
-        token_ids: of `token_ids`.
+        fields: the fields that `parse_model_config` was called with.
+        token_ids: result of `choose_token_ids`.
     """
     config, resolved = _parse_fields(fields, "config.json")
     scaling = None
     if config.rope_llama3 is not None:
         scaling = {"rope_type": "llama3", **dataclasses.asdict(config.rope_llama3)}
+    rope_group = scaling or {"rope_type": "default"}
     return {
         **resolved.to_diff_dict(),
         **token_ids,
         "architectures": [FAMILIES[fields["model_type"]].architecture],
         "dtype": dtype,
         "torch_dtype": dtype,
-        "rope_parameters": {
-            "rope_theta": config.rope_theta,
-            **(scaling or {"rope_type": "default"}),
-        },
+        "rope_parameters": {"rope_theta": config.rope_theta, **rope_group},
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
     }
@@ -182,49 +101,43 @@ def make_config_json(
 def choose_token_ids(
     fields: dict[str, Any], tokenizer: "transformers.PreTrainedTokenizerBase | None"
 ) -> dict[str, Any]:
-    """Ids of special tokens: the tokenizer's, else those given in the config, else null; a list that has it stays whole.
+    """Returns ids of special tokens: the tokenizer's, else those of the config, else null.
 
-    Never a family's default: Llama's eos_token_id = 2 is a byte like any other in a tokenizer of bytes.
+    A list in the config that contains the tokenizer's id is kept whole. A family's default is never
+    used: Llama's eos_token_id = 2 is an ordinary byte for a byte tokenizer.
     """
-    found = {}
-    for name in _TOKEN_ID_FIELDS:
-        own, given = getattr(tokenizer, name, None), fields.get(name)
-        found[name] = given if own is None or (isinstance(given, list) and own in given) else own
-    return found
+    token_ids = {}
+    for name in config_checks.TOKEN_ID_FIELDS:
+        own = getattr(tokenizer, name, None)
+        given = fields.get(name)
+        is_listed = isinstance(given, list) and own in given
+        token_ids[name] = given if own is None or is_listed else own
+    return token_ids
 
 
 def _parse_fields(
     fields: dict[str, Any], path: str
 ) -> tuple[ModelConfig, "transformers.PreTrainedConfig"]:
-    """Our config, and transformers' own, whose defaults ours takes."""
+    """Our config, and transformers' config, which gives the defaults."""
     import huggingface_hub.errors
     import transformers
 
-    without_window = fields.get("sliding_window", 0) is None
+    has_null_window = fields.get("sliding_window", 0) is None
     fields = _drop_nulls(fields)
     family = _find_family(fields, path)
-    if without_window and family.window_fields:
-        fields["sliding_window"] = None  # left out, there would be one
+    if has_null_window and family.window_fields:
+        fields["sliding_window"] = None  # if it were left out, there would be a window
     defaults = transformers.AutoConfig.for_model(fields["model_type"]).to_dict()
-    problems = [
-        *_missing_fields(fields, family, path),
-        *_type_problems(fields, path),
-        *_feature_problems(fields, family, defaults, path),
-    ]
-    problems += rotation.find_problems(fields, path)
-    # sums of what is missing or no number would only repeat that
-    problems = problems or _head_problems(fields, path)
+    problems = config_checks.find_problems(fields, family, defaults, path)
     if problems:
         raise UserError(problems)
-    passed = {
-        name: fields[name] for name in (*_PASSED_FIELDS, *family.window_fields) if name in fields
-    }
+    names = (*config_checks.PASSED_FIELDS, *family.window_fields)
+    passed = {name: fields[name] for name in names if name in fields}
     try:
         resolved = transformers.AutoConfig.for_model(fields["model_type"], **passed)
     except (huggingface_hub.errors.StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path}: transformers refuses it: {str(error).splitlines()[-1].strip()}"
-        ) from None
+        reason = str(error).splitlines()[-1].strip()
+        raise UserError(f"{path}: transformers refuses it: {reason}") from None
     given = resolved.to_dict()
     rope = given["rope_parameters"]
     attention_bias = given.get("attention_bias", False)
@@ -251,164 +164,62 @@ def _parse_fields(
 
 
 def _drop_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """A copy in which null is left out: transformers' attention would meet a null head_dim as it is.
+    """Copies fields without nulls: transformers' attention would use a null head_dim as it is.
 
-    Groups of the rotation are copied too, because transformers fills in the very dicts that it is given.
+    Groups of the rotation are copied too, because transformers adds entries to its input dicts.
     """
-    groups = {
-        str(name): _drop_nulls(value)
-        if name in rotation.FIELDS and isinstance(value, dict)
-        else value
-        for name, value in fields.items()
-    }
-    return {name: value for name, value in groups.items() if value is not None}
+    kept = {}
+    for name, value in fields.items():
+        if name in rotation.FIELDS and isinstance(value, dict):
+            value = _drop_nulls(value)
+        if value is not None:
+            kept[str(name)] = value
+    return kept
 
 
 def _find_family(fields: dict[str, Any], path: str) -> Family:
-    given = fields.get("model_type")
-    if given is None:
-        raise UserError(f"{path}.model_type: missing. jaxsp has {errors.format_choices(FAMILIES)}.")
-    if not isinstance(given, str) or given not in FAMILIES:
-        hint = errors.did_you_mean(str(given), list(FAMILIES))
+    name = fields.get("model_type")
+    implemented = f"jaxsp has {errors.format_choices(FAMILIES)}."
+    if name is None:
+        raise UserError(f"{path}.model_type: missing. {implemented}")
+    if not isinstance(name, str) or name not in FAMILIES:
+        hint = errors.did_you_mean(str(name), list(FAMILIES))
         raise UserError(
-            f"{path}.model_type = {values.format_value(given)}: is not implemented. jaxsp has {errors.format_choices(FAMILIES)}.{hint}"
+            f"{path}.model_type = {format_value(name)}: is not implemented. {implemented}{hint}"
         )
-    return FAMILIES[given]
-
-
-def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    required = [
-        name
-        for name in _SIZE_EXAMPLES
-        if name not in _DERIVED_SIZES or name in family.required_fields
-    ]
-    return [
-        f"{path}.{name}: missing. There is no size that suits every model; for example {path}.{name}={_SIZE_EXAMPLES[name]}."
-        for name in required
-        if name not in fields
-    ]
-
-
-def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
-    """Values of the wrong kind among the fields that we read."""
-    whole = (lambda x: values.is_integer(x) and x > 0, "must be a whole number from 1")
-    positive = (lambda x: values.is_number(x) and x > 0, "must be a number above 0")
-    share = (lambda x: values.is_number(x) and 0 <= x <= 1, "must be a number from 0 to 1")
-    switch = (lambda x: isinstance(x, bool), "must be true or false")
-    ids = (
-        lambda x: all(values.is_integer(one) for one in (x if isinstance(x, list) else [x])),
-        "must be a token id, a list of them, or null",
-    )
-    rules = {
-        **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), whole),
-        **dict.fromkeys(("rms_norm_eps", "rope_theta"), positive),
-        "initializer_range": share,
-        **dict.fromkeys(_SWITCH_FIELDS, switch),
-        **dict.fromkeys(_TOKEN_ID_FIELDS, ids),
-        "sliding_window": (
-            lambda x: x is None or whole[0](x),
-            "must be a whole number from 1, or null",
-        ),
-        "use_sliding_window": switch,
-        "max_window_layers": (values.is_integer, "must be a whole number"),
-    }
-    return [
-        f"{path}.{name} = {values.format_value(fields[name])}: {words}."
-        for name, (is_right, words) in rules.items()
-        if name in fields and not is_right(fields[name])
-    ]
-
-
-def _feature_problems(
-    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
-) -> list[str]:
-    """Fields that ask for what we do not implement, and those that nobody knows."""
-    read = {*_PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS} - (
-        {*_SWITCH_FIELDS} - {*family.bias_fields, "tie_word_embeddings"}
-    )
-    if family.window_fields:
-        read -= {*_WINDOW_FIELDS} - {*family.window_fields, "layer_types"}
-    problems = []
-    for name, value in fields.items():
-        given = f"{path}.{name} = {values.format_value(value)}"
-        if name in _SUPPORTED_VALUES and not (family.window_fields and name in _WINDOW_FIELDS):
-            fitting, reason = _SUPPORTED_VALUES[name]
-            if value not in fitting:
-                ways_out = [f"Use {values.format_value(one)}" for one in fitting] or ["Write null"]
-                problems.append(
-                    f"{given}: is not implemented: {reason}. {', or '.join([*ways_out, 'leave it out'])}."
-                )
-        elif name == "layer_types":
-            # looked at in _window
-            if not isinstance(value, list) or not {*map(str, value)} <= {*_LAYER_TYPES}:
-                problems.append(
-                    f"{given}: is not implemented: layers have {errors.format_choices(_LAYER_TYPES)} here. Leave it out."
-                )
-        elif name == "architectures" and value != [family.architecture]:
-            problems.append(
-                f"{given}: is not implemented: jaxsp trains {family.architecture}. Leave it out."
-            )
-        elif name not in read and (name not in defaults or value != defaults[name]):
-            # a field of another family is no typing error
-            hint = (
-                ""
-                if name in _PASSED_FIELDS
-                else errors.did_you_mean(name, sorted({*read, *_SWITCH_FIELDS}))
-            )
-            problems.append(
-                f"{given}: is no field of {fields['model_type']} that jaxsp knows.{hint or ' Leave it out.'}"
-            )
-    return problems
+    return FAMILIES[name]
 
 
 def _parse_window(
     fields: dict[str, Any], family: Family, given: dict[str, Any], path: str
 ) -> int | None:
-    """The window of every layer.
+    """Returns the window of every layer.
 
     Args:
-        given: what transformers makes of the fields.
-    Raises: UserError where layers differ, or say something else than the window.
+        given: the fields with transformers' defaults.
+    Raises: UserError if layers differ, or if `layer_types` disagrees with the window.
     """
     window = given.get("sliding_window")
-    of_model = _LAYER_TYPES[window is not None]
-    kinds = fields.get("layer_types", given.get("layer_types")) or [of_model]
-    if len({*kinds}) > 1:
+    own_type = LAYER_TYPES[window is not None]
+    types = fields.get("layer_types", given.get("layer_types")) or [own_type]
+    if len({*types}) > 1:
         name = "layer_types" if "layer_types" in fields else "max_window_layers"
         without = " and no layer_types" if name == "layer_types" else ""
+        full, sliding = (types.index(layer_type) for layer_type in LAYER_TYPES)
         raise UserError(
-            f"{path}.{name} = {values.format_value(given[name])}: is not implemented: all layers are alike here, and layer "
-            f"{kinds.index(_LAYER_TYPES[0])} would see whole documents, layer {kinds.index(_LAYER_TYPES[1])} their last {window} tokens. "
-            f"Use use_sliding_window=false{without}, which is the same for documents of up to {window} tokens."
+            f"{path}.{name} = {format_value(given[name])}: is not implemented: all layers must be "
+            f"alike, but layer {full} would attend to whole documents, and layer {sliding} to the "
+            f"last {window} tokens. Use use_sliding_window=false{without}, which is the same for "
+            f"documents of at most {window} tokens."
         )
-    if kinds[0] == of_model:
+    if types[0] == own_type:
         return window
-    if "use_sliding_window" in family.window_fields and kinds[0] == _LAYER_TYPES[0]:
+    if "use_sliding_window" in family.window_fields and types[0] == LAYER_TYPES[0]:
         return None
-    says = "no layer has a window" if window is None else f"every layer has a window of {window}"
+    expected = "no layer has a window"
+    if window is not None:
+        expected = f"every layer has a window of {window}"
     raise UserError(
-        f"{path}.layer_types = {values.format_value(kinds)}: differs from the other fields, by which {says}. Leave it out."
+        f"{path}.layer_types = {format_value(types)}: must agree with the other fields, "
+        f"by which {expected}. Leave it out."
     )
-
-
-def _head_problems(fields: dict[str, Any], path: str) -> list[str]:
-    """Problems of the sizes together."""
-    problems = []
-    heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-    kv_heads, head_dim = fields.get("num_key_value_heads") or heads, fields.get("head_dim")
-    if heads % kv_heads:
-        divisors = errors.format_choices(
-            number for number in range(1, heads + 1) if heads % number == 0
-        )
-        problems.append(
-            f"{path}.num_key_value_heads = {kv_heads}: must divide num_attention_heads, which is {heads}. Use {divisors}."
-        )
-    if head_dim is None and hidden % heads:
-        problems.append(
-            f"{path}.hidden_size = {hidden}: must be a multiple of num_attention_heads, which is {heads}."
-        )
-    elif (head_dim or hidden // heads) % 2:
-        problems.append(
-            f"{path}.head_dim = {head_dim or hidden // heads}: must be even: elements are rotated in pairs. Use 64 or 128."
-        )
-    return problems

@@ -1,4 +1,4 @@
-"""A model's Hugging Face folder: on this machine, or on the hub and from then on in its cache. Nothing in it is ever run."""
+"""Finds a model's Hugging Face folder, local or on the hub. No code in it is ever run."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Says which tensor lies in which file, where there are several."""
+"""File that maps tensors to files, if there are several."""
 
 _SMALL_FILES = (
     "config.json",
@@ -36,35 +36,35 @@ _SMALL_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""What belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
+"""Files of a model besides its weights: configs, tokenizer, chat template."""
 
 
 class HubError(UserError):
-    """The hub cannot be reached, or refuses a model to this login."""
+    """Raised if the hub cannot be reached, or refuses a model to this login."""
 
     def __init__(self, problem: str, *, reason: str):
         super().__init__(problem)
         self.reason = reason
-        """The reason without suggestions, in the middle of a sentence."""
+        """The reason without suggestions, as part of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A folder that is there; its weights may still be on the hub."""
+    """A local folder; its weights may still be on the hub."""
 
     source: str
-    """What the user called it."""
+    """Path or hub name that the user gave."""
     field: str
-    """Where the user wrote that."""
+    """Field of the config that has it."""
     path: pathlib.Path
     config_fields: dict[str, Any]
-    """Of its config.json."""
+    """Fields of its config.json."""
     is_on_hub: bool = False
 
     def download_files(self, names: Iterable[str]) -> None:
-        """Downloads those of these files that the hub has, if the folder is the hub's; the cache keeps them."""
+        """Downloads these files, if they exist and the folder is in the hub's cache."""
         if self.is_on_hub:
-            # a snapshot's folder is called after its commit: the files that follow are of the same
+            # a snapshot's folder has the name of its commit, so the files are of the same commit
             _download(self.source, names, field=self.field, revision=self.path.name)
 
 
@@ -78,7 +78,7 @@ def find(
     """Finds a folder, or else the hub's model of that name, and downloads files of these names.
 
     Args:
-        names: names and patterns of files to download; weights are not among them.
+        names: names and patterns of files to download, by default all except weights.
         deadline_s: longest wait for the hub; None: no limit.
     Raises:
         HubError if the hub cannot be reached or refuses the model; other UserError if there is no
@@ -90,10 +90,10 @@ def find(
         raise UserError(
             f"{asked}: is a file. Give the folder with the model's config.json: {path.parent}."
         )
-    on_hub = not path.is_dir()
-    if on_hub and paths.is_path(source):
+    is_on_hub = not path.is_dir()
+    if is_on_hub and paths.is_path(source):
         raise UserError(f"{asked}: {_missing_problem(path)}")
-    if on_hub:
+    if is_on_hub:
         try:
             path = _run_with_deadline(
                 deadline_s,
@@ -106,17 +106,13 @@ def find(
                 raise
             raise HubError(f"{asked}: {_missing_problem(path)}", reason=error.reason) from None
     if not (path / "config.json").is_file():
-        complete = (
-            f" If a download was cut short, complete it with: hf download {source}."
-            if on_hub
-            else ""
-        )
-        raise UserError(
-            f"{asked}: {path} holds no config.json. Give a folder that transformers loads.{complete}"
-        )
+        suggestion = "Give a folder that transformers loads."
+        if is_on_hub:
+            suggestion += f" If a download was interrupted, complete it with: hf download {source}."
+        raise UserError(f"{asked}: {path} contains no config.json. {suggestion}")
     fields = read_json(path / "config.json", error_prefix=asked)
     return ModelFolder(
-        source=source, field=field, path=path, config_fields=fields, is_on_hub=on_hub
+        source=source, field=field, path=path, config_fields=fields, is_on_hub=is_on_hub
     )
 
 
@@ -126,12 +122,12 @@ def has_parent(source: str) -> bool:
 
 
 def _missing_problem(path: pathlib.Path) -> str:
-    """The problem of a folder that is not there, and what to give."""
+    """The problem of a missing folder, with a suggestion."""
     folders = [file.parent for file in path.parent.glob("*/config.json")]
-    known = {folder.name: str(folder) for folder in folders}
+    hint = errors.did_you_mean(path.name, [folder.name for folder in folders])
     return (
         f"there is no folder {path.absolute()}. Give a folder with the model's config.json, or the "
-        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{errors.did_you_mean(path.name, known)}"
+        f"name of a model on the hub, such as Qwen/Qwen3-0.6B.{hint}"
     )
 
 
@@ -152,10 +148,10 @@ def _run_with_deadline(
 ) -> pathlib.Path:
     """Returns the folder that a function downloads, or the cached one if that takes too long.
 
-    Raises: HubError if it takes longer and nothing is cached.
-
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
+
+    Raises: HubError if it takes longer and nothing is cached.
     """
     if deadline_s is None:
         return download()
@@ -181,7 +177,7 @@ def _run_with_deadline(
 
 
 def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
-    """The fields of a JSON file. Raises: UserError where it holds none."""
+    """Returns the fields of a JSON file. Raises: UserError if it is not a JSON object."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -189,31 +185,28 @@ def read_json(path: pathlib.Path, *, error_prefix: str) -> dict[str, Any]:
             f"{error_prefix}: {path} cannot be read as JSON: {error}. Copy or download it again."
         ) from None
     if not isinstance(fields, dict):
-        raise UserError(f"{error_prefix}: {path} holds no fields. Copy or download it again.")
+        raise UserError(f"{error_prefix}: {path} must be a JSON object. Copy or download it again.")
     return fields
 
 
 def copy_small_files(
     folder: pathlib.Path, directory: pathlib.Path, *, exclude: tuple[str, ...] = ()
 ) -> None:
-    """Copies everything that belongs to a model beside its weights: config, generation config, tokenizer, chat template."""
-    for path in sorted(
-        path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()
-    ):
+    """Copies all files of a model except its weights: configs, tokenizer, chat template."""
+    files = [path for pattern in _SMALL_FILES for path in folder.glob(pattern) if path.is_file()]
+    for path in sorted(files):
         name = path.relative_to(folder)
         if str(name) not in exclude:
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            # the hub's cache is links into a store that nobody may write
+            # not shutil.copy: files of the hub's cache may be read-only
             shutil.copyfile(path, directory / name)
 
 
 def _download(
     source: str, names: Iterable[str], *, field: str, revision: str | None
 ) -> pathlib.Path:
-    """The snapshot of a hub model in the cache, with the files of these names or patterns, as far as there are any."""
+    """Downloads files of these names or patterns, as far as they exist; returns the snapshot."""
     asked = f"{field} = {source}"
-    no_folder = "there is no such folder"
-    example = "Give a folder with config.json, or a name such as Qwen/Qwen3-0.6B."
     try:
         return pathlib.Path(
             huggingface_hub.snapshot_download(source, revision=revision, allow_patterns=list(names))
@@ -221,51 +214,55 @@ def _download(
     except hub.HFValidationError:
         raise UserError(f"{asked}: {_missing_problem(pathlib.Path(source).expanduser())}") from None
     except hub.GatedRepoError:
-        reason = "the hub shows it only to logins that have accepted its terms"
         raise HubError(
-            f"{asked}: is gated. Accept its terms on https://huggingface.co/{source}, and log in: hf auth login.",
-            reason=reason,
+            f"{asked}: is gated. Accept its terms on https://huggingface.co/{source}, "
+            "and log in: hf auth login.",
+            reason="the hub shows it only to logins that have accepted its terms",
         ) from None
     except hub.RepositoryNotFoundError:
         raise UserError(
-            f"{asked}: {no_folder}, and no such model on the hub. {example} If it is private, log in: hf auth login."
+            f"{asked}: there is no such folder, and no such model on the hub. Give a folder with "
+            "config.json, or a name such as Qwen/Qwen3-0.6B. If it is private, log in: "
+            "hf auth login."
         ) from None
     except (hub.HTTPError, hub.XetDownloadError, OSError) as error:
         raise _download_error(error, source, asked=asked) from None
 
 
 def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
-    """The problem of a download that failed for another reason than the model's name."""
-    is_local = isinstance(error, hub.LocalEntryNotFoundError)
-    cause = error.__cause__ if is_local and error.__cause__ else error
+    """The error of a download that failed for a reason other than the model's name."""
+    is_missing_in_cache = isinstance(error, hub.LocalEntryNotFoundError)
+    cause = error
+    if is_missing_in_cache and isinstance(error.__cause__, Exception):
+        cause = error.__cause__
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
         reason = f"the hub refuses: {_first_line(cause)}"
         return HubError(
             f"{asked}: {reason}. Log in with a token that may read it: hf auth login.",
             reason=reason,
         )
-    if not is_local:
-        problem = f"{asked}: cannot be downloaded: {_first_line(cause)}. Try again: completed files are kept."
-        if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # of this machine's disk
+    if not is_missing_in_cache:
+        problem = (
+            f"{asked}: cannot be downloaded: {_first_line(cause)}. "
+            "Try again: completed files are kept."
+        )
+        if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
             return UserError(problem)
         return HubError(problem, reason=f"the download failed: {_first_line(cause)}")
-    is_offline = (
-        isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE
-    )
-    reason = (
-        "HF_HUB_OFFLINE is set"
-        if is_offline
-        else f"the hub cannot be reached ({_first_line(cause)})"
-    )
-    advice = "Unset it" if is_offline else "Try again"
+    reason = f"the hub cannot be reached ({_first_line(cause)})"
+    suggestion = "Try again"
+    if isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE:
+        reason = "HF_HUB_OFFLINE is set"
+        suggestion = "Unset it"
     return HubError(
-        f"{asked}: there is no such folder, the hub's cache does not hold it (or not all of it), and {reason}. "
-        f"{advice}, or give a folder: where there is a network, hf download {source} --local-dir FOLDER makes one.",
+        f"{asked}: there is no such folder, the model is not completely in the hub's cache, and "
+        f"{reason}. {suggestion}, or give a folder: on a machine with a network, "
+        f"hf download {source} --local-dir FOLDER makes one.",
         reason=reason,
     )
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0].strip().rstrip(".") if lines else type(error).__name__

@@ -20,7 +20,9 @@ READ_DATE = "2026-11-23"
 
 SOURCE_URLS = {
     "litgpt": "https://github.com/Lightning-AI/litgpt/blob/26857050fe3f/litgpt/config.py",
-    "nemo": "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py",
+    "nemo": (
+        "https://github.com/NVIDIA/NeMo/blob/09d2252fd8f5/nemo/collections/llm/gpt/model/mistral.py"
+    ),
     "nim": "https://docs.api.nvidia.com/nim/reference/mistralai-mistral-small-24b-instruct",
 }
 """Documents with the sizes; the hub shows those of gated models only after a login."""
@@ -71,53 +73,53 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN_3,
     "qwen3-2507": _QWEN_3 | {"rope_theta": 5e6} | _TIED,
 }
-"""Fields that models share; each has those of a line of the table besides."""
+"""Fields that models share; the others are in the lines of the table."""
 
 _TABLE = """
 # family, billions of parameters; layers, hidden size, heads, key-value heads, MLP; source; names
-llama-2         6.74   32  4096  32 32 11008  litgpt meta-llama/Llama-2-7b{-hf,-chat-hf}
-llama-2        13.02   40  5120  40 40 13824  litgpt meta-llama/Llama-2-13b{-hf,-chat-hf}
-llama-2        68.98   80  8192  64  8 28672  litgpt meta-llama/Llama-2-70b{-hf,-chat-hf}
-llama-2         1.10   22  2048  32  4  5632  litgpt TinyLlama/TinyLlama-1.1B-Chat-v1.0
-llama-3         8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3-8B{,-Instruct}
-llama-3        70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3-70B{,-Instruct}
-llama-3.1       8.03   32  4096  32  8 14336  litgpt meta-llama/Llama-3.1-8B{,-Instruct}
-llama-3.1       8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3.1-8B{,-Instruct}
-llama-3.1       8.03   32  4096  32  8 14336  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-8B
-llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.1-70B{,-Instruct}
-llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3.1-70B{,-Instruct}
-llama-3.1      70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.3-70B-Instruct
-llama-3.1      70.55   80  8192  64  8 28672  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-70B
-llama-3.1     405.85  126 16384 128  8 53248  litgpt meta-llama/Llama-3.1-405B{,-Instruct}
-llama-3.1     405.85  126 16384 128  8 53248  litgpt meta-llama/Meta-Llama-3.1-405B{,-Instruct}
-llama-3.2       1.24   16  2048  32  8  8192  litgpt meta-llama/Llama-3.2-1B{,-Instruct}
-llama-3.2       3.21   28  3072  24  8  8192  litgpt meta-llama/Llama-3.2-3B{,-Instruct}
-smollm2        0.135   30   576   9  3  1536  litgpt HuggingFaceTB/SmolLM2-135M{,-Instruct}
-smollm2        0.362   32   960  15  5  2560  litgpt HuggingFaceTB/SmolLM2-360M{,-Instruct}
-smollm2-1.7b    1.71   24  2048  32 32  8192  litgpt HuggingFaceTB/SmolLM2-1.7B{,-Instruct}
-mistral-0.1     7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.1
-mistral-0.2     7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B-Instruct-v0.2
-mistral         7.25   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.3
-mistral-nemo   12.25   40  5120  32  8 14336  nemo   mistralai/Mistral-Nemo-{Base,Instruct}-2407
-mistral-small  23.57   40  5120  32  8 32768  nim    mistralai/Mistral-Small-24B-{Base,Instruct}-2501
-mistral       122.61   88 12288  96  8 28672  litgpt mistralai/Mistral-Large-Instruct-{2407,2411}
-qwen2.5-small   0.49   24   896  14  2  4864  litgpt Qwen/Qwen2.5-0.5B{,-Instruct}
-qwen2.5-small   1.54   28  1536  12  2  8960  litgpt Qwen/Qwen2.5-1.5B{,-Instruct}
-qwen2.5-small   3.09   36  2048  16  2 11008  litgpt Qwen/Qwen2.5-3B{,-Instruct}
-qwen2.5-7b      7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B{,-Instruct}
-qwen2.5        14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B{,-Instruct}
-qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/Qwen2.5-32B{,-Instruct}
-qwen2.5        72.71   80  8192  64  8 29568  litgpt Qwen/Qwen2.5-72B{,-Instruct}
-qwen2.5        32.76   64  5120  40  8 27648  litgpt Qwen/QwQ-32B
-qwen3-small     0.60   28  1024  16  8  3072  litgpt Qwen/Qwen3-0.6B{,-Base}
-qwen3-small     1.72   28  2048  16  8  6144  litgpt Qwen/Qwen3-1.7B{,-Base}
-qwen3-small     4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B{,-Base}
-qwen3           8.19   36  4096  32  8 12288  litgpt Qwen/Qwen3-8B{,-Base}
-qwen3          14.77   40  5120  40  8 17408  litgpt Qwen/Qwen3-14B{,-Base}
-qwen3          32.76   64  5120  64  8 25600  litgpt Qwen/Qwen3-32B
-qwen3-2507      4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B-{Instruct,Thinking}-2507
+llama-2        6.74   32  4096  32 32 11008  litgpt meta-llama/Llama-2-7b{-hf,-chat-hf}
+llama-2       13.02   40  5120  40 40 13824  litgpt meta-llama/Llama-2-13b{-hf,-chat-hf}
+llama-2       68.98   80  8192  64  8 28672  litgpt meta-llama/Llama-2-70b{-hf,-chat-hf}
+llama-2        1.10   22  2048  32  4  5632  litgpt TinyLlama/TinyLlama-1.1B-Chat-v1.0
+llama-3        8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3-8B{,-Instruct}
+llama-3       70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3-70B{,-Instruct}
+llama-3.1      8.03   32  4096  32  8 14336  litgpt meta-llama/Llama-3.1-8B{,-Instruct}
+llama-3.1      8.03   32  4096  32  8 14336  litgpt meta-llama/Meta-Llama-3.1-8B{,-Instruct}
+llama-3.1      8.03   32  4096  32  8 14336  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-8B
+llama-3.1     70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.1-70B{,-Instruct}
+llama-3.1     70.55   80  8192  64  8 28672  litgpt meta-llama/Meta-Llama-3.1-70B{,-Instruct}
+llama-3.1     70.55   80  8192  64  8 28672  litgpt meta-llama/Llama-3.3-70B-Instruct
+llama-3.1     70.55   80  8192  64  8 28672  litgpt deepseek-ai/DeepSeek-R1-Distill-Llama-70B
+llama-3.1    405.85  126 16384 128  8 53248  litgpt meta-llama/Llama-3.1-405B{,-Instruct}
+llama-3.1    405.85  126 16384 128  8 53248  litgpt meta-llama/Meta-Llama-3.1-405B{,-Instruct}
+llama-3.2      1.24   16  2048  32  8  8192  litgpt meta-llama/Llama-3.2-1B{,-Instruct}
+llama-3.2      3.21   28  3072  24  8  8192  litgpt meta-llama/Llama-3.2-3B{,-Instruct}
+smollm2       0.135   30   576   9  3  1536  litgpt HuggingFaceTB/SmolLM2-135M{,-Instruct}
+smollm2       0.362   32   960  15  5  2560  litgpt HuggingFaceTB/SmolLM2-360M{,-Instruct}
+smollm2-1.7b   1.71   24  2048  32 32  8192  litgpt HuggingFaceTB/SmolLM2-1.7B{,-Instruct}
+mistral-0.1    7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.1
+mistral-0.2    7.24   32  4096  32  8 14336  litgpt mistralai/Mistral-7B-Instruct-v0.2
+mistral        7.25   32  4096  32  8 14336  litgpt mistralai/Mistral-7B{,-Instruct}-v0.3
+mistral-nemo  12.25   40  5120  32  8 14336  nemo   mistralai/Mistral-Nemo-{Base,Instruct}-2407
+mistral-small 23.57   40  5120  32  8 32768  nim    mistralai/Mistral-Small-24B-{Base,Instruct}-2501
+mistral      122.61   88 12288  96  8 28672  litgpt mistralai/Mistral-Large-Instruct-{2407,2411}
+qwen2.5-small  0.49   24   896  14  2  4864  litgpt Qwen/Qwen2.5-0.5B{,-Instruct}
+qwen2.5-small  1.54   28  1536  12  2  8960  litgpt Qwen/Qwen2.5-1.5B{,-Instruct}
+qwen2.5-small  3.09   36  2048  16  2 11008  litgpt Qwen/Qwen2.5-3B{,-Instruct}
+qwen2.5-7b     7.62   28  3584  28  4 18944  litgpt Qwen/Qwen2.5-7B{,-Instruct}
+qwen2.5       14.77   48  5120  40  8 13824  litgpt Qwen/Qwen2.5-14B{,-Instruct}
+qwen2.5       32.76   64  5120  40  8 27648  litgpt Qwen/Qwen2.5-32B{,-Instruct}
+qwen2.5       72.71   80  8192  64  8 29568  litgpt Qwen/Qwen2.5-72B{,-Instruct}
+qwen2.5       32.76   64  5120  40  8 27648  litgpt Qwen/QwQ-32B
+qwen3-small    0.60   28  1024  16  8  3072  litgpt Qwen/Qwen3-0.6B{,-Base}
+qwen3-small    1.72   28  2048  16  8  6144  litgpt Qwen/Qwen3-1.7B{,-Base}
+qwen3-small    4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B{,-Base}
+qwen3          8.19   36  4096  32  8 12288  litgpt Qwen/Qwen3-8B{,-Base}
+qwen3         14.77   40  5120  40  8 17408  litgpt Qwen/Qwen3-14B{,-Base}
+qwen3         32.76   64  5120  64  8 25600  litgpt Qwen/Qwen3-32B
+qwen3-2507     4.02   36  2560  32  8  9728  litgpt Qwen/Qwen3-4B-{Instruct,Thinking}-2507
 """
-"""A test compares each number of parameters with that of the decoder."""
+"""Published models. A test compares each number of parameters with that of the decoder."""
 
 _SIZE_COLUMNS = (
     "num_hidden_layers",
@@ -144,18 +146,18 @@ class PublishedModel:
 
 def _parse_table(table: str) -> dict[str, PublishedModel]:
     """Models of a table by name."""
-    found = {}
+    models = {}
     for line in table.strip().splitlines()[1:]:
         family, billions, *numbers, source, names = line.split()
         sizes = dict(zip(_SIZE_COLUMNS, map(int, numbers), strict=True))
         for name in _expand_braces(names):
-            found[name] = PublishedModel(
+            models[name] = PublishedModel(
                 name=name,
                 fields=_FAMILY_FIELDS[family] | sizes,
                 billion_params=float(billions),
                 source_url=SOURCE_URLS[source],
             )
-    return found
+    return models
 
 
 def _expand_braces(names: str) -> list[str]:
@@ -196,27 +198,31 @@ def read_sizes(model: ModelSourceConfig) -> ModelSizes:
 
     Raises: UserError if there is no such folder or model, or nothing about it is known.
     """
+    name = str(model.source)
     try:
-        found = families.read_model_config(model, deadline_s=DEADLINE_S)
-        return ModelSizes(model=found, published=None, note="")
+        sizes = families.read_model_config(model, deadline_s=DEADLINE_S)
+        return ModelSizes(model=sizes, published=None, note="")
     except HubError as error:
-        name, reason = str(model.source), error.reason
+        reason = error.reason
         if name not in MODELS and folder.has_parent(name):
             raise
     if name not in MODELS:
         raise UserError(_unknown_problem(name, reason))
     published = MODELS[name]
-    note = f"PUBLISHED SIZES of {name}, because {reason}; read on {READ_DATE} from {published.source_url}"
-    found = families.parse_model_config(published.fields, field=f"published sizes of {name}")
-    return ModelSizes(model=found, published=published, note=note)
+    note = (
+        f"PUBLISHED SIZES of {name}, because {reason}; "
+        f"read on {READ_DATE} from {published.source_url}"
+    )
+    sizes = families.parse_model_config(published.fields, field=f"published sizes of {name}")
+    return ModelSizes(model=sizes, published=published, note=note)
 
 
 def _unknown_problem(name: str, reason: str) -> str:
-    """The problem of a model that neither the hub nor the table gives."""
+    """The problem of a model that is neither on the hub nor in the table."""
     known = " ".join(line.split()[-1] for line in _TABLE.strip().splitlines()[1:])
+    hint = errors.did_you_mean(name, list(MODELS))
     return (
-        f"model.source = {name}: {reason}, and jaxsp has no published sizes of it."
-        f"{errors.did_you_mean(name, list(MODELS))} Give a folder with the model's config.json; with a "
-        f"network, `hf download {name} config.json --local-dir FOLDER` makes one. Or use a model "
-        f"with published sizes: {known}."
+        f"model.source = {name}: {reason}, and jaxsp has no published sizes of it.{hint} Give a "
+        f"folder with the model's config.json; on a machine with a network, `hf download {name} "
+        f"config.json --local-dir FOLDER` makes one. Or use a model with published sizes: {known}."
     )

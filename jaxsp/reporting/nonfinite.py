@@ -7,7 +7,8 @@ import jax
 import numpy as np
 
 from jaxsp.config.run_schema import RunConfig
-from jaxsp.data.packing.pipeline import BatchLoader, StepSegment
+from jaxsp.data.packing.loader import BatchLoader
+from jaxsp.data.packing.step_records import StepSegment
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.training.train_step import StepMetrics

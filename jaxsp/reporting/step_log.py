@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxsp.data.packing.pipeline import StepCounts
+from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.model import flops
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter

@@ -16,7 +16,7 @@ from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.packing import summary
-from jaxsp.data.packing.pipeline import StepCounts
+from jaxsp.data.packing.step_records import StepCounts
 from jaxsp.reporting import banner
 from jaxsp.reporting import console as output
 from jaxsp.reporting.metrics import MetricsWriter

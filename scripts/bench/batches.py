@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from jaxsp.config import config_file
 from jaxsp.data.packing import dataset
-from jaxsp.data.packing.pipeline import BatchLoader
+from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.runtime import device_mesh, jax_platform
 from scripts.bench import machine

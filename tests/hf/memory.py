@@ -1,4 +1,7 @@
-"""Peak memory of two processes that import a checkpoint together, four devices each: python -m tests.hf.memory [GB]."""
+"""Peak memory of two processes, four devices each, that import a checkpoint together.
+
+Command: python -m tests.hf.memory [GB]
+"""
 
 import dataclasses
 import json
@@ -26,20 +29,23 @@ NUM_SHARDS = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Bytes of one process."""
+    """Memory of one process, in bytes."""
 
     before: int
-    """Resident before anything was read."""
+    """Resident memory before anything was read."""
     peak: int
-    """The most that was ever resident."""
+    """Peak resident memory."""
     held: int
-    """What its four devices hold in the end."""
+    """Size of the arrays on its four devices in the end."""
     largest: int
-    """Of the largest tensor, float32."""
+    """Size of the largest tensor, float32."""
 
 
 def model(num_bytes: float) -> ModelConfig:
-    """Four layers that take about so much in float32; a layer has 15 D^2 weights, the two ends have 4 D^2."""
+    """A model of four layers with about `num_bytes` of float32 weights.
+
+    A layer has 15 D^2 weights, embedding and head have 4 D^2.
+    """
     hidden = round(math.sqrt(num_bytes / 4 / (4 * 15 + 4)) / 128) * 128
     sizes = {
         "hidden_size": hidden,
@@ -55,12 +61,11 @@ def write(directory: pathlib.Path, config: ModelConfig) -> None:
     """A checkpoint of random numbers, float32, a file for every layer and one for the rest."""
     rng = np.random.default_rng(0)
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for row in jax.tree.leaves(decoder.param_table(config)):
-        for layer in [None] if row.num_layers is None else range(row.num_layers):
-            name = row.hf_name.format(layer=layer)
-            files.setdefault(f"model-{0 if layer is None else layer + 1}.safetensors", {})[name] = (
-                row.shape
-            )
+    for param in jax.tree.leaves(decoder.param_table(config)):
+        for layer in [None] if param.num_layers is None else range(param.num_layers):
+            file = f"model-{0 if layer is None else layer + 1}.safetensors"
+            name = param.hf_name.format(layer=layer)
+            files.setdefault(file, {})[name] = param.shape
     for file, shapes in files.items():
         values = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
         safetensors.numpy.save_file(values, directory / file, metadata={"format": "pt"})
@@ -70,7 +75,7 @@ def write(directory: pathlib.Path, config: ModelConfig) -> None:
 
 
 def measure(num_bytes: float) -> list[Peak]:
-    """Both processes' peaks."""
+    """The peaks of both processes."""
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         write(pathlib.Path(name), model(num_bytes))
         free.bind(("127.0.0.1", 0))
@@ -88,18 +93,18 @@ def measure(num_bytes: float) -> list[Peak]:
 
 
 def worker(name: str, port: str, index: str) -> None:
-    """One of the two processes; prints its Peak."""
+    """Runs one of the two processes; prints its Peak."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(
         f"127.0.0.1:{port}", 2, int(index), cluster_detection_method="deactivate"
     )
     mesh = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 2, axes.SEQ: 4})
-    found = folder.find(name)
-    table = decoder.param_table(ModelConfig(**found.config_fields))
+    source = folder.find(name)
+    table = decoder.param_table(ModelConfig(**source.config_fields))
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])
     before = resident("VmRSS")
-    master = sharding.load_weights(table, mesh, weights.open_folder(found, table).read)
+    master = sharding.load_weights(table, mesh, weights.open_folder(source, table).read)
     peak = Peak(
         before=before,
         peak=resident("VmHWM"),
@@ -108,7 +113,7 @@ def worker(name: str, port: str, index: str) -> None:
             for leaf in jax.tree.leaves(master)
             for shard in leaf.addressable_shards
         ),
-        largest=max(row.size * 4 for row in jax.tree.leaves(table)),
+        largest=max(param.size * 4 for param in jax.tree.leaves(table)),
     )
     assert len(jax.devices()) == NUM_SHARDS
     assert "torch" not in sys.modules
@@ -117,7 +122,7 @@ def worker(name: str, port: str, index: str) -> None:
 
 
 def resident(field: str) -> int:
-    """A line of Linux' account of this process, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
@@ -128,7 +133,7 @@ if __name__ == "__main__":
     else:
         size = float((sys.argv[1:] or ["2"])[0])
         for number, peak in enumerate(measure(size * 1e9)):
-            words = {
+            megabytes = {
                 field: f"{value / 1e6:,.0f} MB" for field, value in dataclasses.asdict(peak).items()
             }
-            print(f"process {number} of 2, {size:g} GB in float32: {words}")
+            print(f"process {number} of 2, {size:g} GB in float32: {megabytes}")

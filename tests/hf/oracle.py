@@ -77,11 +77,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 0,
     },
 }
-"""Fields of a config.json. What a family can switch on is on in one of its models."""
+"""Fields of a config.json. Every option of a family is on in one of its models."""
 
 
 def torch_model(fields: dict[str, Any]) -> Any:
-    """A model with random values everywhere, so that no bias is 0 and no norm is 1, and attention is far from even."""
+    """A model with random weights: no bias is 0, no norm is 1, and attention is not uniform."""
     config = transformers.AutoConfig.for_model(**copy.deepcopy(fields))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
@@ -92,35 +92,39 @@ def torch_model(fields: dict[str, Any]) -> Any:
 
 
 def stacked(named: dict[str, Any], table: layers.Weights) -> layers.Weights:
-    """Tensors by their Hugging Face name, as our nested dict; every one is used, and used once."""
+    """Tensors by their Hugging Face name, as jaxsp's nested dict; each is used exactly once."""
     left = {name: tensor.detach().numpy() for name, tensor in named.items()}
 
-    def one(row: Parameter) -> np.ndarray:
-        if row.num_layers is None:
-            return left.pop(row.hf_name)
+    def take(param: Parameter) -> np.ndarray:
+        if param.num_layers is None:
+            return left.pop(param.hf_name)
         return np.stack(
-            [left.pop(row.hf_name.format(layer=layer)) for layer in range(row.num_layers)]
+            [left.pop(param.hf_name.format(layer=layer)) for layer in range(param.num_layers)]
         )
 
-    weights = jax.tree.map(one, table)
-    assert not left, f"jaxsp has no place for {sorted(left)}"
+    weights = jax.tree.map(take, table)
+    assert not left, f"jaxsp has no parameter for {sorted(left)}"
     return weights
 
 
 class Result(NamedTuple):
-    """What both sides compute."""
+    """Results of transformers or of jaxsp."""
 
     loss: Any
-    """Mean over all labels."""
+    """Mean loss over all labels."""
     logits: Any
     gradients: Any
-    """By Hugging Face name on transformers' side, a nested dict on ours."""
+    """Gradients: by Hugging Face name for transformers, a nested dict for jaxsp."""
 
 
 def gradients(model: Any, documents: list[np.ndarray]) -> Result:
-    """By transformers and torch, each document alone; logits are a list with an array for each."""
+    """Result of transformers and torch, each document in a row of its own.
+
+    The logits are a list with an array for each document.
+    """
     model.zero_grad()
-    losses, logits = [], []
+    losses = []
+    logits = []
     for document in documents:
         tokens = torch.from_numpy(document.astype(np.int64))
         logits.append(model(tokens[None]).logits[0])
@@ -130,22 +134,23 @@ def gradients(model: Any, documents: list[np.ndarray]) -> Result:
     mean = sum(losses) / sum(len(document) - 1 for document in documents)
     mean.backward()
     grads = {name: weight.grad for name, weight in model.named_parameters()}
-    return Result(mean.item(), [one.detach().numpy() for one in logits], grads)
+    return Result(mean.item(), [part.detach().numpy() for part in logits], grads)
 
 
 @functools.cache
-def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
-    """By the code that training runs; logits are [rows, tokens, vocabulary]."""
-    table, dtype = decoder.param_table(config), jnp.dtype("float32")
+def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
+    """Result of the code that training runs; logits are [rows, tokens, vocabulary]."""
+    table = decoder.param_table(config)
+    dtype = jnp.dtype("float32")
     gather = whole.Whole()
     attend = attention.make_attend(seq=1, kernel="blockwise", window=config.sliding_window)
 
     @jax.jit
-    def run(weights: layers.Weights, rows: Batch) -> Result:
+    def run(weights: layers.Weights, batch: Batch) -> Result:
         def mean_loss(weights: layers.Weights) -> tuple[Any, Any]:
             hidden = decoder.hidden_states(
                 weights,
-                rows,
+                batch,
                 config=config,
                 attend=attend,
                 gather=gather,
@@ -156,13 +161,13 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
             head = decoder.lm_head(weights)
             sums = loss.sum_token_losses(
                 hidden,
-                rows.labels_BL,
+                batch.labels_BL,
                 gather=gather,
                 head=decoder.lm_head(table),
                 shard=head,
                 tile=7,
             )
-            count = (rows.labels_BL != NO_LABEL).sum().astype(dtype)
+            count = (batch.labels_BL != NO_LABEL).sum().astype(dtype)
             return sums.loss / count, hidden @ head.T
 
         (mean, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(weights)
@@ -171,9 +176,9 @@ def ours(config: ModelConfig) -> Callable[[layers.Weights, Batch], Result]:
     return run
 
 
-def rows(pieces: batches.Segments, *, vocab_size: int) -> dict[str, np.ndarray]:
-    """Rows of 24 tokens with random documents, and always four slots, so that a model is compiled once."""
-    arrays = batches.packed(pieces, num_tokens=24, vocab_size=vocab_size, seed=2)
+def packed_rows(segments: batches.Segments, *, vocab_size: int) -> dict[str, np.ndarray]:
+    """Rows of 24 tokens with random documents; four slots, so that a model is compiled once."""
+    arrays = batches.packed(segments, num_tokens=24, vocab_size=vocab_size, seed=2)
     slots = {
         name: np.pad(arrays[name], ((0, 0), (0, 4 - arrays[name].shape[1])))
         for name in ("starts_BM", "lengths_BM")

@@ -1,4 +1,4 @@
-"""An exported folder is what transformers expects, bit for bit, and there is none when the export fails."""
+"""Exported folders load in transformers bit for bit; a failed export leaves no folder."""
 
 import json
 import pathlib
@@ -14,31 +14,31 @@ import safetensors.numpy
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, weights
+from jaxsp.hf import families, writer
 from jaxsp.model import decoder, layers
 from tests import tolerances
 from tests.hf import oracle
 from tests.messages import assert_names
 
 TINY = {**oracle.MODELS["llama3"], "vocab_size": 257}
-"""Has biases, scaled rotations and an explicit head_dim; the vocabulary of the tokenizer of bytes."""
+"""Model with biases, scaled rotations, an explicit head_dim and the byte tokenizer's vocabulary."""
 
 
 def random_master(config: Any) -> layers.Weights:
     rng = np.random.default_rng(3)
     return jax.tree.map(
-        lambda row: rng.normal(0, 0.3, row.stacked_shape).astype(np.float32),
+        lambda param: rng.normal(0, 0.3, param.stacked_shape).astype(np.float32),
         decoder.param_table(config),
     )
 
 
 def export(directory: pathlib.Path, fields: dict[str, Any], **changes: Any) -> layers.Weights:
-    """Random weights, exported; returns them."""
+    """Exports random weights, and returns them."""
     config = families.parse_model_config(fields, field="model.config")
     master = changes.pop("master", None) or random_master(config)
-    settings = {"tokenizer": None, "dtype": "float32"} | changes
-    weights.export_model(
-        master, table=decoder.param_table(config), fields=fields, directory=directory, **settings
+    options = {"tokenizer": None, "dtype": "float32"} | changes
+    writer.export_model(
+        master, table=decoder.param_table(config), fields=fields, directory=directory, **options
     )
     return master
 
@@ -53,7 +53,7 @@ def load(directory: pathlib.Path) -> Any:
 
 
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_float32_comes_back_bit_for_bit_and_gives_our_loss(tmp_path, name):
+def test_float32_is_loaded_bit_for_bit_and_gives_the_same_loss(tmp_path, name):
     fields = oracle.MODELS[name]
     config = families.parse_model_config(fields, field="model.config")
     master = export(tmp_path / "out", fields)
@@ -61,18 +61,19 @@ def test_float32_comes_back_bit_for_bit_and_gives_our_loss(tmp_path, name):
     back = oracle.stacked(dict(model.named_parameters()), decoder.param_table(config))
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
-    arrays = oracle.rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
-    right = oracle.gradients(model, list(arrays["tokens_BL"])).loss
-    found = oracle.ours(config)(master, Batch(**jax.tree.map(jnp.asarray, arrays))).loss
-    assert abs(found - right) < tolerances.FP32_PARITY * right
+    arrays = oracle.packed_rows([[(0, 24)], [(0, 24)]], vocab_size=config.vocab_size)
+    expected = oracle.gradients(model, list(arrays["tokens_BL"])).loss
+    batch = Batch(**jax.tree.map(jnp.asarray, arrays))
+    loss = oracle.jaxsp_result(config)(master, batch).loss
+    assert abs(loss - expected) < tolerances.FP32_PARITY * expected
 
 
-def test_bfloat16_is_the_rounded_weights_and_the_default(tmp_path):
+def test_the_default_dtype_is_bfloat16_with_rounded_weights(tmp_path):
     config = families.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     # jax arrays, as they are at the end of a run
     table = decoder.param_table(config)
-    weights.export_model(
+    writer.export_model(
         jax.tree.map(jnp.asarray, master),
         table=table,
         fields=TINY,
@@ -102,7 +103,8 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
     assert index["metadata"]["total_size"] == sum(array.nbytes for array in jax.tree.leaves(master))
     for file in files:
         with safetensors.safe_open(tmp_path / "out" / file, "np") as tensors:
-            assert all(index["weight_map"][name] == file for name in tensors.keys())  # noqa: SIM118 - no dict: it cannot be iterated
+            names = list(tensors.keys())
+            assert all(index["weight_map"][name] == file for name in names)
             assert tensors.metadata() == {"format": "pt"}
     config = families.parse_model_config(TINY, field="model.config")
     back = oracle.stacked(
@@ -111,8 +113,8 @@ def test_weights_in_several_files_have_an_index_and_load(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, back, master)
 
 
-def test_views_are_written_as_they_read(tmp_path):
-    """safetensors writes the memory behind a transposed view in the wrong order, without a word."""
+def test_views_are_written_in_the_order_of_their_elements(tmp_path):
+    """safetensors silently ignores the strides of a transposed view."""
     config = families.parse_model_config(TINY, field="model.config")
     master = random_master(config)
     views = jax.tree.map(lambda array: np.ascontiguousarray(array.T).T, master)
@@ -152,38 +154,39 @@ def test_host_memory_holds_one_file_at_a_time(tmp_path):
 @pytest.mark.parametrize("name", oracle.MODELS)
 def test_the_config_read_back_is_the_same_model(tmp_path, name):
     fields = oracle.MODELS[name]
-    right = families.parse_model_config(fields, field="model.config")
+    expected = families.parse_model_config(fields, field="model.config")
     export(tmp_path / "out", fields, dtype="bfloat16")
     path = tmp_path / "out/config.json"
     written = json.loads(path.read_text())
-    assert families.parse_model_config(written, field="config.json") == right
+    assert families.parse_model_config(written, field="config.json") == expected
     loaded = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert loaded.architectures == [type(oracle.torch_model(fields)).__name__]
     assert loaded.dtype == oracle.torch.bfloat16
-    assert families.parse_model_config(loaded.to_dict(), field="config.json") == right
+    assert families.parse_model_config(loaded.to_dict(), field="config.json") == expected
 
-    # what was written before transformers 5
+    # the fields that transformers 4 wrote
     legacy = {
         key: value for key, value in written.items() if key not in ("rope_parameters", "dtype")
     }
-    assert families.parse_model_config(legacy, field="config.json") == right
+    assert families.parse_model_config(legacy, field="config.json") == expected
     path.write_text(json.dumps(legacy))
     old = oracle.transformers.AutoConfig.from_pretrained(tmp_path / "out")
     assert old.dtype == loaded.dtype
     assert old.rope_parameters == loaded.rope_parameters
 
 
-def test_the_tokenizer_and_its_special_tokens_come_along(tmp_path):
+def test_the_tokenizer_and_its_special_tokens_are_exported(tmp_path):
     tokenizer = tokenizers.make_byte_tokenizer()
     export(tmp_path / "out", {**TINY, "bos_token_id": 7, "eos_token_id": 2}, tokenizer=tokenizer)
     loaded = oracle.transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("naïve <eos>")["input_ids"] == list("naïve <eos>".encode())
-    for found in (load(tmp_path / "out").generation_config, load(tmp_path / "out").config):
-        assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (7, 256, None)
+    model = load(tmp_path / "out")
+    for config in (model.generation_config, model.config):
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (7, 256, None)
 
 
-def test_without_a_tokenizer_no_special_tokens_are_made_up(tmp_path):
-    """Left to transformers, a llama ends a text with token 2, whatever token 2 is."""
+def test_without_a_tokenizer_there_are_no_special_tokens(tmp_path):
+    """The default of transformers for llama is eos_token_id = 2, whatever token 2 is."""
     export(tmp_path / "out", TINY)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
@@ -196,8 +199,10 @@ def test_without_a_tokenizer_no_special_tokens_are_made_up(tmp_path):
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_a_failed_export_leaves_nothing_behind(tmp_path, monkeypatch, error):
-    save, calls = safetensors.numpy.save_file, []
+@pytest.mark.parametrize("name", ["out", "new/parent/out"])
+def test_a_failed_export_leaves_no_files_and_no_folders(tmp_path, monkeypatch, error, name):
+    save = safetensors.numpy.save_file
+    calls = []
 
     def fail(*args, **kwargs):
         calls.append(args)
@@ -207,9 +212,11 @@ def test_a_failed_export_leaves_nothing_behind(tmp_path, monkeypatch, error):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", fail)
     with pytest.raises((UserError, KeyboardInterrupt)) as raised:
-        export(tmp_path / "out", TINY, max_shard_size="60KB")
+        export(tmp_path / name, TINY, max_shard_size="60KB")
     if isinstance(error, OSError):
-        assert_names(raised.value, "[Errno 28] No space left on device", start=f"{tmp_path}/out: ")
+        assert_names(
+            raised.value, "[Errno 28] No space left on device", start=f"{tmp_path}/{name}: "
+        )
     assert len(calls) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""A config.json becomes the decoder that it describes, or is refused with every reason at once."""
+"""A config.json becomes the decoder that it describes, or is refused with all problems."""
 
 from typing import Any
 
@@ -221,7 +221,7 @@ def test_windows_are_read_as_transformers_reads_them():
     ) == read(LLAMA)
 
 
-def test_biases_are_the_familys():
+def test_each_family_has_its_own_biases():
     llama = read({**LLAMA, "attention_bias": True, "mlp_bias": True})
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
     assert not read({**LLAMA, "mlp_bias": True}).qkv_bias
@@ -229,7 +229,7 @@ def test_biases_are_the_familys():
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.mlp_bias) == (True, True, False)
 
 
-def test_what_is_left_out_is_derived():
+def test_fields_that_are_left_out_are_derived():
     fields = {name: value for name, value in LLAMA.items() if name != "num_key_value_heads"}
     config = read(fields)
     assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (
@@ -263,11 +263,11 @@ def test_what_is_left_out_is_derived():
         },
     ],
 )
-def test_the_rotation_reads_the_same_in_every_form(rope):
+def test_every_form_of_the_rotation_gives_the_same_config(rope):
     assert read({**LLAMA, **rope, "rms_norm_eps": 1e-5}) == read(LLAMA_3_1)
 
 
-def test_the_callers_fields_stay_as_they_are():
+def test_the_input_fields_are_not_changed():
     fields = {**LLAMA, "rope_scaling": dict(SCALING), "rope_theta": 5e5}
     read(fields)
     assert fields == {**LLAMA, "rope_scaling": SCALING, "rope_theta": 5e5}
@@ -402,7 +402,7 @@ REFUSED = [
             ["default or llama3"],
         )
         for form in ("rope_parameters", "rope_scaling")
-        for kind in ("linear", "dynamic", "yarn", "longrope", "mrope", "unheard of")
+        for kind in ("linear", "dynamic", "yarn", "longrope", "mrope", "unknown")
     ),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -458,13 +458,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("change", "start", "parts"), REFUSED)
-def test_what_is_not_implemented_is_refused_by_name(change, start, parts):
+def test_unsupported_fields_are_refused_by_name(change, start, parts):
     (problem,) = problems(LLAMA | change)
     assert_names(problem.removeprefix("model.config").removeprefix("."), *parts, start=start)
 
 
 @pytest.mark.parametrize("fields", [LLAMA_3_1, MISTRAL, QWEN2, QWEN3])
-def test_no_size_is_a_familys_default(fields):
+def test_sizes_have_no_default(fields):
     sizes = [
         "vocab_size",
         "hidden_size",
@@ -474,13 +474,13 @@ def test_no_size_is_a_familys_default(fields):
     ]
     sizes += ["num_key_value_heads"] if fields["model_type"] != "llama" else []
     sizes += ["head_dim"] if fields["model_type"] == "qwen3" else []
-    found = problems({name: value for name, value in fields.items() if name not in sizes})
-    assert sorted(problem.partition(":")[0] for problem in found) == sorted(
+    missing = problems({name: value for name, value in fields.items() if name not in sizes})
+    assert sorted(problem.partition(":")[0] for problem in missing) == sorted(
         f"model.config.{name}" for name in sizes
     )
 
 
-def test_all_problems_come_at_once():
+def test_all_problems_are_reported_together():
     wrong = {
         "hidden_act": "gelu",
         "hiden_size": 1,
@@ -488,9 +488,9 @@ def test_all_problems_come_at_once():
         "vocab_size": 0,
         "mlp_bias": 1,
     }
-    found = problems({**LLAMA, **wrong, "num_attention_heads": None})
     names = [
-        problem.removeprefix("model.config.").split(" =")[0].split(":")[0] for problem in found
+        problem.removeprefix("model.config.").split(" =")[0].split(":")[0]
+        for problem in problems({**LLAMA, **wrong, "num_attention_heads": None})
     ]
     assert sorted(names) == sorted(
         [
@@ -504,7 +504,7 @@ def test_all_problems_come_at_once():
     )
 
 
-def test_fields_that_change_nothing_are_let_through():
+def test_fields_without_effect_are_accepted():
     idle = {
         "_name_or_path": "x",
         "temperature": 0.6,
@@ -519,12 +519,14 @@ def test_fields_that_change_nothing_are_let_through():
     ) == read(LLAMA)
 
 
-def test_special_tokens_are_the_tokenizers_then_the_configs():
+def test_special_tokens_of_the_tokenizer_come_before_those_of_the_config():
     class Tokenizer:
-        bos_token_id, eos_token_id, pad_token_id = None, 5, None
+        bos_token_id = None
+        eos_token_id = 5
+        pad_token_id = None
 
-    found = families.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
-    assert found == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
+    token_ids = families.choose_token_ids({"bos_token_id": 1, "eos_token_id": 2}, Tokenizer())
+    assert token_ids == {"bos_token_id": 1, "eos_token_id": 5, "pad_token_id": None}
     assert families.choose_token_ids({"eos_token_id": [1, 5]}, Tokenizer())["eos_token_id"] == [
         1,
         5,

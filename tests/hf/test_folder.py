@@ -1,6 +1,8 @@
-"""What a Hugging Face folder can have wrong is named before any weight is read, and hub names are folders too."""
+"""Problems of a Hugging Face folder are reported before any weight is read.
 
-import io
+Names on the hub are folders too.
+"""
+
 import json
 import pathlib
 import re
@@ -10,6 +12,7 @@ from typing import Any
 import httpx2
 import huggingface_hub
 import huggingface_hub.errors as hub
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -54,7 +57,7 @@ Named = dict[str, np.ndarray]
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch) -> pathlib.Path:
+def model_folder(tmp_path, monkeypatch) -> pathlib.Path:
     """A folder `m` in the working directory, with a model in two files."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "m", named(), cut=5)
@@ -69,7 +72,7 @@ def named(model: Any = MODEL) -> Named:
 
 
 def write(directory: pathlib.Path, arrays: Named, *, cut: int = 0) -> None:
-    """A folder; with `cut`, so many tensors in a first file and the rest in a second."""
+    """Writes a folder; with `cut`, the first `cut` tensors are in one file, the rest in another."""
     directory.mkdir(exist_ok=True, parents=True)
     for path in directory.glob("*model*"):
         path.unlink()
@@ -88,7 +91,7 @@ def write(directory: pathlib.Path, arrays: Named, *, cut: int = 0) -> None:
 
 
 def problems(model: Any = MODEL, source: str = "m") -> list[str]:
-    """Everything that is wrong with a folder, after who was asked for."""
+    """The problems of a folder, without the field that names it."""
     with pytest.raises(UserError) as raised:
         weights.open_folder(folder.find(source), decoder.param_table(model))
     asked = f"model.source = {source}: "
@@ -98,15 +101,15 @@ def problems(model: Any = MODEL, source: str = "m") -> list[str]:
     return [problem.removeprefix(asked) for problem in raised.value.problems]
 
 
-def test_slices_are_those_of_the_whole_whatever_the_dtype(here):
+def test_slices_equal_those_of_the_whole_tensor_in_every_dtype(model_folder):
     arrays = {
         "a": np.arange(7 * 5 * 3, dtype=np.float32).reshape(7, 5, 3),
         "b": np.linspace(-3, 3, 11).astype(np.float16),
-        "c": np.linspace(-3, 3, 60).reshape(6, 10).astype(tensors.DTYPES["BF16"]),
+        "c": np.linspace(-3, 3, 60).reshape(6, 10).astype(ml_dtypes.bfloat16),
         "d": np.array(5, np.float32),
     }
-    safetensors.numpy.save_file(arrays, here / "some.safetensors")
-    header = tensors.read_header(here / "some.safetensors")
+    safetensors.numpy.save_file(arrays, model_folder / "some.safetensors")
+    header = tensors.read_header(model_folder / "some.safetensors")
     whole = slice(None)
     for name, index in [
         ("a", (whole, whole, whole)),
@@ -114,57 +117,23 @@ def test_slices_are_those_of_the_whole_whatever_the_dtype(here):
         ("a", (slice(1, 6), slice(2, 4), slice(1, 2))),
         ("a", (whole, slice(2, 9), whole)),
         ("a", (whole, whole, slice(3, 3))),
+        ("a", (slice(7, 9), whole, whole)),
         ("b", (slice(3, 7),)),
         ("c", (whole, slice(4, 8))),
         ("c", (slice(5, 6), slice(9, 10))),
         ("d", ()),
     ]:
-        found = tensors.read_slice(header[name], index)
-        assert found.dtype == np.float32
-        assert batches.same_bits(found, arrays[name][index].astype(np.float32))
-        assert found.shape == arrays[name][index].shape
+        part = tensors.read_slice(header[name], index)
+        assert part.dtype == np.float32
+        assert batches.same_bits(part, arrays[name][index].astype(np.float32))
+        assert part.shape == arrays[name][index].shape
 
 
-def test_nothing_but_the_slice_is_read(here, monkeypatch):
-    array = np.arange(400, dtype=np.float32).reshape(20, 20)
-    safetensors.numpy.save_file({"a": array}, here / "some.safetensors")
-    tensor, read = tensors.read_header(here / "some.safetensors")["a"], []
-    fill = tensors._read_into
-    monkeypatch.setattr(
-        tensors,
-        "_read_into",
-        lambda file, part: (read.append((file.tell(), part.nbytes)), fill(file, part)),
-    )
-    tensors.read_slice(tensor, (slice(5, 10), slice(None)))
-    assert read == [(tensor.offset + 5 * 80, 5 * 80)]
-    read.clear()
-    tensors.read_slice(tensor, (slice(18, 20), slice(4, 6)))
-    assert read == [(tensor.offset + row * 80 + 16, 8) for row in (18, 19)]
-    read.clear()
-    tensors.read_slice(tensor, (slice(20, 20), slice(None)))
-    assert read == []
-
-
-def test_reading_goes_on_where_the_system_stopped(tmp_path):
-    """A call of Linux reads 2 GiB at most, and says how many bytes it read."""
-
-    class Short(io.FileIO):
-        def readinto(self, buffer):
-            return super().readinto(buffer[:7])
-
-    right = np.arange(10, dtype=np.float32)
-    found = np.zeros(10, np.float32)
-    (tmp_path / "numbers").write_bytes(right.tobytes())
-    with Short(tmp_path / "numbers") as file:
-        tensors._read_into(file, found)
-    assert batches.same_bits(found, right)
-
-
-def test_missing_and_surplus_tensors_are_named(here):
+def test_missing_and_surplus_tensors_are_named(model_folder):
     arrays = named()
     del arrays["model.layers.1.mlp.up_proj.weight"]
     write(
-        here,
+        model_folder,
         arrays
         | {
             "model.layers.2.mlp.up_proj.weight": np.zeros(3, np.float32),
@@ -177,8 +146,8 @@ def test_missing_and_surplus_tensors_are_named(here):
     assert "missing" not in surplus
 
 
-def test_long_lists_end_with_how_many_more(here):
-    write(here, {"x": np.zeros(3, np.float32)})
+def test_long_lists_end_with_the_number_of_the_others(model_folder):
+    write(model_folder, {"x": np.zeros(3, np.float32)})
     missing, surplus = problems()
     count = len(named()) - 4
     first = "model.embed_tokens.weight, lm_head.weight, model.norm.weight, model.layers.0"
@@ -186,7 +155,7 @@ def test_long_lists_end_with_how_many_more(here):
     assert "more" not in surplus
 
 
-def test_shapes_and_dtypes_are_named_with_what_they_are(here):
+def test_wrong_shapes_and_dtypes_are_named(model_folder):
     arrays = named()
     arrays["model.norm.weight"] = arrays["model.norm.weight"][:-1]
     arrays["model.layers.0.mlp.up_proj.weight"] = arrays[
@@ -196,32 +165,32 @@ def test_shapes_and_dtypes_are_named_with_what_they_are(here):
         "model.layers.1.input_layernorm.weight"
     ].astype(np.float64)
     arrays["lm_head.weight"] = arrays["lm_head.weight"].astype(np.int8)
-    write(here, arrays)
+    write(model_folder, arrays)
     shapes, dtypes = problems()
-    found = re.findall(r"([\w.]+) (\[[\d, ]+\]) [^\[,]*(\[[\d, ]+\])", shapes)
+    named_shapes = re.findall(r"([\w.]+) (\[[\d, ]+\]) [^\[,]*(\[[\d, ]+\])", shapes)
     up = "model.layers.0.mlp.up_proj.weight"
-    assert found == [("model.norm.weight", "[15]", "[16]"), (up, "[16, 24]", "[24, 16]")]
+    assert named_shapes == [("model.norm.weight", "[15]", "[16]"), (up, "[16, 24]", "[24, 16]")]
     norm = "model.layers.1.input_layernorm.weight"
     assert_names(dtypes, "F32, F16 or BF16", "lm_head.weight I8", f"{norm} F64")
 
 
-def test_an_untied_head_that_is_missing_may_be_tied(here):
+def test_tying_is_suggested_if_only_the_head_is_missing(model_folder):
     arrays = named()
     del arrays["lm_head.weight"]
-    write(here, arrays)
+    write(model_folder, arrays)
     (missing,) = problems()
     assert_names(missing, "lm_head.weight", "tie_word_embeddings: true")
 
 
-def test_a_tied_head_has_to_be_the_embedding(here, monkeypatch):
+def test_a_tied_head_must_equal_the_embedding(model_folder, monkeypatch):
     monkeypatch.setattr(weights, "_COMPARE_ELEMENTS", 7 * 16)
     arrays = named(TIED)
     head = arrays["model.embed_tokens.weight"].copy()
-    write(here, arrays | {"lm_head.weight": head})
+    write(model_folder, arrays | {"lm_head.weight": head})
     weights.open_folder(folder.find("m"), decoder.param_table(TIED))
     head[-1, -1] += 1
     for wrong in (head, head[:-1].copy()):
-        write(here, arrays | {"lm_head.weight": wrong})
+        write(model_folder, arrays | {"lm_head.weight": wrong})
         (problem,) = problems(TIED)
         assert_names(
             problem,
@@ -231,22 +200,22 @@ def test_a_tied_head_has_to_be_the_embedding(here, monkeypatch):
         )
         assert "missing" not in problem
     del arrays["model.embed_tokens.weight"]
-    write(here, arrays)
+    write(model_folder, arrays)
     (problem,) = problems(TIED)
     assert_names(problem, "missing", "model.embed_tokens.weight")
 
 
-def test_files_that_the_index_names_have_to_be_there(here):
-    (here / "model-1.safetensors").unlink()
+def test_files_of_the_index_must_exist(model_folder):
+    (model_folder / "model-1.safetensors").unlink()
     (problem,) = problems()
     assert_names(problem, "model.safetensors.index.json", start="model-1.safetensors: ")
 
 
-def test_an_index_that_tells_another_story_than_the_files_is_refused(here):
-    path = here / folder.INDEX_FILE
+def test_an_index_that_differs_from_the_files_is_refused(model_folder):
+    path = model_folder / folder.INDEX_FILE
     weight_map = json.loads(path.read_text())["weight_map"]
     last = list(weight_map)[-1]
-    for change in ({last: "model-1.safetensors"}, {"made.up": "model-1.safetensors"}):
+    for change in ({last: "model-1.safetensors"}, {"invented": "model-1.safetensors"}):
         path.write_text(json.dumps({"weight_map": weight_map | change}))
         (problem,) = problems()
         (name,) = change
@@ -269,48 +238,49 @@ def test_an_index_that_tells_another_story_than_the_files_is_refused(here):
         assert_names(problems()[0], "model.safetensors.index.json", "tensor")
 
 
-def test_damaged_files_are_all_named_with_what_is_wrong(here):
-    first, second = here / "model-1.safetensors", here / "model-2.safetensors"
+def test_all_damaged_files_are_named(model_folder):
+    first = model_folder / "model-1.safetensors"
+    second = model_folder / "model-2.safetensors"
     sound = first.read_bytes()
     length = int.from_bytes(sound[:8], "little")
     second.write_bytes(b"<!DOCTYPE html><html>not here</html>")
-    for content, parts in [
-        (sound[:-1], [f"{len(sound) - 1:,} bytes", f"{len(sound):,}"]),
-        (sound[: 8 + length - 1], ["header", f"{length + 7:,} bytes", f"{length + 8:,}"]),
-        (sound[:5], ["safetensors file"]),
-        (b"", ["safetensors file"]),
-        (sound + b"x", ["header", f"{len(sound) + 1:,} bytes", f"{len(sound):,}"]),
-        (sound[:8] + b"x" + sound[9:], ["safetensors file", "header"]),
-        (sound.replace(b'"shape":[', b'"shape":-'), ["safetensors file", "header"]),
-        (sound.replace(b'"F32"', b'"F16"'), ["safetensors file", "header"]),
-        (b"version https://git-lfs.github.com/spec/v1\noid", ["git-lfs", "git lfs pull"]),
-    ]:
+    for content in (
+        sound[:-1],
+        sound[: 8 + length - 1],
+        sound[:5],
+        b"",
+        sound + b"x",
+        sound[:8] + b"x" + sound[9:],
+        sound.replace(b'"shape":[', b'"shape":-'),
+        sound.replace(b'"F32"', b'"F16"'),
+    ):
         first.write_bytes(content)
-        one, two = problems()
-        assert_names(one, *parts, start="m/model-1.safetensors")
-        assert ("header" in one) == ("header" in parts)
-        assert_names(two, "safetensors file", start="m/model-2.safetensors")
-        assert "header" not in two
+        in_first, in_second = problems()
+        size = f"{len(content):,} bytes"
+        assert_names(in_first, "damaged or incomplete", size, start="m/model-1.safetensors")
+        assert_names(in_second, "damaged or incomplete", start="m/model-2.safetensors")
+    first.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid")
+    assert_names(problems()[0], "git-lfs", "git lfs pull", start="m/model-1.safetensors")
 
 
-def test_a_file_that_changes_under_our_hands_is_named(here):
-    reader = weights.open_folder(folder.find("m"), table := decoder.param_table(MODEL))
-    (here / "model-1.safetensors").write_bytes(b"")
+def test_a_file_that_changes_after_its_check_is_named(model_folder):
+    table = decoder.param_table(MODEL)
+    reader = weights.open_folder(folder.find("m"), table)
+    whole = (slice(None), slice(None))
+    (model_folder / "model-1.safetensors").write_bytes(b"")
     with pytest.raises(
-        UserError,
-        match=r"^model\.source = m: m/model-1\.safetensors.*shorter",
+        UserError, match=r"^model\.source = m: m/model-1\.safetensors.*damaged or incomplete"
     ):
-        reader.read(table["embedding"], None, (slice(None), slice(None)))
-    (here / "model-1.safetensors").unlink()
+        reader.read(table["embedding"], None, whole)
+    (model_folder / "model-1.safetensors").unlink()
     with pytest.raises(
-        UserError,
-        match=r"^model\.source = m: m/model-1\.safetensors.*No such file",
+        UserError, match=r"^model\.source = m: m/model-1\.safetensors.*No such file"
     ):
-        reader.read(table["embedding"], None, (slice(None), slice(None)))
+        reader.read(table["embedding"], None, whole)
 
 
-def test_folders_without_weights_say_what_they_have_instead(here):
-    (here / folder.INDEX_FILE).unlink()
+def test_the_error_for_a_folder_without_weights_lists_its_files(model_folder):
+    (model_folder / folder.INDEX_FILE).unlink()
     (problem,) = problems()
     files = [
         "model.safetensors",
@@ -318,7 +288,7 @@ def test_folders_without_weights_say_what_they_have_instead(here):
         "model-1.safetensors, model-2.safetensors",
     ]
     assert_names(problem, *files)
-    for path in here.glob("*.safetensors"):
+    for path in model_folder.glob("*.safetensors"):
         path.unlink()
     assert_names(
         problems()[0],
@@ -328,20 +298,17 @@ def test_folders_without_weights_say_what_they_have_instead(here):
     )
 
 
-def test_what_is_no_folder_of_a_model_is_said(here):
-    (here / "config.json").write_text("{")
-    (here.parent / "empty").mkdir()
-    for source, says in [
-        ("m/config.json", "is a file. Give the folder with the model's config.json: m."),
-        ("m", "m/config.json cannot be read as JSON: Expecting property name"),
-        ("empty", "empty holds no config.json. Give a folder that transformers loads."),
-        (
-            "org/gone",
-            "there is no such folder, the hub's cache does not hold it (or not all of it), and HF_HUB_OFFLINE is set. ",
-        ),
+def test_a_path_that_is_not_a_model_folder_is_refused(model_folder):
+    (model_folder / "config.json").write_text("{")
+    (model_folder.parent / "empty").mkdir()
+    for source, start, parts in [
+        ("m/config.json", "is a file", ["config.json: m."]),
+        ("m", "m/config.json", ["JSON", "Expecting property name"]),
+        ("empty", "empty", ["no config.json", "transformers"]),
+        ("org/gone", "there is no such folder", ["hub's cache", "HF_HUB_OFFLINE"]),
     ]:
         (problem,) = problems(source=source)
-        assert problem.startswith(says)
+        assert_names(problem, *parts, start=start)
 
 
 @pytest.mark.parametrize(
@@ -349,9 +316,9 @@ def test_what_is_no_folder_of_a_model_is_said(here):
     [(source, 0) for source in ("./gone", "../gone", "runs/gone/hf", "gone/", "~/gone", "/gone/hf")]
     + [(source, 1) for source in ("gone", "m/gone", "some~where")],
 )
-@pytest.mark.usefixtures("here")
-def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, num_requests, monkeypatch):
-    """Also a name that the hub could have, if it cannot be reached and a folder around it exists."""
+@pytest.mark.usefixtures("model_folder")
+def test_a_missing_path_is_called_a_missing_folder(source, num_requests, monkeypatch):
+    """Also a name that could be on the hub, if the hub cannot be reached and its parent exists."""
     requests = []
     real = huggingface_hub.snapshot_download
 
@@ -370,14 +337,14 @@ def test_what_can_only_be_a_folder_is_called_a_missing_folder(source, num_reques
     assert len(requests) == num_requests
 
 
-@pytest.mark.usefixtures("here")
+@pytest.mark.usefixtures("model_folder")
 def test_a_folder_with_a_similar_name_is_suggested():
     pathlib.Path("m").rename("tiny-llama")
     assert problems(source="tiny-lama")[0].endswith("Did you mean tiny-llama?")
 
 
-def cached(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:
-    """org/name as huggingface_hub keeps it: links into a store, in a folder called after the commit."""
+def write_cache(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:
+    """The hub's cache with org/name: a folder with the commit's name, with links into a store."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(directory))
     commit = "0123456789abcdef" * 2 + "01234567"
     snapshot = directory / "models--org--name/snapshots" / commit
@@ -394,18 +361,18 @@ def cached(directory: pathlib.Path, monkeypatch, arrays: Named) -> pathlib.Path:
     return snapshot
 
 
-def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
+def test_a_name_on_the_hub_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arrays = named()
-    snapshot = cached(tmp_path / "hub", monkeypatch, arrays)
-    found = folder.find("org/name")
-    assert (found.path, found.config_fields, found.is_on_hub) == (snapshot, FIELDS, True)
+    snapshot = write_cache(tmp_path / "hub", monkeypatch, arrays)
+    source = folder.find("org/name")
+    assert (source.path, source.config_fields, source.is_on_hub) == (snapshot, FIELDS, True)
     table = decoder.param_table(MODEL)
-    read = weights.open_folder(found, table).read
+    read = weights.open_folder(source, table).read
     assert batches.same_bits(
         read(table["norm"]["weight"], None, (slice(None),)), arrays["model.norm.weight"]
     )
-    folder.copy_small_files(found.path, tmp_path / "kept")
+    folder.copy_small_files(source.path, tmp_path / "kept")
     assert {path.name: path.is_symlink() for path in (tmp_path / "kept").iterdir()} == {
         "config.json": False,
         "tokenizer.json": False,
@@ -420,41 +387,47 @@ def test_a_hub_name_is_its_snapshot_in_the_cache(tmp_path, monkeypatch):
     assert_names(problems(source="org/name")[0], "config.json", "hf download org/name")
 
     write(tmp_path / "org/name", arrays)
-    assert folder.find("org/name").path == pathlib.Path("org/name"), "a folder comes first"
+    assert folder.find("org/name").path == pathlib.Path("org/name"), "a local folder comes first"
 
 
-def test_the_weights_are_asked_for_after_the_config_and_nothing_that_is_not_needed(
+def test_weights_are_downloaded_after_the_config_without_files_that_are_not_needed(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    snapshot = cached(tmp_path / "hub", monkeypatch, named())
-    asked: list[tuple[str, str | None, list[str]]] = []
+    snapshot = write_cache(tmp_path / "hub", monkeypatch, named())
+    requests: list[tuple[str, str | None, list[str]]] = []
     real = huggingface_hub.snapshot_download
 
     def download(name, *, revision, allow_patterns):
-        asked.append((name, revision, allow_patterns))
+        requests.append((name, revision, allow_patterns))
         return real(name, revision=revision, allow_patterns=allow_patterns)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    found = folder.find("org/name")
-    ((_, _, patterns),) = asked
-    repository = [*_SMALL_FILES, *_NEVER_FIRST]
-    taken = set(huggingface_hub.utils.filter_repo_objects(repository, allow_patterns=patterns))
-    assert taken == set(_SMALL_FILES)
-    weights.open_folder(found, decoder.param_table(MODEL))
+    source = folder.find("org/name")
+    ((_, _, patterns),) = requests
+    repository = [*_SMALL_FILES, *_OTHER_FILES]
+    chosen = set(huggingface_hub.utils.filter_repo_objects(repository, allow_patterns=patterns))
+    assert chosen == set(_SMALL_FILES)
+    weights.open_folder(source, decoder.param_table(MODEL))
     files = ["model.safetensors", "model-1.safetensors", "model-2.safetensors"]
-    assert asked[1:] == [("org/name", snapshot.name, files)], "of the same commit"
+    assert requests[1:] == [("org/name", snapshot.name, files)], "the same commit"
 
 
-_SMALL_FILES = """config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json merges.txt
-    vocab.json tokenizer.model chat_template.jinja additional_chat_templates/tools.jinja model.safetensors.index.json""".split()
+_SMALL_FILES = """
+    config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
+    merges.txt vocab.json tokenizer.model chat_template.jinja
+    additional_chat_templates/tools.jinja model.safetensors.index.json
+""".split()
 
-_NEVER_FIRST = """model.safetensors model-00001-of-00002.safetensors consolidated.safetensors pytorch_model.bin
-    pytorch_model.bin.index.json original/consolidated.00.pth original/tokenizer.model original/config.json modeling_x.py
-    model.gguf onnx/model.onnx README.md""".split()
+_OTHER_FILES = """
+    model.safetensors model-00001-of-00002.safetensors consolidated.safetensors
+    pytorch_model.bin pytorch_model.bin.index.json original/consolidated.00.pth
+    original/tokenizer.model original/config.json modeling_x.py
+    model.gguf onnx/model.onnx README.md
+""".split()
 
 
-def answer(status: int) -> dict[str, Any]:
+def response_fields(status: int) -> dict[str, Any]:
     return {
         "response": httpx2.Response(
             status, request=httpx2.Request("GET", "https://huggingface.co/api/models/org/name")
@@ -463,7 +436,7 @@ def answer(status: int) -> dict[str, Any]:
 
 
 def unreachable(cause: Exception) -> Exception:
-    """What snapshot_download makes of it where the cache holds nothing."""
+    """The error of snapshot_download if the model is not in the cache."""
     error = hub.LocalEntryNotFoundError("An error happened")
     error.__cause__ = cause
     return error
@@ -473,11 +446,11 @@ def unreachable(cause: Exception) -> Exception:
     ("error", "parts"),
     [
         (
-            hub.GatedRepoError("403", **answer(403)),
+            hub.GatedRepoError("403", **response_fields(403)),
             ["gated", "https://huggingface.co/org/name", "hf auth login"],
         ),
         (
-            hub.RepositoryNotFoundError("401", **answer(401)),
+            hub.RepositoryNotFoundError("401", **response_fields(401)),
             ["folder", "hub", "private", "hf auth login"],
         ),
         (
@@ -485,15 +458,15 @@ def unreachable(cause: Exception) -> Exception:
             ["folder", "cache", "Temporary failure in name resolution", "hf download org/name"],
         ),
         (
-            hub.HfHubHTTPError("401 Client Error", **answer(401)),
+            hub.HfHubHTTPError("401 Client Error", **response_fields(401)),
             ["hub", "401 Client Error", "token", "hf auth login"],
         ),
         (
-            unreachable(hub.HfHubHTTPError("403 Forbidden", **answer(403))),
+            unreachable(hub.HfHubHTTPError("403 Forbidden", **response_fields(403))),
             ["hub", "403 Forbidden", "token", "hf auth login"],
         ),
         (
-            hub.HfHubHTTPError("500 Server Error\nRequest ID", **answer(500)),
+            hub.HfHubHTTPError("500 Server Error\nRequest ID", **response_fields(500)),
             ["downloaded", "500 Server Error"],
         ),
         (httpx2.ReadTimeout("timed out"), ["downloaded", "timed out"]),
@@ -503,7 +476,7 @@ def unreachable(cause: Exception) -> Exception:
         ),
     ],
 )
-def test_what_the_hub_answers_is_one_line_with_a_way_out(tmp_path, monkeypatch, error, parts):
+def test_errors_of_the_hub_are_one_line_with_a_suggestion(tmp_path, monkeypatch, error, parts):
     def fail(*args, **kwargs):
         raise error
 
@@ -517,12 +490,12 @@ def test_what_the_hub_answers_is_one_line_with_a_way_out(tmp_path, monkeypatch, 
 @pytest.mark.e2e
 @pytest.mark.skipif(
     sys.platform != "linux",
-    reason="needs Linux' account of a process's memory in /proc/self/status",
+    reason="needs the memory of a process in /proc/self/status",
 )
-def test_one_process_of_two_holds_its_own_shards_and_one_tensor():
-    """`python -m tests.hf.memory 2` says the same of 2 GB."""
+def test_each_process_needs_memory_for_its_own_shards_and_one_tensor():
+    """`python -m tests.hf.memory 2` shows the same for 2 GB."""
     for peak in memory.measure(0.25e9):
         assert peak.held == pytest.approx(0.125e9, rel=0.1)
-        # what malloc keeps of what was freed
+        # memory that malloc keeps after it was freed
         slack = 16e6
         assert peak.peak < peak.before + peak.held + peak.largest + slack

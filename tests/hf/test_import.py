@@ -1,4 +1,4 @@
-"""Checkpoints that transformers wrote arrive bit for bit on every mesh, and leave again as they came."""
+"""Checkpoints of transformers are imported bit for bit on every mesh, and exported unchanged."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ import safetensors.numpy
 
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, folder, weights
+from jaxsp.hf import families, folder, weights, writer
 from jaxsp.model import decoder, layers
 from jaxsp.training import sharding
 from tests import batches
@@ -34,14 +34,14 @@ def _sharded(monkeypatch):
 def checkpoint(
     directory: pathlib.Path, fields: dict[str, Any], *, dtype: str = "float32", **config: Any
 ) -> dict[str, Any]:
-    """A folder by transformers, and its tensors by name."""
+    """Writes a folder with transformers, and returns its tensors by name."""
     model = oracle.torch_model(fields).to(getattr(oracle.torch, dtype))
     model.save_pretrained(directory, **config)
     return tensors(directory)
 
 
 def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
-    """Every tensor of every file."""
+    """Every tensor of every file, by name."""
     files = [safetensors.numpy.load_file(path) for path in directory.glob("*.safetensors")]
     assert sum(map(len, files)) == len({name for file in files for name in file})
     return {name: array for file in files for name, array in file.items()}
@@ -50,24 +50,22 @@ def tensors(directory: pathlib.Path) -> dict[str, np.ndarray]:
 def read(
     directory: pathlib.Path, sizes: tuple[int, int, int] = (1, 1, 1)
 ) -> tuple[layers.Weights, layers.Weights]:
-    """The table of a folder's model, and its weights, imported on a mesh and made whole again."""
-    found = folder.find(str(directory))
+    """The table of a folder's model, and its weights, imported on a mesh and unsharded."""
+    source = folder.find(str(directory))
     table = decoder.param_table(
-        families.parse_model_config(found.config_fields, field="config.json")
+        families.parse_model_config(source.config_fields, field="config.json")
     )
     stored = sharding.load_weights(
-        table, batches.mesh(*sizes), weights.open_folder(found, table).read
+        table, batches.mesh(*sizes), weights.open_folder(source, table).read
     )
     return table, jax.tree.map(
-        lambda row, array: np.asarray(sharding.remove_padding(row, array)), table, stored
+        lambda param, array: np.asarray(sharding.remove_padding(param, array)), table, stored
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", oracle.MODELS)
-def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(
-    tmp_path, name, dtype
-):
+def test_import_and_export_keep_every_tensor_bit_for_bit(tmp_path, name, dtype):
     several = dtype != "bfloat16"
     source = checkpoint(
         tmp_path / "in",
@@ -79,15 +77,15 @@ def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(
     assert {array.dtype for array in source.values()} == {jnp.dtype(dtype)}
     for sizes in MESHES:
         table, master = read(tmp_path / "in", sizes)
-        right = {
+        expected = {
             name: oracle.torch.from_numpy(array.astype(np.float32))
             for name, array in source.items()
         }
-        assert batches.same_bits(master, oracle.stacked(right, table)), sizes
+        assert batches.same_bits(master, oracle.stacked(expected, table)), sizes
 
     exported = "bfloat16" if dtype == "bfloat16" else "float32"
     fields = folder.find(str(tmp_path / "in")).config_fields
-    weights.export_model(
+    writer.export_model(
         master,
         table=table,
         fields=fields,
@@ -101,27 +99,28 @@ def test_every_tensor_is_the_files_bit_for_bit_and_export_gives_the_file_back(
         assert batches.same_bits(back[key], array.astype(jnp.dtype(exported))), key
 
 
-def test_of_a_tied_embedding_and_head_one_is_enough_under_either_name(tmp_path):
+def test_one_tensor_is_enough_for_a_tied_embedding_and_head_under_either_name(tmp_path):
     """safetensors.torch.save_model keeps the first name in the alphabet, which is the head's."""
     source = checkpoint(tmp_path, oracle.MODELS["llama tied"])
     assert "lm_head.weight" not in source
     both = source | {"lm_head.weight": source["model.embed_tokens.weight"]}
-    alone = {name: array for name, array in both.items() if name != "model.embed_tokens.weight"}
-    _, right = read(tmp_path)
-    for stored in (both, alone):
+    head_only = dict(both)
+    del head_only["model.embed_tokens.weight"]
+    _, expected = read(tmp_path)
+    for stored in (both, head_only):
         safetensors.numpy.save_file(
             stored, tmp_path / "model.safetensors", metadata={"format": "pt"}
         )
         model = oracle.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         assert batches.same_bits(
-            model.model.embed_tokens.weight.detach().numpy(), right["embedding"]
+            model.model.embed_tokens.weight.detach().numpy(), expected["embedding"]
         )
-        _, found = read(tmp_path)
-        assert batches.same_bits(found, right)
+        _, imported = read(tmp_path)
+        assert batches.same_bits(imported, expected)
 
 
 @pytest.mark.e2e
-def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(tmp_path):
+def test_the_suggested_command_converts_pickled_weights(tmp_path):
     fields = oracle.MODELS["llama3"]
     source = checkpoint(tmp_path / "it's old", fields, dtype="bfloat16")
     (tmp_path / "it's old/model.safetensors").unlink()
@@ -148,9 +147,9 @@ def test_the_command_for_pickled_weights_makes_a_folder_that_is_the_same_model(t
     )
 
 
-def test_old_llamas_come_with_frequencies_that_config_json_says_too(tmp_path):
+def test_rotary_frequencies_of_old_llamas_are_ignored(tmp_path):
     source = checkpoint(tmp_path, oracle.MODELS["llama"])
-    _, right = read(tmp_path)
+    _, expected = read(tmp_path)
     extra = {
         f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32)
         for layer in range(2)
@@ -158,10 +157,10 @@ def test_old_llamas_come_with_frequencies_that_config_json_says_too(tmp_path):
     safetensors.numpy.save_file(
         source | extra, tmp_path / "model.safetensors", metadata={"format": "pt"}
     )
-    assert batches.same_bits(read(tmp_path)[1], right)
+    assert batches.same_bits(read(tmp_path)[1], expected)
 
 
-def test_exports_carry_the_small_files_of_their_source(tmp_path):
+def test_exports_contain_the_small_files_of_their_source(tmp_path):
     checkpoint(tmp_path / "in", oracle.MODELS["mistral"] | {"sliding_window": None})
     (tmp_path / "in/generation_config.json").write_text(
         '{"temperature": 0.6, "eos_token_id": [2, 7]}'
@@ -169,15 +168,15 @@ def test_exports_carry_the_small_files_of_their_source(tmp_path):
     (tmp_path / "in/tokenizer.json").write_text("{}")
     (tmp_path / "in/chat_template.jinja").write_text("{{ messages }}")
     (tmp_path / "in/modeling.py").write_text("raise SystemExit")
-    found = folder.find(str(tmp_path / "in"))
-    folder.copy_small_files(found.path, tmp_path / "kept")
+    source = folder.find(str(tmp_path / "in"))
+    folder.copy_small_files(source.path, tmp_path / "kept")
     names = {"chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json"}
     assert {path.name for path in (tmp_path / "kept").iterdir()} == names
     table, master = read(tmp_path / "in")
-    weights.export_model(
+    writer.export_model(
         master,
         table=table,
-        fields=found.config_fields,
+        fields=source.config_fields,
         tokenizer=None,
         directory=tmp_path / "out",
         small_files=tmp_path / "kept",

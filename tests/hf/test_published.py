@@ -24,45 +24,48 @@ REFUSED = HubError("a problem with a suggestion", reason="a reason")
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Sets what a download gives: a folder, or an error. The working directory is empty."""
+    """Returns a function that sets the result of a download: a folder, or an error.
+
+    The working directory is empty.
+    """
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
 
-    def gives(answer):
+    def set_result(result):
         def download(source, names, *, field, revision):
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            if isinstance(result, Exception):
+                raise result
+            return result
 
         monkeypatch.setattr(folder, "_download", download)
 
-    return gives
+    return set_result
 
 
 @pytest.mark.parametrize(
     "model", [pytest.param(model, id=name) for name, model in published.MODELS.items()]
 )
 def test_sizes_give_the_published_number_of_parameters(model):
-    """So a wrong size, or an embedding that should be tied, is found."""
+    """This finds wrong sizes, and embeddings that should be tied."""
     read = families.parse_model_config(model.fields, field=model.name)
     table = decoder.param_table(read)
 
-    def size(parameters):
-        return sum(math.prod(parameter.shape) for parameter in jax.tree.leaves(parameters))
+    def size(params):
+        return sum(math.prod(param.shape) for param in jax.tree.leaves(params))
 
     count = size(table) + (read.num_layers - 1) * size(table["layers"])
     assert count / 1e9 == pytest.approx(model.billion_params, rel=0.01)
 
 
-def test_every_model_that_a_recipe_names_is_published():
+def test_every_model_of_a_recipe_has_published_sizes():
     configs = [yaml.safe_load(path.read_text()) for path in (REPO / "configs").glob("*.yaml")]
     named = {fields["model"].get("source") for fields in configs} - {None}
     assert len(named) >= 3
     assert named <= published.MODELS.keys()
 
 
-def test_sizes_are_those_that_were_compared_with_config_json_once():
-    """Llama-3.1-8B field by field, with every field that a plan reads."""
+def test_sizes_of_llama_3_1_8b_equal_its_config_json():
+    """Compared once by hand, with every field that a plan reads."""
     read = published.MODELS[LLAMA].fields
     assert (read["num_hidden_layers"], read["hidden_size"], read["intermediate_size"]) == (
         32,
@@ -108,7 +111,7 @@ def test_the_hub_s_own_config_comes_before_published_sizes(hub, tmp_path):
 
 
 def test_a_folder_and_fields_of_the_config_need_no_hub(hub, tmp_path):
-    hub(AssertionError("the hub is not asked"))
+    hub(AssertionError("no request to the hub"))
     fields = published.MODELS["Qwen/Qwen3-0.6B"].fields
     (tmp_path / "config.json").write_text(json.dumps(fields))
     for model in (ModelSourceConfig(source=str(tmp_path)), ModelSourceConfig(config=fields)):
@@ -122,7 +125,7 @@ def test_a_model_that_the_hub_does_not_have_has_no_published_sizes(hub):
         published.read_sizes(ModelSourceConfig(source=LLAMA))
 
 
-def test_a_model_without_published_sizes_is_answered_with_those_that_have_them(hub):
+def test_the_error_for_a_model_without_published_sizes_lists_those_that_have_them(hub):
     hub(REFUSED)
     with pytest.raises(UserError) as raised:
         published.read_sizes(ModelSourceConfig(source="Qwen/Qwen3-14"))

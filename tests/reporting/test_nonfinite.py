@@ -12,7 +12,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import weights
+from jaxsp.hf import writer
 from jaxsp.model import decoder
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
     )
     whole["embedding"][NEW] = np.nan
     tokenizer = tokenizers.make_byte_tokenizer()
-    weights.export_model(
+    writer.export_model(
         whole,
         table=decoder.param_table(program.model),
         fields=MODEL,

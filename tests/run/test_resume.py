@@ -21,7 +21,7 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, weights
+from jaxsp.hf import families, writer
 from jaxsp.run import build, resume, trainer
 from jaxsp.runtime import run_paths
 from tests import batches, messages, tolerances
@@ -318,7 +318,7 @@ def test_a_run_goes_on_where_its_model_s_folder_is_gone(tmp_path):
     )
     whole = jax.tree.map(lambda row: np.zeros(row.stacked_shape, np.float32), program.table)
     folder = tmp_path / "hf"
-    weights.export_model(
+    writer.export_model(
         whole,
         table=program.table,
         fields=batches.UNEVEN_LLAMA,

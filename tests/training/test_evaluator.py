@@ -1,11 +1,11 @@
 """Digests that decide which losses are comparable."""
 
 from jaxsp.training import evaluator
-from tests.data.packing import test_dataset, test_pipeline
+from tests.data.packing import test_dataset, test_loader
 
 
 def digest_of(lengths, row_tokens, **fields):
-    config = test_pipeline.settings_of(row_tokens=row_tokens)
+    config = test_loader.settings_of(row_tokens=row_tokens)
     data = test_dataset.data_of([lengths], config, **fields)
     return evaluator.identify_eval_set(data, config)["digest"]
 

@@ -1,4 +1,4 @@
-"""Documents and the rows they are packed into: what a run learns from, or is evaluated on."""
+"""A data set: documents, and the streams of rows that they are packed into."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -13,27 +13,28 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import mixing
+from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
-from jaxsp.data.packing.pipeline import BatchLoader
-from jaxsp.data.packing.row_reader import Documents, SourceCounts
+from jaxsp.data.packing.row_reader import Documents
+from jaxsp.data.packing.source_counts import SourceCounts
 
 _LONG_DOCUMENTS = "data.long_documents"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedDataset:
-    """Documents and the streams of rows they are packed into, one for each length that documents need, the shortest first."""
+    """Documents, and a stream of rows for each row length that they need, the shortest first."""
 
     name: str
     documents: Documents
     streams: tuple[RowStream, ...]
     step_fractions: tuple[float, ...]
-    """Of all steps, those with rows of each stream."""
+    """Fraction of the steps with rows of each stream."""
     digests: tuple[str, ...]
-    """Of each source's tokens."""
+    """Digest of each source's tokens."""
     source_weights: tuple[float, ...] | None
-    """Of each source, adding up to 1; None where all documents are packed together."""
+    """Weight of each source; they add up to 1. None if all documents are packed together."""
 
     @property
     def digested_sources(self) -> list[tuple[SourceCounts, str]]:
@@ -48,40 +49,48 @@ class PackedDataset:
         num_steps: int | None = None,
         epochs: int | None = None,
     ) -> RowSchedule:
-        """The steps to come: so many, or to the end of so many epochs.
+        """Schedules `num_steps` more steps, or the steps to the end of `epochs` epochs.
 
-        Args: consumed: rows consumed before, by their length.
+        Args:
+            consumed: number of rows consumed before, by row length.
         """
-        begin = [(consumed or {}).get(stream.row_tokens, 0) for stream in self.streams]
+        consumed = consumed or {}
+        begin_rows = [consumed.get(stream.row_tokens, 0) for stream in self.streams]
+        configs = [config.with_row_tokens(stream.row_tokens) for stream in self.streams]
+        end_rows = None
+        if epochs is not None:
+            end_rows = [
+                max(stream.count_rows(epochs), begin)
+                for stream, begin in zip(self.streams, begin_rows, strict=True)
+            ]
         return mixing.build_schedule(
-            begin_rows=begin,
-            rows_per_step=[
-                config.with_row_tokens(stream.row_tokens).batch.rows_per_step
-                for stream in self.streams
-            ],
+            begin_rows=begin_rows,
+            rows_per_step=[stream_config.batch.rows_per_step for stream_config in configs],
             fractions=self.step_fractions,
             seed=config.run.seed,
             num_steps=num_steps,
-            end_rows=None
-            if epochs is None
-            else [max(s.count_rows(epochs), b) for s, b in zip(self.streams, begin, strict=True)],
+            end_rows=end_rows,
         )
 
     def is_epoch_end(self, schedule: RowSchedule, num_steps: int) -> bool:
-        """True if an epoch ends with a step of a schedule.
+        """True if an epoch ends with step `num_steps` of a schedule.
 
-        With rows of several lengths: a pass over all of them.
+        With rows of several lengths, an epoch is a pass over all of them.
         """
-        before, after = (
+        epochs_before, epochs_after = (
             min(map(_count_epochs, self.streams, schedule.rows_consumed(steps)))
             for steps in (num_steps - 1, num_steps)
         )
-        return after > before
+        return epochs_after > epochs_before
 
     def make_loader(
         self, config: Config, mesh: jax.sharding.Mesh, schedule: RowSchedule, *, layout_degree: int
     ) -> BatchLoader:
-        """The steps of a schedule, for a mesh. Args: layout: the degree of the rows' layout, core/layout.py."""
+        """Returns the loader of a schedule's steps, for a mesh.
+
+        Args:
+            layout_degree: degree of the rows' layout, see core/layout.py.
+        """
         return BatchLoader(
             self.documents,
             self.streams,
@@ -92,28 +101,28 @@ class PackedDataset:
         )
 
     def fingerprint(self, config: Config) -> dict[str, Any]:
-        """All that decides which documents lie in which row, and in which order the rows come; in JSON's types."""
+        """Everything that decides the content and the order of the rows, as JSON values."""
         data = config.data
+        row_tokens: int | list[int] = data.max_row_tokens
+        if len(data.row_lengths) > 1:
+            row_tokens = list(data.row_lengths)
+        # without long documents the rows are the same for every value
+        has_long_documents = any(map(SourceCounts.has_long_documents, self.documents.sources))
         return {
             "run.seed": config.run.seed,
             "data.eval_fraction": data.eval_fraction,
-            "data.row_tokens": list(data.row_lengths)
-            if len(data.row_lengths) > 1
-            else data.max_row_tokens,
+            "data.row_tokens": row_tokens,
             "data.max_segments_per_row": data.max_segments_per_row,
-            # where no document is too long, they are the same rows
-            _LONG_DOCUMENTS: data.long_documents
-            if any(map(SourceCounts.has_long_documents, self.documents.sources))
-            else None,
+            _LONG_DOCUMENTS: data.long_documents if has_long_documents else None,
             "weights": None if self.source_weights is None else list(self.source_weights),
             "sources": [
                 {
-                    "name": one.name,
-                    "documents": one.num_documents,
-                    "tokens": one.num_tokens,
+                    "name": source.name,
+                    "documents": source.num_documents,
+                    "tokens": source.num_tokens,
                     "digest": digest,
                 }
-                for one, digest in self.digested_sources
+                for source, digest in self.digested_sources
             ],
         }
 
@@ -133,32 +142,34 @@ def _default_value(name: str) -> Any:
 
 
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What makes other rows than before, in words; nothing where the rows are the same."""
-    said = []
-    for name in (name for name in now if "." in name):
-        # an earlier version, which had no such field, did what its default does
-        was = before[name] if name in before else _default_value(name)
-        # null: no document was too long, and then the field decides nothing
-        is_idle = name == _LONG_DOCUMENTS and None in (was, now[name])
-        if now[name] != was and not is_idle:
-            said.append(
-                f"{name} = {yaml_io.format_value(now[name])}, and was {yaml_io.format_value(was)}"
-            )
+    """Describes the differences of two fingerprints; empty if the rows are the same."""
+    changes = []
+    for name in now:
+        if "." not in name:
+            continue
+        # an earlier version without the field did what its default does
+        value_before = before[name] if name in before else _default_value(name)
+        # null: no document was too long, so the field has no effect
+        is_idle = name == _LONG_DOCUMENTS and None in (value_before, now[name])
+        if now[name] != value_before and not is_idle:
+            new = yaml_io.format_value(now[name])
+            old = yaml_io.format_value(value_before)
+            changes.append(f"{name} = {new}, was {old}")
     if before["weights"] != now["weights"]:
-        said.append(f"weights of data.train = {now['weights']}, and were {before['weights']}")
+        changes.append(f"weights of data.train = {now['weights']}, were {before['weights']}")
     if len(before["sources"]) != len(now["sources"]):
-        said.append(
-            f"data.train has {len(now['sources'])} sources, and had {len(before['sources'])}"
+        changes.append(
+            f"data.train has {len(now['sources'])} sources, had {len(before['sources'])}"
         )
-        return said
-    for number, (was, one) in enumerate(zip(before["sources"], now["sources"], strict=True)):
-        if was["digest"] == one["digest"] and was["tokens"] == one["tokens"]:
+        return changes
+    for number, (old, new) in enumerate(zip(before["sources"], now["sources"], strict=True)):
+        if old["digest"] == new["digest"] and old["tokens"] == new["tokens"]:
             continue  # under another name they are the same documents
         counts = "; ".join(
-            f"{one[what]:,} {what}, and had {was[what]:,}" for what in ("documents", "tokens")
+            f"{new[unit]:,} {unit}, had {old[unit]:,}" for unit in ("documents", "tokens")
         )
-        said.append(f"data.train.{number} ({one['name']}) has other tokens than before: {counts}")
-    return said
+        changes.append(f"data.train.{number} ({new['name']}) has other tokens: {counts}")
+    return changes
 
 
 def pack_documents(
@@ -169,67 +180,83 @@ def pack_documents(
     digests: Sequence[str],
     source_weights: Sequence[float] | None = None,
 ) -> PackedDataset:
-    """Documents packed: each in rows of the shortest length that holds it, all together or, with weights, source by source."""
-    lengths, row_lengths = documents.lengths, config.data.row_lengths
-    wanted = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
-    source_of = (
-        documents.find_sources(np.arange(len(lengths)))
-        if source_weights is not None
-        else np.zeros(len(lengths), np.int64)
-    )
+    """Packs each document into rows of the shortest length that holds it.
+
+    Without weights all documents are packed together. With weights each source is packed
+    separately, and the sources' rows are mixed.
+    """
+    lengths = documents.lengths
+    row_lengths = config.data.row_lengths
+    length_index = np.minimum(np.searchsorted(row_lengths, lengths), len(row_lengths) - 1)
+    part_of_document = np.zeros(len(lengths), np.int64)
+    weights: tuple[float, ...] = (1.0,)
     if source_weights is not None:
-        scaled = np.divide(
-            source_weights, max(source_weights)
-        )  # the sum of very large weights would be infinite
-        source_weights = tuple((scaled / scaled.sum()).tolist())
-    # tokens that the rows of one length and source should have, of all tokens: as many as the source has in this length
-    pools = (1.0,) if source_weights is None else source_weights
-    tokens = np.bincount(source_of, lengths, minlength=len(pools))
-    if not tokens.all():
-        empty = int(np.argmin(tokens))
-        source = documents.sources[empty]
-        reason = "see data.long_documents and data.on_bad_record"
-        if source.num_held_out:
-            reason = (
-                f"hold out fewer documents (data.eval_fraction = {config.data.eval_fraction:g} "
-                f"holds out {source.num_held_out:,} of this source)"
-            )
-        raise UserError(
-            f"data.train.{empty} ({source.name}): no document is left of it, and it has a weight. Leave it out, or {reason}."
-        )
-    streams, shares = [], []
+        part_of_document = documents.find_sources(np.arange(len(lengths)))
+        weights = _normalize_weights(source_weights)
+    tokens = np.bincount(part_of_document, lengths, minlength=len(weights))
+    _check_no_source_empty(documents, tokens, config.data)
+    streams = []
+    space = []
     for number, row_tokens in enumerate(row_lengths):
-        parts, rates, members = [], [], []
-        for pool, weight in enumerate(pools):
-            chosen = np.flatnonzero((wanted == number) & (source_of == pool))
+        parts = []
+        part_numbers = []
+        rows_per_token = []  # of this length, for each token of the whole mixture
+        for part, weight in enumerate(weights):
+            chosen = np.flatnonzero((length_index == number) & (part_of_document == part))
             if not len(chosen):
                 continue
-            parts.append(
-                PackedEpochs(
-                    lengths[chosen],
-                    row_tokens=row_tokens,
-                    max_segments=config.data.max_segments_per_row,
-                    seed=config.run.seed,
-                    documents=chosen,
-                )
+            epochs = PackedEpochs(
+                lengths[chosen],
+                row_tokens=row_tokens,
+                max_segments=config.data.max_segments_per_row,
+                seed=config.run.seed,
+                documents=chosen,
             )
-            members.append(pool)
-            rates.append(weight * parts[-1].count_rows(1) / tokens[pool])
+            parts.append(epochs)
+            part_numbers.append(part)
+            rows_per_token.append(weight * epochs.count_rows(1) / tokens[part])
         if parts:
-            streams.append(
-                RowStream(
-                    parts,
-                    (np.array(rates) / sum(rates)).tolist(),
-                    row_tokens=row_tokens,
-                    sources=members if source_weights else (),
-                )
+            stream = RowStream(
+                parts,
+                _to_fractions(rows_per_token),
+                row_tokens=row_tokens,
+                sources=() if source_weights is None else part_numbers,
             )
-            shares.append(sum(rates) * row_tokens)
+            streams.append(stream)
+            space.append(sum(rows_per_token) * row_tokens)
     return PackedDataset(
         name=name,
         documents=documents,
         streams=tuple(streams),
-        step_fractions=tuple((np.array(shares) / sum(shares)).tolist()),
+        step_fractions=tuple(_to_fractions(space)),
         digests=tuple(digests),
-        source_weights=source_weights,
+        source_weights=None if source_weights is None else weights,
+    )
+
+
+def _normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
+    """Weights that add up to 1."""
+    scaled = np.divide(weights, max(weights))  # the sum of very large weights would be infinite
+    return tuple((scaled / scaled.sum()).tolist())
+
+
+def _to_fractions(values: Sequence[float]) -> list[float]:
+    return (np.array(values) / sum(values)).tolist()
+
+
+def _check_no_source_empty(documents: Documents, tokens: np.ndarray, data: DataConfig) -> None:
+    """Raises: UserError if no document of a weighted source is left."""
+    if tokens.all():
+        return
+    number = int(np.argmin(tokens))
+    source = documents.sources[number]
+    suggestion = "see data.long_documents and data.on_bad_record"
+    if source.num_held_out:
+        suggestion = (
+            f"hold out fewer documents (data.eval_fraction = {data.eval_fraction:g} "
+            f"holds out {source.num_held_out:,} of this source)"
+        )
+    raise UserError(
+        f"data.train.{number} ({source.name}): a source with a weight must have at least one "
+        f"document that is used. Leave the source out, or {suggestion}."
     )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import datasets
 
 EVAL_SET_NAME = "held_out"
-"""Name of the data set that they form."""
+"""Name of the data set of held-out documents."""
 
 
 def select_records(
@@ -24,14 +24,14 @@ def select_records(
     fraction: float,
     seed: int,
 ) -> list[np.ndarray]:
-    """For each source, which of its records are held out.
+    """Selects the records of each source that are held out.
 
     Each document has a number that depends only on the seed, the source's name and the record's
     index. Those with the smallest numbers are held out, `fraction` of all documents rounded up, so
     the choice is the same on every mesh, in every process and after a resume. Records without
     tokens are never held out.
 
-    Raises: UserError where every document would be held out.
+    Raises: UserError if every document would be held out.
     """
     draws = [
         _draw_numbers(len(dataset), seed=seed, name=name)
@@ -52,18 +52,22 @@ def select_records(
             (draw <= highest) & (length > 0) for draw, length in zip(draws, lengths, strict=True)
         ]
     raise UserError(
-        f"data.eval_fraction = {fraction:g}: every document of data.train would be held out, of "
-        f"{len(usable):,}. {_suggest_fraction(len(usable))}"
+        f"data.eval_fraction = {fraction:g}: must leave at least one document of data.train, which "
+        f"has {len(usable):,}. {_suggest_fraction(len(usable))}"
     )
 
 
 def digest_split(source: str, is_chosen: np.ndarray, *, is_held_out: bool) -> str:
-    """Digest of one of the two parts of a source. Args: source: digest of the whole source."""
+    """Digest of one of the two parts of a source.
+
+    Args:
+        source: digest of the whole source.
+        is_chosen: for each record, True if it is held out.
+    """
     if not is_chosen.any() and not is_held_out:
-        return source  # nothing is held out of it
-    return hashlib.sha256(
-        f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()
-    ).hexdigest()
+        return source  # nothing is held out
+    content = f"{source} {is_held_out} ".encode() + np.packbits(is_chosen).tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
@@ -78,7 +82,7 @@ def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
 
 
 def _suggest_fraction(num_documents: int) -> str:
-    """A fraction that leaves at least one document to learn from."""
+    """Suggests a fraction that leaves at least one document to train on."""
     if num_documents < 2:
         return "Name data sets in data.eval instead."
     fraction = min(0.1, 1 / num_documents)

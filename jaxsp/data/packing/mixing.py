@@ -1,14 +1,19 @@
-"""Which rows come when: sources take turns by weight, and rows of several lengths step by step.
+"""Order of rows and steps: sources are mixed by weight, and steps alternate between row lengths.
 
-Rows of two sources a and b, of which a is to give 3 tokens of 4, and whose rows are equally full:
+Rows of two sources a and b, where a has 3 of 4 tokens and the rows are equally full:
 
-    a a b a a a b a a a b a ...     row j of a source stands at (j + 1/2) / share: a at 0.7, 2, 3.3 ..., b at 2, 6, 10 ...
+    a a b a a a b a a a b a ...
 
-Steps of rows of two lengths, where three quarters of all row space are rows of the first:
+Row j of a source is at (j + 1/2) / fraction: a at 0.7, 2, 3.3 ..., b at 2, 6, 10 ...
 
-    0 0 1 0 | 0 1 0 0 | 1 0 0 0     step j of a length stands anywhere between j / share and (j + 1) / share, by the seed
+Steps with rows of two lengths, where the first length has three quarters of all row space:
 
-Both orders can be cut anywhere, and go on from what was consumed of each without knowing how that was done.
+    0 0 1 0 | 0 1 0 0 | 1 0 0 0
+
+Step j of a length is at a place between j / fraction and (j + 1) / fraction that the seed decides.
+
+Both orders can be cut anywhere. They continue from the number of rows that were consumed of each
+part, whatever the mesh and the rows per step were.
 """
 
 import bisect
@@ -25,11 +30,11 @@ from jaxsp.data.packing.packing import PackedEpochs, PackedRow
 
 
 class RowStream:
-    """The endless sequence of rows of one length, in which the parts take turns. Thread-safe.
+    """Endless sequence of rows of one length, interleaved from several parts. Thread-safe.
 
     Args:
-        shares: of the rows, for each part; they add up to 1.
-        sources: which source each part is, where they are mixed by weight.
+        fractions: fraction of the rows that each part has; they add up to 1.
+        sources: source of each part, if sources are mixed by weight.
     """
 
     def __init__(
@@ -40,38 +45,42 @@ class RowStream:
         row_tokens: int,
         sources: Sequence[int] = (),
     ):
-        assert len(parts) == len(fractions) > 0, "a share for each part"
+        assert len(parts) == len(fractions) > 0, "a fraction for each part"
         assert len(sources) in (0, len(parts)), "a source for each part"
-        self.parts, self.sources, self.row_tokens = tuple(parts), tuple(sources), row_tokens
+        self.parts = tuple(parts)
+        self.sources = tuple(sources)
+        self.row_tokens = row_tokens
         self._fractions = np.array(fractions)
         self._lock = threading.Lock()
-        # of the rows so far: the part, and which of the part's rows it is
-        self._part_of_row, self._index_in_part = np.zeros(0, np.int16), np.zeros(0, np.int64)
+        # for the rows laid out so far: the part, and the index among the part's rows
+        self._part_of_row = np.zeros(0, np.int16)
+        self._index_in_part = np.zeros(0, np.int64)
 
     def row(self, index: int) -> PackedRow:
-        """The row that comes after `index` others since step 0."""
-        part, place = self._locate_row(index)
-        return self.parts[part].row(place)
+        """Row `index` of the sequence, counted from step 0."""
+        part, index_in_part = self._locate_row(index)
+        return self.parts[part].row(index_in_part)
 
     def find_epoch(self, index: int) -> int | None:
-        """The epoch of a row, from 0; None where sources go at paces of their own."""
+        """The epoch of a row, from 0; None if sources are mixed by weight."""
         return None if self.sources else self.parts[0].find_epoch(index)
 
     def count_rows(self, epochs: int) -> int:
-        """Rows of the first `epochs` epochs of the only part."""
-        (only,) = self.parts
-        return only.count_rows(epochs)
+        """Number of rows in the first `epochs` epochs of the only part."""
+        (part,) = self.parts
+        return part.count_rows(epochs)
 
     def count_rows_by_part(self, end: int) -> list[int]:
-        """Number of the first `end` rows that each part has; approximate to one row for large `end`."""
+        """Number of rows of each part in the first `end` rows; for large `end` up to rounding."""
         if len(self.parts) == 1:
             return [end]
         if end > _MAX_COUNTED_ROWS:
-            return [round(end * share) for share in self._fractions.tolist()]
+            return [round(end * fraction) for fraction in self._fractions.tolist()]
         self._locate_row(max(end - 1, 0))
         return np.bincount(self._part_of_row[:end], minlength=len(self.parts)).tolist()
 
     def _locate_row(self, index: int) -> tuple[int, int]:
+        """The part of a row, and its index among the part's rows."""
         if len(self.parts) == 1:
             return 0, index
         with self._lock:
@@ -83,47 +92,48 @@ class RowStream:
 
 
 _MAX_COUNTED_ROWS = 10**6
-"""Rows that are laid out only to count those of each part."""
+"""Maximum number of rows that are laid out only to count those of each part."""
 
 
 def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each of the first rows, and which of the part's rows it is.
+    """The part of each of the first rows, and its index among the part's rows.
 
-    Source: divisor method of Webster (Sainte-Laguë): each part's rows are evenly spread. Of k parts, one can be ahead of its
-        share of n rows by share * k / 2 + 1/2.
+    Source:
+        Webster's divisor method (Sainte-Laguë), which spreads each part's rows evenly. Of k parts,
+        one can be ahead of its fraction of n rows by fraction * k / 2 + 1/2.
     """
-    counts = [int(np.ceil((num_rows + len(fractions)) * share)) + 1 for share in fractions]
+    counts = [int(np.ceil((num_rows + len(fractions)) * fraction)) + 1 for fraction in fractions]
     parts = np.repeat(np.arange(len(fractions), dtype=np.int16), counts)
-    places = np.concatenate([np.arange(count) for count in counts])
-    order = np.argsort((places + 0.5) / fractions[parts], kind="stable")[:num_rows]
-    return parts[order], places[order]
+    indices = np.concatenate([np.arange(count) for count in counts])
+    order = np.argsort((indices + 0.5) / fractions[parts], kind="stable")[:num_rows]
+    return parts[order], indices[order]
 
 
 class StepRows(NamedTuple):
     """The rows of a step."""
 
     stream_index: int
-    """The stream they are from."""
+    """Index of the stream that they are from."""
     first_row: int
-    """The first of them, by its number in the stream."""
+    """Index of the first of them within the stream."""
     num_rows: int
     """Number of the rows; smaller in the last step if the data ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSchedule:
-    """The rows of each step to come.
+    """The rows of each remaining step.
 
-    Those of a single stream follow from the step's number, so that a billion steps take no memory.
+    With a single stream they follow from the step's number, so that a billion steps take no memory.
     """
 
     num_steps: int
     begin_rows: tuple[int, ...]
-    """Rows of each stream consumed before."""
+    """Number of rows of each stream that were consumed before."""
     end_rows: tuple[int, ...]
-    """Rows of each stream after which the data ends."""
+    """Number of rows of each stream after which the data ends."""
     rows_per_step: tuple[int, ...]
-    """Numbers of rows of each stream."""
+    """Number of rows of a step with rows of each stream."""
     stream_of_step: np.ndarray | None = None
     """The stream of each step; None if there is only one."""
 
@@ -132,16 +142,18 @@ class RowSchedule:
 
     def step_rows(self, step: int) -> StepRows:
         """Returns the rows of a step, from 0."""
-        stream = 0 if self.stream_of_step is None else int(self.stream_of_step[step])
-        before = step if self.stream_of_step is None else int(self._steps_before[step])
-        first = self.begin_rows[stream] + before * self.rows_per_step[stream]
-        return StepRows(
-            stream, first, min(self.rows_per_step[stream], self.end_rows[stream] - first)
-        )
+        stream = 0
+        steps_before = step
+        if self.stream_of_step is not None:
+            stream = int(self.stream_of_step[step])
+            steps_before = int(self._steps_before[step])
+        first = self.begin_rows[stream] + steps_before * self.rows_per_step[stream]
+        num_rows = min(self.rows_per_step[stream], self.end_rows[stream] - first)
+        return StepRows(stream, first, num_rows)
 
     @functools.cached_property
     def _steps_before(self) -> np.ndarray:
-        """Steps of the same stream before each step."""
+        """Number of steps of the same stream before each step."""
         assert self.stream_of_step is not None, "there are several streams"
         before = np.zeros(self.num_steps, np.int64)
         for stream in range(len(self.begin_rows)):
@@ -150,23 +162,21 @@ class RowSchedule:
         return before
 
     def rows_consumed(self, num_steps: int) -> tuple[int, ...]:
-        """Rows of each stream consumed after so many of the steps: the whole state of the data."""
+        """Rows of each stream consumed after `num_steps` steps: the whole state of the data."""
         if self.stream_of_step is None:
             steps = [min(num_steps, self.num_steps)]
         else:
-            steps = np.bincount(
-                self.stream_of_step[:num_steps], minlength=len(self.begin_rows)
-            ).tolist()
+            num_streams = len(self.begin_rows)
+            steps = np.bincount(self.stream_of_step[:num_steps], minlength=num_streams).tolist()
+        streams = zip(self.begin_rows, steps, self.rows_per_step, self.end_rows, strict=True)
         return tuple(
             max(begin, min(begin + count * per_step, end))
-            for begin, count, per_step, end in zip(
-                self.begin_rows, steps, self.rows_per_step, self.end_rows, strict=True
-            )
+            for begin, count, per_step, end in streams
         )
 
     @property
     def num_rows(self) -> int:
-        """Rows of all steps."""
+        """Number of rows in all steps."""
         return sum(self.rows_consumed(self.num_steps)) - sum(self.begin_rows)
 
 
@@ -179,51 +189,49 @@ def build_schedule(
     num_steps: int | None = None,
     end_rows: Sequence[int] | None = None,
 ) -> RowSchedule:
-    """The steps from where each stream begins: so many, or until each has come to its end.
+    """Builds a schedule of `num_steps` steps, or until each stream has come to its end.
 
     Args:
-        begin, ends: rows of each stream.
-        shares: of the steps, for each stream.
-    Raises: UserError for more steps than can be laid out.
+        begin_rows, end_rows: number of rows of each stream.
+        fractions: fraction of the steps that each stream has.
+    Raises: UserError for more steps than a schedule can have.
     """
-    assert (num_steps is None) != (end_rows is None), "one of them says how long"
+    assert (num_steps is None) != (end_rows is None), "either steps or rows limit a schedule"
     limits = [_UNLIMITED_ROWS] * len(begin_rows) if end_rows is None else list(end_rows)
-    steps = num_steps
-    if steps is None:
-        each = zip(begin_rows, limits, rows_per_step, strict=True)
-        steps = sum(-(-max(end - first, 0) // per_step) for first, end, per_step in each)
-    most, of_lengths = (
-        (_MAX_STEPS, "")
-        if len(begin_rows) == 1
-        else (_MAX_MIXED_STEPS, " with rows of several lengths")
-    )
-    if steps > most:
+    if num_steps is None:
+        streams = zip(begin_rows, limits, rows_per_step, strict=True)
+        num_steps = sum(-(-max(end - begin, 0) // per_step) for begin, end, per_step in streams)
+    is_mixed = len(begin_rows) > 1
+    max_steps = _MAX_MIXED_STEPS if is_mixed else _MAX_STEPS
+    if num_steps > max_steps:
         field = "run.steps" if end_rows is None else "run.epochs"
+        condition = " with rows of several lengths" if is_mixed else ""
         raise UserError(
-            f"{field}: makes {steps:,} steps; there can be at most {most:,}{of_lengths}. Use fewer."
+            f"{field}: makes {num_steps:,} steps, but a run has at most {max_steps:,}{condition}. "
+            "Use fewer."
         )
-    stream = None
-    if len(begin_rows) > 1:
-        stream = _interleave_streams(
-            list(begin_rows), rows_per_step, fractions, seed, steps, limits
+    stream_of_step = None
+    if is_mixed:
+        stream_of_step = _interleave_streams(
+            list(begin_rows), rows_per_step, fractions, seed, num_steps, limits
         )
     return RowSchedule(
-        num_steps=steps,
+        num_steps=num_steps,
         begin_rows=tuple(begin_rows),
         end_rows=tuple(limits),
         rows_per_step=tuple(rows_per_step),
-        stream_of_step=stream,
+        stream_of_step=stream_of_step,
     )
 
 
 _UNLIMITED_ROWS = 2**63 - 1
-"""Rows of a stream that does not end."""
+"""Number of rows of a stream that does not end."""
 
 _MAX_STEPS = 10**12
-"""Their rows are counted in 64 bits, here and in grain."""
+"""Maximum number of steps; grain and jaxsp count their rows in 64 bits."""
 
 _MAX_MIXED_STEPS = 10**7
-"""Steps with rows of several lengths are laid out before the first one, in about 5 us each."""
+"""Maximum number of steps with rows of several lengths, laid out before step 0 in 5 us each."""
 
 
 def _interleave_streams(
@@ -236,13 +244,13 @@ def _interleave_streams(
 ) -> np.ndarray:
     """The stream of each step."""
 
-    def due(stream: int) -> float:
-        place = consumed[stream]
-        anywhere = np.random.default_rng((seed, stream, place)).random()
-        return (place / rows_per_step[stream] + anywhere) / fractions[stream]
+    def next_place(stream: int) -> float:
+        row = consumed[stream]
+        jitter = np.random.default_rng((seed, stream, row)).random()
+        return (row / rows_per_step[stream] + jitter) / fractions[stream]
 
     waiting = sorted(
-        (due(stream), stream)
+        (next_place(stream), stream)
         for stream in range(len(consumed))
         if consumed[stream] < limits[stream]
     )
@@ -252,5 +260,5 @@ def _interleave_streams(
         streams[step] = stream
         consumed[stream] += rows_per_step[stream]
         if consumed[stream] < limits[stream]:
-            bisect.insort(waiting, (due(stream), stream))
+            bisect.insort(waiting, (next_place(stream), stream))
     return streams

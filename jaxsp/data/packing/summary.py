@@ -1,151 +1,191 @@
-"""What becomes of the documents, in words: all counts before the first step, and who is dealt which rows."""
+"""Text about the data before step 0: counts of documents and rows, and the groups' assignments."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxsp.config.schema import Config
+from jaxsp.data.packing import packing_advice
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
-from jaxsp.data.packing.pipeline import Assignment
-from jaxsp.data.packing.row_reader import SourceCounts
+from jaxsp.data.packing.source_counts import SourceCounts
+from jaxsp.data.packing.step_records import Assignment
 
 
 def describe_data(
     data: PackedDataset, config: Config, schedule: RowSchedule
 ) -> list[tuple[str, str]]:
-    """Pairs of a word and what is to be known: documents, pieces, tokens, rows; what is left out; each source's share."""
-    sources, lengths = data.documents.sources, data.documents.lengths
-    tokens, pieces = int(lengths.sum()), int(np.sum(-(-lengths // config.data.max_row_tokens)))
-    num_rows = {
-        stream.row_tokens: sum(part.count_rows(1) for part in stream.parts)
-        for stream in data.streams
-    }
-    space = sum(row_tokens * count for row_tokens, count in num_rows.items())
-    several = len(config.data.row_lengths) > 1
-    packed = " and ".join(
-        f"{format_count(number, 'row')}{f' of {row_tokens:,} tokens' if several else ''}"
-        for row_tokens, number in num_rows.items()
-    )
-    said = [
-        (
-            "data",
-            f"{format_count(len(lengths), 'document')} in {format_count(pieces, 'piece')}, {format_count(tokens, 'token')}, "
-            f"{data.documents.num_loss_tokens:,} with a loss; packed into {packed}, {100 * tokens / space:.2f} % full",
-        )
-    ]
-    if others := describe_exclusions(sources):
-        said.append(("", others))
-    said += [("skipped", words) for source in sources for words in source.skipped_examples]
-    said += [
-        ("note", words)
-        for stream in data.streams
-        for part in stream.parts
-        if (words := _suggest_packing(part, config, stream))
-    ]
+    """Returns lines of the banner about a data set, each with its label.
+
+    Documents, segments, tokens and rows; exclusions; suggestions for packing; and the sources, with
+    the fraction of the run that each has.
+    """
+    sources = data.documents.sources
+    lines = [("data", _describe_rows(data, config))]
+    exclusions = describe_exclusions(sources)
+    if exclusions:
+        lines.append(("", exclusions))
+    for source in sources:
+        lines += [("skipped", example) for example in source.skipped_examples]
+    for stream in data.streams:
+        for part in stream.parts:
+            suggestion = _suggest_packing(part, config, stream)
+            if suggestion:
+                lines.append(("note", suggestion))
     if len(sources) > 1:
-        passes = None if data.source_weights is None else _estimate_epochs(data, schedule)
-        said += [
-            ("source", _describe_source(data, number, passes)) for number in range(len(sources))
-        ]
-    return said
+        epochs = None if data.source_weights is None else _estimate_epochs(data, schedule)
+        for number in range(len(sources)):
+            lines.append(("source", _describe_source(data, number, epochs)))
+    return lines
+
+
+def _describe_rows(data: PackedDataset, config: Config) -> str:
+    """Number of documents, segments, tokens and rows, and how full the rows are."""
+    lengths = data.documents.lengths
+    num_tokens = int(lengths.sum())
+    num_segments = int(np.sum(-(-lengths // config.data.max_row_tokens)))
+    space = 0
+    rows = []
+    for stream in data.streams:
+        num_rows = sum(part.count_rows(1) for part in stream.parts)
+        space += stream.row_tokens * num_rows
+        text = format_count(num_rows, "row")
+        if len(config.data.row_lengths) > 1:
+            text += f" of {stream.row_tokens:,} tokens"
+        rows.append(text)
+    return (
+        f"{format_count(len(lengths), 'document')} in {format_count(num_segments, 'segment')}, "
+        f"{format_count(num_tokens, 'token')}, {data.documents.num_loss_tokens:,} with a loss; "
+        f"packed into {' and '.join(rows)}, {100 * num_tokens / space:.2f} % full"
+    )
 
 
 def num_steps_per_epoch(data: PackedDataset, config: Config) -> int | None:
-    """Steps of one pass over the data; None where sources are mixed by weight."""
+    """Number of steps in one epoch; None if sources are mixed by weight."""
     return None if data.source_weights is not None else len(data.make_schedule(config, epochs=1))
 
 
 def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
-    """What is left out, cut or split; nothing where all documents are as they were."""
-    total = {
-        name: sum(getattr(source, name) for source in sources)
-        for name in vars(sources[0])
-        if name.startswith("num_")
+    """Lists what is held out, split, truncated or left out; empty if nothing is."""
+
+    def total(field: str, noun: str) -> str:
+        return format_count(sum(getattr(source, field) for source in sources), noun)
+
+    descriptions = {
+        "num_held_out": (
+            f"{total('num_held_out', 'document')} held out for evaluation, "
+            f"with {total('num_tokens_held_out', 'token')}"
+        ),
+        "num_split": f"{total('num_split', 'document')} longer than a row: split",
+        "num_truncated": (
+            f"{total('num_truncated', 'document')} longer than a row: "
+            f"truncated by {total('num_tokens_truncated', 'token')}"
+        ),
+        "num_dropped": (
+            f"{total('num_dropped', 'document')} longer than a row: "
+            f"dropped, with {total('num_tokens_dropped', 'token')}"
+        ),
+        "num_skipped": f"{total('num_skipped', 'bad record')} skipped",
+        "num_empty": f"{total('num_empty', 'empty document')} left out",
     }
-    longer = "longer than a row:"
-    cut, dropped = (
-        format_count(total["num_tokens_truncated"], "token"),
-        format_count(total["num_tokens_dropped"], "token"),
+    return "; ".join(
+        description
+        for field, description in descriptions.items()
+        if any(getattr(source, field) for source in sources)
     )
-    held_out = format_count(total["num_tokens_held_out"], "token")
-    said = {
-        "num_held_out": f"{format_count(total['num_held_out'], 'document')} held out for evaluation, with {held_out}",
-        "num_split": f"{format_count(total['num_split'], 'document')} {longer} split",
-        "num_truncated": f"{format_count(total['num_truncated'], 'document')} {longer} truncated by {cut}",
-        "num_dropped": f"{format_count(total['num_dropped'], 'document')} {longer} dropped, with {dropped}",
-        "num_skipped": f"{format_count(total['num_skipped'], 'bad record')} skipped",
-        "num_empty": f"{format_count(total['num_empty'], 'empty document')} left out",
-    }
-    return "; ".join(words for name, words in said.items() if total[name])
 
 
 def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
-    """What would fill rows that the cap on pieces leaves empty."""
-    advice = part.suggest_limits()
+    """Limits that would fill rows that the limit on segments leaves empty."""
+    max_segments = config.data.max_segments_per_row
+    advice = packing_advice.suggest_limits(
+        part.plan_epoch(0), row_tokens=stream.row_tokens, max_segments=max_segments
+    )
     if advice is None:
         return None
-    most = format_count(config.data.max_segments_per_row, "document")
-    said = (
-        f"rows of {stream.row_tokens:,} tokens are {100 * advice.filled_fraction:.0f} % full, because they hold at most {most}: "
+    text = (
+        f"rows of {stream.row_tokens:,} tokens are {100 * advice.filled_fraction:.0f} % full, "
+        f"because they have at most {format_count(max_segments, 'segment')}: "
         f"data.max_segments_per_row={advice.max_segments} would fill them"
     )
     if advice.row_tokens is None or advice.num_cut or len(config.data.row_lengths) > 1:
-        return said
-    return f"{said}, or data.row_tokens={advice.row_tokens}"
+        return text
+    return f"{text}, or data.row_tokens={advice.row_tokens}"
 
 
-def _describe_source(data: PackedDataset, number: int, passes: Sequence[float] | None) -> str:
-    source = data.documents.sources[number]
-    said = f"{source.name}: {format_count(source.num_documents, 'document')}, {format_count(source.num_tokens, 'token')}"
-    if passes is None or data.source_weights is None:
-        return said
-    learned = [
-        times * one.num_tokens for times, one in zip(passes, data.documents.sources, strict=True)
-    ]
-    times, share = passes[number], 100 * learned[number] / sum(learned)
-    often = (
-        f"repeated {times:.{1 + (times < 2)}f} times"
-        if times > 1
-        else f"{100 * times:.1f} % of it is used"
+def _describe_source(data: PackedDataset, number: int, epochs: Sequence[float] | None) -> str:
+    """A line about a source; with its part of the run if sources are mixed by weight.
+
+    Args:
+        epochs: estimated number of epochs of each source.
+    """
+    sources = data.documents.sources
+    source = sources[number]
+    text = (
+        f"{source.name}: {format_count(source.num_documents, 'document')}, "
+        f"{format_count(source.num_tokens, 'token')}"
     )
-    return f"{said}; weight {100 * data.source_weights[number]:.4g} %, about {share:.1f} % of this run, {often}"
+    if epochs is None or data.source_weights is None:
+        return text
+    tokens = [
+        source_epochs * counts.num_tokens
+        for source_epochs, counts in zip(epochs, sources, strict=True)
+    ]
+    percent = 100 * tokens[number] / sum(tokens)
+    if epochs[number] > 1:
+        num_digits = 2 if epochs[number] < 2 else 1
+        use = f"repeated {epochs[number]:.{num_digits}f} times"
+    else:
+        use = f"{100 * epochs[number]:.1f} % of it is used"
+    weight = 100 * data.source_weights[number]
+    return f"{text}; weight {weight:.4g} %, about {percent:.1f} % of this run, {use}"
 
 
 def _estimate_epochs(data: PackedDataset, schedule: RowSchedule) -> list[float]:
-    """About how often each source is gone through by the end of a run, passes before a resume counted.
+    """Estimates the number of epochs of each source by the end of a run, from step 0.
 
-    Exactly it is known when all those rows are planned, which takes a second for a million documents, each time.
+    Exact numbers need plans of all those rows, which take a second per epoch for a million
+    documents.
     """
     tokens = np.zeros(len(data.documents.sources))
     for stream, end in zip(data.streams, schedule.rows_consumed(len(schedule)), strict=True):
-        for part, source, number in zip(
+        for part, source, num_rows in zip(
             stream.parts, stream.sources, stream.count_rows_by_part(end), strict=True
         ):
-            tokens[source] += number * part.num_tokens / part.count_rows(1)
+            tokens[source] += num_rows * part.num_tokens / part.count_rows(1)
     return [
-        float(sum_) / one.num_tokens
-        for sum_, one in zip(tokens, data.documents.sources, strict=True)
+        float(used) / source.num_tokens
+        for used, source in zip(tokens, data.documents.sources, strict=True)
     ]
 
 
 def describe_assignments(assignments: Sequence[Assignment]) -> list[str]:
-    """Who gets which rows of a step, a line for each turn of a group."""
+    """Describes the rows of each group of a step, a line for each microbatch of a group."""
     return [
-        f"turn {hand.microbatch + 1}  group {hand.group}  {_describe_devices(hand)}  "
-        f"{'rows' if len(hand.rows) > 1 else 'row'} {' '.join('-' if row is None else str(row) for row in hand.rows)}  "
-        f"{format_count(hand.num_segments, 'piece')}, {format_count(hand.num_tokens, 'token')}"
-        for hand in assignments
+        f"microbatch {assignment.microbatch + 1}  group {assignment.group}  "
+        f"{_describe_devices(assignment)}  {_describe_row_indices(assignment.rows)}  "
+        f"{format_count(assignment.num_segments, 'segment')}, "
+        f"{format_count(assignment.num_tokens, 'token')}"
+        for assignment in assignments
     ]
 
 
-def _describe_devices(hand: Assignment) -> str:
-    devices = "device" if len(hand.devices) == 1 else "devices"
-    processes = f" of {'processes' if len(hand.processes) > 1 else 'process'} {' '.join(map(str, hand.processes))}"
-    return f"{devices} {' '.join(map(str, hand.devices))}{processes}"
+def _describe_row_indices(rows: Sequence[int | None]) -> str:
+    """`rows 3 -`, where - is an empty row."""
+    noun = "rows" if len(rows) > 1 else "row"
+    return f"{noun} {' '.join('-' if row is None else str(row) for row in rows)}"
 
 
-def format_count(number: int, thing: str) -> str:
-    """A number of things: `1 row`, `2,000 rows`."""
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+def _describe_devices(assignment: Assignment) -> str:
+    devices = "device" if len(assignment.devices) == 1 else "devices"
+    processes = "process" if len(assignment.processes) == 1 else "processes"
+    return (
+        f"{devices} {' '.join(map(str, assignment.devices))} "
+        f"of {processes} {' '.join(map(str, assignment.processes))}"
+    )
+
+
+def format_count(number: int, noun: str) -> str:
+    """Formats a number of things: `1 row`, `2,000 rows`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

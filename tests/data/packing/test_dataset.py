@@ -12,7 +12,7 @@ from jaxsp.data.ingest import sources
 from jaxsp.data.packing import dataset, packing, summary
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
-from tests.data.packing import test_pipeline
+from tests.data.packing import test_loader
 from tests.messages import assert_names, numbers
 
 
@@ -52,7 +52,7 @@ def lengths_of(count, most, seed=0):
 def steps_of(data, config, mesh=(1, 2, 4), **how):
     return list(
         data.make_loader(
-            config, test_pipeline.mesh_of(*mesh), data.make_schedule(config, **how), layout_degree=1
+            config, test_loader.mesh_of(*mesh), data.make_schedule(config, **how), layout_degree=1
         ).batches()
     )
 
@@ -67,7 +67,7 @@ TWO = {"row_tokens": [16, 64], "rows_per_step": 4}
 
 
 def test_each_document_goes_to_the_shortest_row_that_holds_it():
-    config = test_pipeline.settings_of(**TWO)
+    config = test_loader.settings_of(**TWO)
     data = data_of([[1, 16, 17, 64, 65, 200]], config)
     found = {
         stream.row_tokens: {
@@ -79,7 +79,7 @@ def test_each_document_goes_to_the_shortest_row_that_holds_it():
 
 
 def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_the_same_space():
-    config = test_pipeline.settings_of(**TWO)
+    config = test_loader.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(20, 90)]
     steps = steps_of(data_of([lengths], config), config, epochs=1)
     assert taken(steps).tolist() == list(range(1, sum(lengths) + 1))
@@ -92,15 +92,15 @@ def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_th
 
 
 def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other_rows_per_step():
-    config = test_pipeline.settings_of(**TWO)
+    config = test_loader.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
     data = data_of([lengths], config)
     schedule = data.make_schedule(config, epochs=2)
     for done in range(0, len(schedule), 5):
-        first = data.make_loader(config, test_pipeline.mesh_of(1, 2, 4), schedule, layout_degree=1)
+        first = data.make_loader(config, test_loader.mesh_of(1, 2, 4), schedule, layout_degree=1)
         before = [first.read_step(step) for step in range(done)]
         consumed = dict(zip((16, 64), schedule.rows_consumed(done), strict=True))
-        other = test_pipeline.settings_of(**TWO | {"rows_per_step": 6})
+        other = test_loader.settings_of(**TWO | {"rows_per_step": 6})
         after = steps_of(data, other, (1, 1, 2), consumed=consumed, epochs=2)
         pieces = sorted(
             int(n)
@@ -114,7 +114,7 @@ def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other
 
 
 def test_a_length_that_no_document_needs_has_no_steps():
-    data = data_of([[3, 4, 5]], test_pipeline.settings_of(**TWO))
+    data = data_of([[3, 4, 5]], test_loader.settings_of(**TWO))
     assert [stream.row_tokens for stream in data.streams] == [16]
     assert data.step_fractions == (1.0,)
 
@@ -126,7 +126,7 @@ def shares_of(steps):
 
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(row_tokens):
-    config = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=4)
+    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=4)
     lengths = [lengths_of(300, 14), [*lengths_of(20, 60, 1), *lengths_of(40, 10, 2)], [9] * 40]
     data = data_of(lengths, config, weights=[6.0, 3.0, 1.0])
     steps = steps_of(data, config, num_steps=300)
@@ -147,12 +147,12 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
 
 
 def test_very_large_weights_are_shares_too():
-    config = test_pipeline.settings_of(row_tokens=16)
+    config = test_loader.settings_of(row_tokens=16)
     assert data_of([[3, 4], [5]], config, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
 
 
 def test_a_row_has_documents_of_one_source_where_they_have_weights():
-    config = test_pipeline.settings_of()
+    config = test_loader.settings_of()
     data = data_of([lengths_of(50, 20), lengths_of(50, 20, 1)], config, weights=[1.0, 1.0])
     (stream,) = data.streams
     for index in range(50):
@@ -160,14 +160,14 @@ def test_a_row_has_documents_of_one_source_where_they_have_weights():
 
 
 def test_without_weights_all_documents_are_packed_together_and_counted_by_source():
-    config = test_pipeline.settings_of()
+    config = test_loader.settings_of()
     data = data_of([[10] * 30, [5] * 30], config)
     steps = steps_of(data, config, epochs=1)
     assert np.sum([counts.tokens_per_source for _, counts in steps], axis=0).tolist() == [300, 150]
 
 
 def test_a_source_of_which_nothing_is_left_is_no_part_of_a_mixture():
-    config = test_pipeline.settings_of()
+    config = test_loader.settings_of()
     with pytest.raises(UserError, match=r"data\.train\.1 \(b\): .*document"):
         data_of([[3, 4], [50, 60]], config, weights=[1.0, 1.0], long_documents="drop")
 
@@ -184,7 +184,7 @@ LONG = [40, 5, 33, 32, 100]
     ],
 )
 def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
-    config = test_pipeline.settings_of(rows_per_step=2)
+    config = test_loader.settings_of(rows_per_step=2)
     data = data_of([LONG], config, long_documents=what)
     (source,) = data.documents.sources
     assert data.documents.lengths.tolist() == lengths
@@ -210,9 +210,7 @@ def test_a_truncated_document_ends_like_any_other():
     for labels in (False, True):
         stored = Documents([tokenized([40], 1, labels)], longest_row=32, long_documents="truncate")
         row = (
-            data_of([[40]], test_pipeline.settings_of(), long_documents="truncate")
-            .streams[0]
-            .row(0)
+            data_of([[40]], test_loader.settings_of(), long_documents="truncate").streams[0].row(0)
         )
         share = stored.read_slice(row, 0, 32)
         assert share.tokens.tolist() == list(range(1, 33))
@@ -240,7 +238,7 @@ def test_a_long_document_may_be_an_error():
 
 def test_rows_of_similar_work_are_side_by_side():
     """Documents of 32 tokens are 32 times the work of as many documents of 1; dealt by chance groups would wait."""
-    config = test_pipeline.settings_of(rows_per_step=16, max_pieces=32)
+    config = test_loader.settings_of(rows_per_step=16, max_pieces=32)
     data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], config)
     steps = steps_of(data, config, (1, 8, 1), epochs=1)
     for given, counts in steps:
@@ -248,7 +246,7 @@ def test_rows_of_similar_work_are_side_by_side():
         assert counts.imbalance == pytest.approx(work[:, -1].sum() / work.mean(1).sum())
     feed = data.make_loader(
         config,
-        test_pipeline.mesh_of(1, 8, 1),
+        test_loader.mesh_of(1, 8, 1),
         data.make_schedule(config, epochs=1),
         layout_degree=1,
     )
@@ -271,11 +269,11 @@ def _dealt_unsorted(data, first):
 
 
 def test_who_gets_what_is_what_they_get():
-    config = test_pipeline.settings_of(rows_per_step=8, rows_per_microbatch=2)
+    config = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2)
     data = data_of([lengths_of(60, 30)], config)
     feed = data.make_loader(
         config,
-        test_pipeline.mesh_of(1, 2, 4),
+        test_loader.mesh_of(1, 2, 4),
         data.make_schedule(config, epochs=1),
         layout_degree=1,
     )
@@ -306,13 +304,13 @@ def test_who_gets_what_is_what_they_get():
 
 def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
     for mesh, slots in (((1, 8, 1), 16), ((1, 2, 4), 4)):
-        config = test_pipeline.settings_of(rows_per_step=16, rows_per_microbatch=2)
+        config = test_loader.settings_of(rows_per_step=16, rows_per_microbatch=2)
         (given, _), *_ = steps_of(data_of([[8] * 200], config), config, mesh, epochs=1)
         assert given.tokens_BL.shape[1] == slots
 
 
 def test_every_count_is_said_before_the_first_step():
-    config = test_pipeline.settings_of(row_tokens=[16, 64], rows_per_step=2)
+    config = test_loader.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
     said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
     counts, not_as_they_are, a, b = (line for _, line in said)
@@ -325,10 +323,10 @@ def test_every_count_is_said_before_the_first_step():
 
 
 def test_what_would_become_of_long_documents_is_no_change_where_there_are_none():
-    config = test_pipeline.settings_of()
+    config = test_loader.settings_of()
     fingerprints = [
         data_of([lengths], config, long_documents=what).fingerprint(
-            test_pipeline.settings_of(long_documents=what)
+            test_loader.settings_of(long_documents=what)
         )
         for lengths in ([3, 32], [3, 33])
         for what in ("split", "truncate")
@@ -339,14 +337,14 @@ def test_what_would_become_of_long_documents_is_no_change_where_there_are_none()
         assert not any("long_documents" in line for line in said), "the documents changed"
     assert (
         dataset.describe_changes(fingerprints[2], fingerprints[3])[0]
-        == "data.long_documents = truncate, and was split"
+        == "data.long_documents = truncate, was split"
     )
 
 
 @pytest.mark.parametrize("row_tokens", [32, [16, 64]])
 @pytest.mark.parametrize("rows_per_step", [2, 6])
 def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tokens, rows_per_step):
-    config = test_pipeline.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
+    config = test_loader.settings_of(row_tokens=row_tokens, rows_per_step=rows_per_step)
     data = data_of([lengths_of(60, 60)], config)
     schedule = data.make_schedule(config, epochs=3)
     needed = [[stream.count_rows(epoch) for stream in data.streams] for epoch in (1, 2, 3)]
@@ -381,7 +379,7 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
         "plan_rows",
         lambda *given, seed, **how: planned.append(seed) or plan(*given, seed=seed, **how),
     )
-    config = test_pipeline.settings_of(rows_per_step=1)
+    config = test_loader.settings_of(rows_per_step=1)
     data = data_of([[32] * 4], config)
     schedule = data.make_schedule(config, epochs=2)
     assert [step for step in range(1, 9) if data.is_epoch_end(schedule, step)] == [4, 8]
@@ -389,7 +387,7 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
 
 
 def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
-    config = test_pipeline.settings_of(row_tokens=1024, max_pieces=8)
+    config = test_loader.settings_of(row_tokens=1024, max_pieces=8)
     data = data_of([[16] * 800], config)
     (said,) = [
         words
@@ -403,7 +401,7 @@ def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
         {"row_tokens": 1024, "max_pieces": cap},
         {"row_tokens": length, "max_pieces": 8},
     ):
-        other = test_pipeline.settings_of(**fields)
+        other = test_loader.settings_of(**fields)
         (stream,) = data_of([[16] * 800], other).streams
         assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
             "800 documents are few: the last row may be half empty"
@@ -411,7 +409,7 @@ def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
 
 
 def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
-    config = test_pipeline.settings_of(row_tokens=4096, max_pieces=8)
+    config = test_loader.settings_of(row_tokens=4096, max_pieces=8)
     data = data_of([[5] * 60], config)
     (said,) = [
         words
@@ -425,7 +423,7 @@ def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
 def test_skipped_records_are_named(tmp_path):
     lines = ['{"input_ids": [1, 2, 3]}', *["{}"] * 5]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    config = test_pipeline.settings_of(on_bad_record="skip")
+    config = test_loader.settings_of(on_bad_record="skip")
     source = SourceConfig(source=str(tmp_path / "a.jsonl"), format="tokens")
     read = sources.read(source, data=config.data, field="data.train.0.source")
     made = tokenize.tokenize_dataset(
@@ -446,7 +444,7 @@ def test_skipped_records_are_named(tmp_path):
 
 
 def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
-    config = test_pipeline.settings_of(row_tokens=64, max_pieces=64)
+    config = test_loader.settings_of(row_tokens=64, max_pieces=64)
     now = data_of([[3, 4]], config).fingerprint(config)
     before = {
         name: value
@@ -455,15 +453,15 @@ def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
     }
     assert dataset.describe_changes(before, now) == []
     (line,) = dataset.describe_changes(before, now | {"data.max_segments_per_row": 9})
-    assert line.startswith("data.max_segments_per_row = 9, and was 64")
+    assert line.startswith("data.max_segments_per_row = 9, was 64")
 
 
 def test_changes_of_the_data_are_named():
-    config = test_pipeline.settings_of()
+    config = test_loader.settings_of()
     data = data_of([[3, 4], [5]], config)
     before = data.fingerprint(config)
     assert dataset.describe_changes(before, data.fingerprint(config)) == []
-    other = test_pipeline.settings_of(row_tokens=64, max_pieces=6)
+    other = test_loader.settings_of(row_tokens=64, max_pieces=6)
     (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
     assert_names(tokens, "32", start="data.row_tokens = 64")
     assert_names(slots, "5", start="data.max_segments_per_row = 6")

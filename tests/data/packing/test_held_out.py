@@ -9,7 +9,7 @@ import pytest
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import dataset, held_out, summary
 from jaxsp.data.packing.row_reader import Documents
-from tests.data.packing import test_dataset, test_pipeline
+from tests.data.packing import test_dataset, test_loader
 from tests.messages import assert_names, numbers
 
 LENGTHS = [2 + number % 7 for number in range(1000)]
@@ -67,12 +67,12 @@ def test_another_fraction_is_a_change_of_the_data():
         dataset.pack_documents(
             "train",
             Documents([test_dataset.tokenized(LENGTHS)], source_names=["a"], longest_row=64),
-            (config := test_pipeline.settings_of(eval_fraction=fraction)),
+            (config := test_loader.settings_of(eval_fraction=fraction)),
             digests=["same"],
         ).fingerprint(config)
         for fraction in (None, 0.1)
     )
-    assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, and was null"]
+    assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
     assert dataset.describe_changes(before, before) == []
     assert held_out.digest_split("x", choose(), is_held_out=False) != held_out.digest_split(
         "x", choose(name="b"), is_held_out=False

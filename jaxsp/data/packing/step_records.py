@@ -1,0 +1,66 @@
+"""Records about one step: its arrays, its counts, and its rows and segments."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxsp.data.packing.row_reader import DocumentOrigin
+
+BlockSpan = tuple[tuple[int, int], ...]
+"""Begin and end of a block of a global array, per dim."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepCounts:
+    """Counts of a step over the whole mesh, computed from the packing plan only."""
+
+    row_tokens: int
+    """Length of the step's rows."""
+    segment_lengths: np.ndarray
+    num_rows: int
+    """Number of rows with at least one segment."""
+    epoch: int | None
+    """Epoch of the step's last row, from 0; None if sources are mixed by weight."""
+    tokens_per_source: tuple[int, ...]
+    imbalance: float
+    """Attention work of the slowest group of each microbatch over the groups' mean.
+
+    The work of a row is the sum of its squared segment lengths.
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HostBatch:
+    """Blocks of a step for this process's devices, by Batch field and span.
+
+    A block that several devices hold is there once.
+    """
+
+    blocks: dict[str, dict[BlockSpan, np.ndarray]]
+    counts: StepCounts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """Rows of one group in one microbatch."""
+
+    microbatch: int
+    group: int
+    devices: tuple[int, ...]
+    processes: tuple[int, ...]
+    rows: tuple[int | None, ...]
+    """Indices in the sequence of rows of this length; None for an empty row."""
+    num_segments: int
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSegment:
+    """A document, or a part of one, in a step."""
+
+    row_index: int
+    """Index of its row in the sequence of rows of this length."""
+    origin: DocumentOrigin
+    offset: int
+    """The segment's first token within the document."""
+    num_tokens: int

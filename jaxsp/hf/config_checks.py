@@ -1,0 +1,254 @@
+"""Checks of a config.json: fields that jaxsp reads, ignores or refuses.
+
+A config.json describes more than jaxsp does. Implemented fields are read, and fields that do not
+change training are ignored. Every other field is refused by name: a feature that is silently left
+out gives plausible losses of another model.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxsp.core import errors
+from jaxsp.hf import json_values, rotation
+from jaxsp.hf.json_values import format_value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """Properties of a `model_type` that the fields of its config.json do not give."""
+
+    architecture: str
+    """Class that transformers loads an export with."""
+    bias_fields: tuple[str, ...] = ()
+    """Fields of this family for biases."""
+    required_fields: tuple[str, ...] = ()
+    """Fields whose default is one published size, which a smaller model would silently get."""
+    qkv_bias: bool = False
+    """True if q, k and v always have a bias, whatever the config has."""
+    qk_norm: bool = False
+    window_fields: tuple[str, ...] = ()
+    """Fields of this family for sliding windows.
+
+    With `sliding_window` only, every layer has the window. Otherwise the layers from
+    `max_window_layers` on have it, or those that `layer_types` names, and none unless
+    `use_sliding_window` is true.
+    """
+
+
+WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+
+_SIZE_EXAMPLES = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 14336,
+}
+"""Sizes, each with an example."""
+
+_DERIVED_SIZES = ("num_key_value_heads", "head_dim")
+"""Sizes that may be left out if the family derives them from the others."""
+
+_SWITCH_FIELDS = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+
+TOKEN_ID_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+PASSED_FIELDS = (
+    *_SIZE_EXAMPLES,
+    *_SWITCH_FIELDS,
+    *TOKEN_ID_FIELDS,
+    *rotation.FIELDS,
+    "rms_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+)
+"""Fields that are passed to transformers' config class."""
+
+_WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
+_DECODER_ONLY = "jaxsp trains decoder-only models"
+
+_SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "hidden_act": (("silu",), "the MLP's gate is silu"),
+    "attention_dropout": ((0,), "jaxsp has no dropout"),
+    "use_sliding_window": ((False,), _WHOLE_DOCUMENTS),
+    "sliding_window": ((), _WHOLE_DOCUMENTS),
+    "pretraining_tp": ((1,), "matrix products are not sliced"),
+    "partial_rotary_factor": (rotation.FULL_ROTARY_FACTORS, "whole heads are rotated"),
+    "rope_interleaved": ((False,), "elements i and i + head_dim/2 are rotated together"),
+    "use_mrope": ((False,), "positions have one dimension"),
+    "quantization_config": ((), "weights are not quantized"),
+    "is_encoder_decoder": ((False,), _DECODER_ONLY),
+    "add_cross_attention": ((False,), _DECODER_ONLY),
+    "per_layer_config": ((), "all layers are alike"),
+    "auto_map": ((), "a model's own code is never run"),
+}
+"""Fields with a fixed meaning in jaxsp: the values that match it, and the reason."""
+
+_IGNORED_FIELDS = frozenset(
+    """
+    model_type architectures dtype torch_dtype transformers_version name_or_path _name_or_path
+    layer_types max_window_layers use_cache return_dict output_attentions output_hidden_states
+    attn_implementation _attn_implementation _attn_implementation_autoset chunk_size_feed_forward
+    id2label label2id num_labels problem_type task_specific_params tokenizer_class max_length
+    min_length do_sample temperature top_k top_p typical_p repetition_penalty num_beams
+    num_return_sequences is_llama_config transformers.js_config unsloth_fixed unsloth_version
+    """.split()
+)
+"""Fields that do not change training, or that are checked separately."""
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""Names of layers without and with a window."""
+
+
+def find_problems(
+    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
+) -> list[str]:
+    """Problems of a config.json: missing fields, wrong types, and what is not implemented.
+
+    Args:
+        fields: fields of the config.json, without nulls.
+        defaults: transformers' defaults for this model_type.
+        path: name of the config in messages, for example `model.config`.
+    """
+    problems = [
+        *_missing_fields(fields, family, path),
+        *_type_problems(fields, path),
+        *_feature_problems(fields, family, defaults, path),
+        *rotation.find_problems(fields, path),
+    ]
+    # computing with sizes that are missing or not numbers would only repeat those problems
+    return problems or _size_problems(fields, path)
+
+
+def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
+    required = [
+        name
+        for name in _SIZE_EXAMPLES
+        if name not in _DERIVED_SIZES or name in family.required_fields
+    ]
+    return [
+        f"{path}.{name}: missing. There is no size that suits every model; "
+        f"for example {path}.{name}={_SIZE_EXAMPLES[name]}."
+        for name in required
+        if name not in fields
+    ]
+
+
+class _Rule(NamedTuple):
+    """Rule for the value of a field."""
+
+    is_valid: Callable[[Any], bool]
+    text: str
+    """End of the sentence `... must be`."""
+
+
+def _is_size(value: Any) -> bool:
+    return json_values.is_integer(value) and value > 0
+
+
+def _is_token_id(value: Any) -> bool:
+    ids = value if isinstance(value, list) else [value]
+    return all(map(json_values.is_integer, ids))
+
+
+_SIZE = _Rule(_is_size, "a whole number from 1")
+_POSITIVE = _Rule(lambda x: json_values.is_number(x) and x > 0, "a number above 0")
+_FRACTION = _Rule(lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1")
+_SWITCH = _Rule(lambda x: isinstance(x, bool), "true or false")
+_TOKEN_ID = _Rule(_is_token_id, "a token id, a list of them, or null")
+_WINDOW = _Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null")
+_INTEGER = _Rule(json_values.is_integer, "a whole number")
+
+_RULES = {
+    **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), _SIZE),
+    **dict.fromkeys(("rms_norm_eps", "rope_theta"), _POSITIVE),
+    "initializer_range": _FRACTION,
+    **dict.fromkeys(_SWITCH_FIELDS, _SWITCH),
+    **dict.fromkeys(TOKEN_ID_FIELDS, _TOKEN_ID),
+    "sliding_window": _WINDOW,
+    "use_sliding_window": _SWITCH,
+    "max_window_layers": _INTEGER,
+}
+
+
+def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
+    """Values of the wrong type among the fields that are read."""
+    return [
+        f"{path}.{name} = {format_value(fields[name])}: must be {rule.text}."
+        for name, rule in _RULES.items()
+        if name in fields and not rule.is_valid(fields[name])
+    ]
+
+
+def _feature_problems(
+    fields: dict[str, Any], family: Family, defaults: dict[str, Any], path: str
+) -> list[str]:
+    """Fields that require what is not implemented, and unknown fields."""
+    accepted = {*PASSED_FIELDS, *_SUPPORTED_VALUES, *_IGNORED_FIELDS}
+    accepted -= {*_SWITCH_FIELDS} - {*family.bias_fields, "tie_word_embeddings"}
+    if family.window_fields:
+        accepted -= {*WINDOW_FIELDS} - {*family.window_fields, "layer_types"}
+    problems = []
+    for name, value in fields.items():
+        problem = None
+        if name in _SUPPORTED_VALUES and not (family.window_fields and name in WINDOW_FIELDS):
+            problem = _value_problem(name, value)
+        elif name == "layer_types":
+            # whether they agree with the window is checked when the window is read
+            if not isinstance(value, list) or not {*map(str, value)} <= {*LAYER_TYPES}:
+                types = errors.format_choices(LAYER_TYPES)
+                problem = f"is not implemented: layers must have {types}. Leave it out."
+        elif name == "architectures" and value != [family.architecture]:
+            problem = f"is not implemented: jaxsp trains {family.architecture}. Leave it out."
+        elif name not in accepted and (name not in defaults or value != defaults[name]):
+            problem = _unknown_problem(name, accepted, model_type=fields["model_type"])
+        if problem:
+            problems.append(f"{path}.{name} = {format_value(value)}: {problem}")
+    return problems
+
+
+def _value_problem(name: str, value: Any) -> str | None:
+    """Problem of a field with a fixed meaning, or None."""
+    supported, reason = _SUPPORTED_VALUES[name]
+    if value in supported:
+        return None
+    suggestions = [f"Use {format_value(fixed)}" for fixed in supported] or ["Write null"]
+    return f"is not implemented: {reason}. {', or '.join([*suggestions, 'leave it out'])}."
+
+
+def _unknown_problem(name: str, accepted: set[str], *, model_type: str) -> str:
+    hint = ""
+    if name not in PASSED_FIELDS:  # a field of another family is not a typo
+        hint = errors.did_you_mean(name, sorted({*accepted, *_SWITCH_FIELDS}))
+    return f"is not a field of {model_type} that jaxsp reads.{hint or ' Leave it out.'}"
+
+
+def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
+    """Sizes that do not fit together."""
+    problems = []
+    num_heads = fields["num_attention_heads"]
+    hidden_size = fields["hidden_size"]
+    num_kv_heads = fields.get("num_key_value_heads") or num_heads
+    head_dim = fields.get("head_dim")
+    if num_heads % num_kv_heads:
+        divisors = [number for number in range(1, num_heads + 1) if num_heads % number == 0]
+        problems.append(
+            f"{path}.num_key_value_heads = {num_kv_heads}: must divide num_attention_heads, "
+            f"which is {num_heads}. Use {errors.format_choices(divisors)}."
+        )
+    if head_dim is None and hidden_size % num_heads:
+        problems.append(
+            f"{path}.hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
+            f"which is {num_heads}."
+        )
+        return problems
+    head_dim = head_dim or hidden_size // num_heads
+    if head_dim % 2:
+        problems.append(
+            f"{path}.head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
+            "Use 64 or 128."
+        )
+    return problems

@@ -1,0 +1,20 @@
+"""Checks of JSON values, and how messages print them."""
+
+import json
+from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite number; bool is not a number here."""
+    is_numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_numeric and abs(value) < 1e300  # False for NaN
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def format_value(value: Any) -> str:
+    """A value as JSON, cut to 80 characters."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,155 @@
+"""Writes a model as a Hugging Face folder, completely or not at all."""
+
+import contextlib
+import json
+import pathlib
+import secrets
+import shutil
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from jaxsp.core.errors import UserError
+from jaxsp.hf import families, folder
+from jaxsp.model import layers
+from jaxsp.model.layers import Parameter
+
+if TYPE_CHECKING:
+    import transformers
+
+
+def check_target(directory: str | pathlib.Path) -> pathlib.Path:
+    """Returns the absolute path of a folder that can be written. Raises: UserError if it exists.
+
+    An existing empty folder can be written.
+    """
+    target = pathlib.Path(directory).resolve()  # a link could not be replaced by rename
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(
+            f"{directory}: exists already. Name a new or an empty folder, or remove it."
+        )
+    return target
+
+
+def export_model(
+    master: layers.Weights,
+    *,
+    table: layers.Weights,
+    fields: dict[str, Any],
+    tokenizer: "transformers.PreTrainedTokenizerBase | None",
+    directory: str | pathlib.Path,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    max_shard_size: str | int = "5GB",
+    small_files: pathlib.Path | None = None,
+) -> None:
+    """Writes a folder that transformers loads.
+
+    The folder contains the config, the generation config, the tokenizer, and the weights in
+    safetensors. It appears under its name when it is complete; until then it is
+    `NAME.incomplete-...` beside it.
+
+    Args:
+        master: float32 weights with the structure of `table`, in numpy or jax, whole or sharded
+            over devices of this process. Zeros that pad shards are left out.
+        fields: fields of the config.json that the model was made from.
+        tokenizer: None if training read tokens; then the folder has no tokenizer.
+        small_files: folder whose tokenizer, chat template and generation config are copied
+            unchanged.
+    Memory:
+        In addition to `master`, the weights of one file of `max_shard_size` at a time, in `dtype`.
+    Raises: UserError if the folder exists and is not empty, or cannot be written.
+    """
+    target = check_target(directory)
+    token_ids = families.choose_token_ids(fields, tokenizer)
+    config = families.make_config_json(fields, dtype=dtype, token_ids=token_ids)
+    incomplete = target.with_name(f"{target.name}.incomplete-{secrets.token_hex(4)}")
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    try:
+        incomplete.mkdir(parents=True)
+        _write_json(incomplete / "config.json", config)
+        given_ids = {name: ids for name, ids in token_ids.items() if ids is not None}
+        _write_json(incomplete / "generation_config.json", given_ids)
+        if small_files is not None:
+            folder.copy_small_files(small_files, incomplete, exclude=("config.json",))
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(incomplete)
+        _write_weights(
+            incomplete,
+            _list_tensors(master, table),
+            dtype=jnp.dtype(dtype),
+            max_shard_size=max_shard_size,
+        )
+        incomplete.rename(target)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(f"{directory}: cannot be written: {error}.") from error
+    finally:
+        shutil.rmtree(incomplete, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # a folder with files stays
+                parent.rmdir()
+
+
+class _ExportTensor(NamedTuple):
+    """A tensor of the export that is not yet copied to the host."""
+
+    param: Parameter
+    array: Any
+    layer: int | None
+
+    def to_numpy(self, dtype: np.dtype) -> np.ndarray:
+        stored = self.array if self.layer is None else self.array[self.layer]
+        unpadded = tuple(slice(size) for size in self.param.shape)
+        array = np.asarray(stored.astype(dtype))[unpadded]
+        assert array.shape == self.param.shape, (self.param.hf_name, array.shape)
+        # safetensors ignores the strides of a view
+        return np.ascontiguousarray(array)
+
+
+def _list_tensors(master: layers.Weights, table: layers.Weights) -> dict[str, _ExportTensor]:
+    """All tensors by name, layer by layer, so that a layer is mostly in one file."""
+    tensors = {}
+    stacked = []
+    for param, array in zip(jax.tree.leaves(table), jax.tree.leaves(master), strict=True):
+        if param.num_layers is None:
+            tensors[param.hf_name] = _ExportTensor(param, array, None)
+        else:
+            stacked.append((param, array))
+    for layer in range(stacked[0][0].num_layers):
+        for param, array in stacked:
+            tensors[param.hf_name.format(layer=layer)] = _ExportTensor(param, array, layer)
+    return tensors
+
+
+def _write_weights(
+    target: pathlib.Path,
+    tensors: dict[str, _ExportTensor],
+    *,
+    dtype: np.dtype,
+    max_shard_size: str | int,
+) -> None:
+    plan = huggingface_hub.split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: tensor.param.size * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for name, members in plan.filename_to_tensors.items():
+        arrays = {member: tensors[member].to_numpy(dtype) for member in members}
+        # transformers refuses files without a format
+        safetensors.numpy.save_file(arrays, target / name, metadata={"format": "pt"})
+        # safetensors makes files that only their owner can read
+        shutil.copymode(target / "config.json", target / name)
+        # free this file's weights before those of the next are copied
+        del arrays
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        _write_json(target / folder.INDEX_FILE, index)
+
+
+def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
