@@ -1,4 +1,4 @@
-"""A chat file, trained on, evaluated and exported: what is learned is counted by hand, and the template goes along."""
+"""Tests of a chat run: loss tokens counted by hand, evaluation, and the exported template."""
 
 import json
 import re
@@ -31,7 +31,7 @@ ANSWERS = sum(len(words.encode()) + len("<|end|>") for role, words in TURNS if r
 
 @pytest.fixture(scope="module")
 def chat_run(tmp_path_factory):
-    """A folder with a run of two epochs of ten conversations, whose template's file is no longer there."""
+    """Folder with a run of two epochs over ten conversations; its template file is deleted."""
     folder = tmp_path_factory.mktemp("chat")
     record = json.dumps({"messages": [{"role": role, "content": words} for role, words in TURNS]})
     (folder / "chats.jsonl").write_text("\n".join([record] * 10))
@@ -63,14 +63,14 @@ def chat_run(tmp_path_factory):
     return folder
 
 
-def test_what_the_assistant_says_is_learned_and_nothing_else(chat_run):
+def test_only_assistant_messages_have_loss(chat_run):
     lines = [json.loads(line) for line in (chat_run / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["num_loss_tokens"] for line in lines) == 2 * 10 * ANSWERS
     banner = (chat_run / "run/banner.txt").read_text()
     assert re.search(messages.holding(f"{10 * ANSWERS:,}"), banner)
 
 
-def test_the_export_writes_chats_as_they_were_learned(chat_run):
+def test_the_export_renders_chats_as_in_training(chat_run):
     export.main([str(chat_run / "run"), str(chat_run / "hf")])
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_run / "hf")
     said = tokenizer.apply_chat_template(
@@ -79,7 +79,7 @@ def test_the_export_writes_chats_as_they_were_learned(chat_run):
     assert said == "<|user|>Hi<|end|><|assistant|>"
 
 
-def test_a_run_is_evaluated_without_its_template_s_file(chat_run, capsys):
+def test_a_run_is_evaluated_without_its_template_file(chat_run, capsys):
     words = [
         "mesh.data=4",
         "data.on_bad_record=skip",

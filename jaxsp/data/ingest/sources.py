@@ -177,8 +177,9 @@ def _check_records(
     is_usable = False
     num_bad = 0
     examples: list[tuple[str, str]] = []
-    number = 0
-    for number, (place, record, problem) in enumerate(origin.records(), 1):
+    num_records = 0
+    for place, record, problem in origin.records():
+        num_records += 1
         place = _escape_surrogates(place)
         content = empty
         if problem is None:
@@ -201,7 +202,7 @@ def _check_records(
             _check_bad_limit(num_bad, examples, data)
         yield {"place": place, "problem": problem, **content}
     if not is_usable:
-        raise _nothing_usable_error(source, number, num_bad, examples)
+        raise _nothing_usable_error(source, num_records, num_bad, examples)
     for role in sorted(unseen_roles):
         raise UserError(f"roles: no message has the role {role}. Remove or correct it.")
     for name, field in unseen_fields.items():
@@ -220,13 +221,13 @@ def _check_bad_limit(num_bad: int, examples: list[tuple[str, str]], data: DataCo
 
 
 def _nothing_usable_error(
-    source: SourceConfig, number: int, num_bad: int, examples: list[tuple[str, str]]
+    source: SourceConfig, num_records: int, num_bad: int, examples: list[tuple[str, str]]
 ) -> UserError:
     if not num_bad:
         needed = errors.format_choices(formats.FORMATS[source.format].required)
         return UserError(f"no record contains {needed}. Give at least one.")
-    summary = f"{num_bad:,} of {number:,} records cannot be used"
-    if num_bad < number:
+    summary = f"{num_bad:,} of {num_records:,} records cannot be used"
+    if num_bad < num_records:
         summary += ", and the others are empty"
     summary += ". Correct format or fields, or correct the records."
     return UserError([*bad_records.list_examples(examples), summary])

@@ -1,4 +1,4 @@
-"""Conversations, chat templates of several kinds, and tokenizers to try them with."""
+"""Conversations, chat templates of several kinds, and tokenizers for tests."""
 
 import json
 import random
@@ -14,7 +14,7 @@ _END = """{%- for call in message.tool_calls or [] -%}
 {{ '<|im_end|>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}"""
-"""How ChatML ends a turn, and a text."""
+"""End of a message, and of a text, in ChatML."""
 
 CHATML = (
     """{%- for message in messages -%}
@@ -36,24 +36,31 @@ MARKED = """{%- for message in messages -%}
 
 HEADERS = """{{- bos_token }}
 {%- for message in messages -%}
-{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + (message.content or '') | trim }}
+{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n'
+   + (message.content or '') | trim }}
 {%- for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor -%}
 {{ '<|eot_id|>' }}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif -%}"""
-"""As Llama 3 writes it: contents are trimmed, and no line break follows the end mark."""
+{%- if add_generation_prompt -%}
+{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif -%}"""
+"""Template like Llama 3's: contents are trimmed, and no line break follows the end token."""
 
 INST = """{{- bos_token }}
 {%- for message in messages -%}
 {%- if message.role == 'assistant' -%}
 {{ ' ' + (message.content or '') }}
-{%- for call in message.tool_calls or [] %}{{ '[TOOL_CALLS]' + (call.function | tojson) }}{% endfor -%}
+{%- for call in message.tool_calls or [] -%}
+{{ '[TOOL_CALLS]' + (call.function | tojson) }}
+{%- endfor -%}
 {{ eos_token }}
 {%- elif message.role in ('user', 'system', 'tool') -%}
 {{ '[INST] ' + message.content + ' [/INST]' }}
-{%- else %}{{ raise_exception('Only user, system, tool and assistant roles are supported!') }}{% endif -%}
+{%- else -%}
+{{ raise_exception('Only user, system, tool and assistant roles are supported!') }}
+{%- endif -%}
 {%- endfor -%}"""
-"""As Mistral writes it: no header, so that the generation prompt is nothing."""
+"""Template like Mistral's: no header, so that the generation prompt is empty."""
 
 TURNS = """{{- bos_token }}
 {%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
@@ -61,15 +68,18 @@ TURNS = """{{- bos_token }}
 {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
 {{ raise_exception('Conversation roles must alternate user/assistant/...') }}
 {%- endif -%}
-{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' + message.content | trim }}
+{{ '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n'
+   + message.content | trim }}
 {{- '<end_of_turn>\\n' }}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif -%}"""
-"""As Gemma writes it: another name for the assistant, roles that alternate, no system turn."""
+"""Template like Gemma's: another name for the assistant, alternating roles, no system message."""
 
 THINKING = (
     """{%- set ns = namespace(last=-1) -%}
-{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
+{%- for message in messages -%}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif -%}
+{%- endfor -%}
 {%- for message in messages -%}
 {%- set content = message.content or '' -%}
 {%- set thought = '' -%}
@@ -85,11 +95,12 @@ THINKING = (
 """
     + _END
 )
-"""As Qwen3 writes it: thinking stands in the turns behind the last user's only, and the last turn has some in any case."""
+"""Template like Qwen3's: only messages after the last user message keep their thinking, and the
+last message always has some."""
 
 SPECIAL = (
-    "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> [INST] [/INST] [TOOL_CALLS] "
-    "<start_of_turn> <end_of_turn>"
+    "<s> </s> <|im_start|> <|im_end|> <|start_header_id|> <|end_header_id|> <|eot_id|> "
+    "[INST] [/INST] [TOOL_CALLS] <start_of_turn> <end_of_turn>"
 ).split()
 
 _WORDS = (
@@ -119,7 +130,10 @@ CALL = {
 
 
 def conversations(number: int, *, alternating: bool = False) -> list[list[dict[str, Any]]]:
-    """Conversations as awkward as they come, always the same; alternating: of user and assistant alone."""
+    """Returns awkward conversations, always the same.
+
+    Args: alternating: only user and assistant messages, in turn.
+    """
     draw = random.Random(0)
 
     def words() -> str:
@@ -160,8 +174,11 @@ def call_text(message: dict[str, Any], before: str = "", after: str = "") -> str
 def tokenizer(
     *, normalizer: normalizers.Normalizer | None = None
 ) -> transformers.PreTrainedTokenizerFast:
-    """A small byte-level BPE that cuts text as those of Llama 3 and Qwen do, with the templates' special tokens."""
-    pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    """Returns a small byte-level BPE that splits text like Llama 3's, with special tokens."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
     backend = tokenizers.Tokenizer(models.BPE())
     if normalizer is not None:
         backend.normalizer = normalizer

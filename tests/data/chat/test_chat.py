@@ -1,4 +1,4 @@
-"""What of a conversation is learned: what the assistant says and its end mark, to the token, or nothing at all."""
+"""Tests of chat records: the loss is on assistant messages and their end tokens, to the token."""
 
 import unicodedata
 
@@ -36,7 +36,7 @@ SHOWN = {
     ),
     "turns": (chats.TURNS, lambda m: m["content"].strip() + "<end_of_turn>\n"),
 }
-"""Templates without marks, and what a message of the assistant is in their text."""
+"""Templates without marks, and the text of an assistant message in each."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def encode(record, tokenizer, template=chats.CHATML, train_on="assistant"):
 
 
 def learned(tokens, labels):
-    """The runs of tokens that are learned."""
+    """Returns the runs of tokens with loss."""
     assert tokens.dtype == labels.dtype == np.int32
     assert len(tokens) == len(labels)
     is_learned = labels != NO_LABEL
@@ -63,7 +63,7 @@ def learned(tokens, labels):
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_the_loss_is_on_what_the_assistant_says_and_its_end_mark(tokenizer, name):
+def test_the_loss_is_on_assistant_messages_and_their_end_tokens(tokenizer, name):
     template, says = SHOWN[name]
     for messages in chats.conversations(50, alternating=name == "turns"):
         tokens, labels = encode({"messages": messages}, tokenizer, template)
@@ -74,7 +74,7 @@ def test_the_loss_is_on_what_the_assistant_says_and_its_end_mark(tokenizer, name
         assert encode({"messages": messages}, tokenizer, template, "all")[1] is None
 
 
-def test_marks_give_the_mask_that_transformers_gives(tokenizer):
+def test_marks_give_the_same_mask_as_transformers(tokenizer):
     for messages in chats.conversations(50):
         tokens, labels = encode({"messages": messages}, tokenizer, chats.MARKED)
         theirs = tokenizer.apply_chat_template(
@@ -87,16 +87,19 @@ def test_marks_give_the_mask_that_transformers_gives(tokenizer):
         )
 
 
-def test_marks_that_end_in_a_character_of_several_tokens_hold_all_of_it(tokenizer):
-    """transformers marks but the first of them."""
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ '<|im_end|>' }}{% endfor %}"
+def test_all_tokens_of_the_last_marked_character_have_loss(tokenizer):
+    """transformers marks only the first of them."""
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{{ '<|im_end|>' }}{% endfor %}"
+    )
     tokens, labels = encode(
         {"messages": [{"role": "assistant", "content": "x \U0001f980"}]}, tokenizer, template
     )
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["x \U0001f980"]
 
 
-def test_turns_that_change_when_others_follow_are_found(tokenizer):
+def test_messages_that_change_when_others_follow_are_found(tokenizer):
     thinks = [
         {"role": "user", "content": "q"},
         {
@@ -152,7 +155,8 @@ def test_masks_of_long_conversations_take_linear_time(tokenizer, monkeypatch, na
     call = {"role": "assistant", "tool_calls": [chats.CALL]}
     called = [] if name == "turns" else [TALK[0], call, {"role": "tool", "content": "t"}, TALK[1]]
     messages = [*TALK, *called] * 20
-    render, rendered = chat_template_utils.render_jinja_template, []
+    render = chat_template_utils.render_jinja_template
+    rendered = []
 
     def counted(conversations, **options):
         rendered.append(len(conversations[0]))
@@ -182,7 +186,7 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
     ]
     at_least = {"chatml": 3, "headers": 3, "inst": 2, "turns": 2, "thinking": 1, "mistral": 2}
     for conversation in chats.conversations(20, alternating=name in ("turns", "mistral")):
-        messages = [{k: v for k, v in one.items() if v is not None} for one in conversation]
+        messages = [{k: v for k, v in message.items() if v is not None} for message in conversation]
         whole = render(messages)
         spoken = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
         results = [way(messages, spoken, whole, render) for way in ways]
@@ -193,7 +197,7 @@ def test_prefixes_insertion_and_exchanges_find_the_same_parts(tokenizer, name):
 
 @pytest.mark.parametrize("longer_than", [2, 4])
 @pytest.mark.parametrize("place", ["front", "header", "end"])
-def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, place, longer_than):
+def test_exchanges_that_change_other_text_find_nothing(tokenizer, place, longer_than):
     """The conversation has 4 messages, and 10 with exchanges; the one of four words has up to 4."""
     turn = "{{ '<start_of_turn>' + ("
     otherwise = "" if place == "end" else "B"
@@ -213,8 +217,8 @@ def test_exchanges_that_change_the_rest_of_the_text_find_nothing(tokenizer, plac
     assert span_search.find_by_exchanges(talk, [1, 3], render(talk), render) is None
 
 
-def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
-    """As the prompts of models that think, which the turns of those that do not lack."""
+def test_a_prompt_may_contain_more_than_the_header_of_a_message(tokenizer):
+    """Prompts of reasoning models begin the thinking; messages without thinking lack it."""
     thinks = chats.CHATML.replace(
         "'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'"
     )
@@ -224,7 +228,7 @@ def test_a_prompt_may_hold_more_than_a_turns_header(tokenizer):
         assert [tokenizer.decode(run) for run in found] == ["answer<|im_end|>\n"] * (len(talk) // 2)
 
 
-def test_what_is_null_is_not_there_for_a_template(tokenizer):
+def test_null_fields_are_removed_for_a_template(tokenizer):
     template = chats.CHATML.replace(
         "(message.content or '')", "(message.content if message.content is defined else 'nothing')"
     )
@@ -247,8 +251,8 @@ def test_a_conversation_may_begin_with_the_assistant(tokenizer):
     assert [tokenizer.decode(run) for run in found] == ["Hi.<|im_end|>\n", "y<|im_end|>\n"]
 
 
-def test_what_a_tokenizer_does_around_tokens_moves_no_label():
-    """A normalizer that makes one character of two, and spaces that are taken out of tokens' offsets."""
+def test_normalizer_and_post_processor_move_no_label():
+    """A normalizer joins two characters, and a post-processor trims spaces from offsets."""
     tokenizer = chats.tokenizer(normalizer=normalizers.NFC())
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     for template in (chats.INST, chats.CHATML):
@@ -287,7 +291,10 @@ def test_a_token_across_the_border_is_refused(tokenizer):
 
 TALK = [{"role": "user", "content": "ask"}, {"role": "assistant", "content": "answer"}]
 PROMPT = "{%- if add_generation_prompt"
-PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt }}"
+)
 UNPROMPTED = chats.CHATML[: chats.CHATML.index(PROMPT)]
 HALF_PROMPTED = chats.CHATML.replace(
     "'<|im_start|>assistant\\n' }}{% endif", "'<|im_start|>' }}{% endif"
@@ -388,7 +395,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
             "{{ messages | length }}" + chats.CHATML,
             ["turns", "{% generation %}"],
         ),
-        # different with the turns that are put between, in as many characters, and different at its end
+        # different with inserted messages, in the same number of characters, and at its end
         (
             {"messages": TALK + TALK},
             "{{ 'A' if messages | length in (1, 10) else 'B' }}" + chats.CHATML,
@@ -401,7 +408,8 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
         ),
         (
             {"messages": TALK},
-            "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{{ m.content }}{% endfor %}",
+            "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}"
+            "{{ m.content }}{% endfor %}",
             ["{% generation %}", "leave out", "assistant"],
         ),
         (
@@ -417,13 +425,13 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "description": "",
         ),
     ],
 )
-def test_what_is_not_certain_is_refused_with_its_reason(tokenizer, record, template, parts):
+def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, template, parts):
     with pytest.raises(RecordError) as raised:
         encode(record, tokenizer, template)
     assert_names(raised.value, *parts)
 
 
-def test_a_part_without_the_turns_words_is_refused():
+def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
         assistant_spans.check_span(
@@ -431,7 +439,7 @@ def test_a_part_without_the_turns_words_is_refused():
         )
 
 
-def test_thinking_may_stand_before_the_words_and_nothing_else():
+def test_only_thinking_may_precede_the_content():
     said = {"role": "assistant", "content": "<think>\nno\n</think>\n\n four "}
     for text, before, begins in (
         ("four<|im_end|>", "", True),
@@ -485,25 +493,28 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
             + "{% endgeneration %}{% endfor %}",
             ["inside", "{% generation %}"],
         ),
-        # two letters of an earlier turn
+        # marks two letters of an earlier message
         (
             "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% elif loop.last %}"
             + GENERATION
-            + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}{{ m.content[2:] }}{% endif %}{% endfor %}",
+            + "{% else %}{% generation %}{{ m.content[:2] }}{% endgeneration %}"
+            "{{ m.content[2:] }}{% endif %}{% endfor %}",
             ["{% generation %}", "part", "message 2", "assistant"],
         ),
-        # its call but not its words
+        # marks a call without its content
         (
-            "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}{% generation %}{{ m.tool_calls | tojson }}"
-            "{% endgeneration %}{% elif m.role == 'assistant' %}"
+            "{% for m in messages %}{% if m.tool_calls %}{{ m.content }}"
+            "{% generation %}{{ m.tool_calls | tojson }}{% endgeneration %}"
+            "{% elif m.role == 'assistant' %}"
             + GENERATION
             + "{% else %}{{ m.content }}{% endif %}{% endfor %}",
             ["{% generation %}", "part", "message 4", "assistant"],
         ),
-        # all but what a longer answer has
+        # marks only the beginning of a long answer
         (
-            "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content[:8] }}{% endgeneration %}"
-            "{{ m.content[8:] }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'assistant' %}"
+            "{% generation %}{{ m.content[:8] }}{% endgeneration %}{{ m.content[8:] }}"
+            "{% else %}{{ m.content }}{% endif %}{% endfor %}",
             ["{% generation %}", "part", "message 4", "assistant"],
         ),
         (
@@ -520,7 +531,7 @@ GENERATION = "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
         ),
     ],
 )
-def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
+def test_marks_that_do_not_match_assistant_messages_are_refused(
     tokenizer,
     template,
     parts,
@@ -539,7 +550,7 @@ def test_marks_that_do_not_hold_each_turns_words_and_no_others_are_refused(
     assert_names(raised.value, *parts)
 
 
-def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
+def test_marks_may_leave_out_earlier_messages_and_their_thinking(tokenizer):
     last = chats.MARKED.replace("{%- if message.role == 'assistant' %}", "{%- if loop.last %}")
     cut = chats.MARKED.replace(
         "{{ message.content or '' }}", "{{ (message.content or '').split('</think>')[-1] }}"
@@ -556,7 +567,7 @@ def test_marks_may_leave_out_earlier_turns_and_what_they_thought(tokenizer):
         assert [tokenizer.decode(run) for run in found] == expected
 
 
-def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
+def test_marks_only_around_messages_with_thinking_are_found(tokenizer):
     template = chats.MARKED.replace(
         "role == 'assistant' %}", "role == 'assistant' and '</think>' in message.content %}"
     )
@@ -566,7 +577,7 @@ def test_marks_that_stand_only_where_there_was_thinking_are_seen(tokenizer):
     assert [tokenizer.decode(run) for run in found] == ["<think>hm</think>one<|im_end|>\n"]
 
 
-def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
+def test_arguments_of_calls_may_be_rendered_in_any_notation(tokenizer):
     arguments = {"it's": ['a "quoted"\n\\ \u00f6', {"x": "1 < 2 & '3'"}]}
     talk = [
         TALK[0],
@@ -581,7 +592,7 @@ def test_arguments_of_calls_may_be_written_in_any_notation(tokenizer):
         assert len(learned(tokens, labels)) == 1
 
 
-def test_words_that_others_say_too_are_told_apart(tokenizer):
+def test_repeated_content_is_located_in_its_own_message(tokenizer):
     """`assistant` stands in the header, `x` in what the user says."""
     words = ["assistant", "x", "user", "x", "x", "assistant", "ask"]
     talk = [
@@ -597,11 +608,12 @@ def test_words_that_others_say_too_are_told_apart(tokenizer):
         assert [run.removeprefix("<think>\n\n</think>\n\n") for run in found] == expected
 
 
-def test_a_template_that_writes_the_date_writes_the_same_tomorrow(tokenizer):
-    """As Llama 3.2's, which has a date of its own for a renderer that knows none. A record may give one."""
+def test_tokens_do_not_depend_on_the_date_of_today(tokenizer):
+    """Llama 3.2's template falls back to a fixed date; a record may set one."""
     dated = (
         "\n  {% if not date_string is defined %}"
-        "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' %}"
+        "{% set date_string = strftime_now('%d %b %Y') if strftime_now is defined "
+        "else '26 Jul 2024' %}"
         "{% endif %}{{ date_string }}:" + chats.CHATML
     )
     tokens, labels = encode({"messages": TALK}, tokenizer, dated)
@@ -626,7 +638,7 @@ def test_an_accent_that_joins_the_letter_before_it_is_refused():
     assert [tokenizer.decode(run) for run in found] == ["answer</s>"]
 
 
-def test_a_completion_without_a_token_learns_the_end_alone():
+def test_a_completion_without_tokens_has_loss_only_on_the_end_token():
     tokenizer = chats.tokenizer(normalizer=normalizers.Strip())
     tokens, labels = encode({"prompt": "2 + 2 =", "completion": " "}, tokenizer)
     assert [run.tolist() for run in learned(tokens, labels)] == [[tokenizer.eos_token_id]]
@@ -646,7 +658,7 @@ def test_tools_reach_the_template(tokenizer):
     )
 
 
-def test_a_completion_is_learned_with_the_end_token(tokenizer):
+def test_the_loss_of_a_completion_includes_the_end_token(tokenizer):
     tokens, labels = encode({"prompt": "2 + 2 =", "completion": " 4"}, tokenizer)
     assert (
         tokenizer.decode(tokens),
@@ -669,7 +681,7 @@ def test_a_completion_is_learned_with_the_end_token(tokenizer):
     assert [tokenizer.decode(run) for run in learned(tokens, labels)] == ["answer<|im_end|>\n"]
 
 
-def test_a_tokenizer_without_offsets_learns_all_or_nothing():
+def test_a_tokenizer_without_offsets_needs_train_on_all():
     from transformers import ByT5Tokenizer
 
     slow = ByT5Tokenizer()
@@ -679,7 +691,7 @@ def test_a_tokenizer_without_offsets_learns_all_or_nothing():
     assert (slow.decode(tokens).count("answer"), labels) == (1, None)
 
 
-def test_a_template_is_a_file_or_written_out(tmp_path, monkeypatch, tokenizer):
+def test_a_template_is_a_file_or_inline(tmp_path, monkeypatch, tokenizer):
     monkeypatch.chdir(tmp_path)
 
     def given(name):
@@ -733,7 +745,8 @@ def test_a_function_call_that_the_template_drops_is_refused(tokenizer):
 
 THOUGHT = chats.MARKED.replace(
     "{% generation %}{{ message.content or '' }}",
-    "{% generation %}{{ message.thinking or '' }}{% endgeneration %}{% generation %}{{ message.content or '' }}",
+    "{% generation %}{{ message.thinking or '' }}{% endgeneration %}"
+    "{% generation %}{{ message.content or '' }}",
 )
 
 
@@ -741,7 +754,7 @@ THOUGHT = chats.MARKED.replace(
 @pytest.mark.parametrize(
     "mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"weight": 1, "train": False}]
 )
-def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, mark):
+def test_messages_with_weight_0_or_train_false_have_no_loss(tokenizer, template, mark):
     call = {"role": "assistant", "tool_calls": [chats.CALL], **mark}
     talk = [*TALK, TALK[0], {"role": "assistant", "content": "two", **mark}, TALK[0], call, TALK[0]]
     talk.append({"role": "assistant", "content": "three", "weight": 1, "train": True})
@@ -751,7 +764,8 @@ def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, ma
             for message in talk
         ]
     plain = [
-        {key: value for key, value in one.items() if key not in ("weight", "train")} for one in talk
+        {key: value for key, value in message.items() if key not in ("weight", "train")}
+        for message in talk
     ]
     tokens, labels = encode({"messages": talk}, tokenizer, template)
     whole, every = encode({"messages": plain}, tokenizer, template)
@@ -760,7 +774,7 @@ def test_turns_with_weight_0_or_train_false_have_no_loss(tokenizer, template, ma
     assert [run.tolist() for run in learned(tokens, labels)] == [one.tolist(), three.tolist()]
 
 
-def test_a_turn_without_loss_is_refused_where_it_cannot_be_followed(tokenizer):
+def test_weight_0_is_refused_if_it_cannot_be_applied(tokenizer):
     silent = {**TALK[1], "weight": 0}
     across = "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}"
     for record, template, train_on, parts in (

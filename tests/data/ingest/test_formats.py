@@ -1,4 +1,4 @@
-"""What is kept of a record of each format, and what is said of one that is not what its format says."""
+"""Tests of formats: the stored content of a record, and the problems of records that do not fit."""
 
 import json
 import math
@@ -14,7 +14,8 @@ from jaxsp.data.ingest import formats
 from jaxsp.data.ingest import records as files
 from tests.messages import assert_names
 
-USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
+USER = {"role": "user", "content": "hi"}
+ASSISTANT = {"role": "assistant", "content": "ho"}
 
 CALL = {
     "type": "function",
@@ -37,7 +38,7 @@ def problem(record, format="messages", **fields):
     return str(raised.value)
 
 
-def test_messages_keep_what_a_template_may_use_and_nothing_else_of_the_record():
+def test_a_record_keeps_only_fields_that_a_template_may_use():
     messages = [
         {"role": "system", "content": ""},
         USER,
@@ -62,7 +63,7 @@ def test_messages_keep_what_a_template_may_use_and_nothing_else_of_the_record():
 
 
 def test_arguments_of_a_call_may_be_a_string_of_json():
-    """As OpenAI writes them; a null in them was written, not filled in."""
+    """OpenAI writes them so. A null in them is data, not filled in by a table."""
     given = '{"city": "Rome", "when": null, "at": [{"x": null}]}'
     expected = {"city": "Rome", "when": None, "at": [{"x": None}]}
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": given}}
@@ -112,7 +113,7 @@ def test_nulls_that_tables_fill_in_never_reach_a_template(tmp_path):
 
 
 def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
-    """In arguments of calls and in tools they are data; a message's own null field is one that it lacks."""
+    """Nulls in arguments and tools are data; a null field of a message counts as missing."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
     said = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **CALL}]}
     record = {
@@ -136,7 +137,7 @@ def test_nulls_that_lines_of_json_hold_are_kept(tmp_path):
     assert kept(row) == kept(line)
 
 
-def test_names_and_roles_are_the_users():
+def test_fields_and_roles_are_renamed():
     record = {
         "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}],
         "functions": [TOOL],
@@ -177,7 +178,7 @@ def test_conversations_and_tools_may_be_strings_of_json():
     }
 
 
-def test_parts_of_text_become_the_text_that_they_are():
+def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "a\n"}, {"type": "text", "text": "b", "image": None}]
     assert kept({"messages": [{"role": "user", "content": parts}]})["messages"] == [
         {"role": "user", "content": "a\nb"}
@@ -306,11 +307,11 @@ BAD = [
 
 
 @pytest.mark.parametrize(("record", "parts"), BAD)
-def test_what_is_wrong_with_a_record_is_said_with_what_it_has(record, parts):
+def test_a_problem_names_the_fields_of_the_record(record, parts):
     assert_names(problem(record), *parts)
 
 
-def test_a_field_that_is_not_used_may_hold_anything():
+def test_an_unused_field_may_have_any_value():
     assert kept({"messages": [USER], "score": math.nan, "when": b"x", "text": "\ud800"}) == {
         "messages": [USER]
     }
@@ -325,7 +326,7 @@ def test_token_ids_may_be_strings_of_json_or_numbers_of_any_width():
         assert found["input_ids"].dtype == found["labels"].dtype == np.int32
 
 
-def test_columns_are_called_as_the_user_says():
+def test_columns_have_the_names_in_fields():
     source = SourceConfig(
         source="x",
         format="prompt_completion",
@@ -338,7 +339,7 @@ def test_columns_are_called_as_the_user_says():
     )
 
 
-def test_half_a_pair_is_named_by_the_half_that_is_missing(tmp_path):
+def test_a_prompt_without_completion_is_a_problem_that_names_completion(tmp_path):
     parquet.write_table(pa.table({"prompt": ["x"], "answer": ["y"]}), tmp_path / "a.parquet")
     columns = formats.resolve_columns(
         SourceConfig(source="x", format="prompt_completion"), field="f.source"

@@ -1,4 +1,4 @@
-"""Data sets that `datasets` saved or the hub has are sources like files, and each refusal is one line with a way out."""
+"""Tests of saved and hub data sets: the same records as from files, and errors in one line."""
 
 import json
 import pathlib
@@ -62,7 +62,7 @@ def test_a_saved_data_set_that_changes_is_read_again(tmp_path):
     assert read("one")["text"] == TEST["text"]
 
 
-def test_a_saved_data_set_that_was_made_again_is_read_again_though_it_says_it_is_the_same(tmp_path):
+def test_a_saved_data_set_with_other_data_and_the_same_fingerprint_is_read_again(tmp_path):
     TRAIN.save_to_disk("one")
     assert read("one")["text"] == TRAIN["text"]
     before = json.loads(pathlib.Path("one/state.json").read_text())["_fingerprint"]
@@ -78,7 +78,7 @@ def test_a_saved_data_set_without_splits_is_refused(tmp_path):
     assert_names(problem("none"), "splits", start="data.train.0.source = none: ")
 
 
-def test_of_several_splits_the_one_asked_for_is_read_else_train(tmp_path):
+def test_the_configured_split_is_read_by_default_train(tmp_path):
     datasets.DatasetDict(train=TRAIN, test=TEST).save_to_disk("both")
     datasets.DatasetDict(test=TEST).save_to_disk("single")
     datasets.DatasetDict(a=TRAIN, b=TEST).save_to_disk("other")
@@ -138,7 +138,7 @@ def test_a_part_of_a_split_is_the_same_for_every_kind_of_source(tmp_path, split,
         ("dev[:5]", ["data.train.0.split", "train"]),
     ],
 )
-def test_a_part_that_is_not_there_is_refused(tmp_path, split, parts):
+def test_an_empty_or_unknown_part_of_a_split_is_refused(tmp_path, split, parts):
     TRAIN.save_to_disk("one")
     TRAIN.to_json("file.jsonl")
     for source in ("one", "file.jsonl"):
@@ -161,11 +161,13 @@ def test_parts_of_a_source_become_their_own_tokens(tmp_path):
                 found, source=source, data=data, tokenizer=None, vocab_size=9, field="x"
             )
         )
-    assert Documents([one.dataset for one in made]).lengths.tolist() == list(range(1, 10))
+    assert Documents([tokenized.dataset for tokenized in made]).lengths.tolist() == list(
+        range(1, 10)
+    )
     assert made[0].digest != made[1].digest
 
 
-def test_what_would_do_nothing_for_a_saved_folder_is_refused(tmp_path):
+def test_options_without_effect_on_a_saved_folder_are_refused(tmp_path):
     TRAIN.save_to_disk("one")
     assert_names(problem("one", subset="en"), "hub", start="data.train.0.subset = en: ")
     assert_names(problem("one", revision="main"), "hub", start="data.train.0.revision = main: ")
@@ -184,7 +186,7 @@ def test_a_saved_folder_that_is_broken_is_named(tmp_path):
     assert_names(problem("one"), "data-00000-of-00001.arrow", start="data.train.0.source = one: ")
 
 
-def test_messages_of_a_data_set_are_read_as_they_were_put_in(tmp_path):
+def test_messages_survive_save_to_disk(tmp_path):
     calls = [
         {"function": {"name": "f", "arguments": arguments}} for arguments in ({"a": 1}, {"b": "x"})
     ]
@@ -201,7 +203,7 @@ def test_messages_of_a_data_set_are_read_as_they_were_put_in(tmp_path):
 
 
 def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
-    """org/name as `datasets` keeps it after a download: a folder for each subset, called after the commit."""
+    """Writes org/name as `datasets` caches it: a folder for each subset, named after the commit."""
     for subset in subsets:
         files = {}
         for split, content in (("train", TRAIN), ("test", TEST)):
@@ -226,7 +228,7 @@ def cached(tmp_path: pathlib.Path, *subsets: str) -> None:
         )
 
 
-def test_a_name_is_the_hubs_data_set_where_no_file_is_called_so(tmp_path):
+def test_a_file_has_priority_over_a_hub_data_set_with_its_name(tmp_path):
     cached(tmp_path, "default")
     assert read("org/name")["text"] == TRAIN["text"]
     found = read("org/name", split="test[:1]+train[4:]")
@@ -244,7 +246,7 @@ def test_a_name_is_the_hubs_data_set_where_no_file_is_called_so(tmp_path):
     assert read("org/name")["text"] == ["a file comes first"]
 
 
-def test_of_several_subsets_one_has_to_be_asked_for(tmp_path):
+def test_a_data_set_with_several_subsets_needs_a_subset(tmp_path):
     cached(tmp_path, "de", "en")
     assert_names(
         problem("org/name"),
@@ -273,7 +275,8 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
     [
         (
             NOT_FOUND(
-                "Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to access it."
+                "Dataset 'org/name' is a gated dataset on the Hub. You must be authenticated to "
+                "access it."
             ),
             "source = org/name: ",
             ["gated", "https://huggingface.co/datasets/org/name", "hf auth login"],
@@ -295,7 +298,8 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
         ),
         (
             ValueError(
-                "Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\nExample of usage:"
+                "Config name is missing.\nPlease pick one among the available configs: ['a', 'b']\n"
+                "Example of usage:"
             ),
             "source = org/name: ",
             ["data.train.0.subset", "a or b"],
@@ -313,7 +317,7 @@ NOT_FOUND = datasets.exceptions.DatasetNotFoundError
         ),
     ],
 )
-def test_what_the_hub_answers_is_one_line_with_a_way_out(monkeypatch, error, start, parts):
+def test_a_failure_of_the_hub_is_one_line_with_a_suggestion(monkeypatch, error, start, parts):
     def fail(*_, **__):
         raise error
 
@@ -324,7 +328,7 @@ def test_what_the_hub_answers_is_one_line_with_a_way_out(monkeypatch, error, sta
     assert len(said) < 500
 
 
-def test_an_unknown_subset_is_answered_with_those_there_are(monkeypatch):
+def test_an_error_for_an_unknown_subset_names_the_known_ones(monkeypatch):
     def fail(*_, **__):
         raise ValueError("BuilderConfig 'c' not found. Available: ['a', 'b']")
 
@@ -332,5 +336,5 @@ def test_an_unknown_subset_is_answered_with_those_there_are(monkeypatch):
     assert_names(problem("org/name", subset="c"), "a or b", start="data.train.0.subset = c: ")
 
 
-def test_offline_the_reason_is_said():
+def test_an_error_without_network_names_the_cause():
     assert_names(problem("org/gone"), "HF_HUB_OFFLINE", "hf download org/gone")

@@ -1,4 +1,4 @@
-"""Files become records; whatever cannot be used is named with its file and line."""
+"""Tests of sources: files become records, and errors name file and line."""
 
 import concurrent.futures
 import errno
@@ -36,7 +36,7 @@ def read(source, format="text", data=None, **fields):
 
 
 def problems(source, format="text", data=None, **fields):
-    """What is wrong with a source, without whose fault it is."""
+    """Returns the problems of a source, without its field."""
     with pytest.raises(UserError) as caught:
         read(source, format, data, **fields)
     assert all(
@@ -57,7 +57,7 @@ def write_parquet(path, columns):
     parquet.write_table(pa.table(columns), path)
 
 
-def test_a_text_file_is_one_document_byte_for_byte_but_for_the_mark_of_its_encoding(tmp_path):
+def test_a_text_file_is_one_document_without_its_byte_order_mark(tmp_path):
     text = "eins\r\nzwei \ufeff\U0001f600\n\n"
     (tmp_path / "a.md").write_bytes(text.encode())
     (tmp_path / "b.md").write_bytes(b"\xef\xbb\xbf" + text.encode())
@@ -122,25 +122,27 @@ def test_a_source_is_read_once_and_again_when_it_changes(tmp_path, monkeypatch):
     assert read("a.txt")["text"] == ["another"]
 
 
-def test_of_several_that_want_a_source_one_reads_it(tmp_path, monkeypatch):
+def test_concurrent_reads_of_a_source_write_it_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("one")
-    write, begun = record_cache.write_cache, []
+    write_cache = record_cache.write_cache
+    calls = []
 
     def slow(*arguments, **named):
-        begun.append(arguments)
+        calls.append(arguments)
         time.sleep(0.3)
-        write(*arguments, **named)
+        write_cache(*arguments, **named)
 
     monkeypatch.setattr(record_cache, "write_cache", slow)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        for found in pool.map(read, ["a.txt"] * 4):
-            assert found["text"] == ["one"]
-    assert len(begun) == 1
+        for dataset in pool.map(read, ["a.txt"] * 4):
+            assert dataset["text"] == ["one"]
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
-    cached, order = tmp_path / "records.arrow", []
+def test_process_0_reads_first_if_it_comes_in_time(tmp_path, monkeypatch, comes):
+    cached = tmp_path / "records.arrow"
+    order = []
     monkeypatch.setattr(record_cache, "_LEADER_WAIT_S", 10.0 if comes else 0.3)
     here = threading.local()
 
@@ -159,10 +161,9 @@ def test_process_0_reads_first_where_it_comes(tmp_path, monkeypatch, comes):
     assert order == ([0, 1] if comes else [1])
 
 
-def test_a_cache_that_is_only_read_needs_no_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        os, "access", lambda *_: False
-    )  # whoever may do everything finds no folder that cannot be written
+def test_a_read_only_cache_needs_no_lock(tmp_path, monkeypatch):
+    # a root user has no read-only folders
+    monkeypatch.setattr(os, "access", lambda *_: False)
     with record_cache.build_once(tmp_path / "records.arrow"):
         assert not list(tmp_path.glob("*.lock"))
 
@@ -196,7 +197,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("made", "source", "format", "parts"), REFUSED)
-def test_what_cannot_be_read_at_all_is_named_with_a_way_out(tmp_path, made, source, format, parts):
+def test_an_unreadable_source_is_an_error_with_a_suggestion(tmp_path, made, source, format, parts):
     for name, content in made.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -248,7 +249,7 @@ def write_lines(path, records):
         ("tokens", [{"input_ids": [1], "labels": [1]}], ["labels", "first record"]),
     ],
 )
-def test_a_bad_record_is_named_with_its_line_and_what_is_wrong(tmp_path, format, records, parts):
+def test_a_bad_record_is_named_with_its_line_and_problem(tmp_path, format, records, parts):
     good = {"text": "x"} if format == "text" else {"input_ids": [1]}
     write_lines(tmp_path / "a.jsonl", [good, "", *records, good])
     problem, summary = problems("a.jsonl", format)
@@ -270,7 +271,7 @@ def test_labels_of_another_length_and_labels_that_are_missing_are_bad_records(tm
     assert (found["input_ids"], found["labels"]) == ([[1, 2], [], []], [[-100, 2], [], []])
 
 
-def test_a_skipped_record_stays_as_an_entry_that_says_why(tmp_path):
+def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, "{", {"text": ""}, {"text": 3}])
     found = read("a.jsonl", data=settings(on_bad_record="skip"))
     assert found["place"] == [f"a.jsonl, line {line}" for line in (1, 2, 3, 4)]
@@ -309,7 +310,7 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
     assert_names(summary, "data.max_bad_records")
 
 
-def test_reading_stops_early_where_nearly_everything_is_bad(tmp_path):
+def test_reading_stops_early_if_nearly_every_record_is_bad(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x"}, *[{"messages": []}] * 150, "never read"])
     for data, most in (
         (settings(), 100),
@@ -325,7 +326,7 @@ def test_reading_stops_early_where_nearly_everything_is_bad(tmp_path):
     assert len(read("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=151))) == 152
 
 
-def test_a_source_of_which_nothing_is_left_is_refused_under_skip_too(tmp_path):
+def test_a_source_without_usable_records_is_refused_under_skip_too(tmp_path):
     write_lines(tmp_path / "a.jsonl", ["{", {"text": ""}])
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip"))
     assert numbers(summary) == [1, 2]
@@ -334,7 +335,7 @@ def test_a_source_of_which_nothing_is_left_is_refused_under_skip_too(tmp_path):
     assert not list((tmp_path / "cache").rglob("*.arrow"))
 
 
-def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
+def test_fields_and_splits_without_effect_are_refused(tmp_path):
     write_lines(
         tmp_path / "a.jsonl", [{"text": "x", "messages": [{"role": "user", "content": "x"}]}]
     )
@@ -361,7 +362,7 @@ def test_fields_and_splits_that_would_do_nothing_are_refused(tmp_path):
         assert_names(problem, *parts, start=start)
 
 
-def test_what_is_read_of_the_same_file_in_another_way_is_read_again(tmp_path):
+def test_a_file_is_read_again_with_other_fields(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"text": "x", "body": "y"}])
     assert read("a.jsonl")["text"] == ["x"]
     assert read("a.jsonl", fields={"text": "body"})["text"] == ["y"]
@@ -369,7 +370,7 @@ def test_what_is_read_of_the_same_file_in_another_way_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["~nosuchuser/x.txt", "a" * 300 + ".txt"])
-def test_a_path_that_cannot_exist_is_the_users_mistake(source):
+def test_an_impossible_path_is_a_user_error(source):
     (problem,) = problems(source)
     assert_names(problem, "~nosuchuser" if "~" in source else "304 bytes")
 
@@ -388,11 +389,11 @@ def test_two_sources_cannot_read_the_same_file_in_the_same_way(tmp_path):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}')
 
     def check(*given):
-        made = {
-            f"data.train.{number}": SourceConfig(format="text", **one)
-            for number, one in enumerate(given)
+        configs = {
+            f"data.train.{number}": SourceConfig(format="text", **fields)
+            for number, fields in enumerate(given)
         }
-        source_files.check_no_duplicates(made)
+        source_files.check_no_duplicates(configs)
 
     check(
         {"source": "a.jsonl"},
@@ -415,17 +416,19 @@ def test_files_are_listed_again_only_for_sources_that_are_read_in_the_same_way(
     tmp_path, monkeypatch
 ):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
-    find, listed = source_files.find_files, []
+    find = source_files.find_files
+    listed = []
     monkeypatch.setattr(
         source_files, "find_files", lambda *args: listed.append(args) or find(*args)
     )
 
     def count(*given):
         listed.clear()
-        made = {
-            f"data.train.{n}": SourceConfig(format="text", **one) for n, one in enumerate(given)
+        configs = {
+            f"data.train.{number}": SourceConfig(format="text", **fields)
+            for number, fields in enumerate(given)
         }
-        source_files.check_no_duplicates(made)
+        source_files.check_no_duplicates(configs)
         return len(listed)
 
     other = {"source": "*.jsonl", "fields": {"text": "body"}}
@@ -446,7 +449,7 @@ def test_names_and_problems_that_are_not_unicode_are_written_with_escapes(tmp_pa
 
 
 def test_a_file_replaced_by_one_of_the_same_size_and_time_is_read_again(tmp_path):
-    """As `cp -p`, `rsync -t` and tar leave it."""
+    """`cp -p`, `rsync -t` and tar keep the time."""
     for text in ("AAAA", "BBBB"):
         (tmp_path / "new.txt").write_text(text)
         os.utime(tmp_path / "new.txt", (1, 1))

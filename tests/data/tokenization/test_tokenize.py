@@ -91,20 +91,20 @@ def test_ids_of_text_are_those_of_the_tokenizer(tmp_path):
         tokenizers.make_byte_tokenizer(),
         transformers.ByT5Tokenizer(),
     ):
-        made, end = tokens("a.jsonl", tokenizer=tokenizer), tokenizer.eos_token_id
-        assert made == [
+        end = tokenizer.eos_token_id
+        assert tokens("a.jsonl", tokenizer=tokenizer) == [
             ids if ids[-1] == end else [*ids, end] for ids in tokenizer(said)["input_ids"]
         ]
 
 
-def test_token_records_stay_as_they_are(tmp_path):
+def test_records_of_tokens_are_unchanged(tmp_path):
     write(tmp_path / "a.jsonl", {"input_ids": [1, 2, 256], "labels": [-100, 2, 256]})
     found = tokenize("a.jsonl", format="tokens").dataset
     assert set(found.column_names) == {"place", "problem", "tokens", "labels"}
     assert (found["tokens"][:], found["labels"][:]) == ([[1, 2, 256]], [[-100, 2, 256]])
 
 
-def test_conversations_and_completions_have_labels_unless_all_is_learned(tmp_path):
+def test_conversations_and_completions_have_labels_unless_train_on_is_all(tmp_path):
     tokenizer = chats.tokenizer()
     write(
         tmp_path / "a.jsonl",
@@ -147,12 +147,12 @@ def test_bad_records_are_named_with_their_line_or_skipped(tmp_path):
         tokenize("a.jsonl", **how, on_bad_record="skip", max_bad_records=1)
 
 
-def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
+def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text")
     first = tokens("a.txt")
 
     def encode(*_, **__):
-        raise RuntimeError("tokenised again")
+        raise RuntimeError("tokenized again")
 
     monkeypatch.setattr(encoding, "encode_texts", encode)
     monkeypatch.setattr(token_stats, "compute_token_stats", encode)
@@ -169,7 +169,7 @@ def test_the_same_records_are_tokenised_once(tmp_path, monkeypatch):
         tokenize("a.txt")
 
 
-def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monkeypatch):
+def test_records_are_tokenized_again_when_tokenizer_or_template_changes(tmp_path, monkeypatch):
     write(
         tmp_path / "a.jsonl",
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
@@ -194,7 +194,7 @@ def test_tokens_are_made_anew_when_what_they_are_made_by_changes(tmp_path, monke
     assert len(made) == 4
 
 
-def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, monkeypatch):
+def test_a_template_kept_in_a_tokenizer_gives_the_cached_tokens(tmp_path, monkeypatch):
     write(
         tmp_path / "a.jsonl",
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]},
@@ -218,7 +218,7 @@ def test_a_runs_own_tokenizer_has_the_tokens_of_the_template_it_keeps(tmp_path, 
     assert len(made) == 3
 
 
-def test_the_digest_tells_tokens_and_labels_but_not_where_they_lie(tmp_path):
+def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_path):
     chunks = [[[1, 2, 3], [4]], [[5, 6]]]
 
     def digest(chunks, labels=None):
@@ -307,8 +307,8 @@ print([workers, tokenized.digest, tokenized.dataset["tokens"][:]])
     assert eval(process.stdout) == [[2], expected.digest, expected.dataset["tokens"][:]]
 
 
-def test_a_worker_tokenises_with_its_share_of_the_cores(monkeypatch):
-    """`datasets` forbids its workers threads."""
+def test_a_worker_tokenizes_with_its_fraction_of_the_cores(monkeypatch):
+    """`datasets` disables threads in its workers."""
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("RAYON_NUM_THREADS", "1")
     how = TokenizeOptions(
@@ -348,7 +348,7 @@ def test_a_token_outside_the_vocabulary_is_named(tmp_path):
         tokenize("d.txt", vocab_size=256)
 
 
-def test_the_first_record_is_what_tokenising_makes_of_it(tmp_path):
+def test_the_first_record_is_encoded_as_in_tokenize_dataset(tmp_path):
     good = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]}
     write(tmp_path / "a.jsonl", {"messages": [good["messages"][0]]}, good, good)
     config = asked("a.jsonl", "messages", chat_template=chats.CHATML, on_bad_record="skip")

@@ -1,4 +1,4 @@
-"""Which tokenizer makes the tokens."""
+"""Tests of loading tokenizers."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tmp_path):
         tokenizers.load(str(tmp_path / "empty"))
 
 
-def test_content_is_all_that_a_tokenizer_is_made_of_but_templates_and_use_does_not_change_it():
+def test_serialized_files_exclude_templates_and_do_not_change_with_use():
     def words(**special):
         backend = library.Tokenizer(
             library.models.WordLevel({"<unk>": 0, "</s>": 1, "one": 2}, unk_token="<unk>")
