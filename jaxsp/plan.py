@@ -367,11 +367,7 @@ def _find_longest(asked: PlanRequest) -> None:
 def _plan_meshes(asked: PlanRequest) -> None:
     """Plans every mesh."""
     given, config, site, console = asked.args, asked.config, asked.cluster, asked.console
-    count = len(
-        mesh_sweep.list_combinations(
-            config, num_devices=site.num_devices, num_heads=asked.model.num_heads
-        )
-    )
+    count = len(mesh_sweep.list_combinations(config, asked.model, num_devices=site.num_devices))
     console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
     counted = Progress(count)
 

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.ring import Ring
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.training import compile_options, selfcheck
@@ -39,13 +41,13 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "packed": {"max_segments": 64, "head_chunks": 2},
     "packed, window": {"max_segments": 64, "window": 4096},
     "packed, window, blockwise": {"max_segments": 64, "window": 4096, "kernel": "blockwise"},
-    "packed, ring": {"max_segments": 64, "head_chunks": 2, "outer_strategy": "ring"},
-    "packed, all-gather": {"max_segments": 64, "outer_strategy": "all_gather"},
+    "packed, ring": {"max_segments": 64, "head_chunks": 2, "strategy": Ring(seq=1)},
+    "packed, all-gather": {"max_segments": 64, "strategy": AllGather(seq=1)},
     "one document": {"max_segments": 1, "head_chunks": 2},
     "one document, blockwise": {"max_segments": 1, "kernel": "blockwise"},
     "one document, window": {"max_segments": 1, "window": 4096},
-    "one document, ring": {"max_segments": 1, "outer_strategy": "ring"},
-    "one document, all-gather": {"max_segments": 1, "outer_strategy": "all_gather"},
+    "one document, ring": {"max_segments": 1, "strategy": Ring(seq=1)},
+    "one document, all-gather": {"max_segments": 1, "strategy": AllGather(seq=1)},
 }
 """Arguments of the self-check's programs for attention; the kernel is cuDNN unless given."""
 

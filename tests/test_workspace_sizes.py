@@ -8,8 +8,8 @@ import types
 import jax
 import pytest
 
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_slots
-from jaxsp.attention.kernels.cudnn_limits import CallSplit
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
+from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.planner.compile import compiled
 from jaxsp.runtime import hardware
 from scripts.bench import machine, report, workspace
@@ -33,7 +33,7 @@ def test_every_case_is_one_that_cudnn_can_do(h100):
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
-    formula = cudnn_limits.workspace_bytes(CASE.work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR))
+    formula = cudnn_memory.workspace_bytes(CASE.work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR))
     monkeypatch.setattr(cudnn_calls, "read_workspace_bytes", lambda text: formula // 2)
     found = workspace.measure(CASE, h100)
     assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)

@@ -14,6 +14,7 @@ from jaxsp.attention.api import (
     CHECKPOINT_NAMES,
     SCOPE,
     Attend,
+    as_kernel,
     find_collectives,
     make_attend,
     make_chosen_attend,
@@ -28,18 +29,20 @@ from jaxsp.attention.selection import (
     list_options,
 )
 from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.workload import HasHeads, LayerWorkload
 
 __all__ = [
     "CHECKPOINT_NAMES",
     "SCOPE",
     "Attend",
     "AttentionChoice",
+    "HasHeads",
     "Kernel",
     "KernelSettings",
     "LayerWorkload",
     "Strategy",
     "StrategyOption",
+    "as_kernel",
     "choose",
     "choose_strategy",
     "describe",

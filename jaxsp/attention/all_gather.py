@@ -11,8 +11,8 @@ zhuzilin/ring-flash-attention. Differs: packed segments in zigzag, gradients sum
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ class AllGather(ZigzagStrategy):
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> list[Self]:
+    ) -> Sequence[ZigzagStrategy]:
         return [cls(seq=seq, kv_heads_per_gather=requested.kv_heads_per_gather or 1)]
 
     def find_problem(self, workload: LayerWorkload) -> str | None:

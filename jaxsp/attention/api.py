@@ -77,6 +77,13 @@ class Attend:
             return self.function(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, **keywords)
 
 
+def as_kernel(kernel: str | Kernel | Callable[..., Array]) -> Kernel:
+    """Returns a kernel, given itself, its name, or a function for whole rows."""
+    if isinstance(kernel, str):
+        return registry.KERNELS[kernel]
+    return kernel if isinstance(kernel, Kernel) else FunctionKernel(kernel)
+
+
 def make_attend(
     *,
     kernel: str | Kernel | Callable[..., Array],
@@ -95,10 +102,7 @@ def make_attend(
     """
     if strategy is None:
         strategy = Ulysses(seq=seq)
-    if isinstance(kernel, str):
-        kernel = registry.KERNELS[kernel]
-    elif not isinstance(kernel, Kernel):
-        kernel = FunctionKernel(kernel)
+    kernel = as_kernel(kernel)
     settings = settings or KernelSettings()
     selection.raise_if_whole_rows_only(kernel, strategy)
     return Attend(

@@ -7,7 +7,8 @@ Source: Fang and Zhao 2024, arXiv:2405.07719 (USP).
 """
 
 import dataclasses
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, RowKernel
@@ -40,7 +41,7 @@ class Hybrid(Strategy):
     outer: ZigzagStrategy
 
     @classmethod
-    def combine(cls, inner: Ulysses, outer: ZigzagStrategy) -> Self:
+    def combine(cls, inner: Ulysses, outer: ZigzagStrategy) -> "Hybrid":
         """Every device of a neighborhood is in an outer group of its own."""
         outer = dataclasses.replace(outer, stride=inner.seq)
         return cls(seq=inner.seq * outer.seq, inner=inner, outer=outer)
@@ -48,9 +49,9 @@ class Hybrid(Strategy):
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> list[Self]:
+    ) -> Sequence[Strategy]:
         outer_class = OUTER_STRATEGIES[requested.outer_strategy]
-        hybrids = []
+        hybrids: list[Strategy] = []
         for degree in reversed(legal_ulysses_degrees(workload.num_heads, seq=seq)):
             if requested.ulysses_degree in (None, degree):
                 inner = Ulysses(seq=degree)

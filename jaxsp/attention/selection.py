@@ -200,11 +200,8 @@ def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> S
 
 def _describe_window_problem(requested: AttentionConfig, layer: LayerWorkload) -> str:
     names = [name for name, cls in registry.STRATEGIES.items() if cls.supports_windows]
-    strategy = requested.strategy
-    if strategy not in registry.STRATEGIES:
-        strategy = "a strategy for these heads"
     return (
-        f"attention.strategy = {requested.strategy}: {strategy} must support sliding windows, "
+        f"attention.strategy = {requested.strategy}: must be one that supports sliding windows, "
         f"because the model's tokens see only the last {layer.window:,}. Use "
         f"attention.strategy={errors.format_choices(names)} with "
         f"mesh.seq={errors.format_choices(divisors(layer.num_heads))}."

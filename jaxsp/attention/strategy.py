@@ -5,8 +5,8 @@ To add a strategy, write a subclass of `Strategy` in a file of its own and add i
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -37,7 +37,7 @@ class Strategy(Protocol):
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> list[Self]:
+    ) -> Sequence["Strategy"]:
         """Returns the ways in which `seq` devices, at least 2, can share these heads."""
         ...
 

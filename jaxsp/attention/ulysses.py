@@ -4,7 +4,8 @@ exchanges them back after attention."""
 import dataclasses
 import functools
 import math
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class Ulysses(Strategy):
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> list[Self]:
+    ) -> Sequence[Strategy]:
         return [] if workload.num_heads % seq else [cls(seq=seq)]
 
     @classmethod

@@ -1,7 +1,7 @@
 """Attention of one layer, before it is divided among devices' kernels."""
 
 import dataclasses
-from typing import Protocol, Self, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -49,7 +49,9 @@ class LayerWorkload:
     is_deterministic: bool = False
 
     @classmethod
-    def from_config(cls, config: Config, model: HasHeads, *, remat: str | None = None) -> Self:
+    def from_config(
+        cls, config: Config, model: HasHeads, *, remat: str | None = None
+    ) -> "LayerWorkload":
         """The workload of a config's longest rows.
 
         Args: remat: replaces memory.remat of the config.

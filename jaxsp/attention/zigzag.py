@@ -10,8 +10,8 @@ partial results are only added.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class ZigzagGroup:
 
         They travel in one message, because XLA overlaps only one with computation (jax 0.12).
         """
-        pairs = []
+        pairs: list[tuple[int, int]] = []
         for group in self.axis_index_groups:
             pairs += zip(group, [*group[1:], group[0]], strict=True)
         dtypes = {array.dtype for array in arrays}
@@ -96,7 +96,7 @@ class ZigzagStrategy(Strategy, abc.ABC):
     @classmethod
     def candidates(
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
-    ) -> list[Self]:
+    ) -> Sequence["ZigzagStrategy"]:
         return [cls(seq=seq)]
 
     @property

@@ -80,11 +80,10 @@ class AttentionConfig(ConfigSection):
     """Strategy between the groups of neighbors, for hybrid and auto."""
     kv_heads_per_gather: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of a device's K/V heads that all_gather gathers at a time. null: one."""
-    kernel: Literal["auto", "cudnn", "blockwise", "reference"] = "auto"
+    kernel: Literal["auto", "cudnn", "blockwise"] = "auto"
     """Attention kernel. cudnn: flash attention in bfloat16, on NVIDIA GPUs from Hopper on (A100:
     rows of one document). blockwise: online softmax over blocks, memory linear in length, on any
-    device. reference: the whole score matrix, for tests. auto: cudnn where it runs, otherwise
-    blockwise."""
+    device. auto: cudnn where it runs, otherwise blockwise."""
     head_chunks: Annotated[PositiveCount | None, with_examples(2)] = None
     """Number of chunks into which cudnn splits a device's heads; it processes one after another.
     null: the smallest number that satisfies cuDNN's limits and bounds its memory."""

@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxsp.attention import strategies
+from jaxsp import attention
+from jaxsp.attention import HasHeads, StrategyOption
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.core.errors import UserError
@@ -20,23 +21,14 @@ class MeshPlan:
     """A mesh, and what came of it."""
 
     mesh: dict[str, int]
+    strategy: str
+    """Name of the strategy in tables, such as `hybrid 4`."""
     attention_fields: dict[str, Any]
-    """Fields of the config's attention by which its groups share it."""
+    """Changed fields of the config's attention."""
     plan: Plan | None
     """None where it was not planned, or refused."""
     problem: str
     """Why not; empty otherwise."""
-
-
-def describe_strategy(kind: dict[str, Any]) -> str:
-    """A kind in a word or two, such as `hybrid 4`, or `hybrid 4 gather`."""
-    words = [
-        kind.get("strategy"),
-        kind.get("ulysses_degree"),
-        "all_gather"
-        * (kind.get("outer_strategy") == "all_gather" and kind["strategy"] == "hybrid"),
-    ]
-    return " ".join(str(word) for word in words if word) or "none shared"
 
 
 def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
@@ -47,37 +39,13 @@ def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
                 yield {axes.REPLICA: num_devices // (seq * data), axes.DATA: data, axes.SEQ: seq}
 
 
-def list_strategies(config: Config, *, seq: int, num_heads: int) -> list[dict[str, Any]]:
-    """The ways for groups of so many devices to share attention: where the config leaves it to us, all there are.
-
-    Of what it says of `auto`, each has that which is of this kind.
-    """
-    asked = config.attention
-    if seq == 1:
-        return [{}]
-    if asked.strategy != "auto":
-        return [{"strategy": asked.strategy}]
-    inner = [
-        n for n in strategies.legal_ulysses_degrees(seq=seq, num_heads=num_heads) if 1 < n < seq
-    ]
-    none = {"ulysses_degree": None, "outer_strategy": "ring", "kv_heads_per_gather": None}
-    gathered = {"outer_strategy": "all_gather", "kv_heads_per_gather": asked.kv_heads_per_gather}
-    between = gathered if asked.outer_strategy == "all_gather" else {}
-    return [
-        *[{"strategy": "ulysses"} | none] * (num_heads % seq == 0),
-        *({"strategy": "hybrid"} | none | {"ulysses_degree": n} | between for n in inner),
-        {"strategy": "ring"} | none,
-        {"strategy": "all_gather"} | none | gathered,
-    ]
-
-
-def with_mesh(config: Config, mesh: dict[str, int], kind: dict[str, Any]) -> Config:
-    """The config with another mesh and kind of attention."""
+def with_mesh(config: Config, mesh: dict[str, int], attention_fields: dict[str, Any]) -> Config:
+    """The config with another mesh and other fields of attention."""
     changes: dict[str, Any] = dict(mesh)
     return config.model_copy(
         update={
             "mesh": config.mesh.model_copy(update=changes),
-            "attention": config.attention.model_copy(update=kind),
+            "attention": config.attention.model_copy(update=attention_fields),
         }
     )
 
@@ -97,34 +65,38 @@ def plan_meshes(
     Args:   say: called with each as it is planned.
     """
     found = []
-    for mesh, kind in list_combinations(
-        config, num_devices=cluster.num_devices, num_heads=model.num_heads
-    ):
+    for mesh, option in list_combinations(config, model, num_devices=cluster.num_devices):
         try:
             plan = planning.plan_step(
-                with_mesh(config, mesh, kind),
+                with_mesh(config, mesh, option.config_fields),
                 model=model,
                 cluster=cluster,
                 document_tokens=document_tokens,
             )
-            shape = MeshPlan(mesh=mesh, attention_fields=kind, plan=plan, problem="")
+            problem = ""
         except UserError as error:
-            shape = MeshPlan(
-                mesh=mesh, attention_fields=kind, plan=None, problem=str(error).splitlines()[0]
-            )
+            plan = None
+            problem = str(error).splitlines()[0]
+        shape = MeshPlan(
+            mesh=mesh,
+            strategy=option.label,
+            attention_fields=option.config_fields,
+            plan=plan,
+            problem=problem,
+        )
         found.append(shape)
         on_result(shape)
     return sort_by_rank(found)
 
 
 def list_combinations(
-    config: Config, *, num_devices: int, num_heads: int
-) -> list[tuple[dict[str, int], dict[str, Any]]]:
-    """Every mesh of so many devices with each of its kinds."""
+    config: Config, model: HasHeads, *, num_devices: int
+) -> list[tuple[dict[str, int], StrategyOption]]:
+    """Lists every mesh of so many devices with each of its strategies."""
     return [
-        (mesh, kind)
+        (mesh, option)
         for mesh in list_meshes(num_devices)
-        for kind in list_strategies(config, seq=mesh[axes.SEQ], num_heads=num_heads)
+        for option in attention.list_options(config, model, seq=mesh[axes.SEQ])
     ]
 
 

@@ -45,8 +45,10 @@ class Plan:
     alternative_bytes: Mapping[str, int]
     """and what it would by other kinds."""
     kernel: str
-    cudnn_obstacle: str
-    """Where the kernel is not cuDNN, though nobody asked for another."""
+    kernel_title: str
+    """Name of the kernel in sentences."""
+    fallback_reason: str
+    """Reason that `auto` did not use its first kernel; empty if it did."""
     head_chunks: int
     remat: str
     """As decided, where the config says auto."""
@@ -129,16 +131,9 @@ def plan_step(
     """
     began = time.perf_counter()
     sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    heads = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
     found, degree = memory_options.find_problems(config, platform="gpu"), None
     try:
-        degree = attention.choose_strategy(
-            config, window=model.sliding_window, **heads
-        ).outer_degree
+        degree = attention.choose_strategy(config, model).layout_degree
     except UserError as problem:
         found.extend(problem.problems)
     found.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
@@ -162,7 +157,7 @@ def plan_step(
     fitted = memory_fit.fit(
         program,
         limit=memory_fit.subtract_reserves(program, cluster.memory_limit),
-        workspace_bytes=choice.workspace_bytes,
+        workspace_bytes=choice.settings.workspace_bytes,
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
         measure=budget.measure_step,
     )
@@ -221,9 +216,10 @@ def _build_plan(
         strategy=step.choice.strategy.description,
         attention_bytes=step.choice.sent_bytes,
         alternative_bytes=dict(step.choice.alternatives),
-        kernel=step.choice.kernel,
-        cudnn_obstacle=step.choice.fallback_reason,
-        head_chunks=step.choice.head_chunks,
+        kernel=step.choice.kernel.name,
+        kernel_title=step.choice.kernel.title,
+        fallback_reason=step.choice.fallback_reason,
+        head_chunks=step.choice.settings.head_chunks,
         remat=program.remat_policy.remat,
         mlp_tile_tokens=min(program.mlp_tile, program.tokens_per_device),
         loss_tile_tokens=min(program.loss_tile, program.tokens_per_device),

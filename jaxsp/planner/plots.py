@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxsp.core import axes, durations, errors
 from jaxsp.core.errors import UserError
-from jaxsp.planner import mesh_sweep, search
+from jaxsp.planner import search
 from jaxsp.planner.compile import budget
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
@@ -239,8 +239,7 @@ def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) ->
     figure, panels = _make_panels(2)
     # lines of a mesh differ by their kinds of attention
     names = [
-        " x ".join(str(shape.mesh[axis]) for axis in axes.ALL)
-        + f"  {mesh_sweep.describe_strategy(shape.attention_fields)}"
+        " x ".join(str(shape.mesh[axis]) for axis in axes.ALL) + f"  {shape.strategy}"
         for shape, _ in there
     ]
     left = [0.0] * len(there)

@@ -45,8 +45,9 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
 
 
 def _format_attention(plan: Plan) -> str:
-    why = f" (because {plan.cudnn_obstacle})" if plan.cudnn_obstacle else ""
-    kernel = "cuDNN" if plan.kernel == "cudnn" else f"{plan.kernel}{why}"
+    kernel = plan.kernel_title
+    if plan.fallback_reason:
+        kernel += f" (because {plan.fallback_reason})"
     parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
     if not plan.strategy:
         return f"{kernel}{parts}"
@@ -234,7 +235,7 @@ def format_mesh_plan(shape: MeshPlan, *, progress: str) -> str:
 
     Args: progress: the count and the time left.
     """
-    words = f"  [{progress}] {format_mesh(shape.mesh)}, {mesh_sweep.describe_strategy(shape.attention_fields)}"
+    words = f"  [{progress}] {format_mesh(shape.mesh)}, {shape.strategy}"
     if shape.plan is None:
         return f"{words}: {shape.problem}"
     step = ""
@@ -280,14 +281,12 @@ def format_ranking(found: Sequence[MeshPlan]) -> str:
         sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)
         plan = shape.plan
         if plan is None:
-            rows.append(
-                (*sizes, mesh_sweep.describe_strategy(shape.attention_fields), shape.problem)
-            )
+            rows.append((*sizes, shape.strategy, shape.problem))
             continue
         rows.append(
             (
                 *sizes,
-                mesh_sweep.describe_strategy(shape.attention_fields),
+                shape.strategy,
                 "yes" if plan.fits else f"no: {plan.memory_bottleneck}",
                 f"{plan.device_gib:.1f}",
                 f"{plan.host_gib:,.0f}",

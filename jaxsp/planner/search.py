@@ -86,8 +86,8 @@ def find_longest_row(
                 raise
             return TriedLength(row_tokens=row_tokens, plan=None, problem=str(error).splitlines()[0])
         first = next((one.plan for one in tried.values() if one.plan), None)
-        if first is not None and first.kernel == "cudnn" != plan.kernel:
-            return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.cudnn_obstacle)
+        if first is not None and plan.fallback_reason and not first.fallback_reason:
+            return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.fallback_reason)
         return TriedLength(row_tokens=row_tokens, plan=plan, problem=plan.shortage)
 
     row_tokens = max(unit, config.data.max_row_tokens // unit * unit)
@@ -128,22 +128,29 @@ def _find_next_split(
     """
     devices = compiled.make_devices(site.device_type, site.num_devices)
 
-    def split(row_tokens: int) -> tuple[int, int]:
+    def split(row_tokens: int) -> tuple[int, int] | None:
         try:
             choice = compiled.build_program(
                 with_row_tokens(config, row_tokens), model=model, devices=devices
             )[1]
         except UserError:
-            return 0, 0
+            return None
         # more chunks, or slots with less room
-        return (choice.head_chunks, -choice.capacity_factor) if choice.kernel == "cudnn" else (0, 0)
+        return choice.settings.head_chunks, -choice.settings.capacity_factor
 
-    now, low, high = split(beyond), beyond // unit, 2 * beyond // unit
-    if not (0, 0) < now < split(high * unit):
+    low = beyond // unit
+    high = 2 * beyond // unit
+    first = split(beyond)
+    last = split(high * unit)
+    if first is None or last is None or last <= first:
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if split(middle * unit) <= now else (low, middle)
+        middle_split = split(middle * unit)
+        if middle_split is None or middle_split <= first:
+            low = middle
+        else:
+            high = middle
     return high * unit
 
 

@@ -21,8 +21,6 @@ from jaxsp.training.train_step import Program
 
 def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
     """Returns the banner: pairs of a label and a text. Entries without text are left out."""
-    model = program.model
-    heads = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads}
     entries = [
         ("devices", _describe_devices(program)),
         ("mesh", _describe_mesh(program)),
@@ -33,7 +31,7 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("batch", _describe_batch(program)),
         ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
-        ("attention", attention.describe(inputs.attention_choice, **heads)),
+        ("attention", attention.describe(inputs.attention_choice, program.model)),
         ("memory", memory_options.describe(program)),
         ("XLA", program.compile_options.description),
         ("optimizer", _describe_optimizer(program)),

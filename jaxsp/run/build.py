@@ -311,26 +311,9 @@ def _choose_attention(
     """The strategy and kernel for all row lengths; None with a problem, or without a model."""
     if model is None:
         return None
-    heads = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
-    choice = None
     with problems.collect():
-        # one kernel for all row lengths: where cuDNN serves only some of them, it is not used
-        choices = [
-            attention.choose(
-                config.with_row_tokens(length),
-                devices=devices,
-                window=model.sliding_window,
-                **heads,
-            )
-            for length in reversed(config.data.row_lengths)
-        ]
-        others = (choice for choice in choices if choice.kernel != "cudnn")
-        choice = next(others, choices[0])
-    return choice
+        return attention.choose(config, model, devices=devices)
+    return None
 
 
 def _check_step(
@@ -350,7 +333,7 @@ def _check_step(
         problems += device_mesh.find_division_problems(
             config,
             sizes,
-            degree=choice.strategy.outer_degree if choice is not None else None,
+            degree=choice.strategy.layout_degree if choice is not None else None,
             with_training=for_training,
         )
     return sizes

@@ -152,7 +152,7 @@ def compile_steps(
         with console.status(f"compiling {name}{progress}"):
             step = memory_options.compile_fitting_step(
                 dataclasses.replace(program, config=config),
-                workspace_bytes=inputs.attention_choice.workspace_bytes,
+                workspace_bytes=inputs.attention_choice.settings.workspace_bytes,
             )
         duration = durations.describe(round(time.perf_counter() - began, 1))
         console.print(

@@ -16,9 +16,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxsp.attention import ulysses
-from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.attention.strategies import Strategy
+from jaxsp.attention import LayerWorkload, Strategy
+from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.config.schema import Config
 from jaxsp.core import axes
 from jaxsp.model import decoder
@@ -226,7 +225,9 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     else:
         mlp = 4 * tile * F * itemsize + 6 * stream + itemsize * after + 5 * D * F
     weights = sum(row.size for row in jax.tree.leaves(program.table["layers"]))
-    attention = _attention_bytes(program) + 2 * stream + itemsize * weights + workspace_bytes
+    layer = LayerWorkload.from_config(program.config, model)
+    attention = program.attend.strategy.backward_bytes(layer, program.attend.settings)
+    attention += 2 * stream + itemsize * weights + workspace_bytes
 
     # the loss, before which there are no gradients of this step's first microbatch
     tile = min(program.loss_tile, tokens)
@@ -269,22 +270,6 @@ def _bytes_per_weight(program: Program) -> int:
 def _shard_size(row: Parameter, program: Program) -> int:
     """Elements of a weight that a device holds, all layers together."""
     return sharding.shard_size(row, device_mesh.num_shards(program.mesh))
-
-
-def _attention_bytes(program: Program) -> int:
-    """Queries, keys, values, output and their gradients in the backward pass, as the strategy holds them."""
-    model, kind = program.model, program.attend.strategy
-    head = program.tokens_per_device * model.head_dim * program.dtype.itemsize
-    repeats = ulysses.kv_repeats(num_kv_heads=model.num_kv_heads, seq=kind.ulysses_degree)
-    q, kv = model.num_heads * head, 2 * model.num_kv_heads * repeats * head
-    inputs = 3 * q + kv  # with the output and its gradient
-    if kind.outer_degree > 1:
-        return inputs + 4 * (q + kv)  # sums in float32, and what travels
-    chunks = program.attend.head_chunks
-    if chunks == 1:
-        return inputs + q + kv + q
-    shares_kv = chunks > model.num_kv_heads * repeats // kind.ulysses_degree
-    return inputs + (3 * q + 2 * kv) // chunks + (2 * kv if shares_kv else 0)
 
 
 # Available memory
@@ -340,8 +325,8 @@ def subtract_reserves(program: Program, limits: MemoryLimit) -> MemoryLimit:
 def nccl_bytes(program: Program) -> float:
     """Estimate of NCCL's buffers on each device, in nodes of meshes.NODE_DEVICES devices."""
     kind = program.attend.strategy
-    peers = min(kind.ulysses_degree, memory_limits.DEVICES_PER_NODE) - 1
-    remote_peers = max(0, kind.ulysses_degree - memory_limits.DEVICES_PER_NODE)
+    peers = min(kind.all_to_all_size, memory_limits.DEVICES_PER_NODE) - 1
+    remote_peers = max(0, kind.all_to_all_size - memory_limits.DEVICES_PER_NODE)
     buffers = len(list_communicators(program.mesh.shape, kind)) * COMMUNICATOR_BYTES
     return (
         buffers
@@ -359,8 +344,7 @@ def list_communicators(sizes: Mapping[str, int], strategy: Strategy) -> set[froz
 
     row = along((axes.SEQ,))
     groups = [*map(along, (axes.ALL, axes.SHARDS, axes.GROUPS, (axes.REPLICA,)))]
-    # Ulysses among neighbors, a ring or an all-gather between them
-    groups += [row[: strategy.ulysses_degree], row[:: strategy.ulysses_degree]]
+    groups += [row[positions] for positions in strategy.communicators()]
     found = {frozenset(group.ravel().tolist()) for group in groups}
     return {group for group in found if len(group) > 1}
 
@@ -442,7 +426,9 @@ def program_offloaded_bytes(program: Program) -> OffloadedBytes:
 # Memory of a compiled step
 
 
-def read_memory_use(executable: jax.stages.Compiled, workspace_bytes: int) -> MemoryUse:
+def read_memory_use(
+    executable: jax.stages.Compiled, *, kernel: Kernel, workspace_bytes: int
+) -> MemoryUse:
     """Memory of a compiled step from XLA's memory analysis, with the estimate of cuDNN's workspace
     if XLA did not count it.
 
@@ -457,9 +443,9 @@ def read_memory_use(executable: jax.stages.Compiled, workspace_bytes: int) -> Me
         + getattr(found, f"{where}temp_size_in_bytes")
         for where in ("", "host_")
     )
-    workspace = (
-        cudnn_calls.read_workspace_bytes(executable.as_text() or "") if workspace_bytes else None
-    )
+    workspace = None
+    if workspace_bytes:
+        workspace = kernel.read_workspace_bytes(executable.as_text() or "")
     return MemoryUse(
         device,
         of_host,

@@ -24,14 +24,6 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
     """Reasons that a config's memory options do not work with this release of JAX on these
     devices."""
     memory, found = config.memory, []
-    if (
-        memory.offload_activations == "layer_inputs_and_attention"
-        and config.attention.kernel == "reference"
-    ):
-        found.append(
-            "memory.offload_activations = layer_inputs_and_attention: attention.kernel = reference, which is for tests, keeps its "
-            "scores and names nothing else. Use memory.offload_activations=layer_inputs, or another attention.kernel."
-        )
     release = compile_options.parse_version(version)
     if memory.offload_activations != "none":
         asked = f"memory.offload_activations = {memory.offload_activations}"
@@ -69,7 +61,11 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
     """
 
     def measure(run: jax.stages.Compiled) -> MemoryUse:
-        return memory_fit.max_over_processes(memory_fit.read_memory_use(run, workspace_bytes))
+        return memory_fit.max_over_processes(
+            memory_fit.read_memory_use(
+                run, kernel=program.attend.kernel, workspace_bytes=workspace_bytes
+            )
+        )
 
     limits = memory_fit.find_limits(program)
     room = memory_fit.subtract_reserves(program, limits)
@@ -183,18 +179,13 @@ def _can_split_rows(program: Program, seq: int) -> bool:
     """Whether so many devices could share rows by the attention that the config asks for."""
     config, model = program.config, program.model
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})
-    heads = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
     try:
-        kind = attention.choose_strategy(config, window=model.sliding_window, **heads)
+        kind = attention.choose_strategy(config, model)
     except UserError:
         return False
     sizes = dict(program.mesh.shape) | {axes.SEQ: seq}
     return not device_mesh.find_division_problems(
-        config, sizes, degree=kind.outer_degree, with_training=False
+        config, sizes, degree=kind.layout_degree, with_training=False
     )
 
 

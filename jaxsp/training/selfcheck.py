@@ -19,8 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxsp import attention
-from jaxsp.attention import AttentionChoice
+from jaxsp.attention import AttentionChoice, Kernel, KernelSettings, LayerWorkload, Strategy
 from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
@@ -70,32 +72,32 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
         return []
     memory, model = program.config.memory, program.model
     done = []
-    if choice.kernel == "cudnn":
+    if choice.kernel.needs_selfcheck:
         began = time.perf_counter()
+        heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
         alike: dict[str, Any] = {
-            "heads_per_kv_head": model.num_heads // model.num_kv_heads,
-            "num_kv_heads": min(2, max(1, model.num_kv_heads // choice.strategy.ulysses_degree)),
+            "heads_per_kv_head": heads // kv_heads,
+            "num_kv_heads": min(2, kv_heads),
+            "head_chunks": choice.settings.head_chunks,
             "head_dim": model.head_dim,
             "max_segments": program.config.data.max_segments_per_row,
             "dtype": program.dtype,
             "device": device,
         }
         raise_on_attention_error(
-            measure_attention_error(
-                choice.kernel, window=choice.window, head_chunks=choice.head_chunks, **alike
-            ),
+            measure_attention_error(choice.kernel, window=choice.window, **alike),
             device,
         )
-        if choice.strategy.outer_degree > 1:
-            alike |= {
-                "head_chunks": choice.head_chunks,
-                "outer_strategy": choice.strategy.outer_strategy,
-            }
+        chunk_strategy = choice.strategy.on_one_device()
+        if chunk_strategy is not None:
             raise_on_attention_error(
-                measure_attention_error(choice.kernel, window=None, **alike), device
+                measure_attention_error(
+                    choice.kernel, window=None, strategy=chunk_strategy, **alike
+                ),
+                device,
             )
         done.append(
-            f"self-check: {cudnn_calls.describe_version()} attention agrees with the blockwise kernel "
+            f"self-check: {choice.kernel.describe()} attention agrees with the blockwise kernel "
             f"on this device ({_format_elapsed(began)})"
         )
     if memory.offload_activations != "none":
@@ -108,7 +110,7 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
 
 
 def measure_attention_error(
-    kernel: str | Callable[..., Array],
+    kernel: str | Kernel | Callable[..., Array],
     *,
     heads_per_kv_head: int,
     num_kv_heads: int,
@@ -118,17 +120,16 @@ def measure_attention_error(
     dtype: jnp.dtype,
     device: jax.Device,
     head_chunks: int = 1,
-    outer_strategy: str | None = None,
+    strategy: Strategy | None = None,
 ) -> dict[str, float]:
     """How far a kernel's output and gradients are from those of the blockwise kernel in float32, on small packed rows.
 
     Args:
-        kernel: as for `attention.make_attend`.
         sharing: query heads for each K/V head.
         max_pieces: with 1, rows of one piece are tried; with more, several and padding between them.
         window: tried with a shorter one, because the rows are short.
         head_chunks: tried with as many of these parts as there are heads for.
-        halves: ring or gather: tried on two chunks of each row as that puts them together.
+        strategy: on one device; None: whole rows.
     Units: root mean square of the difference in a piece, or in padding, over that of what is right there or in all pieces,
         whichever is larger; of the piece where this is most. Infinite where something is not a number.
     """
@@ -143,7 +144,9 @@ def measure_attention_error(
     inputs, slots = jax.device_put(arguments, device)
 
     def results(
-        kernel: str | Callable[..., Array], computes_in: jnp.dtype
+        kernel: str | Kernel | Callable[..., Array],
+        computes_in: jnp.dtype,
+        strategy: Strategy | None,
     ) -> dict[str, np.ndarray]:
         compiled = compile_attention(
             kernel,
@@ -152,14 +155,15 @@ def measure_attention_error(
             dtype=computes_in,
             window=window,
             head_chunks=head_chunks,
-            outer_strategy=outer_strategy,
+            strategy=strategy,
         )
         fill_free_memory(device, num_bytes=choose_fill_bytes(device.memory_stats()))
         return dict(
             zip(("out", "dq", "dk", "dv"), map(np.asarray, compiled(inputs, slots)), strict=True)
         )
 
-    found, right = results(kernel, dtype), results("blockwise", jnp.dtype(jnp.float32))
+    found = results(kernel, dtype, strategy)
+    right = results(BlockwiseKernel(), jnp.dtype(jnp.float32), None)
     piece_BL = np.full((len(starts_BM), _ROW_TOKENS), -1)
     for number, slot in np.argwhere(lengths_BM > 0):
         start, length = starts_BM[number, slot], lengths_BM[number, slot]
@@ -230,14 +234,14 @@ def make_attention_inputs(
 
 
 def compile_attention(
-    kernel: str | Callable[..., Array],
+    kernel: str | Kernel | Callable[..., Array],
     inputs: list[Any],
     segments: list[Any],
     *,
     dtype: jnp.dtype,
     window: int | None,
     head_chunks: int = 1,
-    outer_strategy: str | None = None,
+    strategy: Strategy | None = None,
 ) -> jax.stages.Compiled:
     """Compiles a kernel's output and gradients, in float32, as functions of `attention_arguments`.
 
@@ -245,24 +249,26 @@ def compile_attention(
         inputs, slots: arrays, or their shapes on an absent device.
         dtype: the kernel computes in it.
     """
-    num_heads, num_kv_heads = inputs[0].shape[2], inputs[1].shape[2]
-    chunks = 1
-    if kernel == "cudnn":
-        chunks = max(
-            n
-            for n in range(1, min(head_chunks, num_heads) + 1)
-            if not num_heads % n and (not num_kv_heads % n or not n % num_kv_heads)
-        )
-    if outer_strategy and kernel == "cudnn":
-        attend = attention.make_two_chunk_attend(
-            "cudnn",
-            head_chunks=1 if outer_strategy == "all_gather" else chunks,
-            outer_strategy=outer_strategy,
-        )
-    else:
-        attend = attention.make_attend(
-            kernel=kernel, window=window and min(window, _WINDOW), head_chunks=chunks
-        )
+    kernel = attention.as_kernel(kernel)
+    num_rows, row_tokens, num_heads, head_dim = inputs[0].shape
+    strategy = strategy or Ulysses(seq=1)
+    layer = LayerWorkload(
+        num_rows=num_rows,
+        tokens_per_device=row_tokens,
+        row_tokens=row_tokens,
+        max_segments=segments[0].shape[1],
+        num_heads=num_heads,
+        num_kv_heads=inputs[1].shape[2],
+        head_dim=head_dim,
+        dtype=str(dtype),
+    )
+    legal = kernel.legal_head_chunks(strategy.kernel_workload(layer))
+    attend = attention.make_attend(
+        kernel=kernel,
+        strategy=strategy,
+        window=None if window is None else min(window, _WINDOW),
+        settings=KernelSettings(head_chunks=max(n for n in legal if n <= head_chunks)),
+    )
 
     def run(inputs: list[Array], slots: list[Array]) -> list[Array]:
         *qkv, dout = (x.astype(dtype) for x in inputs)

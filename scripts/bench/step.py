@@ -434,7 +434,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         began = time.perf_counter()
         try:
             ready = memory_options.compile_fitting_step(
-                program, workspace_bytes=choice.workspace_bytes
+                program, workspace_bytes=choice.settings.workspace_bytes
             )
         except errors.UserError as error:
             return dataclasses.replace(
@@ -446,7 +446,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
         found = dataclasses.replace(
             found,
             compile_s=compile_s,
-            kernel_used=kernel_used(text, choice.kernel),
+            kernel_used=kernel_used(text, choice.kernel.name),
             workspace_gib=None if workspace is None else workspace / memory_fit.GIB,
             from_cache=CACHE_HIT in events,
             remat_used=ready.program.remat_policy.remat,
@@ -551,10 +551,14 @@ def case_flops(case: Case) -> float:
 
 def kernel_used(program: str, chosen: str) -> str:
     """The attention kernel in a compiled program, which has to be the one that was chosen: cuDNN's are calls by name."""
-    calls_cudnn = "__cudnn$fmha" in program
-    assert calls_cudnn == (chosen == "cudnn"), (
-        f"{chosen} was chosen, and cuDNN's attention is {'not ' * (not calls_cudnn)}called"
-    )
+    from jaxsp.attention.registry import KERNELS
+
+    for name, kernel in KERNELS.items():
+        if kernel.custom_call_prefix:
+            is_called = kernel.custom_call_prefix in program
+            assert is_called == (name == chosen), (
+                f"{chosen} was chosen, and {name} is {'' if is_called else 'not '}called"
+            )
     return chosen
 
 

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.workspace --out scripts/bench/results/today-workspace.json
 
-The formula is `cudnn_limits.workspace_bytes`; plans and the memory check before training rely on it. Each
+The formula is `cudnn_memory.workspace_bytes`; plans and the memory check before training rely on it. Each
 case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled on a GPU,
 the program contains the workspace of each call. Deterministic cases are compiled as with
 run.deterministic; on most GPUs their memory grows with the square of the row.
@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn_calls, cudnn_limits
-from jaxsp.attention.kernels.cudnn_limits import CallSplit, KernelWorkload
+from jaxsp.attention import KernelSettings
+from jaxsp.attention.kernels import cudnn_calls, cudnn_limits, cudnn_memory
+from jaxsp.attention.kernels.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.workload import KernelWorkload
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
 from scripts.bench import machine, report, step
@@ -135,13 +137,13 @@ def main(arguments: list[str]) -> int:
 
 def measure(case: Case, device: Any) -> Result:
     """Compiles a case for a device and reads its workspace, which is unknown without a GPU."""
-    quadratic = cudnn_limits.needs_score_workspace(
+    quadratic = cudnn_memory.needs_score_workspace(
         deterministic=case.deterministic, devices=[device]
     )
     work = dataclasses.replace(case.work, has_score_workspace=quadratic)
     if obstacles := cudnn_limits.unsupported_reasons(work, devices=[device]):
         return Result(status=report.REFUSED, message=f"cuDNN {obstacles[0].reason}")
-    split = cudnn_limits.choose_split(work)
+    split = cudnn_memory.choose_split(work)
     began = time.monotonic()
     try:
         program = compiled(case, device, split=split)
@@ -150,7 +152,7 @@ def measure(case: Case, device: Any) -> Result:
             status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks
         )
     workspace = cudnn_calls.read_workspace_bytes(program.as_text() or "")
-    formula = cudnn_limits.workspace_bytes(work, split)
+    formula = cudnn_memory.workspace_bytes(work, split)
     return Result(
         status=report.OK,
         head_chunks=split.head_chunks,
@@ -164,7 +166,7 @@ def measure(case: Case, device: Any) -> Result:
 
 def compiled(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compiled:
     """Compiles the attention of a case, forward and backward, for a device."""
-    attend = attention.make_attend(kernel="cudnn", window=None, **split._asdict())
+    attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(**split._asdict()))
 
     def gradients(q: Any, k: Any, v: Any, dout: Any, starts: Any, lengths: Any) -> Any:
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)

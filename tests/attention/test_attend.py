@@ -9,10 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise_rows, reference, segments
-from jaxsp.attention.strategies import Strategy
+from jaxsp.attention.kernels import blockwise, segments
+from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core import axes
 from tests import batches, tolerances
+from tests.attention import oracle
+from tests.attention.strategies import make_strategy
 
 L, K = 48, 8
 
@@ -20,27 +23,25 @@ L, K = 48, 8
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 
 RING, GATHER = (
-    Strategy(seq=4, ulysses_degree=1),
-    Strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+    make_strategy(seq=4, ulysses_degree=1),
+    make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
 )
 HYBRID, HYBRID_GATHER = (
-    Strategy(seq=4, ulysses_degree=2),
-    Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"),
+    make_strategy(seq=4, ulysses_degree=2),
+    make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"),
 )
 
 
 def make_attend(devices, kernel="blockwise", window=None):
     """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
-    kind = (
-        devices if isinstance(devices, Strategy) else Strategy(seq=devices, ulysses_degree=devices)
-    )
-    attend = attention.make_attend(strategy=kind, kernel=kernel, window=window)
-    return batches.on_shares(attend) if kind.seq > 1 else attend
+    strategy = devices if isinstance(devices, Strategy) else Ulysses(seq=devices)
+    attend = attention.make_attend(strategy=strategy, kernel=kernel, window=window)
+    return batches.on_shares(attend) if strategy.seq > 1 else attend
 
 
 def arrays(B, H=8, G=4):
@@ -73,7 +74,10 @@ def test_many_devices_give_what_one_gives(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
     lengths = np.int32([[10, 14, 20, 0], [40, 0, 0, 0], [0, 0, 0, 0]])
     inputs = [*arrays(3, H, G), starts, lengths]
-    found, right = compiled(seq, window=window)(*inputs), compiled(1, "reference", window)(*inputs)
+    found, right = (
+        compiled(seq, window=window)(*inputs),
+        compiled(1, oracle.attention, window)(*inputs),
+    )
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.ULYSSES, name
 
@@ -115,7 +119,7 @@ INSIDE = np.asarray(segments.segment_mask(*map(jnp.asarray, PADDED), L))
 
 @jax.custom_vjp
 def nan_at_padding(q, k, v, starts, lengths):
-    return _poisoned(starts, lengths, reference.attention(q, k, v, starts, lengths))
+    return _poisoned(starts, lengths, oracle.attention(q, k, v, starts, lengths))
 
 
 def _poisoned(starts, lengths, x):
@@ -130,9 +134,9 @@ def _forward(*inputs):
 
 def _backward(inputs, dout):
     starts, lengths = inputs[3:]
-    gradients = jax.vjp(lambda q, k, v: reference.attention(q, k, v, starts, lengths), *inputs[:3])[
-        1
-    ](dout)
+    gradients = jax.vjp(lambda q, k, v: oracle.attention(q, k, v, starts, lengths), *inputs[:3])[1](
+        dout
+    )
     return (*(_poisoned(starts, lengths, gradient) for gradient in gradients), None, None)
 
 
@@ -142,13 +146,13 @@ nan_at_padding.defvjp(_forward, _backward)
 @pytest.mark.parametrize("seq", [1, 4])
 def test_a_kernel_that_gives_nan_at_padding_changes_nothing(seq):
     inputs = [*arrays(3), *PADDED]
-    found, right = compiled(seq, nan_at_padding)(*inputs), compiled(1, "reference")(*inputs)
+    found, right = compiled(seq, nan_at_padding)(*inputs), compiled(1, oracle.attention)(*inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.ULYSSES, name
         assert (found[name][~INSIDE] == 0).all(), name
 
 
-WHOLE = [(1, "reference"), (1, "blockwise"), (4, "blockwise")]
+WHOLE = [(1, oracle.attention), (1, "blockwise"), (4, "blockwise")]
 
 WINDOWS = pytest.mark.parametrize(("devices", "kernel"), WHOLE)
 
@@ -159,11 +163,7 @@ EACH = pytest.mark.parametrize(
         *((kind, "blockwise") for kind in (RING, HYBRID_GATHER)),
         *(pytest.param(kind, "blockwise", marks=pytest.mark.slow) for kind in (GATHER, HYBRID)),
     ],
-    ids=lambda one: (
-        f"{one.ulysses_degree} x {one.outer_degree} {one.outer_strategy}"
-        if isinstance(one, Strategy)
-        else str(one)
-    ),
+    ids=lambda value: getattr(value, "description", None),
 )
 """A new kind is a row here."""
 

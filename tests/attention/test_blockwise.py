@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, blockwise_rows, reference, segments
+from jaxsp.attention.kernels import blockwise, segments
 from tests import batches, tolerances
+from tests.attention import oracle
 
 L = 100
 """Tokens of a row: no multiple of the blocks below but the one it is."""
@@ -59,11 +60,11 @@ SHAPES = [
 
 @pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
 def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
-    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
         attention.make_attend(seq=1, kernel=kernel, window=window)
-        for kernel in ("blockwise", "reference")
+        for kernel in ("blockwise", oracle.attention)
     ]
     found, right = (run(attend, *inputs) for attend in attends)
     for name in right:
@@ -71,7 +72,7 @@ def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
 
 
 def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
     right, *others = (
@@ -83,22 +84,22 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
 def blocks_read(length, window):
     """Blocks of keys that all blocks of queries of one long piece visit."""
     x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
-    first = np.asarray(blockwise_rows.make_segment_row(x, x, x, piece, window=window).first_block)
+    first = np.asarray(blockwise._make_segment_row(x, x, x, piece, window=window).first_block)
     return int((np.arange(len(first)) + 1 - first).sum())
 
 
 def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_square():
-    blocks = [4096 // blockwise_rows.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
+    blocks = [4096 // blockwise.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
     for n, scale in zip(blocks, (1, 2, 4), strict=True):
         assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
         # a block's first token sees one token of the fifth block before
-        assert blocks_read(4096 * scale, 4 * blockwise_rows.BLOCK_TOKENS + 2) == 6 * n - (
+        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK_TOKENS + 2) == 6 * n - (
             5 + 4 + 3 + 2 + 1
         )
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
-    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
@@ -114,7 +115,7 @@ def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_re
     poisoned, monkeypatch
 ):
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
-    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
     starts, lengths = np.int32([[0, 24, 0]]), np.int32([[24, 40, 0]])
     poison, clean = {
@@ -173,7 +174,7 @@ def test_a_row_of_65536_tokens_runs():
     assert all(np.isfinite(x).all() for x in found.values())
     last = slice(65_000, LONG)
     alone = [x[:, last] for x in (q, k, v, dout)]
-    right = run(reference.attention, *alone, np.int32([[0]]), np.int32([[LONG - 65_000]]))
+    right = run(oracle.attention, *alone, np.int32([[0]]), np.int32([[LONG - 65_000]]))
     for name in right:
         assert batches.difference(found[name][:, last], right[name]) < tolerances.KERNEL, name
 

@@ -6,11 +6,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention import strategies
-from jaxsp.attention.strategies import LayerWorkload, Strategy
+from jaxsp.attention.workload import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
 from tests import batches
+from tests.attention.strategies import make_strategy
 
 B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
 
@@ -60,18 +60,24 @@ def layer(kind, H, G, remat):
         num_heads=H,
         num_kv_heads=G,
         head_dim=K,
-        itemsize=4,
+        dtype="float32",
+        row_tokens=L,
+        max_segments=1,
         remat=remat,
     )
 
 
 KINDS = [
-    (Strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
-    (Strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
-    (Strategy(seq=4, ulysses_degree=1), 6, 3),
-    (Strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2), 8, 4),
-    (Strategy(seq=6, ulysses_degree=3), 6, 2),
-    (Strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3),
+    (make_strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
+    (make_strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
+    (make_strategy(seq=4, ulysses_degree=1), 6, 3),
+    (
+        make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+        8,
+        4,
+    ),
+    (make_strategy(seq=6, ulysses_degree=3), 6, 2),
+    (make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"), 6, 3),
 ]
 
 
@@ -95,11 +101,10 @@ TIERS = {
 def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
     sent = comms.parse_collectives(compiled(kind, H, G, remat))
     found = {one: comms.sum_bytes(sent, operation=one) / NUM_LAYERS for one in comms.COLLECTIVES}
-    assert {one: size for one, size in found.items() if size} == strategies.sent_bytes(
-        kind, layer(kind, H, G, remat)
-    )
+    formula = kind.sent_bytes(layer(kind, H, G, remat))
+    assert {one: size for one, size in found.items() if size} == formula
 
 
 def test_a_device_alone_sends_nothing():
-    alone = Strategy(seq=1, ulysses_degree=1)
-    assert strategies.sent_bytes(alone, layer(alone, 2, 1, "full")) == {}
+    alone = make_strategy(seq=1, ulysses_degree=1)
+    assert alone.sent_bytes(layer(alone, 2, 1, "full")) == {}

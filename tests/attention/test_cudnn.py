@@ -11,12 +11,15 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_slots, reference
+from jaxsp.attention import KernelSettings
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_slots
 from jaxsp.attention.kernels.cudnn_slots import CallSlots, PackedCall
-from jaxsp.attention.strategies import Strategy
+from jaxsp.attention.ring import Ring
 from jaxsp.core import axes
 from tests import batches, tolerances
-from tests.attention import cudnn_contract
+from tests.attention import cudnn_contract, oracle
+from tests.attention.strategies import make_strategy
 from tests.messages import assert_names
 
 pytestmark = pytest.mark.usefixtures("calls_on_cpu")
@@ -97,7 +100,7 @@ CASES = [
 def test_cudnn_equals_the_reference(kind, which, h, g, K, head_chunks, window):
     inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
     found = run(functools.partial(cudnn.attention, head_chunks=head_chunks, window=window), *inputs)
-    right = run(functools.partial(reference.attention, window=window), *inputs)
+    right = run(functools.partial(oracle.attention, window=window), *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
 
@@ -107,21 +110,23 @@ def test_whole_rows_of_a_group_go_through_cudnn():
     inputs = [*arrays(2, 8, 2), *rows("many", [0, 3])]
     share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
     specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
-    attend = attention.make_attend(seq=4, kernel="cudnn", head_chunks=2, window=90)
+    attend = attention.make_attend(
+        seq=4, kernel="cudnn", settings=KernelSettings(head_chunks=2), window=90
+    )
     found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(
         *inputs[:3], *inputs[4:]
     )
-    right = run(functools.partial(reference.attention, window=90), *inputs)["out"]
+    right = run(functools.partial(oracle.attention, window=90), *inputs)["out"]
     assert batches.difference(found, right) < tolerances.ULYSSES
 
 
 KINDS = [
-    pytest.param("many", Strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
-    ("two", Strategy(seq=2, ulysses_degree=1), 4, 1, 1),
-    ("one", Strategy(seq=2, ulysses_degree=1), 3, 3, 1),
+    pytest.param("many", make_strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
+    ("two", make_strategy(seq=2, ulysses_degree=1), 4, 1, 1),
+    ("one", make_strategy(seq=2, ulysses_degree=1), 3, 3, 1),
     pytest.param(
         "many",
-        Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"),
+        make_strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather"),
         4,
         2,
         1,
@@ -129,12 +134,12 @@ KINDS = [
     ),
     (
         "one",
-        Strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
+        make_strategy(seq=2, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
         4,
         2,
         2,
     ),
-    pytest.param("many", Strategy(seq=4, ulysses_degree=2), 4, 2, 1, marks=pytest.mark.e2e),
+    pytest.param("many", make_strategy(seq=4, ulysses_degree=2), 4, 2, 1, marks=pytest.mark.e2e),
 ]
 
 
@@ -147,23 +152,28 @@ def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
     """What cuDNN leaves undefined is NaN here, and none of it gets out."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
     attend = batches.on_shares(
-        attention.make_attend(strategy=shared, kernel="cudnn", head_chunks=head_chunks, window=None)
+        attention.make_attend(
+            strategy=shared, kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks)
+        )
     )
-    found, right = results(attend, *inputs), run("reference", *inputs)
+    found, right = results(attend, *inputs), run(oracle.attention, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
 
 
 @pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn uses the same halves
-@pytest.mark.parametrize("outer", ["ring", "all_gather"])
+@pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
 @pytest.mark.parametrize("kind", PIECES)
-def test_halves_of_rows_are_what_whole_rows_are(kind, outer):
+def test_halves_of_rows_are_what_whole_rows_are(kind, strategy):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
     found, right = (
         results(
-            attention.make_two_chunk_attend("cudnn", head_chunks=2, outer_strategy=outer), *inputs
+            attention.make_attend(
+                kernel="cudnn", strategy=strategy, settings=KernelSettings(head_chunks=2)
+            ),
+            *inputs,
         ),
-        run("reference", *inputs),
+        run(oracle.attention, *inputs),
     )
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
@@ -179,7 +189,7 @@ def num_calls(head_chunks, policy):
     """Calls of cuDNN, forward and backward, in a checkpointed layer and its gradient."""
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     starts, lengths = map(jnp.asarray, rows("many", [0]))
-    attend = attention.make_attend(seq=1, kernel="cudnn", head_chunks=head_chunks, window=None)
+    attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks))
 
     @functools.partial(jax.checkpoint, policy=policy)
     def layer(q):

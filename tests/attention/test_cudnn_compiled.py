@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, cudnn_slots
-from jaxsp.attention.kernels.cudnn_limits import CallSplit, KernelWorkload
+from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
+from jaxsp.attention.kernels.cudnn_memory import CallSplit
+from jaxsp.attention.kernels.workload import KernelWorkload
 from jaxsp.planner.compile import compiled
 
 pytestmark = pytest.mark.e2e
@@ -86,6 +87,6 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
     assert max(map(len, held)) == 1
     assert set.union(*held) == set(shapes)
-    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_limits.lse_bytes(
+    assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_memory.lse_bytes(
         work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
     )

@@ -1,5 +1,6 @@
 """Which kernel a run gets, why, and what is said to whom asks for one that cannot be had."""
 
+import dataclasses
 import re
 import types
 
@@ -8,8 +9,8 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.attention.kernels.cudnn_limits import KernelWorkload
-from jaxsp.config import config_file
+from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.config import schema
 from jaxsp.core.errors import UserError
 from tests.messages import assert_names, numbers
 
@@ -50,7 +51,7 @@ def choose(
     deterministic=False,
     **asked,
 ):
-    config = config_file.parse(
+    config = schema.parse(
         {
             "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
             "model": {"config": {}, "compute_dtype": dtype},
@@ -66,10 +67,14 @@ def choose(
             "optimizer": {"learning_rate": 1.0},
         }
     )
-    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
     return attention.choose(
-        config, devices=[device], window=window, device_bytes=device_bytes, **sizes
+        config, make_model(heads, window=window), devices=[device], device_bytes=device_bytes
     )
+
+
+def make_model(heads, *, window=None):
+    sizes = dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True))
+    return types.SimpleNamespace(**sizes, sliding_window=window)
 
 
 def refused(*arguments, **fields):
@@ -92,7 +97,7 @@ def refused(*arguments, **fields):
 )
 def test_auto_means_cudnn_where_it_runs(device, fields):
     choice = choose(device, **fields)
-    assert (choice.kernel, choice.fallback_reason) == ("cudnn", "")
+    assert (choice.kernel.name, choice.fallback_reason) == ("cudnn", "")
     assert choose(device, **fields, kernel="cudnn") == choice
 
 
@@ -119,10 +124,10 @@ def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
     (problem,) = refused(device, **fields, kernel="cudnn")
     assert_names(problem, "cuDNN", *parts, start="attention.kernel = cudnn: ")
     choice = choose(device, **fields, seq=4)
-    assert choice.kernel == "blockwise"
+    assert choice.kernel.name == "blockwise"
     assert choice.fallback_reason
     assert choice.fallback_reason in problem
-    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
+    said = attention.describe(choice, make_model((32, 8, 128)))
     assert_names(said, "8 of 32", "2 of 8", "blockwise")
     assert choice.fallback_reason in said
 
@@ -167,7 +172,7 @@ def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: installed)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     if parts is None:
-        assert choose(device, **fields, kernel="cudnn").kernel == "cudnn"
+        assert choose(device, **fields, kernel="cudnn").kernel.name == "cudnn"
     else:
         assert_names(
             refused(device, **fields, kernel="cudnn")[0],
@@ -179,9 +184,9 @@ def test_cudnn_versions(installed, device, fields, parts, monkeypatch):
 
 def test_the_cudnn_of_a_machine_that_only_compiles_does_not_count(monkeypatch):
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 10, 2))
-    assert choose(H100, kernel="cudnn").kernel == "cudnn"
+    assert choose(H100, kernel="cudnn").kernel.name == "cudnn"
     monkeypatch.setattr(jax, "local_devices", lambda: [H100])
-    assert choose(H100).kernel == "blockwise"
+    assert choose(H100).kernel.name == "blockwise"
 
 
 def test_an_unknown_jax_is_an_obstacle(monkeypatch):
@@ -195,12 +200,12 @@ def test_an_unknown_jax_is_an_obstacle(monkeypatch):
         "is called through parts of JAX that changed",
         "install",
     )
-    assert choose().kernel == "blockwise"
+    assert choose().kernel.name == "blockwise"
 
 
-@pytest.mark.parametrize("kernel", ["blockwise", "reference"])
-def test_other_kernels_run_anywhere(kernel):
-    assert choose(V100, kernel=kernel, dtype="float32", row_tokens=1000).kernel == kernel
+def test_blockwise_runs_anywhere():
+    choice = choose(V100, kernel="blockwise", dtype="float32", row_tokens=1000)
+    assert choice.kernel.name == "blockwise"
 
 
 def test_heads_that_cannot_be_shared_are_refused():
@@ -225,7 +230,7 @@ def test_heads_that_cannot_be_shared_are_refused():
     ],
 )
 def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
-    assert choose(**fields).head_chunks == head_chunks
+    assert choose(**fields).settings.head_chunks == head_chunks
     work = KernelWorkload(
         num_heads=32 // fields.get("seq", 1),
         num_kv_heads=8 // fields.get("seq", 1),
@@ -255,40 +260,40 @@ def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_t
         start="attention.head_chunks = 5: ",
     )
     for number in legal.replace(" or ", ", ").split(", "):
-        assert choose(**fields, head_chunks=int(number)).head_chunks == int(number)
+        assert choose(**fields, head_chunks=int(number)).settings.head_chunks == int(number)
 
 
 def test_head_chunks_that_no_kernel_would_take_are_refused():
     for device, fields, parts in (
         (A100, {}, ["blockwise", "Hopper"]),
-        (H100, {"kernel": "reference"}, ["reference", "attention.head_chunks=null"]),
+        (H100, {"kernel": "blockwise"}, ["blockwise", "attention.head_chunks=null"]),
     ):
         problem = refused(device, **fields, head_chunks=2)[0]
         assert_names(problem, "cudnn", *parts, start="attention.head_chunks = 2: ")
 
 
 def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
-    assert choose(kernel="blockwise").workspace_bytes == 0
+    assert choose(kernel="blockwise").settings.workspace_bytes == 0
     tokens, heads = 131072, 4
     sums = 4 * 128 + 4  # float32: dq, and dout * out
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(seq=8).workspace_bytes == 4 * tokens * heads * (sums + shared)
-    assert choose(seq=8, head_chunks=4).workspace_bytes == 4 * tokens * 1 * sums
-    assert choose(seq=8, pieces=1).workspace_bytes == tokens * heads * (sums + shared)
+    assert choose(seq=8).settings.workspace_bytes == 4 * tokens * heads * (sums + shared)
+    assert choose(seq=8, head_chunks=4).settings.workspace_bytes == 4 * tokens * 1 * sums
+    assert choose(seq=8, pieces=1).settings.workspace_bytes == tokens * heads * (sums + shared)
 
 
 def test_the_statistics_of_the_largest_call_are_counted():
-    assert choose(kernel="blockwise").lse_bytes == 0
+    assert choose(kernel="blockwise").settings.lse_bytes == 0
     a_head = 4 * 131072  # float32
     assert (
-        choose(seq=8).lse_bytes == 4 * a_head * 4
+        choose(seq=8).settings.lse_bytes == 4 * a_head * 4
     )  # as of 4 whole rows of 4 heads, whatever the number of pieces
-    assert choose(seq=8, pieces=1000).lse_bytes == 4 * a_head * 4
-    assert choose(seq=8, head_chunks=2).lse_bytes == 4 * a_head * 2
-    assert choose(seq=8, pieces=2).lse_bytes == 2 * a_head * 4
-    assert choose(seq=8, pieces=1).lse_bytes == a_head * 4
+    assert choose(seq=8, pieces=1000).settings.lse_bytes == 4 * a_head * 4
+    assert choose(seq=8, head_chunks=2).settings.lse_bytes == 4 * a_head * 2
+    assert choose(seq=8, pieces=2).settings.lse_bytes == 2 * a_head * 4
+    assert choose(seq=8, pieces=1).settings.lse_bytes == a_head * 4
     # no call has shorter slots where 512 does not divide the rows
-    assert choose(seq=8, row_tokens=131200, head_chunks=1).lse_bytes == 64 * 4 * 131200 * 4
+    assert choose(seq=8, row_tokens=131200, head_chunks=1).settings.lse_bytes == 64 * 4 * 131200 * 4
 
 
 GIB = 2**30
@@ -310,10 +315,10 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
         suggestion,
         start="data.max_segments_per_row = 300: ",
     )
-    assert choose(**fields, pieces=most).head_chunks == 4
+    assert choose(**fields, pieces=most).settings.head_chunks == 4
     assert_names(refused(**fields, pieces=most + 1)[0], suggestion)
     # where the rows divide, short pieces have short slots
-    assert choose(**fields | {"row_tokens": 2**20}, pieces=300).kernel == "cudnn"
+    assert choose(**fields | {"row_tokens": 2**20}, pieces=300).kernel.name == "cudnn"
 
 
 def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
@@ -321,7 +326,7 @@ def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
     problem = refused(**fields, head_chunks=1)[0]
     parts = ["524,288", "64", "4.0 GiB", "3.0", "attention.head_chunks=4"]
     assert_names(problem, *parts, start="attention.head_chunks = 1: ")
-    assert choose(**fields, head_chunks=4).head_chunks == 4
+    assert choose(**fields, head_chunks=4).settings.head_chunks == 4
 
 
 def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
@@ -331,7 +336,8 @@ def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
     parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_segments_per_row=1"]
     assert_names(problem, *parts, start="data.row_tokens = 4194304: ")
     assert (
-        choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel == "cudnn"
+        choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel.name
+        == "cudnn"
     )
 
 
@@ -340,9 +346,9 @@ def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
     here.memory_stats = lambda: {"bytes_limit": GIB}
     monkeypatch.setattr(jax, "local_devices", lambda: [here])
     assert refused(here, row_tokens=2**22, seq=8)[0].startswith("data.row_tokens = 4194304: ")
-    assert choose(row_tokens=2**22, seq=8).kernel == "cudnn"
+    assert choose(row_tokens=2**22, seq=8).kernel.name == "cudnn"
     here.memory_stats = lambda: None
-    assert choose(here, row_tokens=2**22, seq=8).kernel == "cudnn"
+    assert choose(here, row_tokens=2**22, seq=8).kernel.name == "cudnn"
 
 
 PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
@@ -352,12 +358,18 @@ A_HEAD = 2 * 32768 * (2 * 32768 + 4)
 
 def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
     choice = choose(**PACKED_32K)
-    assert (choice.kernel, choice.head_chunks, choice.workspace_bytes) == ("cudnn", 32, A_HEAD)
+    assert (choice.kernel.name, choice.settings.head_chunks, choice.settings.workspace_bytes) == (
+        "cudnn",
+        32,
+        A_HEAD,
+    )
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
-    assert choose(**PACKED_32K, head_chunks=4).workspace_bytes == 8 * (A_HEAD + 2 * 32768 * shared)
+    assert choose(**PACKED_32K, head_chunks=4).settings.workspace_bytes == 8 * (
+        A_HEAD + 2 * 32768 * shared
+    )
     assert choose(**PACKED_32K | {"device_bytes": None}) == choice
     one_document = choose(**PACKED_32K, pieces=1)
-    assert (one_document.head_chunks, one_document.workspace_bytes) == (
+    assert (one_document.settings.head_chunks, one_document.settings.workspace_bytes) == (
         16,
         2 * (A_HEAD // 2 + 32768 * shared),
     )
@@ -365,8 +377,8 @@ def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_
 
 def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     usual = choose(**PACKED_32K | {"deterministic": False})
-    assert usual.head_chunks == 1
-    assert usual.workspace_bytes < 8 * GIB
+    assert usual.settings.head_chunks == 1
+    assert usual.settings.workspace_bytes < 8 * GIB
     assert choose(B200, **PACKED_32K) == usual
     assert choose(A100, **PACKED_32K, pieces=1) == choose(**PACKED_32K, pieces=1)
 
@@ -390,7 +402,7 @@ def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, 
     sums = (
         4 * 2 * chunk * heads + 2 * 2 * 128 * rows * keys * heads
     )  # float32 of each query; dk and dv
-    assert choice.workspace_bytes == scores + sums
+    assert choice.settings.workspace_bytes == scores + sums
 
 
 def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works():
@@ -404,14 +416,17 @@ def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works(
         "data.row_tokens=131072",
     ]
     assert_names(problem, *sizes, *suggestions, start="attention.kernel = cudnn: ")
-    assert choose(**fields, kernel="blockwise").kernel == "blockwise"
-    assert choose(**fields | {"row_tokens": 131072}, kernel="cudnn").workspace_bytes < 72.8 * GIB
-    assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel == "cudnn"
+    assert choose(**fields, kernel="blockwise").kernel.name == "blockwise"
+    assert (
+        choose(**fields | {"row_tokens": 131072}, kernel="cudnn").settings.workspace_bytes
+        < 72.8 * GIB
+    )
+    assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel.name == "cudnn"
     automatic = choose(**fields)
-    assert (automatic.kernel, automatic.workspace_bytes) == ("blockwise", 0)
-    said = attention.describe(automatic, num_heads=32, num_kv_heads=8)
+    assert (automatic.kernel.name, automatic.settings.workspace_bytes) == ("blockwise", 0)
+    said = attention.describe(automatic, make_model((32, 8, 128)))
     assert_names(said, "blockwise", "256.0 GiB")
-    assert choose(B200, **fields).kernel == "cudnn"
+    assert choose(B200, **fields).kernel.name == "cudnn"
 
 
 def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that_fit():
@@ -427,32 +442,32 @@ def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that
     parts = ["run.deterministic", "1,048,576", "32", "2.0", f"data.row_tokens={2**18}"]
     assert_names(problem, *parts, start="attention.kernel = cudnn: ")
     assert refused(**fields, row_tokens=2**19)
-    assert choose(**fields, row_tokens=2**18, head_chunks=32).kernel == "cudnn"
+    assert choose(**fields, row_tokens=2**18, head_chunks=32).kernel.name == "cudnn"
 
 
 def test_too_few_head_chunks_for_a_deterministic_backward_pass_are_refused_with_enough_of_them():
     problem = refused(**PACKED_32K, head_chunks=1)[0]
     parts = ["run.deterministic", "72.8", "attention.head_chunks=2"]
     assert_names(problem, *parts, start="attention.head_chunks = 1: ")
-    assert choose(**PACKED_32K, head_chunks=2).head_chunks == 2
+    assert choose(**PACKED_32K, head_chunks=2).settings.head_chunks == 2
 
 
 def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
     fields = {"row_tokens": 8192, "deterministic": True}
     problem = refused(RTX6000, **fields, kernel="cudnn")[0]
     assert_names(problem, "run.deterministic=false", "12.x", start="attention.kernel = cudnn: ")
-    assert choose(RTX6000, **fields).kernel == "blockwise"
-    assert choose(RTX6000, row_tokens=8192).kernel == "cudnn"
+    assert choose(RTX6000, **fields).kernel.name == "blockwise"
+    assert choose(RTX6000, row_tokens=8192).kernel.name == "cudnn"
 
 
 def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
-    said = attention.describe(choose(seq=8, head_chunks=2), num_heads=32, num_kv_heads=8)
+    said = attention.describe(choose(seq=8, head_chunks=2), make_model((32, 8, 128)))
     assert_names(said, "Ulysses of 8", "cuDNN 9.28.0", "2", "4 of 32", "1 of 8")
     short = choose(row_tokens=8192)
-    said = attention.describe(short, num_heads=32, num_kv_heads=8)
+    said = attention.describe(short, make_model((32, 8, 128)))
     assert_names(said, "cuDNN 9.28.0")
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: None)
-    unknown = attention.describe(short, num_heads=32, num_kv_heads=8)
+    unknown = attention.describe(short, make_model((32, 8, 128)))
     assert_names(unknown, "cuDNN")
     assert numbers(unknown) == [], "all heads and rows are on each device"
     assert unknown == said.replace(" 9.28.0", "")
@@ -461,7 +476,7 @@ def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
 def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
     """2 slots of 2,097,152 tokens, 4 heads, float32."""
     said = attention.describe(
-        choose(seq=8, row_tokens=2**21, head_chunks=1), num_heads=32, num_kv_heads=8
+        choose(seq=8, row_tokens=2**21, head_chunks=1), make_model((32, 8, 128))
     )
     assert_names(said, "64 MiB")
 
@@ -470,20 +485,20 @@ def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
 def test_the_banner_names_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)
     assert choice.window == 4096
-    said = attention.describe(choice, num_heads=32, num_kv_heads=8)
+    said = attention.describe(choice, make_model((32, 8, 128)))
     assert_names(said, "4,096")
 
 
 def test_the_banner_says_what_each_kind_sends():
     """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
     choice = choose(seq=8, heads=(28, 4, 128))
-    assert (choice.strategy.ulysses_degree, choice.strategy.outer_degree) == (4, 2)
+    assert (choice.strategy.all_to_all_size, choice.strategy.layout_degree) == (4, 2)
     held = 16384 * 128 * 2  # bytes of a head
     in_neighbours = 3 * 2 * (28 + 4) * held * 3 // 4
     # k and v forward and backward, their gradients once in float32 and home in bfloat16
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
     assert choice.sent_bytes == in_neighbours + around
-    said = attention.describe(choice, num_heads=28, num_kv_heads=4)
+    said = attention.describe(choice, make_model((28, 4, 128)))
     assert_names(
         said,
         "cuDNN 9.28.0",
@@ -504,12 +519,15 @@ def test_the_banner_says_what_each_kind_sends():
 def test_rows_are_cut_into_chunks_that_cudnn_takes():
     choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
     assert_names(choice.fallback_reason, "16", "2048", "data.row_tokens", "130048")
-    assert choose(seq=8, heads=(7, 7, 128)).kernel == "cudnn"
+    assert choose(seq=8, heads=(7, 7, 128)).kernel.name == "cudnn"
     # 24 heads on 18 devices, 6 neighbours: chunks of 6, and of 128 for cuDNN
     near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
     assert_names(near, "2304", "131072", "data.row_tokens=129024 or 131328")
-    assert choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel == "cudnn"
-    assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel == "cudnn"
+    assert (
+        choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel.name
+        == "cudnn"
+    )
+    assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel.name == "cudnn"
 
 
 def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
@@ -519,19 +537,16 @@ def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
     assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
     assert (
-        choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel == "cudnn"
+        choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel.name
+        == "cudnn"
     )
     problem = refused(**fields | {"pieces": 2}, row_tokens=2**28, kernel="cudnn")[0]
     assert_names(problem, "268,435,456", "16", "2")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
     assert 2**26 < longest < 2**28
-    assert choose(**fields | {"pieces": 2}, row_tokens=longest, kernel="cudnn").kernel == "cudnn"
-
-
-def test_the_reference_kernel_has_no_parts_of_rows():
-    problem = refused(seq=8, heads=(7, 7, 128), kernel="reference")[0]
-    suggestions = ["attention.kernel=auto", "attention.kernel=blockwise"]
-    assert_names(problem, "ring of 8", *suggestions, start="attention.kernel = reference: ")
+    assert (
+        choose(**fields | {"pieces": 2}, row_tokens=longest, kernel="cudnn").kernel.name == "cudnn"
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "save_attention", "full", "auto"])
@@ -539,3 +554,18 @@ def test_what_is_computed_again_does_not_change_the_kind(remat):
     """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
     asked = {"seq": 16, "heads": (40, 10, 128)}
     assert choose(**asked, remat=remat).strategy == choose(**asked).strategy
+
+
+def test_all_row_lengths_use_one_kernel_and_the_longest_is_described():
+    """cuDNN needs multiples of 128 tokens: the shorter rows make all of them use blockwise."""
+    choice = choose(seq=8, row_tokens=[1000, 128000])
+    assert choice.kernel.name == "blockwise"
+    assert_names(choice.fallback_reason, "128", "1000")
+    longest = choose(seq=8, row_tokens=128000, kernel="blockwise")
+    assert choice == dataclasses.replace(longest, fallback_reason=choice.fallback_reason)
+
+
+def test_a_suggested_row_length_is_a_multiple_of_the_devices():
+    problem = refused(seq=12, heads=(24, 24, 128), row_tokens=100000, kernel="cudnn")[0]
+    assert_names(problem, "384", "data.row_tokens=99840 or 100224")
+    assert 99840 % 12 == 100224 % 12 == 0

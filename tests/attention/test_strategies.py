@@ -3,6 +3,7 @@
 import functools
 import itertools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,18 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import strategies
-from jaxsp.attention.kernels import blockwise_rows
-from jaxsp.attention.strategies import LayerWorkload, Strategy
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.hybrid import Hybrid
+from jaxsp.attention.kernels import blockwise
+from jaxsp.attention.ring import Ring
+from jaxsp.attention.ulysses import Ulysses
+from jaxsp.attention.workload import LayerWorkload
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import layout
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import packing
 from tests import batches, tolerances
-from tests.attention import cudnn_contract
+from tests.attention import cudnn_contract, oracle
 from tests.messages import assert_names
 
 L, K = 96, 8
@@ -36,7 +40,7 @@ ROWS = [
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
         yield
 
 
@@ -45,53 +49,60 @@ def layer(H, G, **changes):
         "num_rows": 1,
         "tokens_per_device": 1024,
         "head_dim": 128,
-        "itemsize": 2,
-        "remat": "save_attention",
+        "dtype": "bfloat16",
+        "row_tokens": 1024,
+        "max_segments": 1,
     }
     return LayerWorkload(num_heads=H, num_kv_heads=G, **fields | changes)
 
 
-def chosen(seq, H, G, *, window=None, **asked):
-    return strategies.choose(AttentionConfig(**asked), layer(H, G), seq=seq, window=window)
+def send_bytes(strategy, H, G):
+    return sum(strategy.sent_bytes(layer(H, G)).values())
+
+
+def chosen(seq, H, G, *, window=None, **attention_fields):
+    model = types.SimpleNamespace(num_heads=H, num_kv_heads=G, head_dim=128, sliding_window=window)
+    config = batches.settings()
+    update = {
+        "model": config.model.model_copy(update={"compute_dtype": "bfloat16"}),
+        "mesh": config.mesh.model_copy(update={"seq": seq}),
+        "attention": AttentionConfig(**attention_fields),
+        "data": config.data.model_copy(update={"row_tokens": 1024 * seq}),
+    }
+    return attention.choose_strategy(config.model_copy(update=update), model)
 
 
 def cases():
-    """Every kind that can be made of these heads on so many devices, by its name."""
+    """Every strategy for these heads and numbers of devices, by description."""
     heads = [(H, G) for H, G in itertools.product((8, 6, 7, 28, 5), (8, 4, 3, 2, 1)) if H % G == 0]
     hybrids = {(2, 4), (4, 2), (2, 2), (3, 2)}
-    found = {}
+    by_name = {}
     for seq, (H, G) in itertools.product((2, 3, 4, 6, 8), heads):
-        of = [Strategy(seq=seq, ulysses_degree=1), chosen(seq, H, G)]
-        of += [
-            Strategy(
-                seq=seq, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=lot
-            )
-            for lot in {1, 2, G}
-            if G % lot == 0
+        strategies = [Ring(seq=seq), chosen(seq, H, G)]
+        strategies += [
+            AllGather(seq=seq, kv_heads_per_gather=number)
+            for number in sorted({1, 2, G})
+            if G % number == 0
         ]
-        of += [Strategy(seq=seq, ulysses_degree=seq)] * (H % seq == 0)
+        if H % seq == 0:
+            strategies.append(Ulysses(seq=seq))
         for inner, degree in hybrids:
             if inner * degree == seq and H % inner == 0:
-                of += [
-                    Strategy(seq=seq, ulysses_degree=inner, outer_strategy=outer)
-                    for outer in ("ring", "all_gather")
-                ]
-        for kind in of:
-            lots = f" by {kind.kv_heads_per_gather}" * (kind.outer_strategy == "all_gather")
-            found[
-                f"{H} and {G} heads: {kind.ulysses_degree} x {kind.outer_degree} {kind.outer_strategy}{lots}"
-            ] = (kind, H, G)
-    return found
+                outers = (Ring(seq=degree), AllGather(seq=degree))
+                strategies += [Hybrid.combine(Ulysses(seq=inner), outer) for outer in outers]
+        for strategy in strategies:
+            by_name[f"{H} and {G} heads: {strategy.description}"] = (strategy, H, G)
+    return by_name
 
 
 CASES = cases()
 
 QUICK = {
-    "7 and 1 heads: 1 x 3 ring",
-    "28 and 4 heads: 4 x 2 ring",
-    "6 and 2 heads: 3 x 2 all_gather by 1",
-    "8 and 4 heads: 1 x 6 all_gather by 2",
-    "5 and 1 heads: 1 x 8 all_gather by 1",
+    "7 and 1 heads: ring of 3",
+    "28 and 4 heads: Ulysses of 4 x ring of 2",
+    "6 and 2 heads: Ulysses of 3 x all_gather of 2 by 1",
+    "8 and 4 heads: all_gather of 6 by 2",
+    "5 and 1 heads: all_gather of 8 by 1",
 }
 """Those in the default tier."""
 
@@ -121,25 +132,25 @@ def results(attend, given):
 
 
 @functools.cache
-def right(H, G):
-    return results(attention.make_attend(kernel="reference", window=None), inputs(H, G))
+def expected(H, G):
+    return results(attention.make_attend(kernel=oracle.attention), inputs(H, G))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
 )
-def test_every_kind_gives_what_one_device_gives(name, record_property):
-    kind, H, G = CASES[name]
-    found = results(
-        batches.on_shares(attention.make_attend(strategy=kind, kernel="blockwise", window=None)),
-        inputs(H, G),
-    )
-    differences = {one: batches.difference(found[one], right(H, G)[one]) for one in found}
+def test_every_strategy_gives_what_one_device_gives(name, record_property):
+    strategy, H, G = CASES[name]
+    attend = attention.make_attend(strategy=strategy, kernel="blockwise")
+    actual = results(batches.on_shares(attend), inputs(H, G))
+    differences = {
+        key: batches.difference(value, expected(H, G)[key]) for key, value in actual.items()
+    }
     record_property("largest relative difference", max(differences.values()))
     assert max(differences.values()) < tolerances.KINDS, differences
 
 
-def test_the_quick_ones_are_among_them():
+def test_all_quick_cases_exist():
     assert CASES.keys() >= QUICK
 
 
@@ -156,41 +167,42 @@ def test_the_quick_ones_are_among_them():
         (6, 14, 2, 2),  # a ring of 6 sends as much
     ],
 )
-def test_auto_is_ulysses_where_it_can_be_else_what_sends_least(seq, H, G, inner):
-    kind = chosen(seq, H, G)
+def test_auto_is_ulysses_if_possible_else_what_sends_least(seq, H, G, inner):
+    strategy = chosen(seq, H, G)
     if inner is not None:
-        assert kind.ulysses_degree == inner
-    others = strategies.list_strategies(
-        seq=seq, num_heads=H, num_kv_heads=G, outer_strategy="ring", kv_heads_per_gather=None
-    )
-    least = min(sum(strategies.sent_bytes(one, layer(H, G)).values()) for one in others)
-    assert kind.outer_degree == 1 or sum(strategies.sent_bytes(kind, layer(H, G)).values()) == least
-    assert (kind.outer_degree == 1) == (H % seq == 0)
+        assert strategy.all_to_all_size == inner
+    if H % seq == 0:
+        assert strategy == Ulysses(seq=seq)
+        return
+    degrees = [n for n in range(2, seq) if seq % n == 0 and H % n == 0]
+    others = [
+        Ring(seq=seq),
+        *(Hybrid.combine(Ulysses(seq=n), Ring(seq=seq // n)) for n in degrees),
+    ]
+    assert strategy in others
+    assert send_bytes(strategy, H, G) == min(send_bytes(other, H, G) for other in others)
 
 
-def test_of_hybrids_that_send_as_much_the_one_with_more_neighbours_is_taken():
-    kind = chosen(12, 6, 3, strategy="hybrid", outer_strategy="all_gather")
-    also = Strategy(seq=12, ulysses_degree=3, outer_strategy="all_gather")
-    assert sum(strategies.sent_bytes(also, layer(6, 3)).values()) == sum(
-        strategies.sent_bytes(kind, layer(6, 3)).values()
-    )
-    assert kind.ulysses_degree == 6
+def test_of_hybrids_that_send_equally_much_the_one_with_more_neighbors_is_chosen():
+    strategy = chosen(12, 6, 3, strategy="hybrid", outer_strategy="all_gather")
+    other = Hybrid.combine(Ulysses(seq=3), AllGather(seq=4))
+    assert send_bytes(other, 6, 3) == send_bytes(strategy, 6, 3)
+    assert strategy == Hybrid.combine(Ulysses(seq=6), AllGather(seq=2))
 
 
-def test_neighbours_are_chosen_so_that_heads_can_be_gathered_as_asked():
-    assert chosen(8, 28, 4, strategy="hybrid", outer_strategy="all_gather").ulysses_degree == 4
-    assert (
-        chosen(
-            8, 28, 4, strategy="hybrid", outer_strategy="all_gather", kv_heads_per_gather=2
-        ).ulysses_degree
-        == 2
-    )
-    assert chosen(8, 28, 4, outer_strategy="all_gather", kv_heads_per_gather=4).ulysses_degree == 1
+def test_the_number_of_neighbors_fits_the_heads_per_gather():
+    gather = {"outer_strategy": "all_gather"}
+    assert chosen(8, 28, 4, strategy="hybrid", **gather).all_to_all_size == 4
+    two = chosen(8, 28, 4, strategy="hybrid", kv_heads_per_gather=2, **gather)
+    assert two == Hybrid.combine(Ulysses(seq=2), AllGather(seq=4, kv_heads_per_gather=2))
+    four = chosen(8, 28, 4, kv_heads_per_gather=4, **gather)
+    assert four == AllGather(seq=8, kv_heads_per_gather=4)
 
 
-def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
-    assert chosen(8, 28, 4, outer_strategy="all_gather").outer_strategy == "all_gather"
-    kind = chosen(
+def test_outer_strategy_decides_what_auto_and_hybrid_do_between_neighborhoods():
+    auto = chosen(8, 28, 4, outer_strategy="all_gather")
+    assert auto == Hybrid.combine(Ulysses(seq=4), AllGather(seq=2))
+    strategy = chosen(
         8,
         28,
         4,
@@ -199,21 +211,11 @@ def test_outer_says_what_auto_and_hybrid_do_between_neighbours():
         ulysses_degree=2,
         kv_heads_per_gather=2,
     )
-    assert (
-        kind.ulysses_degree,
-        kind.outer_degree,
-        kind.outer_strategy,
-        kind.kv_heads_per_gather,
-        kind.name,
-    ) == (
-        2,
-        4,
-        "all_gather",
-        2,
-        "hybrid",
-    )
-    assert chosen(8, 28, 4, strategy="hybrid", ulysses_degree=2).ulysses_degree == 2
-    assert chosen(1, 7, 7, strategy="ring").outer_degree == 1
+    assert strategy == Hybrid.combine(Ulysses(seq=2), AllGather(seq=4, kv_heads_per_gather=2))
+    assert (strategy.seq, strategy.layout_degree, strategy.name) == (8, 4, "hybrid")
+    ring = chosen(8, 28, 4, strategy="hybrid", ulysses_degree=2)
+    assert ring == Hybrid.combine(Ulysses(seq=2), Ring(seq=4))
+    assert chosen(1, 7, 7, strategy="ring") == Ulysses(seq=1)
 
 
 PER_GATHER = "attention.kv_heads_per_gather"
@@ -256,27 +258,26 @@ def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts)
         assert "attention.strategy=auto" not in str(caught.value), "auto has no windows either"
 
 
-def test_ulysses_serves_windows():
-    assert chosen(4, 28, 4, window=100).outer_degree == 1
+def test_ulysses_supports_windows():
+    assert chosen(4, 28, 4, window=100) == Ulysses(seq=4)
 
 
-@pytest.mark.parametrize("kernel", ["reference", lambda *_: None], ids=["reference", "own"])
-def test_a_kernel_without_parts_is_refused_where_parts_are_needed(kernel):
-    with pytest.raises(
-        UserError,
-        match=r"attention\.kernel = .*blockwise or cudnn.*attention\.strategy=ulysses",
-    ):
-        attention.make_attend(
-            strategy=Strategy(seq=4, ulysses_degree=1), kernel=kernel, window=None
-        )
+def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
+    with pytest.raises(UserError) as caught:
+        attention.make_attend(strategy=Ring(seq=4), kernel=lambda *_: None)
+    assert_names(
+        caught.value,
+        "ring of 4",
+        "cudnn or blockwise",
+        "attention.strategy=ulysses",
+        start="attention.kernel = ",
+    )
 
 
 def test_nothing_is_computed_for_all_turns_before_the_first_layer():
     """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
     attend = batches.on_shares(
-        attention.make_attend(
-            strategy=Strategy(seq=8, ulysses_degree=1), kernel="blockwise", window=None
-        )
+        attention.make_attend(strategy=Ring(seq=8), kernel="blockwise", window=None)
     )
     starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
 
@@ -299,12 +300,10 @@ def merge_errors(kernel, degree=8, tokens=512):
     ]
     starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
     ring = batches.on_shares(
-        attention.make_attend(
-            strategy=Strategy(seq=degree, ulysses_degree=1), kernel=kernel, window=None
-        )
+        attention.make_attend(strategy=Ring(seq=degree), kernel=kernel, window=None)
     )
     alone = attention.make_attend(kernel=kernel, window=None)
-    exact = attention.make_attend(kernel="reference", window=None)
+    exact = attention.make_attend(kernel=oracle.attention, window=None)
     right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
     return [
         {

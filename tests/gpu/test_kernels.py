@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import Attend
-from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, cudnn_slots, reference, segments
-from jaxsp.attention.kernels.cudnn_limits import KernelWorkload
+from jaxsp.attention import Attend, KernelSettings
+from jaxsp.attention.hybrid import OUTER_STRATEGIES
+from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, cudnn_slots, segments
+from jaxsp.attention.kernels.workload import KernelWorkload
 from tests import batches, tolerances
+from tests.attention import oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -90,7 +92,7 @@ def run(kernel, dtype, *inputs):
 kernels = functools.cache(
     # by name, as in training: padding in q, k and v is not set to zero
     lambda head_chunks, window=None: attention.make_attend(
-        kernel="cudnn", head_chunks=head_chunks, window=window
+        kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks), window=window
     )
 )
 
@@ -127,15 +129,17 @@ def test_cudnn_is_as_near_to_the_reference_as_bfloat16_allows(
     takes(slots, K, window)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
-        right = run(functools.partial(reference.attention, window=window), jnp.float32, *inputs)
+        right = run(functools.partial(oracle.attention, window=window), jnp.float32, *inputs)
     found = run(kernels(head_chunks, window), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
 
 
 in_halves = functools.cache(
-    lambda head_chunks, outer: attention.make_two_chunk_attend(
-        "cudnn", head_chunks=head_chunks, outer_strategy=outer
+    lambda head_chunks, outer: attention.make_attend(
+        kernel="cudnn",
+        strategy=OUTER_STRATEGIES[outer](seq=1),
+        settings=KernelSettings(head_chunks=head_chunks),
     )
 )
 
@@ -150,7 +154,7 @@ def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, 
     takes(slots, K)
     inputs = [*arrays(len(which), L, h, g, K), *rows(slots, which)]
     with jax.default_matmul_precision("highest"):
-        right = run(reference.attention, jnp.float32, *inputs)
+        right = run(oracle.attention, jnp.float32, *inputs)
     found = run(in_halves(head_chunks if outer == "ring" else 1, outer), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
@@ -160,7 +164,7 @@ def test_halves_of_rows_are_as_near(slots, which, h, g, K, head_chunks, window, 
 def test_the_blockwise_kernel_is_as_near(K, window, takes):
     inputs = [*arrays(2, L, 8, 2, K), *rows(30, [0, 1])]
     with jax.default_matmul_precision("highest"):
-        right = run(functools.partial(reference.attention, window=window), jnp.float32, *inputs)
+        right = run(functools.partial(oracle.attention, window=window), jnp.float32, *inputs)
     found = run(functools.partial(blockwise.attention, window=window), jnp.bfloat16, *inputs)
     for name in right:
         assert batches.difference(found[name], right[name]) < tolerances.KERNEL_BF16, name
@@ -218,7 +222,7 @@ def test_a_row_of_a_million_tokens_is_right_to_its_end(takes):
     ]
     end = [x[:, -last:].astype(jnp.float32) for x in big]
     with jax.default_matmul_precision("highest"):
-        right = run(reference.attention, jnp.float32, *end, np.int32([[0]]), np.int32([[last]]))
+        right = run(oracle.attention, jnp.float32, *end, np.int32([[0]]), np.int32([[last]]))
     found = results(kernels(1), jnp.bfloat16, *big, starts, lengths)
     assert all(bool(jnp.isfinite(x).all()) for x in found.values())
     for name in right:

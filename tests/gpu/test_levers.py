@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
+from jaxsp.attention.kernels import blockwise
 from jaxsp.checkpoint import reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
@@ -106,15 +107,8 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
     )
     if problems := memory_options.find_problems(config, platform=gpu.platform):
         pytest.skip(problems[0])
-    heads = {
-        "num_heads": MODEL.num_heads,
-        "num_kv_heads": MODEL.num_kv_heads,
-        "head_dim": MODEL.head_dim,
-    }
-    choice = attention.choose(config, devices=[gpu], window=None, **heads)
-    attend = attention.make_attend(
-        seq=1, kernel=choice.kernel, window=None, head_chunks=choice.head_chunks
-    )
+    choice = attention.choose(config, MODEL, devices=[gpu])
+    attend = attention.make_chosen_attend(choice)
     on = device_mesh.make_mesh({axes.REPLICA: 1, axes.DATA: 1, axes.SEQ: 1}, [gpu])
     return Program(config=config, model=MODEL, mesh=on, attend=attend, num_steps=3), choice
 
@@ -133,7 +127,7 @@ class Trained:
 def trained(gpu, lever, dtype="float32"):
     memory = LEVERS[lever] if lever else {"remat": "save_attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
-    ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.workspace_bytes)
+    ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.settings.workspace_bytes)
     start = sharding.random_weights(
         of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state
     )
@@ -246,14 +240,14 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
-    checked = ["cuDNN"] * (choice.kernel == "cudnn") + ["offload"] * (activations != "none")
+    checked = ["cuDNN"] * choice.kernel.needs_selfcheck + ["offload"] * (activations != "none")
     assert all(word in line for line, word in zip(said, checked, strict=True))
 
 
 def test_the_check_sees_that_attention_forgets_the_pieces(gpu):
     def forgets(q, k, v, starts, lengths):
         one = jnp.zeros((len(starts), 1), jnp.int32)
-        return attention.KERNELS["blockwise"](q, k, v, one, jnp.full_like(one, q.shape[1]))
+        return blockwise.attention(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     found = selfcheck.measure_attention_error(
         forgets,

@@ -1,6 +1,7 @@
 """All meshes of so many devices."""
 
 import math
+import types
 
 from jaxsp import attention
 from jaxsp.core.errors import UserError
@@ -73,7 +74,9 @@ def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
     def shape(seq, seconds, **changes):
         mesh = {"replica": 1, "data": 8 // seq, "seq": seq}
         plan = None if seconds is None else made.plan(mesh=mesh, step_s_estimate=seconds, **changes)
-        return MeshPlan(mesh=mesh, attention_fields={}, plan=plan, problem="" if plan else "no")
+        return MeshPlan(
+            mesh=mesh, strategy="ring", attention_fields={}, plan=plan, problem="" if plan else "no"
+        )
 
     fitting = [
         shape(2, 1.04),
@@ -91,29 +94,32 @@ def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
     assert [ranks.get(id(one)) for one in found] == [1, 1, 1, 2, 2, 3, None, None]
 
 
-def test_a_kind_that_is_asked_for_is_the_only_one_and_heads_that_do_not_divide_leave_ulysses_out():
-    asked = programs.settings("attention.strategy=ring")
-    assert mesh_sweep.list_strategies(asked, seq=8, num_heads=32) == [{"strategy": "ring"}]
-    assert [
-        mesh_sweep.describe_strategy(kind)
-        for kind in mesh_sweep.list_strategies(asked, seq=1, num_heads=32)
-    ] == ["none shared"]
-    kinds = mesh_sweep.list_strategies(programs.settings(), seq=8, num_heads=28)
-    assert [mesh_sweep.describe_strategy(kind) for kind in kinds] == [
-        "hybrid 4",
-        "hybrid 2",
-        "ring",
-        "all_gather",
-    ]
+def list_options(config, *, seq, num_heads):
+    model = types.SimpleNamespace(
+        num_heads=num_heads, num_kv_heads=4, head_dim=64, sliding_window=None
+    )
+    return attention.list_options(config, model, seq=seq)
 
 
-def test_of_what_is_asked_of_auto_each_kind_has_what_it_can():
-    """A mesh that training would take is not refused for a field of another kind."""
-    asked = programs.settings(
+def test_an_explicit_strategy_is_the_only_option():
+    config = programs.settings("attention.strategy=ring")
+    assert list_options(config, seq=8, num_heads=32) == [("ring", {"strategy": "ring"})]
+    assert list_options(config, seq=1, num_heads=32) == [("none shared", {})]
+
+
+def test_heads_that_do_not_divide_leave_ulysses_out():
+    options = list_options(programs.settings(), seq=8, num_heads=28)
+    assert [option.label for option in options] == ["hybrid 4", "hybrid 2", "ring", "all_gather"]
+
+
+def test_each_strategy_has_only_the_fields_of_auto_that_it_uses():
+    """A mesh that training accepts is not refused because of a field of another strategy."""
+    config = programs.settings(
         "attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=2"
     )
-    found = mesh_sweep.list_strategies(asked, seq=8, num_heads=32)
-    assert [mesh_sweep.describe_strategy(kind) for kind in found] == [
+    model = types.SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=64, sliding_window=None)
+    options = attention.list_options(config, model, seq=8)
+    assert [option.label for option in options] == [
         "ulysses",
         "hybrid 4 all_gather",
         "hybrid 2 all_gather",
@@ -121,21 +127,13 @@ def test_of_what_is_asked_of_auto_each_kind_has_what_it_can():
         "all_gather",
     ]
     chosen = [
-        attention.choose_strategy(
-            mesh_sweep.with_mesh(asked, MESH, kind),
-            window=None,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=64,
-        )
-        for kind in found
+        attention.choose_strategy(mesh_sweep.with_mesh(config, MESH, option.config_fields), model)
+        for option in options
     ]
-    assert [
-        (one.ulysses_degree, one.outer_strategy, one.kv_heads_per_gather) for one in chosen
-    ] == [
-        (8, "ring", 1),
-        (4, "all_gather", 2),
-        (2, "all_gather", 2),
-        (1, "ring", 1),
-        (1, "all_gather", 2),
+    assert [strategy.description for strategy in chosen] == [
+        "Ulysses of 8",
+        "Ulysses of 4 x all_gather of 2 by 2",
+        "Ulysses of 2 x all_gather of 4 by 2",
+        "ring of 8",
+        "all_gather of 8 by 2",
     ]

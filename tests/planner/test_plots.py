@@ -145,18 +145,21 @@ def test_meshes_are_bars_the_best_on_top_and_none_for_those_that_were_refused(tm
     found = [
         MeshPlan(
             mesh={"replica": 1, "data": 1, "seq": 8},
+            strategy="ulysses",
             attention_fields={"strategy": "ulysses"},
             plan=made.plan(),
             problem="",
         ),
         MeshPlan(
             mesh={"replica": 1, "data": 2, "seq": 4},
+            strategy="ring",
             attention_fields={"strategy": "ring"},
             plan=made.plan(fits=False, step_s_estimate=7.0),
             problem="",
         ),
         MeshPlan(
             mesh={"replica": 1, "data": 8, "seq": 1},
+            strategy="auto",
             attention_fields={"strategy": "auto"},
             plan=None,
             problem="no",

@@ -84,7 +84,11 @@ def test_what_does_not_fit_names_what_is_full_and_what_to_try():
 
 def test_another_kernel_than_cudnn_says_why():
     said = report.format_plan(
-        made.plan(kernel="blockwise", cudnn_obstacle="cuDNN needs what is not there"),
+        made.plan(
+            kernel="blockwise",
+            kernel_title="blockwise",
+            fallback_reason="cuDNN needs what is not there",
+        ),
         model="a model",
     )
     assert_names(said, "blockwise", "cuDNN needs what is not there")
@@ -213,15 +217,23 @@ def test_the_longest_row_says_what_was_full_beyond_it():
 def test_meshes_are_a_table_and_those_that_were_refused_say_why():
     mesh = {"replica": 1, "data": 1, "seq": 8}
     found = [
-        MeshPlan(mesh=mesh, attention_fields={"strategy": "ulysses"}, plan=made.plan(), problem=""),
         MeshPlan(
             mesh=mesh,
+            strategy="ulysses",
+            attention_fields={"strategy": "ulysses"},
+            plan=made.plan(),
+            problem="",
+        ),
+        MeshPlan(
+            mesh=mesh,
+            strategy="ring",
             attention_fields={"strategy": "ring"},
             plan=made.plan(fits=False, memory_bottleneck="host"),
             problem="",
         ),
         MeshPlan(
             mesh=mesh,
+            strategy="hybrid 4",
             attention_fields={"strategy": "hybrid", "ulysses_degree": 4},
             plan=None,
             problem="28 query heads cannot be shared",

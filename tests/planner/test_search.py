@@ -123,7 +123,7 @@ def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
         return (
             line(n)
             if n < 2_000_000
-            else made.plan(row_tokens=n, kernel="blockwise", cudnn_obstacle="counts to 2**31")
+            else made.plan(row_tokens=n, kernel="blockwise", fallback_reason="counts to 2**31")
         )
 
     found, lengths = sought(monkeypatch, gives_way)

@@ -3,13 +3,15 @@
 import dataclasses
 import json
 import re
+import types
 
 import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention import AttentionChoice
-from jaxsp.attention.strategies import Strategy
+from jaxsp.attention import AttentionChoice, KernelSettings
+from jaxsp.attention.kernels.blockwise import BlockwiseKernel
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.runtime import jsonl
@@ -106,18 +108,18 @@ def test_result_appended_to_a_truncated_line_starts_a_new_line(tmp_path):
     ],
 )
 def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq, heads):
-    kind = Strategy(seq=seq, ulysses_degree=seq)
-    nothing = {
-        "fallback_reason": "",
-        "workspace_bytes": 0,
-        "lse_bytes": 0,
-        "window": None,
-        "sent_bytes": 0,
-        "alternatives": (),
-    }
     choice = AttentionChoice(
-        strategy=kind, kernel="blockwise", head_chunks=1, capacity_factor=4, **nothing
+        strategy=Ulysses(seq=seq),
+        alternatives=(),
+        sent_bytes=0,
+        kernel=BlockwiseKernel(),
+        settings=KernelSettings(),
+        fallback_reason="",
+        window=None,
     )
-    said = attention.describe(choice, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    model = types.SimpleNamespace(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, sliding_window=None
+    )
+    said = attention.describe(choice, model)
     assert re.search(messages.holding(*heads), said)
     assert bool(re.search(r"\d", said)) == bool(heads)

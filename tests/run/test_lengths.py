@@ -1,6 +1,5 @@
 """Rows of several lengths: the same loss of each document, one step for each length, stopped and gone on with."""
 
-import dataclasses
 import json
 import re
 
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from jaxsp import attention
+from jaxsp.attention.kernels.cudnn import CudnnKernel
+from jaxsp.attention.kernels.workload import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
@@ -99,21 +99,15 @@ def test_the_loss_of_each_document_is_the_same_in_rows_of_any_length(folder):
 def test_rows_of_all_lengths_use_another_kernel_if_cudnn_cannot_take_the_longest(
     folder, monkeypatch
 ):
-    choose = attention.choose
+    def find_reasons(kernel, workload, **_):
+        is_long = workload.whole_row_tokens == 128
+        return [UnsupportedReason("supports short rows only", "")] if is_long else []
 
-    def choose_cudnn_for_short_rows(chosen, **arguments):
-        choice = choose(chosen, **arguments)
-        return (
-            dataclasses.replace(choice, kernel="cudnn")
-            if chosen.data.max_row_tokens < 128
-            else choice
-        )
-
-    monkeypatch.setattr(attention, "choose", choose_cudnn_for_short_rows)
+    monkeypatch.setattr(CudnnKernel, "unsupported_reasons", find_reasons)
     _, material = build.build_training(
         settings(folder, row_tokens=[64, 128]), devices=jax.devices()[:4]
     )
-    assert material.attention_choice.kernel == "blockwise"
+    assert material.attention_choice.kernel.name == "blockwise"
 
 
 def train(chosen):

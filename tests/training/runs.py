@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxsp.attention.strategies import Strategy
 
 from jaxsp import attention
-from jaxsp.attention.strategies import Strategy
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
@@ -21,6 +21,7 @@ from jaxsp.training import sharding, train_step
 from jaxsp.training.train_step import Program, TrainState
 from tests import batches, tolerances
 from tests import whole as wholes
+from tests.attention import oracle
 
 MODEL = batches.model()
 ROWS = batches.ragged(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
@@ -62,7 +63,7 @@ def whole_weights(model: ModelConfig) -> dict[str, Any]:
 @functools.cache
 def plain(model: ModelConfig = MODEL):
     """Mean loss, correct labels and gradients of all rows in one piece: no mesh, no turns, no tiles, reference attention."""
-    attend = attention.make_attend(seq=1, kernel="reference", window=None)
+    attend = attention.make_attend(seq=1, kernel=oracle.attention, window=None)
 
     def mean_loss(weights, rows):
         hidden = decoder.hidden_states(

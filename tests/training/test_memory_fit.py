@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from jaxsp import train
-from jaxsp.attention.strategies import Strategy
 from jaxsp.core import axes
 from jaxsp.planner.compile import budget, compiled
 from jaxsp.runtime import hardware, memory_limits
@@ -18,6 +17,7 @@ from jaxsp.runtime.cluster import Process
 from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
 from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
 from tests import batches
+from tests.attention.strategies import make_strategy
 from tests.planner import programs
 from tests.training import runs
 
@@ -266,7 +266,7 @@ def of_kind(sizes, **kind):
     """A program on a mesh whose attention has this kind."""
     seq = sizes[-1]
     attend = dataclasses.replace(
-        runs.program({}).attend, strategy=Strategy(seq=seq, **({"ulysses_degree": seq} | kind))
+        runs.program({}).attend, strategy=make_strategy(seq=seq, **({"ulysses_degree": seq} | kind))
     )
     return dataclasses.replace(runs.program({}, sizes=sizes), attend=attend)
 
@@ -285,7 +285,7 @@ def of_kind(sizes, **kind):
 )
 def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
     found = memory_fit.list_communicators(
-        dict(zip(axes.ALL, sizes, strict=True)), Strategy(seq=sizes[-1], ulysses_degree=inner)
+        dict(zip(axes.ALL, sizes, strict=True)), make_strategy(seq=sizes[-1], ulysses_degree=inner)
     )
     assert found == set(map(frozenset, groups))
 
@@ -449,7 +449,9 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
 
 def check_formula(made):
     """It is as close as the search needs: it skips no candidate that fits, and few that do not fit are compiled."""
-    formula = memory_fit.predict_bytes(made.program, workspace_bytes=made.choice.workspace_bytes)
+    formula = memory_fit.predict_bytes(
+        made.program, workspace_bytes=made.choice.settings.workspace_bytes
+    )
     assert 0.9 < formula / budget.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
 
 

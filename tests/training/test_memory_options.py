@@ -617,14 +617,3 @@ def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
         ways[kind] = changes(memory_options.suggest_changes(found, is_device_short=True))
     assert "mesh.seq=8" in ways["ulysses"]
     assert "mesh.seq=8" not in ways["ring"]
-
-
-def test_the_reference_kernel_has_nothing_of_attention_to_offload():
-    asked = batches.settings(memory={"offload_activations": "layer_inputs_and_attention"})
-    asked = asked.model_copy(update={"attention": AttentionConfig(kernel="reference")})
-    (found,) = memory_options.find_problems(asked, platform="gpu", version="0.12.0.1")
-    says = (
-        "memory.offload_activations = layer_inputs_and_attention",
-        "attention.kernel = reference",
-    )
-    assert re.match(messages.holding(*says), found)

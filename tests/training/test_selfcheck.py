@@ -8,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxsp.attention.kernels import blockwise, cudnn_calls, reference, segments
+from jaxsp.attention.all_gather import AllGather
+from jaxsp.attention.kernels import blockwise, cudnn_calls, segments
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
+from jaxsp.attention.ring import Ring
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.training import selfcheck
 from tests import messages
-from tests.attention import cudnn_contract
+from tests.attention import cudnn_contract, oracle
 from tests.gpu import test_levers
 from tests.planner import programs
 
@@ -37,12 +39,12 @@ def whole_row(q, k, v, starts, lengths, **_):
     """Pieces see those before them."""
     L = q.shape[1]
     one = jnp.where(segments.segment_mask(starts, lengths, L).any(-1, keepdims=True), L, 0)
-    return reference.attention(q, k, v, jnp.zeros_like(one), one)
+    return oracle.attention(q, k, v, jnp.zeros_like(one), one)
 
 
 def one_token_further(q, k, v, starts, lengths, **_):
     """The first token of a piece sees the last one before it, as if lengths were one off."""
-    right = reference.attention(q, k, v, starts, lengths)
+    right = oracle.attention(q, k, v, starts, lengths)
     before = jnp.roll(v, 1, axis=1)
     piece = segments.segment_ids(starts, lengths, q.shape[1])
     first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
@@ -53,19 +55,19 @@ def one_token_further(q, k, v, starts, lengths, **_):
 
 def other_heads(q, k, v, starts, lengths, **_):
     """Each query head has the next one's K/V head."""
-    return reference.attention(q, jnp.roll(k, 1, axis=2), jnp.roll(v, 1, axis=2), starts, lengths)
+    return oracle.attention(q, jnp.roll(k, 1, axis=2), jnp.roll(v, 1, axis=2), starts, lengths)
 
 
 def no_dk(q, k, v, starts, lengths, **_):
-    return reference.attention(q, jax.lax.stop_gradient(k), v, starts, lengths)
+    return oracle.attention(q, jax.lax.stop_gradient(k), v, starts, lengths)
 
 
 def one_nan(q, k, v, starts, lengths, **_):
-    return reference.attention(q, k, v, starts, lengths).at[0, 2, 0, 0].set(jnp.nan)
+    return oracle.attention(q, k, v, starts, lengths).at[0, 2, 0, 0].set(jnp.nan)
 
 
 def without_scale(q, k, v, starts, lengths, **_):
-    return reference.attention(q * 1.05, k, v, starts, lengths)
+    return oracle.attention(q * 1.05, k, v, starts, lengths)
 
 
 WRONG = {
@@ -172,11 +174,11 @@ def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
 
 
 @pytest.mark.slow  # attention/test_cudnn.py has its parts
-@pytest.mark.parametrize("outer", ["ring", "all_gather"])
-def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, outer):
+@pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
+def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, strategy):
     cudnn_contract.on_cpu()
     assert (
-        max(differences("cudnn", outer_strategy=outer, head_chunks=2).values())
+        max(differences("cudnn", strategy=strategy, head_chunks=2).values())
         < selfcheck.ATTENTION_TOLERANCE / 2
     )
     monkeypatch.setattr(
@@ -184,9 +186,7 @@ def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypat
         "query_mask",
         lambda self, num_tokens: (self.num_keys_B > 0)[:, None] & jnp.ones((1, num_tokens), bool),
     )
-    assert (
-        not max(differences("cudnn", outer_strategy=outer).values()) < selfcheck.ATTENTION_TOLERANCE
-    )
+    assert not max(differences("cudnn", strategy=strategy).values()) < selfcheck.ATTENTION_TOLERANCE
 
 
 def offloaded(what, **changes):
@@ -262,7 +262,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
         "dtype": program.dtype,
         "device": gpu,
     }
-    assert tried == [("cudnn", of), (program.remat_policy, gpu, PREFETCH)]
+    assert tried == [(choice.kernel, of), (program.remat_policy, gpu, PREFETCH)]
     found = [("9.28.0" in line, "offload" in line) for line in said]
     assert found == [(True, False), (False, True)]
 

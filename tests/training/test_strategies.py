@@ -4,18 +4,17 @@ import jax
 import numpy as np
 import pytest
 
-from jaxsp.attention.strategies import Strategy
 from jaxsp.core.batch import NO_LABEL
 from tests import batches, tolerances
+from tests.attention.strategies import make_strategy
 from tests.training import runs
 
 ROWS = batches.ragged(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
 def of(inner, degree, outer="ring", kv_heads=1):
-    return Strategy(
-        seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, kv_heads_per_gather=kv_heads
-    )
+    options = {"kv_heads_per_gather": kv_heads} if outer == "all_gather" else {}
+    return make_strategy(seq=inner * degree, ulysses_degree=inner, outer_strategy=outer, **options)
 
 
 CASES = {

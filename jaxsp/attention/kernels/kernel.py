@@ -49,6 +49,8 @@ class ChunkKernel:
 class Kernel(Protocol):
     """A way to compute attention on one device. Only `name` and `make_row_kernel` are required.
 
+    Residuals of the backward pass have the names of `kernels.checkpoint_names`, so that a remat
+    policy can save or offload them. Without the names they are recomputed.
     Implementations are frozen dataclasses without fields: processes compare their `repr`.
     """
 
@@ -57,9 +59,6 @@ class Kernel(Protocol):
     masks_padding: ClassVar[bool] = False
     """True if outputs and gradients at padding are 0 whatever is there. Otherwise the strategy
     masks inputs and outputs."""
-    has_checkpoint_names: ClassVar[bool] = True
-    """True if the output and the log-sum-exp have the names of `kernels.checkpoint_names`, so that a remat
-    policy can keep or offload them."""
     supports_head_chunks: ClassVar[bool] = False
     """True if the kernel can compute a device's heads in chunks, one after another."""
     needs_selfcheck: ClassVar[bool] = False
@@ -137,7 +136,6 @@ class FunctionKernel(Kernel):
     """A kernel from a function for whole rows, for tests and experiments."""
 
     name = "function"
-    has_checkpoint_names = False
 
     function: RowKernel
 

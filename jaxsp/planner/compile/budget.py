@@ -1,7 +1,6 @@
 """A compiled step's memory at its fullest moment, told by cause: the parts add up to all of it."""
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -59,11 +58,15 @@ class MemoryBreakdown:
 def measure_step(step: PlannedStep) -> MemoryUse:
     """Memory of a compiled step, with the estimate of cuDNN's workspace added at its backward
     calls."""
-    counted = memory_fit.read_memory_use(step.executable, step.choice.workspace_bytes)
+    counted = memory_fit.read_memory_use(
+        step.executable,
+        kernel=step.choice.kernel,
+        workspace_bytes=step.choice.settings.workspace_bytes,
+    )
     if not counted.uncounted_workspace:
         return counted
     arrays = [array for array in memory.read_buffers(step.dump) if not array.on_host]
-    calls = memory.find_cudnn_backward_calls(step.dump)
+    calls = memory.find_backward_calls(step.dump, step.choice.kernel)
     beside = max(
         memory.compute_peak_bytes(
             [array for array in arrays if array.first_use <= call <= array.last_use]
@@ -90,9 +93,10 @@ def break_down_peak(step: PlannedStep) -> MemoryBreakdown:
         workspaces = {}
         if needs.uncounted_workspace and not on_host:
             workspaces = dict.fromkeys(
-                memory.find_cudnn_backward_calls(step.dump), step.choice.workspace_bytes
+                memory.find_backward_calls(step.dump, step.choice.kernel),
+                step.choice.settings.workspace_bytes,
             )
-            parts[CUDNN_WORKSPACE] = step.choice.workspace_bytes
+            parts[CUDNN_WORKSPACE] = step.choice.settings.workspace_bytes
         for cause, size in _categorize_peak(
             step, [array for array in arrays if array.on_host == on_host], workspaces
         ):
@@ -122,10 +126,8 @@ class _Classifier:
     def __init__(self, step: PlannedStep):
         program, model = step.program, step.program.model
         config = program.config
-        inner, num_shards = (
-            step.choice.strategy.ulysses_degree,
-            device_mesh.num_shards(program.mesh),
-        )
+        strategy = step.choice.strategy
+        num_shards = device_mesh.num_shards(program.mesh)
         rows = list(jax.tree.leaves(program.table))
         self._num_layers = model.num_layers
         self._head_dim = model.head_dim
@@ -140,16 +142,18 @@ class _Classifier:
         }
         self._vocab_size = model.vocab_size
         self._widths = {model.hidden_size, model.intermediate_size}
-        held = math.lcm(model.num_kv_heads, inner)
+        all_to_all_size = strategy.all_to_all_size
+        _, local_kv_heads = strategy.local_heads(model.num_heads, model.num_kv_heads)
+        held = local_kv_heads * all_to_all_size
         self._head_counts = {
             heads // part
             for heads in (model.num_heads, held, model.num_heads + 2 * held)
-            for part in (1, inner)
+            for part in (1, all_to_all_size)
         }
         large = [row for row in rows if row.size >= sharding.MIN_SHARDED_SIZE]
         self._gathered_sizes = {row.size for row in large}
         self._shard_shapes = {_shard_shape(row, num_shards) for row in large}
-        self._has_lse_arrays = step.choice.kernel == "cudnn"
+        self._has_lse_arrays = step.choice.settings.lse_bytes > 0
 
     def __call__(self, array: Buffer) -> str:
         dims = tuple(dim for dim in array.dims if dim > 1)

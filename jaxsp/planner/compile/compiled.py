@@ -151,14 +151,7 @@ def build_program(
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
     sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
-    heads = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
-    choice = attention.choose(
-        config, devices=devices, window=model.sliding_window, device_bytes=device_bytes, **heads
-    )
+    choice = attention.choose(config, model, devices=devices, device_bytes=device_bytes)
     attend = attention.make_chosen_attend(choice)
     on = device_mesh.make_mesh(sizes, list(devices))
     return Program(config=config, model=model, mesh=on, attend=attend, num_steps=1), choice

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jaxsp.attention import Kernel
 from jaxsp.core import axes
 from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.runtime import device_mesh
@@ -109,10 +110,13 @@ def find_peak_buffers(
     return best
 
 
-def find_cudnn_backward_calls(program: CompilerDump) -> list[int]:
-    """Numbers of the program's operations that are cuDNN's backward passes of attention."""
+def find_backward_calls(program: CompilerDump, kernel: Kernel) -> list[int]:
+    """Numbers of the program's operations that are backward calls of an attention kernel."""
+    if not kernel.custom_call_prefix:
+        return []
     names = re.findall(
-        r'^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="__cudnn\$fmha\w*Backward',
+        r"^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="
+        rf'"{re.escape(kernel.custom_call_prefix)}\w*Backward',
         program.hlo_text,
         re.MULTILINE,
     )
@@ -227,15 +231,15 @@ def _kinds(step: PlannedStep) -> list[_Kind]:
         model.vocab_size,
     )
     kind = step.choice.strategy
-    held_heads = math.lcm(model.num_kv_heads, kind.ulysses_degree)
+    _, local_kv_heads = kind.local_heads(model.num_heads, model.num_kv_heads)
+    held_heads = local_kv_heads * kind.all_to_all_size
     repeats = held_heads // model.num_kv_heads
     own = config.batch.rows_per_microbatch * config.data.max_row_tokens // seq  # tokens
     dtype, itemsize = (
         {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)],
         program.dtype.itemsize,
     )
-    # how many arrays ring and gather have at a time is up to XLA
-    known = kind.outer_degree == 1
+    known = kind.has_known_buffers
     q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
     tile = min(own, program.mlp_tile)
     logits = V * min(own, program.loss_tile)

@@ -147,14 +147,8 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
         reduce_dtype=config.memory.grad_reduce_dtype,
         num_microbatches=num_turns,
     )
-    heads = {
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-    }
-    of_layer = attention.sent_bytes(
-        config, program.attend.strategy, remat=program.remat_policy.remat, **heads
-    )
+    layer = attention.LayerWorkload.from_config(config, model, remat=program.remat_policy.remat)
+    of_layer = program.attend.strategy.sent_bytes(layer)
     found = collections.Counter(
         {
             "all-gather": weights.all_gathers,

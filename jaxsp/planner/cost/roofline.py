@@ -103,10 +103,11 @@ def estimate_step(
 ) -> TimeEstimate | None:
     """Estimates a step over segments of these lengths, on nodes of `node_devices` devices.
 
-    None if the dtype is not bfloat16 or the kernel is not cuDNN: the published rates are for these.
+    None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
     """
     program, model = step.program, step.program.model
-    if step.choice.kernel != "cudnn" or program.dtype != jnp.bfloat16:
+    call_prefix = step.choice.kernel.custom_call_prefix
+    if not call_prefix or program.dtype != jnp.bfloat16:
         return None
     forward = flops.attention_flops(model, segment_lengths) / program.mesh.size
     # Five products where forward has two: the scores again, and the gradients of both sides of both products
@@ -127,6 +128,7 @@ def estimate_step(
     seconds = {number: _estimate_kernel_s(kernel, ceilings) for number, kernel in on_device.items()}
     of_attention = _estimate_attention_s(
         text,
+        call_prefix=call_prefix,
         forward_s=forward / (ceilings.attention_forward_tflops * _TERA),
         backward_s=backward / (ceilings.attention_backward_tflops * _TERA),
     )
@@ -228,14 +230,14 @@ def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
 
 
 def _estimate_attention_s(
-    program: HloModule, *, forward_s: float, backward_s: float
+    program: HloModule, *, call_prefix: str, forward_s: float, backward_s: float
 ) -> dict[int, float]:
     """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
     a direction."""
     found: dict[int, float] = {}
     runs = hlo.count_runs(
         program,
-        lambda line: line.opcode == "custom-call" and "__cudnn$fmha" in line.attributes,
+        lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
         include_branches=True,
     )
     for is_backward, total in ((False, forward_s), (True, backward_s)):

@@ -23,7 +23,11 @@ def wide(request):
 
 
 def test_the_causes_add_up_to_all_that_jax_takes(wide):
-    needs = memory_fit.read_memory_use(wide.executable, wide.choice.workspace_bytes)
+    needs = memory_fit.read_memory_use(
+        wide.executable,
+        kernel=wide.choice.kernel,
+        workspace_bytes=wide.choice.settings.workspace_bytes,
+    )
     found = budget.break_down_peak(wide)
     assert sum(found.device.values()) == budget.measure_step(wide).device_total
     assert needs.device < budget.measure_step(wide).device_total <= needs.device_total, (
@@ -80,7 +84,7 @@ def test_what_has_a_formula_is_what_the_formula_says(wide):
     of_layer = D * (2 * H + 2 * G) * K + 3 * D * F
     weights = 4 * (model.num_layers * of_layer + 2 * V * D) / shards
     assert found[budget.WEIGHTS] == pytest.approx(weights, rel=tolerances.CAUSE)
-    assert found[budget.CUDNN_WORKSPACE] == wide.choice.workspace_bytes
+    assert found[budget.CUDNN_WORKSPACE] == wide.choice.settings.workspace_bytes
     kept = model.num_layers * programs.SHARE_TOKENS * 2 * (D + H * K)
     assert found[budget.SAVED_ACTIVATIONS] <= kept * (1 + tolerances.CAUSE)
     assert found[budget.SAVED_ACTIVATIONS] >= kept * (1 - 1 / model.num_layers), (

@@ -38,7 +38,9 @@ def test_the_formula_that_chooses_what_is_compiled_is_near_what_a_step_takes(wid
     needs = budget.measure_step(wide)
     assert (
         0.8
-        < memory_fit.predict_bytes(wide.program, workspace_bytes=wide.choice.workspace_bytes)
+        < memory_fit.predict_bytes(
+            wide.program, workspace_bytes=wide.choice.settings.workspace_bytes
+        )
         / needs.device_total
         < 1.1
     )
@@ -140,7 +142,7 @@ def test_several_microbatches_take_no_more_of_host_and_device_than_one(microbatc
     assert budget.break_down_peak(step).device[budget.GRADIENTS] == pytest.approx(sets, rel=0.1)
     assert (
         0.8
-        < memory_fit.predict_bytes(program, workspace_bytes=step.choice.workspace_bytes)
+        < memory_fit.predict_bytes(program, workspace_bytes=step.choice.settings.workspace_bytes)
         / needs.device_total
         < 1.1
     )
