@@ -281,7 +281,10 @@ def _choose_kernel(
             )
         return requested, ""
     fallback_reason = ""
+    needs_chunks = workloads[0].chunks_per_row > 1
     for kernel in registry.KERNELS.values():
+        if needs_chunks and not _has_chunks(kernel):
+            continue
         reasons = find_reasons(kernel)
         if not reasons:
             return kernel, fallback_reason

@@ -247,7 +247,7 @@ PER_GATHER = "attention.kv_heads_per_gather"
         (8, 28, 4, {"window": 100},
          "attention.strategy = auto: ", ["100", "mesh.seq=1, 2, 4, 7, 14 or 28"]),
         (4, 28, 4, {"strategy": "all_gather", "window": 100},
-         "attention.strategy = all_gather: ", ["100", "all_gather", "attention.strategy=ulysses"]),
+         "attention.strategy = all_gather: ", ["100", "attention.strategy=ulysses"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts):

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxsp.attention.strategies import Strategy
 
 from jaxsp import attention
+from jaxsp.attention.strategy import Strategy
 from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder

@@ -1,0 +1,150 @@
+"""A new strategy or kernel is one class and one entry of a registry."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxsp import attention
+from jaxsp.attention import registry
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.attention.strategy import Strategy, mask_padding
+from jaxsp.attention.ulysses import qkv_bytes
+from jaxsp.config.schema import AttentionConfig
+from jaxsp.core import axes
+from jaxsp.hf import families
+from jaxsp.planner import mesh_sweep
+from tests import batches, tolerances
+from tests.attention import oracle
+from tests.messages import assert_names
+from tests.planner import programs
+from tests.training import runs
+
+SEQ = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatherAll(Strategy):
+    """Every device computes all queries of the row, and keeps its shard of the output."""
+
+    name = "gather_all"
+    supports_windows = True
+
+    seq: int
+
+    @classmethod
+    def candidates(cls, requested, workload, *, seq):
+        return [cls(seq=seq)]
+
+    def kernel_workload(self, workload):
+        return workload.to_kernel_workload()
+
+    def sent_bytes(self, workload):
+        return {"all-gather": (self.seq - 1) * sum(qkv_bytes(workload))}
+
+    def backward_bytes(self, workload, settings):
+        return 4 * self.seq * sum(qkv_bytes(workload))
+
+    def build(self, kernel, settings, *, window):
+        rows = kernel.make_row_kernel(settings, window=window)
+
+        def attend(q, k, v, starts, lengths):
+            gather = functools.partial(jax.lax.all_gather, axis_name=axes.SEQ, axis=1, tiled=True)
+            out = rows(gather(q), gather(k), gather(v), starts, lengths)
+            first = jax.lax.axis_index(axes.SEQ) * q.shape[1]
+            return jax.lax.dynamic_slice_in_dim(out, first, q.shape[1], axis=1)
+
+        def segment_mask(starts, lengths, num_tokens):
+            mask = segments.segment_mask(starts, lengths, num_tokens * self.seq)
+            first = jax.lax.axis_index(axes.SEQ) * num_tokens
+            return jax.lax.dynamic_slice_in_dim(mask, first, num_tokens, axis=1)
+
+        return mask_padding(kernel, attend, segment_mask)
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeMatrix(Kernel):
+    """The oracle."""
+
+    name = "whole_matrix"
+
+    def make_row_kernel(self, settings, *, window):
+        return functools.partial(oracle.attention, window=window)
+
+
+@pytest.fixture
+def toys(monkeypatch):
+    """Registers both, each as the first candidate of `auto`."""
+    strategies = {GatherAll.name: GatherAll} | registry.STRATEGIES
+    monkeypatch.setattr(registry, "STRATEGIES", strategies)
+    monkeypatch.setattr(registry, "KERNELS", {WholeMatrix.name: WholeMatrix()} | registry.KERNELS)
+
+
+def settings(**attention_fields):
+    """A config of 2 devices per group. `construct` skips the config's list of names."""
+    config = runs.program({}, sizes=(1, 1, SEQ)).config
+    return config.model_copy(
+        update={"attention": AttentionConfig.model_construct(**attention_fields)}
+    )
+
+
+def test_registries_and_config_have_the_same_names():
+    def values(field):
+        return set(typing.get_args(AttentionConfig.model_fields[field].annotation)) - {"auto"}
+
+    assert values("strategy") == registry.STRATEGIES.keys()
+    assert values("outer_strategy") == registry.OUTER_STRATEGIES.keys()
+    assert values("kernel") == registry.KERNELS.keys()
+
+
+def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
+    config = settings(strategy="gather_all", kernel="whole_matrix")
+    choice = attention.choose(config, runs.MODEL, devices=jax.devices()[:SEQ])
+    assert (choice.strategy, choice.kernel) == (GatherAll(seq=SEQ), WholeMatrix())
+    attend = attention.make_chosen_attend(choice)
+    starts = jnp.int32([[0, 9], [4, 0]])
+    lengths = jnp.int32([[9, 20], [20, 0]])
+    rng = np.random.default_rng(0)
+    qkv = [rng.standard_normal((2, 32, heads, 8), np.float32) for heads in (4, 2, 2)]
+
+    def gradients(attend):
+        loss = lambda q, k, v: (attend(q, k, v, starts, lengths) ** 2).sum()
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv)
+
+    actual = gradients(batches.on_shares(attend))
+    expected = gradients(attention.make_attend(kernel="blockwise"))
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for value, right in pairs:
+        assert batches.difference(np.asarray(value), np.asarray(right)) < tolerances.KINDS
+
+
+def test_a_toy_strategy_and_kernel_are_in_the_banner(toys):
+    config = settings(strategy="gather_all", kernel="whole_matrix")
+    choice = attention.choose(config, runs.MODEL, devices=jax.devices()[:SEQ])
+    assert_names(attention.describe(choice, runs.MODEL), "gather_all of 2", "whole_matrix")
+
+
+def test_auto_considers_a_toy_strategy_and_a_toy_kernel(toys):
+    choice = attention.choose(settings(), runs.MODEL, devices=jax.devices()[:SEQ])
+    considered = [choice.strategy.description, *(name for name, _ in choice.alternatives)]
+    assert "gather_all of 2" in considered
+    assert choice.kernel == WholeMatrix()
+
+
+def test_the_planner_sweeps_over_a_toy_strategy(toys):
+    config = programs.settings()
+    model = families.parse_model_config(programs.LLAMA, field="model.config")
+    combinations = mesh_sweep.list_combinations(config, model, num_devices=SEQ)
+    labels = [option.label for mesh, option in combinations if mesh[axes.SEQ] == SEQ]
+    assert labels == ["gather_all", "ulysses", "ring", "all_gather"]
+
+
+def test_a_toy_kernel_without_chunks_is_not_chosen_for_a_ring(toys):
+    config = settings(strategy="ring")
+    choice = attention.choose(config, runs.MODEL, devices=jax.devices()[:SEQ])
+    assert choice.kernel.name == "blockwise"
