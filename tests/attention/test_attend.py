@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, segments
+from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.strategy import Strategy
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core import axes
@@ -23,7 +23,7 @@ L, K = 48, 8
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
         yield
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxsp import attention
-from jaxsp.attention.kernels import blockwise, segments
+from jaxsp.attention.kernels import blockwise, blockwise_rows, segments
 from tests import batches, tolerances
 from tests.attention import oracle
 
@@ -60,7 +60,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
 def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", block)
+    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
         attention.make_attend(seq=1, kernel=kernel, window=window)
@@ -72,7 +72,7 @@ def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
 
 
 def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
     right, *others = (
@@ -84,22 +84,22 @@ def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
 def blocks_read(length, window):
     """Blocks of keys that all blocks of queries of one long piece visit."""
     x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
-    first = np.asarray(blockwise._make_segment_row(x, x, x, piece, window=window).first_block)
+    first = np.asarray(blockwise_rows.make_segment_row(x, x, x, piece, window=window).first_block)
     return int((np.arange(len(first)) + 1 - first).sum())
 
 
 def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_square():
-    blocks = [4096 // blockwise.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
+    blocks = [4096 // blockwise_rows.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
     for n, scale in zip(blocks, (1, 2, 4), strict=True):
         assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
         # a block's first token sees one token of the fifth block before
-        assert blocks_read(4096 * scale, 4 * blockwise.BLOCK_TOKENS + 2) == 6 * n - (
+        assert blocks_read(4096 * scale, 4 * blockwise_rows.BLOCK_TOKENS + 2) == 6 * n - (
             5 + 4 + 3 + 2 + 1
         )
 
 
 def test_the_output_at_padding_is_zero(monkeypatch):
-    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
     starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
@@ -115,7 +115,7 @@ def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_re
     poisoned, monkeypatch
 ):
     """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
-    monkeypatch.setattr(blockwise, "BLOCK_TOKENS", 8)
+    monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
     starts, lengths = np.int32([[0, 24, 0]]), np.int32([[24, 40, 0]])
     poison, clean = {

@@ -10,7 +10,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.attention.kernels.workload import KernelWorkload
-from jaxsp.config import schema
+from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests.messages import assert_names, numbers
 
@@ -51,7 +51,7 @@ def choose(
     deterministic=False,
     **asked,
 ):
-    config = schema.parse(
+    config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
             "model": {"config": {}, "compute_dtype": dtype},

@@ -13,7 +13,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.hybrid import Hybrid
-from jaxsp.attention.kernels import blockwise
+from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.ring import Ring
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.attention.workload import LayerWorkload
@@ -40,7 +40,7 @@ ROWS = [
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blockwise, "BLOCK_TOKENS", 8)
+        patch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
         yield
 
 

@@ -92,7 +92,9 @@ def test_another_kernel_than_cudnn_says_why():
         model="a model",
     )
     assert_names(said, "blockwise", "cuDNN needs what is not there")
-    as_asked_for = report.format_plan(made.plan(kernel="blockwise"), model="a model")
+    as_asked_for = report.format_plan(
+        made.plan(kernel="blockwise", kernel_title="blockwise"), model="a model"
+    )
     assert_names(as_asked_for, "Ulysses of 8", "blockwise")
     assert "cuDNN" not in as_asked_for
 
