@@ -95,7 +95,7 @@ def _benchmark_all(
         given.config,
         changes,
         num_steps=given.steps,
-        num_heads=sizes.model.num_heads,
+        model=sizes.model,
         print_line=console.print,
     )
     console.print(mesh_benchmark.format_table(results))

@@ -64,7 +64,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         program, inputs = build.build_training(run_config, devices=jax.devices())
     began = time.perf_counter()
     step = memory_options.compile_fitting_step(
-        program, workspace_bytes=inputs.attention_choice.workspace_bytes
+        program, workspace_bytes=inputs.attention_choice.settings.workspace_bytes
     )
     memory_options.reserve_host_memory(program, step.memory_use.host)
     compile_s = time.perf_counter() - began
@@ -103,7 +103,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         device_gib=step.memory_use.device_total / memory_fit.GIB,
         host_gib=step.memory_use.host * program.mesh.size / memory_fit.GIB,
         remat=step.program.remat_policy.remat,
-        kernel=inputs.attention_choice.kernel,
+        kernel=inputs.attention_choice.kernel.name,
         step_s_estimate=_estimate_step_s(step, inputs.attention_choice, segment_lengths),
         compile_s=compile_s,
     )

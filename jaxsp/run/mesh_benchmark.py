@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxsp.attention import HasHeads
 from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, durations
@@ -37,8 +38,10 @@ class MeshBenchmark:
     """One mesh and its result."""
 
     mesh: dict[str, int]
+    strategy: str
+    """Name of the strategy in tables, such as `hybrid 4`."""
     attention_fields: dict[str, Any]
-    """Fields of the config's attention section."""
+    """Changed fields of the config's attention section."""
     result: BenchmarkResult | None
     """None if the mesh cannot run."""
     problem: str
@@ -54,7 +57,7 @@ def benchmark_meshes(
     overrides: Sequence[str],
     *,
     num_steps: int,
-    num_heads: int,
+    model: HasHeads,
     print_line: Callable[[str], Any],
 ) -> list[MeshBenchmark]:
     """Runs every mesh, with every strategy that `auto` may choose there, for a few steps.
@@ -63,22 +66,20 @@ def benchmark_meshes(
 
     Args:
         path: config file, changed by `overrides`.
-        num_heads: query heads of the model.
+        model: the heads of the model.
         print_line: called with a line for each mesh.
     Returns: results, the fastest first; those that cannot run last.
     Raises: UserError if no mesh can run.
     """
     config = config_file.load(path, list(overrides))
-    combinations = mesh_sweep.list_combinations(
-        config, num_devices=_count_devices(config), num_heads=num_heads
-    )
+    combinations = mesh_sweep.list_combinations(config, model, num_devices=_count_devices(config))
     print_line(f"{len(combinations)} combinations of mesh and strategy, one process each:")
     progress = Progress(len(combinations))
     benchmarks: list[MeshBenchmark] = []
     first: BenchmarkResult | None = None
-    for mesh, attention_fields in combinations:
+    for mesh, option in combinations:
         result, problem = _run_process(
-            path, [*overrides, *_overrides(mesh, attention_fields)], num_steps=num_steps
+            path, [*overrides, *_overrides(mesh, option.config_fields)], num_steps=num_steps
         )
         first = first or result
         loss_error = 0.0
@@ -88,12 +89,14 @@ def benchmark_meshes(
             tolerance = LOSS_TOLERANCE[config.model.compute_dtype]
             loss_error, difference = _compare_losses(first, result, tolerance=tolerance)
             outcome = f"{durations.describe(result.step_s)} per step"
-        strategy = mesh_sweep.describe_strategy(attention_fields)
-        print_line(f"  [{progress.advance()}] {report.format_mesh(mesh)}, {strategy}: {outcome}")
+        print_line(
+            f"  [{progress.advance()}] {report.format_mesh(mesh)}, {option.label}: {outcome}"
+        )
         benchmarks.append(
             MeshBenchmark(
                 mesh=mesh,
-                attention_fields=attention_fields,
+                strategy=option.label,
+                attention_fields=option.config_fields,
                 result=result,
                 problem=problem,
                 loss_error=loss_error,
@@ -174,7 +177,7 @@ def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
 
 def _describe_mesh(benchmark: MeshBenchmark) -> list[str]:
     sizes = [str(benchmark.mesh[axis]) for axis in axes.ALL]
-    return [*sizes, mesh_sweep.describe_strategy(benchmark.attention_fields)]
+    return [*sizes, benchmark.strategy]
 
 
 def check_losses(benchmarks: Sequence[MeshBenchmark]) -> None:

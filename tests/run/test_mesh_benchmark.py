@@ -2,6 +2,7 @@
 
 import json
 import re
+import types
 
 import pytest
 
@@ -25,6 +26,8 @@ OVERRIDES = (
     "data.row_tokens=256",
     "mesh.virtual_cpu_devices=2",
 )
+
+MODEL = types.SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=16, sliding_window=None)
 
 
 def result(**changes):
@@ -60,7 +63,7 @@ def benchmarks(monkeypatch, *outcomes):
     monkeypatch.setattr(mesh_benchmark, "_count_devices", lambda config: 2)
     overrides = ["attention.strategy=ulysses"]
     return mesh_benchmark.benchmark_meshes(
-        "configs/quickstart.yaml", overrides, num_steps=2, num_heads=4, print_line=lambda line: None
+        "configs/quickstart.yaml", overrides, num_steps=2, model=MODEL, print_line=lambda line: None
     )
 
 
@@ -75,7 +78,7 @@ def test_each_strategy_is_requested_with_fields_of_the_config(monkeypatch):
     monkeypatch.setattr(mesh_benchmark, "_count_devices", lambda config: 4)
     overrides = ["attention.outer_strategy=all_gather", "attention.kv_heads_per_gather=1"]
     mesh_benchmark.benchmark_meshes(
-        "configs/quickstart.yaml", overrides, num_steps=2, num_heads=4, print_line=lambda line: None
+        "configs/quickstart.yaml", overrides, num_steps=2, model=MODEL, print_line=lambda line: None
     )
     fields = ("strategy", "ulysses_degree", "outer_strategy", "kv_heads_per_gather")
     assert {tuple(getattr(attention, field) for field in fields) for attention in requested} == {
