@@ -1,7 +1,8 @@
-"""The GPUs that can be planned for: what XLA has to know to compile for one that is not there, and what one can do at most.
+"""GPUs that jaxsp can plan for: the facts that XLA needs to compile for one, and its peak rates.
 
-All figures are other people's; none was measured by us. The facts for XLA are from its own file of each GPU, in
-xla/backends/gpu/target_config/specs of its repository, but for the name, memory and L2 cache of the H200, which are torch's.
+All figures were published by others; none was measured for jaxsp. The facts for XLA come from its
+own file of each GPU, in xla/backends/gpu/target_config/specs of its repository, except name, memory
+and L2 cache of the H200, which come from torch.
 """
 
 import dataclasses
@@ -12,29 +13,31 @@ from jaxsp.model import flops
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What a device does at most, in what a roofline counts: the data sheet's peak, and else what others reached.
+    """Peak rates of a device, for a roofline: the data sheet and what others measured.
 
-    GB are 10^9 bytes. A link's rate is that of one device, in one direction, while as much goes the other way.
+    GB are 10^9 bytes. A link's rate is that of one device, in one direction, while the other
+    direction carries as much.
     """
 
     peak_tflops: float
-    """Dense bfloat16, from the data sheet; no program comes near."""
+    """Dense bfloat16 rate of the data sheet, which no program reaches."""
     matmul_tflops: float
-    """Large bfloat16 matrix products by cuBLAS."""
+    """Rate of large bfloat16 matrix products by cuBLAS."""
     attention_forward_tflops: float
-    """cuDNN's causal attention in bfloat16 to long rows, heads of 128; what the mask takes away is not counted."""
+    """Rate of cuDNN's causal attention in bfloat16: long rows, head size 128. Masked pairs do not
+    count as arithmetic."""
     attention_backward_tflops: float
-    """The same, 2.5 times as many operations as forward."""
+    """Rate of cuDNN's backward pass, which has 2.5 times the operations of the forward pass."""
     memory_gb_s: float
-    """Reads and writes of the device's own memory together."""
+    """Rate of the device's own memory, reads and writes together."""
     link_gb_s: float
-    """To the other devices of a node, by NCCL, in large messages."""
+    """Rate of NCCL to the other devices of the node, in large messages."""
     network_gb_s: float
-    """To other nodes, where each device has a network card of its own as in NVIDIA's DGX."""
+    """Rate to other nodes, with one network card per device as in NVIDIA's DGX."""
     host_gb_s: float
-    """To host memory and back at once, each way, while all devices of a node of 8 do the same."""
+    """Rate to host memory, each way, while both directions of all 8 devices of a node are busy."""
     sources: Mapping[str, str]
-    """Who says so and where, by the names of the other fields; "assumed" where nobody does."""
+    """Source of each figure, by the name of its field; "assumed" where none is published."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,38 +45,44 @@ class Gpu:
     """A kind of GPU."""
 
     name: str
-    """What CUDA calls it, which is JAX's device_kind."""
+    """Name that CUDA gives it, which is JAX's device_kind."""
     memory_bytes: int
-    """What CUDA says it has; drivers differ by some MiB."""
+    """Memory that CUDA reports; drivers differ by some MiB."""
     ceilings: Ceilings
     compute_capability: int
-    """The major number; the minor is 0."""
+    """Major number; the minor is 0."""
     features: str = "ACCELERATED_FEATURES"
-    """Which instructions of that capability: XLA's name for it."""
+    """XLA's name for the set of instructions of that capability."""
     cores: int
     fpus_per_core: int = 128
     clock_ghz: float
     memory_bytes_per_s: int
     l2_bytes: int
     shared_bytes_per_core: int = 233472
-    """Of which a block may have all but 1 KiB."""
+    """Shared memory of a core; a block may have all of it except 1 KiB."""
 
     @property
     def target_config(self) -> str:
-        """The text of XLA's GpuTargetConfigProto, with which it compiles for this GPU where there is none."""
+        """Text of the GpuTargetConfigProto with which XLA compiles without the GPU."""
         return f"""
 gpu_device_info {{
-  cuda_compute_capability {{ major: {self.compute_capability} feature_extension: {self.features} }}
+  cuda_compute_capability {{
+    major: {self.compute_capability} feature_extension: {self.features}
+  }}
   name: "{self.name}" device_vendor: "NVIDIA Corporation" device_address_bits: 64
   core_count: {self.cores} fpus_per_core: {self.fpus_per_core} clock_rate_ghz: {self.clock_ghz}
-  device_memory_size: {self.memory_bytes} memory_bandwidth: {self.memory_bytes_per_s} l2_cache_size: {self.l2_bytes}
+  device_memory_size: {self.memory_bytes}
+  memory_bandwidth: {self.memory_bytes_per_s}
+  l2_cache_size: {self.l2_bytes}
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared_bytes_per_core - 1024} \
-shared_memory_per_core: {self.shared_bytes_per_core}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {self.shared_bytes_per_core - 1024}
+  shared_memory_per_core: {self.shared_bytes_per_core}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.2"
+  driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+  dnn_version: "9.10.2"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 2 }}
@@ -83,6 +92,7 @@ device_description_str: "{self.name}"
 
 _DATA_SHEET = "NVIDIA's data sheet, SXM, without sparsity"
 _AZURE = "Azure/AI-benchmarking-guide"
+_CUDNN_FRONTEND = "NVIDIA/cudnn-frontend, benchmark"
 
 _H100 = Ceilings(
     peak_tflops=flops.PEAK_TFLOPS["H100"],
@@ -95,19 +105,21 @@ _H100 = Ceilings(
     host_gb_s=28.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "matmul_tflops": "vllm-project/vllm pull 23939: torch, 16,384 tokens x 7168 x 2112, 0.72 of the peak. Cubes of "
-        "8192 reach 765 (NVIDIA/cutlass issue 1662), the best of all shapes 794.5 (stas00/ml-engineering, MAMF)",
-        "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/h200, "
-        "2026-09-28: cuDNN 9.27 on an H200, which computes as fast, 2 rows of 32,768 tokens, 64 query and 8 K/V heads",
+        "matmul_tflops": "vllm-project/vllm pull 23939: torch, 16,384 tokens x 7168 x 2112, 0.72 "
+        "of the peak. Cubes of 8192 reach 765 (NVIDIA/cutlass issue 1662), the best of all shapes "
+        "794.5 (stas00/ml-engineering, MAMF)",
+        "attention_forward_tflops": f"{_CUDNN_FRONTEND}/attention_training/results/llama3.1/h200, "
+        "2026-09-28: cuDNN 9.27 on an H200, which computes as fast, 2 rows of 32,768 tokens, 64 "
+        "query and 8 K/V heads",
         "attention_backward_tflops": "as forward",
-        "memory_gb_s": f"{_AZURE}, ND H100 v5: BabelStream's triad; the data sheet says 3350",
-        "link_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 212: what all but all-reduce reaches in a node of 8; "
-        "the data sheet says 900 both ways together",
-        "network_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 290: 46 to 48 of the 50 of a 400 Gb/s card, of "
-        "which DGX H100 and H200 have one for each GPU",
-        "host_gb_s": "liguodongiot/llm-action: nvbandwidth on 8 H800, whose host link is the same. All at once both ways: "
-        "24 to the host and 33 back, here their mean; all at once one way: 45 and 55; one alone both ways: 34 and 53. PCIe "
-        "5.0 x16 has 64",
+        "memory_gb_s": f"{_AZURE}, ND H100 v5: BabelStream's triad; the data sheet has 3350",
+        "link_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 212: all collectives except "
+        "all-reduce reach it in a node of 8; the data sheet has 900 both ways together",
+        "network_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 290: 46 to 48 of the 50 of a "
+        "400 Gb/s card, of which DGX H100 and H200 have one for each GPU",
+        "host_gb_s": "liguodongiot/llm-action: nvbandwidth on 8 H800, whose host link is the same. "
+        "Mean of the rates with all 8 busy both ways, 24 to the host and 33 back. All 8 one way: "
+        "45 and 55; a single GPU both ways: 34 and 53. PCIe 5.0 x16 has 64",
     },
 )
 
@@ -117,8 +129,9 @@ _H200 = dataclasses.replace(
     memory_gb_s=4150.0,
     sources={
         **_H100.sources,
-        "matmul_tflops": f"as the H100 (stas00/ml-engineering: the same). {_H100.sources['matmul_tflops']}",
-        "memory_gb_s": f"{_AZURE}, ND H200 v5: BabelStream's triad; the data sheet says 4800",
+        "matmul_tflops": "as the H100 (stas00/ml-engineering: the same). "
+        + _H100.sources["matmul_tflops"],
+        "memory_gb_s": f"{_AZURE}, ND H200 v5: BabelStream's triad; the data sheet has 4800",
     },
 )
 
@@ -133,18 +146,20 @@ _A100 = Ceilings(
     host_gb_s=9.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "matmul_tflops": f"{_AZURE}, ND A100 v4: cuBLASLt in float16, a cube of 8192, 0.81 of the peak",
-        "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/attention_training/results/llama3.1/a100, "
-        "2026-09-28: cuDNN 9.27 on an A100 80GB PCIe, which has less power, 2 rows of 32,768 tokens, 64 query and 8 K/V "
-        "heads; FlashAttention-2 there 199 and 180",
+        "matmul_tflops": f"{_AZURE}, ND A100 v4: cuBLASLt in float16, a cube of 8192, 0.81 of the "
+        "peak",
+        "attention_forward_tflops": f"{_CUDNN_FRONTEND}/attention_training/results/llama3.1/a100, "
+        "2026-09-28: cuDNN 9.27 on an A100 80GB PCIe, which has less power, 2 rows of 32,768 "
+        "tokens, 64 query and 8 K/V heads; FlashAttention-2 there 199 and 180",
         "attention_backward_tflops": "as forward",
-        "memory_gb_s": f"{_AZURE}, ND A100 v4: BabelStream's triad; the data sheet says 2039",
-        "link_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 149: in a node of 8; the data sheet says 600 both ways "
-        "together",
-        "network_gb_s": "NVIDIA/nccl-tests issue 119: 96 of the 100 of four 200 Gb/s cards, of which DGX A100 has one for "
-        "each GPU",
-        "host_gb_s": "assumed: two share a PCIe switch, so half of the mean of the 24 to the host and 12 back that one "
-        "alone reaches both ways at once (NVIDIA/nvbandwidth issues 11 and 53). One alone one way: 26; PCIe 4.0 x16 has 32",
+        "memory_gb_s": f"{_AZURE}, ND A100 v4: BabelStream's triad; the data sheet has 2039",
+        "link_gb_s": "a developer of NCCL, NVIDIA/nccl-tests issue 149: in a node of 8; the data "
+        "sheet has 600 both ways together",
+        "network_gb_s": "NVIDIA/nccl-tests issue 119: 96 of the 100 of four 200 Gb/s cards, of "
+        "which DGX A100 has one for each GPU",
+        "host_gb_s": "assumed: two share a PCIe switch, so half of the mean of the 24 to the host "
+        "and 12 back that a single GPU reaches both ways (NVIDIA/nvbandwidth issues 11 and 53). A "
+        "single GPU one way: 26; PCIe 4.0 x16 has 32",
     },
 )
 
@@ -159,17 +174,20 @@ _B200 = Ceilings(
     host_gb_s=28.0,
     sources={
         "peak_tflops": _DATA_SHEET,
-        "matmul_tflops": "vllm-project/vllm pull 19566: torch on SM100, 16,384 tokens by a layer of Llama 3.1 8B, 0.67 "
-        "of the peak. Cubes of 8192 reach 1610 (NVIDIA's tilus, in float16), the best of all shapes 1745 "
-        "(stas00/ml-engineering, MAMF)",
-        "attention_forward_tflops": "NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training/artifacts, bf16 on B200: "
-        "cuDNN 9.13, a row of 32,768 tokens, 128 query and 8 K/V heads; of 131,072 tokens 1355 and 1048. cuDNN 9.27 on "
-        "GB200: 1593 and 1221",
+        "matmul_tflops": "vllm-project/vllm pull 19566: torch on SM100, 16,384 tokens by a layer "
+        "of Llama 3.1 8B, 0.67 of the peak. Cubes of 8192 reach 1610 (NVIDIA's tilus, in float16), "
+        "the best of all shapes 1745 (stas00/ml-engineering, MAMF)",
+        "attention_forward_tflops": f"{_CUDNN_FRONTEND}/sdpa_benchmark_training/artifacts, bf16 on "
+        "B200: cuDNN 9.13, a row of 32,768 tokens, 128 query and 8 K/V heads; of 131,072 tokens "
+        "1355 and 1048. cuDNN 9.27 on GB200: 1593 and 1221",
         "attention_backward_tflops": "as forward",
-        "memory_gb_s": "assumed: 0.86 of bus width times clock, 7672 (pytorch/ao pull 4002), as H200; the data sheet says 8000",
-        "link_gb_s": f"{_AZURE}, ND GB200 v6: all-reduce in a ring of 4 with the same links. NCCL's own constant is 722 "
-        "(NVIDIA/nccl issue 1807); the data sheet says 1800 both ways together",
-        "network_gb_s": f"as the H100: DGX B200 has the same cards. {_H100.sources['network_gb_s']}",
+        "memory_gb_s": "assumed: 0.86 of bus width times clock, 7672 (pytorch/ao pull 4002), as "
+        "H200; the data sheet has 8000",
+        "link_gb_s": f"{_AZURE}, ND GB200 v6: all-reduce in a ring of 4 with the same links. "
+        "NCCL's own constant is 722 (NVIDIA/nccl issue 1807); the data sheet has 1800 both ways "
+        "together",
+        "network_gb_s": "as the H100: DGX B200 has the same cards. "
+        + _H100.sources["network_gb_s"],
         "host_gb_s": "assumed: as the H100, whose host link is the same",
     },
 )
@@ -221,9 +239,12 @@ GPUS = {
         l2_bytes=132644864,
     ),
 }
-"""By the names of --device; all are SXM."""
+"""GPUs by the name of --device; all are SXM modules."""
 
 
 def find_by_device_kind(device_kind: str) -> Gpu | None:
-    """The GPU that JAX calls so; None where it is none of KINDS, as A100s of 40 GB and all PCIe and NVL cards are not."""
+    """Finds the GPU with this device_kind in JAX.
+
+    None if it is not in GPUS, such as an A100 with 40 GB and all PCIe and NVL cards.
+    """
     return next((gpu for gpu in GPUS.values() if gpu.name == device_kind), None)

@@ -1,4 +1,4 @@
-"""A compiled program's text as XLA writes it: computations, their instructions, and how often loops run."""
+"""Parser of the text of a compiled program: computations, instructions, trip counts of loops."""
 
 import collections
 import dataclasses
@@ -15,10 +15,10 @@ _CALLED_COMPUTATIONS = re.compile(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """An instruction."""
+    """An instruction of a compiled program."""
 
     line_number: int
-    """Line number in the text; -1 for an instruction that XLA abbreviates: see `_elements`."""
+    """Line number in the text; -1 for one that XLA abbreviates: see `_expand_tuple_elements`."""
     name: str
     shape: str
     opcode: str
@@ -27,12 +27,11 @@ class Instruction:
 
     @property
     def called_computations(self) -> list[str]:
-        """Computations that it names."""
-        found = _CALLED_COMPUTATIONS.findall(self.attributes)
+        """Names of the computations that it calls."""
         return [
             name.strip().lstrip("%")
-            for one, several in found
-            for name in (several.split(",") if several else [one])
+            for single, several in _CALLED_COMPUTATIONS.findall(self.attributes)
+            for name in (several.split(",") if several else [single])
         ]
 
     @property
@@ -44,30 +43,36 @@ class Instruction:
         ]
 
     def find_computation(self, name: str) -> str:
-        """The computation that it names as this."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
-        assert found is not None, f"{self.name} has no {name}"
-        return found[1]
+        """Returns the computation of an attribute such as `body`."""
+        match = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
+        assert match is not None, f"{self.name} has no {name}"
+        return match[1]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HloModule:
-    """A program's computations by name, and which of them runs."""
+    """A compiled program."""
 
     computations: dict[str, list[Instruction]]
+    """Instructions of each computation, by name."""
     entry: str
+    """Name of the computation that runs first."""
 
 
 def parse_module(text: str) -> HloModule:
-    """The program of a text. Raises: ValueError where there is none."""
+    """Parses the text of a program.
+
+    Raises: ValueError if no computation is the entry.
+    """
     computations: dict[str, list[Instruction]] = {}
-    entry, lines = "", []
+    entry = ""
+    lines: list[Instruction] = []
     shapes: dict[str, str] = {}
     for number, line in enumerate(text.splitlines()):
-        if (begins := _COMPUTATION.match(line)) is not None:
-            lines = computations[begins[2]] = []
+        if (header := _COMPUTATION.match(line)) is not None:
+            lines = computations[header[2]] = []
             shapes = {}
-            entry = begins[2] if begins[1] else entry
+            entry = header[2] if header[1] else entry
         elif (named := _INSTRUCTION.match(line)) is not None:
             shape_end = _find_shape_end(line, named.end())
             opcode, _, _ = line[shape_end:].strip().partition("(")
@@ -78,7 +83,6 @@ def parse_module(text: str) -> HloModule:
                 lines.append(element)
                 shapes[element.name] = element.shape
             shape = shapes[named[1]] = line[named.end() : shape_end]
-            attributes = line[operands_end + 1 :]
             lines.append(
                 Instruction(
                     line_number=number,
@@ -86,18 +90,18 @@ def parse_module(text: str) -> HloModule:
                     shape=shape,
                     opcode=opcode,
                     operands=operands,
-                    attributes=attributes,
+                    attributes=line[operands_end + 1 :],
                 )
             )
     if not entry:
-        raise ValueError("this is no program's text: no computation in it is its ENTRY")
+        raise ValueError("the text must be a compiled program: no computation in it is its ENTRY")
     return HloModule(computations=computations, entry=entry)
 
 
 def _expand_tuple_elements(operands: str, shapes: Mapping[str, str]) -> Iterator[Instruction]:
     """Yields the get-tuple-elements that operands abbreviate as `%tuple#index`, as of jax 0.11.
 
-    Args:   shapes: shapes of the earlier instructions and abbreviations of the computation, by name.
+    Args: shapes: shapes of the computation's earlier instructions and abbreviations, by name.
     """
     for name, index in sorted(set(re.findall(r"%([^\s,()#]+)#(\d+)", operands))):
         if f"{name}#{index}" not in shapes:
@@ -116,103 +120,98 @@ def _split_tuple_shape(shape: str) -> list[str]:
 
     Example: `(s32[], (f32[8]{0}, u32[]))` has `s32[]` and `(f32[8]{0}, u32[])`.
     """
-    found = [""]
+    elements = [""]
     depth = 0
     for letter in re.sub(r"/\*.*?\*/", "", shape[1:-1]):
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
-            found.append("")
+            elements.append("")
         else:
-            found[-1] += letter
-    return [element.strip() for element in found]
+            elements[-1] += letter
+    return [element.strip() for element in elements]
 
 
 def count_runs(
     program: HloModule, is_counted: Callable[[Instruction], bool], *, include_branches: bool = False
 ) -> list[tuple[Instruction, int]]:
-    """The instructions that are wanted, in the order of the text, and how often each runs.
+    """Counts the runs of some instructions, which are returned in the order of the text.
 
-    Args:   may: what need not run, being in a branch, is thought to run.
-    Raises: ValueError for a loop around one that runs who knows how often, and unless it `may`, for one that need not run.
+    Args:
+        is_counted: selects the instructions.
+        include_branches: counts instructions of branches as if each branch were taken.
+    Raises: ValueError for a loop around an instruction whose trip count is unknown; and, unless
+        `include_branches`, for an instruction in a branch.
     """
-    known = (
-        "while",
-        "call",
-        "fusion",
-        "async-start",
-        *(["conditional"] if include_branches else []),
-    )
-    times: collections.Counter[Instruction] = collections.Counter()
+    callers = ["while", "call", "fusion", "async-start"]
+    if include_branches:
+        callers.append("conditional")
+    runs: collections.Counter[Instruction] = collections.Counter()
     idle: dict[str, bool] = {}
 
     def is_idle(name: str) -> bool:
-        """No wanted instruction is in a computation, or in what it calls."""
+        """True if no counted instruction is in a computation or in what it calls."""
         if name not in idle:
-            lines = program.computations[name]
             idle[name] = not any(
                 is_counted(line) or not all(map(is_idle, line.called_computations))
-                for line in lines
+                for line in program.computations[name]
             )
         return idle[name]
 
-    def walk(name: str, often: int) -> None:
-        """Counts the instructions of a computation that runs so often."""
+    def walk(name: str, times: int) -> None:
+        """Counts the instructions of a computation that runs `times` times."""
         for line in program.computations[name]:
-            times[line] += often if is_counted(line) else 0
+            runs[line] += times if is_counted(line) else 0
             busy = [called for called in line.called_computations if not is_idle(called)]
-            if not busy or line.opcode in (
-                "async-update",
-                "async-done",
-            ):  # these name what async-start runs
+            # async-update and async-done name the computation that async-start runs
+            if not busy or line.opcode in ("async-update", "async-done"):
                 continue
-            if line.opcode not in known:
-                raise ValueError(f"{line.name} is a {line.opcode}: what is in it need not run")
-            rounds = find_trip_count(line, program) if line.opcode == "while" else 1
+            if line.opcode not in callers:
+                raise ValueError(f"{line.name} is a {line.opcode}: its computations may not run")
+            trip_count = find_trip_count(line, program) if line.opcode == "while" else 1
             for called in busy:
-                walk(called, often * rounds)
+                walk(called, times * trip_count)
 
     walk(program.entry, 1)
     return sorted(
-        ((line, count) for line, count in times.items() if count),
+        ((line, count) for line, count in runs.items() if count),
         key=lambda pair: pair[0].line_number,
     )
 
 
 def find_async_pairs(program: HloModule) -> dict[str, tuple[int, int]]:
-    """Line numbers of the instructions that start an asynchronous computation and wait for it, by
-    its name.
+    """Finds the lines of the start and the end of each asynchronous computation, by its name.
 
-    jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the closest pair counts.
+    jax 0.12 wraps collectives and host copies in such computations. If several pairs run one, the
+    closest pair counts.
     """
-    found: dict[str, tuple[int, int]] = {}
+    pairs: dict[str, tuple[int, int]] = {}
     for lines in program.computations.values():
-        begun: dict[str, Instruction] = {}
+        starts: dict[str, Instruction] = {}
         for line in lines:
-            before = (
-                begun.get(line.operands.split()[-1].lstrip("%")) if line.operands.split() else None
-            )
+            operands = line.operands.split()
+            start = starts.get(operands[-1].lstrip("%")) if operands else None
             if line.opcode == "async-start":
-                begun[line.name] = line
-            elif line.opcode == "async-update" and before:
-                begun[line.name] = before
-            elif line.opcode == "async-done" and before:
-                (name,) = before.called_computations
-                pair = before.line_number, line.line_number
-                found[name] = min(
-                    pair, found.get(name, pair), key=lambda lines: lines[1] - lines[0]
+                starts[line.name] = line
+            elif line.opcode == "async-update" and start:
+                starts[line.name] = start
+            elif line.opcode == "async-done" and start:
+                (name,) = start.called_computations
+                pair = start.line_number, line.line_number
+                pairs[name] = min(
+                    pair, pairs.get(name, pair), key=lambda lines: lines[1] - lines[0]
                 )
-    return found
+    return pairs
 
 
 def find_trip_count(loop: Instruction, program: HloModule) -> int:
-    """How often a loop runs: as XLA says, or from where its counter begins and ends; it goes up by one.
+    """Finds the trip count of a loop: XLA's own, or from begin and end of a counter that adds one.
 
-    Raises: ValueError where neither is to be seen.
+    Raises: ValueError if the text has neither.
     """
     known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if known is not None:
         return int(known[1])
-    # XLA forgets the count of a loop whose first or last round it takes out, and keeps which value counts
+    # XLA drops the count of a loop whose first or last iteration it peels, and keeps the counter
     counter = re.search(r'"known_induction_variable":\{"tuple_index":"(\d+)"\}', loop.attributes)
     around = next(lines for lines in program.computations.values() if loop in lines)
     begin = end = step = None
@@ -226,12 +225,15 @@ def find_trip_count(loop: Instruction, program: HloModule) -> int:
             of_body[program.computations[body][-1].operand_names[int(counter[1])]], "add", program
         )
     if begin is None or end is None or step != 1:
-        raise ValueError(f"{loop.name} is a loop, and how often it runs is not known")
+        raise ValueError(f"{loop.name} is a loop with an unknown trip count")
     return end - begin
 
 
 def _find_operand_constant(line: Instruction, opcode: str, program: HloModule) -> int | None:
-    """The constant that a value is compared with (as less than it), or that is added to it, here or in a fusion."""
+    """Finds the constant that a value is compared with (as less than it) or that is added to it.
+
+    The instruction may be in a fusion.
+    """
     lines = next(lines for lines in program.computations.values() if line in lines)
     while line.opcode == "fusion":
         lines = program.computations[line.find_computation("calls")]
@@ -245,28 +247,26 @@ def _find_operand_constant(line: Instruction, opcode: str, program: HloModule) -
 
 
 def _find_constant(name: str, lines: list[Instruction]) -> int | None:
-    """The whole number that a value is, perhaps a copy of one; None if it is none."""
+    """Finds the integer that a value is, or a copy of one; None if it is not a constant."""
     line = next(line for line in lines if line.name == name)
     while line.opcode in ("copy", "bitcast"):
         name = line.operand_names[0]
         line = next(line for line in lines if line.name == name)
-    return (
-        int(line.operands)
-        if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands)
-        else None
-    )
+    if line.opcode == "constant" and re.fullmatch(r"-?\d+", line.operands):
+        return int(line.operands)
+    return None
 
 
 def _find_shape_end(line: str, begin: int) -> int:
-    """Where the shape that begins here ends: a tuple in parentheses, or up to a space."""
+    """Finds the end of a shape: a tuple ends at its parenthesis, another shape at a space."""
     return _find_closing_paren(line, begin) + 1 if line[begin] == "(" else line.index(" ", begin)
 
 
 def _find_closing_paren(line: str, begin: int) -> int:
-    """The parenthesis that closes the one here."""
+    """Finds the parenthesis that closes the one at `begin`."""
     depth = 0
     for place in range(begin, len(line)):
         depth += (line[place] == "(") - (line[place] == ")")
         if depth == 0:
             return place
-    raise ValueError(f"a parenthesis is not closed: {line.strip()[:200]}")
+    raise ValueError(f"unclosed parenthesis: {line.strip()[:200]}")

@@ -1,8 +1,9 @@
 """Simulates the schedule of a compiled program on one device: what overlaps, and where it waits.
 
-XLA orders the instructions of each computation. Kernels run one after another on the compute stream, in that order. A
-collective, or a copy between host and device memory, starts at its `-start` instruction on a stream of its own, after earlier
-ones of that stream; the compute stream waits for it at its `-done`. One that has no such pair blocks the compute stream.
+XLA orders the instructions of each computation. Kernels run one after another on the compute
+stream, in that order. A collective, or a copy between host and device memory, starts at its
+`-start` instruction on a stream of its own, after earlier ones of that stream; the compute stream
+waits for it at its `-done`. One that has no such pair blocks the compute stream.
 
     compute     | kernel | kernel | kernel |     wait     | kernel |
     collective           |         all-gather             |
@@ -27,11 +28,12 @@ class ScheduledTransfer:
     stream: str
     """Transfers of one stream run one after another."""
     seconds: float
-    """Duration of one run, alone."""
+    """Duration of one run if nothing else runs."""
     begin_line: int
     """Line number of the instruction that starts it."""
     end_line: int
-    """Line number of the instruction that waits for it; `begin` if it blocks the compute stream."""
+    """Line number of the instruction that waits for it; `begin_line` if it blocks the compute
+    stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,17 +65,17 @@ def simulate(
     """Simulates a program.
 
     Args:
-        kernels: seconds of one run of each kernel, by line number.
+        kernel_seconds: seconds of one run of each kernel, by line number.
         transfers: collectives and host copies, by the line number where they begin.
     """
     simulator = _Simulator(program, kernel_seconds, transfers)
     simulator.run(program.entry, runs=1)
-    waited = {
+    exposed = {
         line: ExposedTime(num_runs=runs, seconds=simulator.exposed_s[line])
         for line, runs in simulator.num_runs.items()
     }
     return Timeline(
-        seconds=simulator.end_s, kernel_seconds=simulator.kernel_seconds, exposed=waited
+        seconds=simulator.end_s, kernel_seconds=simulator.kernel_seconds, exposed=exposed
     )
 
 
@@ -162,16 +164,15 @@ class _Simulator:
         self._queues[transfer.stream] = [run for run in queue if run.end_s > until]
 
     def _run_loop(self, loop: Instruction, runs: int) -> None:
-        body, trips = loop.find_computation("body"), hlo.find_trip_count(loop, self._program)
+        body = loop.find_computation("body")
+        trips = hlo.find_trip_count(loop, self._program)
         if trips == 0:
             return
         self.run(body, runs=runs)
         if trips == 1:
             return
-        now, queues = (
-            self.compute_free_s,
-            {stream: list(queue) for stream, queue in self._queues.items()},
-        )
+        now = self.compute_free_s
+        queues = {stream: list(queue) for stream, queue in self._queues.items()}
         self.run(body, runs=runs * (trips - 1))
         self._repeat_loop(now, queues, times=trips - 2)
 
