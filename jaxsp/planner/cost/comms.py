@@ -120,9 +120,7 @@ class AxisTraffic:
     """Number of devices in a group."""
 
 
-def sum_by_axes(
-    collectives: Sequence[Collective], sizes: Mapping[str, int]
-) -> list[AxisTraffic]:
+def sum_by_axes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> list[AxisTraffic]:
     """Sums a program's collectives by operation and axes, without those that send nothing."""
     sums: dict[tuple[str, tuple[str, ...]], float] = {}
     group_sizes = {}
