@@ -225,7 +225,11 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
 @pytest.mark.usefixtures("compiler")
 def test_a_plan_that_should_offload_and_does_not_is_our_error(asked, monkeypatch):
     real = memory_fit.read_memory_use
-    monkeypatch.setattr(memory_fit, "read_memory_use", lambda *given: real(*given)._replace(host=0))
+    monkeypatch.setattr(
+        memory_fit,
+        "read_memory_use",
+        lambda *given, **named: real(*given, **named)._replace(host=0),
+    )
     with pytest.raises(RuntimeError, match="XLA"):
         asked("memory.offload_activations=layer_inputs")
 

@@ -40,6 +40,8 @@ HYBRID, HYBRID_GATHER = (
 def make_attend(devices, kernel="blockwise", window=None):
     """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
     strategy = devices if isinstance(devices, Strategy) else Ulysses(seq=devices)
+    if kernel is oracle.attention:
+        kernel = functools.partial(kernel, window=window)
     attend = attention.make_attend(strategy=strategy, kernel=kernel, window=window)
     return batches.on_shares(attend) if strategy.seq > 1 else attend
 

@@ -390,7 +390,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
-    def measured(run, workspace_bytes):
+    def measured(run, *, kernel, workspace_bytes):
         return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)

@@ -1,4 +1,4 @@
-"""Which workloads cuDNN's attention can run, on which devices. Checked before anything is compiled."""
+"""Limits of cuDNN's attention: workloads and devices, checked before anything is compiled."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,8 +14,10 @@ BROKEN_VERSIONS = ((9, 10, 0), (9, 10, 1))
 BROKEN_WINDOW_VERSION = (9, 14, 0)
 """cuDNN version with a known bug in sliding windows.
 
-TransformerEngine refuses it for more than 1,024 keys and any mask except plain causal; packed rows use PADDING_CAUSAL.
-Source: nvte_get_fused_attn_backend in NVIDIA/TransformerEngine transformer_engine/common/fused_attn/fused_attn.cpp.
+TransformerEngine refuses it for more than 1,024 keys and any mask except plain causal; packed rows
+use PADDING_CAUSAL.
+Source: nvte_get_fused_attn_backend in NVIDIA/TransformerEngine,
+transformer_engine/common/fused_attn/fused_attn.cpp.
 """
 
 _OTHER_KERNEL = "Use attention.kernel=auto or attention.kernel=blockwise."

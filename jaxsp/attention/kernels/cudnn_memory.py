@@ -1,4 +1,4 @@
-"""How cuDNN's attention is divided into calls, and the device memory that the calls need."""
+"""Division of cuDNN's attention into calls, and the device memory that the calls need."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ TARGET_WORKSPACE_BYTES = 6 * 2**30
 
 
 class CallSplit(NamedTuple):
-    """How the work is divided into calls."""
+    """Division of the work into calls."""
 
     head_chunks: int
     """One of `legal_head_chunks`."""

@@ -1,4 +1,4 @@
-"""What a kernel offers: attention over the tokens that one device has, forward and backward.
+"""Protocol of a kernel: attention over the tokens that one device has, forward and backward.
 
 To add a kernel, write a subclass of `Kernel` in a file of its own and add it to
 `jaxsp.attention.registry.KERNELS`.
@@ -22,7 +22,7 @@ Shapes: q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM -> out_BLhK; h is a multip
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelSettings:
-    """How a kernel divides its work, and the memory that this takes."""
+    """Division of a kernel's work, and the memory that it needs."""
 
     head_chunks: int = 1
     """Number of chunks of a device's heads, computed one after another."""
@@ -133,13 +133,12 @@ class Kernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionKernel(Kernel):
-    """A kernel from a function for whole rows, for tests and experiments."""
+    """A function for whole rows as a kernel, for tests and experiments. It is used as it is: it must
+    apply a sliding window itself."""
 
     name = "function"
 
     function: RowKernel
 
     def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
-        if window is None:
-            return self.function
-        return lambda *arrays: self.function(*arrays, window=window)
+        return self.function

@@ -113,7 +113,9 @@ def test_an_offloaded_optimizer_is_in_host_memory(asked, microbatches):
             assert taken == pytest.approx(cause.formula, rel=tolerances.CAUSE), cause
             assert other < tolerances.CAUSE * cause.formula, cause
     assert ("layers' weights to compute with" in found) == (asked == "state")
-    needs = memory_fit.read_memory_use(step.executable, 0)
+    needs = memory_fit.read_memory_use(
+        step.executable, kernel=step.choice.kernel, workspace_bytes=0
+    )
     assert needs.host >= sum(found[name].host for name in away)
     assert needs.host == pytest.approx(
         memory_fit.program_offloaded_bytes(step.program).total, rel=tolerances.CAUSE
