@@ -17,7 +17,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search
-from jaxsp.planner.compile import gpus
+from jaxsp.planner.compile import gpus, memory
 from jaxsp.run import benchmark as run_benchmark
 from jaxsp.run import mesh_benchmark
 from jaxsp.training import memory_fit, memory_options
@@ -92,7 +92,7 @@ def test_a_plan_says_what_a_step_takes_sends_and_computes(asked):
     assert found["fits"] is True
     assert found["mesh"] == {"replica": 1, "data": 2, "seq": 4}, "a node of 8, since data is -1"
     assert sum(
-        size for name, size in found["memory"].items() if name != "kept free"
+        size for name, size in found["memory"].items() if name != memory.RESERVED
     ) == pytest.approx(found["device_gib"])
     assert found["sent_bytes"] / found["formula_bytes"] == pytest.approx(1, abs=1e-4)
     assert {(one["kind"], *one["axes"]) for one in found["collectives"]} >= {
@@ -134,7 +134,7 @@ def test_every_device_is_compiled_for(asked, device):
     assert found["fits"] is True
     assert found["device_type"] == device
     assert found["kernel"] == "cudnn"
-    assert found["device_limit_gib"] + found["memory"]["kept free"] == pytest.approx(
+    assert found["device_limit_gib"] + found["memory"][memory.RESERVED] == pytest.approx(
         gpus.GPUS[device].memory_bytes / 2**30
     )
     assert f"2 x {device}" in said
@@ -209,7 +209,7 @@ def test_what_is_offloaded_is_the_host_s_and_the_host_may_bind(asked):
         "1",
         "data.row_tokens=1048576",
     )
-    assert found["host_memory"].keys() == {"residuals"}
+    assert found["host_memory"].keys() == {memory.SAVED_ACTIVATIONS}
     of_device = 4 * 1048576 // 4 * (2 * 1024 + 2 * 1024 + 4 * 8)
     assert found["host_gib"] == pytest.approx(8 * of_device / 2**30, rel=0.01)
     assert found["memory_bottleneck"] == "host"
@@ -489,13 +489,13 @@ def test_each_result_is_printed_before_the_next_is_planned(asked, monkeypatch, f
         print("planning", flush=True)
         fits = config.data.row_tokens < 200_000
         short = "" if fits else "too long"
-        memory = {
+        sizes = {
             "weights": 10.0,
             "attention": 20.0 * config.data.row_tokens / 65536,
-            "kept free": 6.3,
+            memory.RESERVED: 6.3,
         }
-        lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(memory.values()) - 6.3}
-        return made.plan(fits=fits, shortage=short, memory=memory, **lengths)
+        lengths = {"row_tokens": config.data.row_tokens, "device_gib": sum(sizes.values()) - 6.3}
+        return made.plan(fits=fits, shortage=short, memory=sizes, **lengths)
 
     monkeypatch.setattr(planning, "plan_step", of)
     monkeypatch.setattr(

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.planner.compile import budget
+from jaxsp.planner.compile import memory
 from scripts.bench import plan_error, report, step
 from tests import messages
 from tests.planner import made
@@ -16,8 +16,8 @@ CASE = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto
 
 
 def planned():
-    memory = {budget.WEIGHTS: 28.0, budget.CUDNN_WORKSPACE: 2.0, budget.RESERVED: 6.3}
-    return made.plan(device_gib=30.0, memory=memory)
+    sizes = {memory.WEIGHTS: 28.0, memory.CUDNN_WORKSPACE: 2.0, memory.RESERVED: 6.3}
+    return made.plan(device_gib=30.0, memory=sizes)
 
 
 def measured(status=report.OK, **numbers):

@@ -13,7 +13,7 @@ from jaxsp.core import axes
 from jaxsp.core.errors import UserError
 from jaxsp.model import flops
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner.compile import budget, compiled, memory
+from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
@@ -82,8 +82,6 @@ class Plan:
     """Memory by cause on a device, at its peak. All except `kept free` add up to device_gib."""
     host_memory: Mapping[str, float]
     """By cause, in a node, when it is fullest; adds up to host_gib."""
-    causes: Sequence[Mapping[str, Any]]
-    """Each cause at its own fullest moment, beside its formula where it has one: name, device_gib, host_gib, formula_gib."""
     sent_bytes: float
     """That a device sends in a step, by the compiled program;"""
     formula_bytes: float
@@ -159,7 +157,7 @@ def plan_step(
         limit=memory_fit.subtract_reserves(program, cluster.memory_limit),
         workspace_bytes=choice.settings.workspace_bytes,
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
-        measure=budget.measure_step,
+        measure=memory.measure_step,
     )
     memory_options.check_offloads(fitted.program, fitted.memory_use)
     return _build_plan(
@@ -182,7 +180,7 @@ def _build_plan(
         fitted.memory_limit,
         memory_fit.GIB,
     )
-    found = budget.break_down_peak(step)
+    found = memory.break_down_peak(step)
     sent = comms.parse_collectives(step.dump.hlo_text)
     formula = comms.compute_formula_bytes(program)
     length = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
@@ -243,19 +241,10 @@ def _build_plan(
         host_limit_gib=room.host * site.node_devices / gib,
         host_pool_gib=_pinned_pool_bytes(fitted, room) * site.node_devices / gib,
         memory={name: size / gib for name, size in found.device.items()}
-        | {budget.RESERVED: reserved / gib},
+        | {memory.RESERVED: reserved / gib},
         host_memory={
             name: size * site.node_devices / gib for name, size in found.host.items() if size
         },
-        causes=[
-            {
-                "name": cause.name,
-                "device_gib": cause.device / gib,
-                "host_gib": cause.host / gib,
-                "formula_gib": None if cause.formula is None else cause.formula / gib,
-            }
-            for cause in memory.causes(step)
-        ],
         sent_bytes=comms.sum_bytes(sent),
         formula_bytes=sum(formula.values()),
         collectives=_compare_collectives(sent, formula, program.mesh.shape, expected),

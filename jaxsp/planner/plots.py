@@ -11,23 +11,23 @@ from typing import Any
 from jaxsp.core import axes, durations, errors
 from jaxsp.core.errors import UserError
 from jaxsp.planner import search
-from jaxsp.planner.compile import budget
+from jaxsp.planner.compile import memory
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.planning import Plan
 
 _COLORS = {
-    budget.WEIGHTS: "#1b3a5c",
-    budget.OPTIMIZER: "#2f6690",
-    budget.GRADIENTS: "#5b8fb9",
-    budget.GATHERED_WEIGHTS: "#a3c4dc",
-    budget.SAVED_ACTIVATIONS: "#c8553d",
-    budget.ATTENTION: "#e08e45",
-    budget.SOFTMAX_STATISTICS: "#f2c078",
-    budget.CUDNN_WORKSPACE: "#f5dfa5",
-    budget.LAYER_TEMPORARIES: "#588157",
-    budget.LOGITS: "#a3b18a",
-    budget.OTHER: "#999999",
-    budget.RESERVED: "#dddddd",
+    memory.WEIGHTS: "#1b3a5c",
+    memory.OPTIMIZER: "#2f6690",
+    memory.GRADIENTS: "#5b8fb9",
+    memory.GATHERED_WEIGHTS: "#a3c4dc",
+    memory.SAVED_ACTIVATIONS: "#c8553d",
+    memory.ATTENTION: "#e08e45",
+    memory.SOFTMAX_STATISTICS: "#f2c078",
+    memory.CUDNN_WORKSPACE: "#f5dfa5",
+    memory.LAYER_TEMPORARIES: "#588157",
+    memory.LOGITS: "#a3b18a",
+    memory.OTHER: "#999999",
+    memory.RESERVED: "#dddddd",
 }
 """What does not grow with the row in blues, attention and what it leaves in warm colours."""
 
@@ -68,7 +68,7 @@ def plot_lengths(found: Sequence[Plan], file: pathlib.Path, *, title: str) -> No
     figure, panels = _make_panels(2 if has_host else 1)
     cliffs = _find_program_changes(ordered)
     _draw_stacked_areas(panels[0], ordered, cliffs, lambda plan: plan.memory)
-    whole = last.device_limit_gib + last.memory[budget.RESERVED]
+    whole = last.device_limit_gib + last.memory[memory.RESERVED]
     peak = max(sum(plan.memory.values()) for plan in ordered)
     _draw_limit(panels[0], whole, f"{last.device_type}: {whole:.1f} GiB", peak=peak)
     panels[0].set_ylabel("GiB per device, at its peak")
@@ -129,7 +129,7 @@ def _scale_memory(
 ) -> dict[str, float]:
     """Memory by cause for a row of another length: an estimate for the same program."""
     factor = row_tokens / plan.row_tokens
-    constant = (*search.CONSTANT_CATEGORIES, budget.RESERVED)
+    constant = (*search.CONSTANT_CATEGORIES, memory.RESERVED)
     return {cause: size if cause in constant else factor * size for cause, size in parts.items()}
 
 
@@ -158,7 +158,7 @@ def _find_program_changes(ordered: Sequence[Plan]) -> list[_ProgramChange]:
             continue
         constant = sum(_scale_memory(before, before.memory, 0).values())
         growing = sum(before.memory.values()) - constant
-        whole = before.device_limit_gib + before.memory[budget.RESERVED]
+        whole = before.device_limit_gib + before.memory[memory.RESERVED]
         place = before.row_tokens * (whole - constant) / growing if growing > 0 else 0.0
         if not before.row_tokens < place < after.row_tokens:
             place = (before.row_tokens + after.row_tokens) / 2
@@ -243,14 +243,14 @@ def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) ->
         for shape, _ in there
     ]
     left = [0.0] * len(there)
-    for cause in budget.CATEGORIES:
+    for cause in memory.CATEGORIES:
         sizes = [plan.memory.get(cause, 0.0) for _, plan in there]
         if max(sizes) >= 0.005:
             panels[0].barh(names, sizes, left=left, color=_COLORS[cause], label=cause)
             left = [a + b for a, b in zip(left, sizes, strict=True)]
     plan = there[0][1]
     panels[0].axvline(
-        plan.device_limit_gib + plan.memory[budget.RESERVED], color="black", linewidth=1.5
+        plan.device_limit_gib + plan.memory[memory.RESERVED], color="black", linewidth=1.5
     )
     panels[0].set_xlabel(
         f"GiB of each {plan.device_type}, when it is fullest; line: all that it has"

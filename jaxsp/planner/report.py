@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from jaxsp.core import axes, durations
 from jaxsp.planner import mesh_sweep
-from jaxsp.planner.compile import budget, gpus
+from jaxsp.planner.compile import gpus, memory
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
@@ -62,10 +62,10 @@ def _format_attention(plan: Plan) -> str:
 
 def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
     """Memory by cause, largest first."""
-    causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == budget.RESERVED, -pair[1]))
+    causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == memory.RESERVED, -pair[1]))
     lines = [("memory", "GiB on each device at its peak, by cause")]
     lines += [
-        ("", f"{size:8.2f}  {name}: {budget.CATEGORIES[name]}")
+        ("", f"{size:8.2f}  {name}: {memory.CATEGORIES[name]}")
         for name, size in causes
         if size >= 0.005
     ]

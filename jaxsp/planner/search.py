@@ -7,7 +7,7 @@ from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner import planning
-from jaxsp.planner.compile import budget, compiled
+from jaxsp.planner.compile import compiled, memory
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.planning import Plan
 
@@ -26,7 +26,7 @@ _MAX_GROWTH = 16
 USUAL_NUM_LENGTHS = 8
 """Number of lengths that are usually tried, for the time left."""
 
-CONSTANT_CATEGORIES = (budget.WEIGHTS, budget.OPTIMIZER, budget.GRADIENTS, budget.GATHERED_WEIGHTS)
+CONSTANT_CATEGORIES = (memory.WEIGHTS, memory.OPTIMIZER, memory.GRADIENTS, memory.GATHERED_WEIGHTS)
 """Causes that do not grow with the row."""
 
 

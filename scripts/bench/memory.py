@@ -98,8 +98,10 @@ class Found:
     """Tile sizes as decided; the number of a device's tokens if there are no tiles."""
     head_chunks: int | None = None
     compile_s: float | None = None
-    causes: dict[str, float] | None = None
-    """GiB of a device at the time when the cause takes its most; what is on the host has a name with `on the host`."""
+    device_memory: dict[str, float] | None = None
+    """GiB by category of a device at its peak."""
+    host_memory: dict[str, float] | None = None
+    """GiB by category of a node's host memory at its peak."""
 
 
 def main(arguments: list[str]) -> int:
@@ -205,7 +207,7 @@ def planned(cell: Cell) -> Found:
     from jaxsp.core import errors
     from jaxsp.hf import families
     from jaxsp.planner import planning
-    from jaxsp.planner.compile import budget, compiled
+    from jaxsp.planner.compile import compiled, memory
 
     site = compiled.make_cluster(DEVICE, cell.num_devices, node_host_gib=HOST_GIB[cell.num_devices])
     try:
@@ -215,15 +217,11 @@ def planned(cell: Cell) -> Found:
         return Found(status="refused", message=str(error))
     except jax.errors.JaxRuntimeError as error:
         return Found(status="refused", message=f"XLA: {str(error).splitlines()[0]}")
-    causes = {}
-    for cause in plan.causes:
-        causes |= {cause["name"]: cause["device_gib"]} if cause["device_gib"] else {}
-        causes |= {f"{cause['name']} on the host": cause["host_gib"]} if cause["host_gib"] else {}
     return Found(
         status=report.OK,
         device_gib=plan.device_gib,
         room_gib=plan.device_limit_gib,
-        cudnn_gib=plan.memory[budget.CUDNN_WORKSPACE],
+        cudnn_gib=plan.memory[memory.CUDNN_WORKSPACE],
         host_gib=plan.host_gib,
         fits=plan.fits,
         remat=plan.remat,
@@ -231,7 +229,8 @@ def planned(cell: Cell) -> Found:
         loss_tile_tokens=plan.loss_tile_tokens,
         head_chunks=plan.head_chunks,
         compile_s=plan.plan_s,
-        causes=causes,
+        device_memory=dict(plan.memory),
+        host_memory=dict(plan.host_memory),
     )
 
 

@@ -23,7 +23,7 @@ import jax
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import planning
-from jaxsp.planner.compile import budget, compiled, gpus
+from jaxsp.planner.compile import compiled, gpus, memory
 from jaxsp.planner.planning import Plan
 from scripts.bench import report, step
 
@@ -139,7 +139,7 @@ def planned(case: step.Case, kind: str) -> Plan:
 
 def compared(came: dict[str, Any], plan: Plan) -> Error:
     """Compares a plan with a measured case."""
-    allowance, peak = plan.memory[budget.CUDNN_WORKSPACE], came["peak_gib"]
+    allowance, peak = plan.memory[memory.CUDNN_WORKSPACE], came["peak_gib"]
     estimate, seconds = plan.step_s_estimate, came["step_s"]
     return Error(
         shape=came["shape"],

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxsp.planner.compile import budget
+from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.planning import Plan
 
@@ -41,9 +41,8 @@ def plan(**changes):
         "host_gib": 0.0,
         "host_limit_gib": 1960.0,
         "host_pool_gib": 0.0,
-        "memory": {budget.WEIGHTS: 10.0, budget.ATTENTION: 20.0, budget.RESERVED: 6.3},
+        "memory": {memory.WEIGHTS: 10.0, memory.ATTENTION: 20.0, memory.RESERVED: 6.3},
         "host_memory": {},
-        "causes": [],
         "sent_bytes": 2.0e9,
         "formula_bytes": 2.0e9,
         "collectives": [

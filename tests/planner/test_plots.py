@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from jaxsp.planner import plots
-from jaxsp.planner.compile import budget
+from jaxsp.planner.compile import memory
 from jaxsp.planner.mesh_sweep import MeshPlan
 from tests.planner import made
 
@@ -29,16 +29,16 @@ def drawn(monkeypatch):
 
 def grown(row_tokens, *, host=0.0, growth=1.0, **changes):
     """A plan without tiles, whose attention takes `growth` GiB for 10,000 tokens."""
-    memory = {
-        budget.WEIGHTS: 10.0,
-        budget.ATTENTION: growth * row_tokens / 10000,
-        budget.RESERVED: 6.3,
+    sizes = {
+        memory.WEIGHTS: 10.0,
+        memory.ATTENTION: growth * row_tokens / 10000,
+        memory.RESERVED: 6.3,
     }
     tiles = {"mlp_tile_tokens": row_tokens, "loss_tile_tokens": row_tokens}
-    host_memory = {budget.SAVED_ACTIVATIONS: host}
+    host_memory = {memory.SAVED_ACTIVATIONS: host}
     return made.plan(
         row_tokens=row_tokens,
-        memory=memory,
+        memory=sizes,
         host_gib=host,
         host_memory=host_memory,
         **tiles | changes,
@@ -58,7 +58,7 @@ def test_memory_is_drawn_by_cause_over_the_row_s_length_against_the_device(tmp_p
     assert {text.get_text() for text in one.legends[0].get_texts()} == {
         "weights",
         "attention",
-        "kept free",
+        memory.RESERVED,
     }
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
@@ -105,7 +105,7 @@ def test_a_change_of_the_program_is_a_cliff(tmp_path, drawn, longer, place):
         title="a title",
     )
     (panel,) = drawn[0].axes
-    (attention,) = [area for area in panel.collections if area.get_label() == budget.ATTENTION]
+    (attention,) = [area for area in panel.collections if area.get_label() == memory.ATTENTION]
     heights = {
         round(y, 3) for x, y in attention.get_paths()[0].vertices if x == pytest.approx(place)
     }

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from jaxsp.planner import report
-from jaxsp.planner.compile import budget
+from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
 from jaxsp.planner.search import LongestRow, TriedLength
@@ -24,7 +24,7 @@ def test_all_of_a_plan_is_said():
         "131,072 tokens",
     )
     assert_names(said, "yes", "30.0 of 72.8 GiB", "device memory")
-    assert_names(said, "20.00 attention", budget.CATEGORIES[budget.ATTENTION])
+    assert_names(said, "20.00 attention", memory.CATEGORIES[memory.ATTENTION])
     assert_names(said, "2.000 2.000 1.00 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
         said,
@@ -48,11 +48,11 @@ def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
     plan = made.plan(
         host_gib=100.0,
         host_pool_gib=128.0,
-        host_memory={budget.SAVED_ACTIVATIONS: 60.0, budget.OPTIMIZER: 40.0},
+        host_memory={memory.SAVED_ACTIVATIONS: 60.0, memory.OPTIMIZER: 40.0},
     )
     said = report.format_plan(plan, model="a model")
     assert "host" in labels(said)
-    assert_names(said, "128 60.00 residuals 40.00 optimizer")
+    assert_names(said, "128 60.00 saved activations 40.00 optimizer")
 
 
 def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():

@@ -5,7 +5,7 @@ import pytest
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.planner import planning, search
-from jaxsp.planner.compile import budget, compiled
+from jaxsp.planner.compile import compiled, memory
 from tests.planner import made, programs
 
 MODEL = families.parse_model_config(programs.LLAMA, field="model.config")
@@ -42,7 +42,7 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
         memory_bottleneck="device" if device / 72.8 > host / 1960 else "host",
         device_gib=device,
         host_gib=host,
-        memory={budget.WEIGHTS: fixed, budget.ATTENTION: device - fixed, budget.RESERVED: 6.3},
+        memory={memory.WEIGHTS: fixed, memory.ATTENTION: device - fixed, memory.RESERVED: 6.3},
     )
 
 

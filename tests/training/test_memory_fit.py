@@ -11,7 +11,7 @@ import pytest
 
 from jaxsp import train
 from jaxsp.core import axes
-from jaxsp.planner.compile import budget, compiled
+from jaxsp.planner.compile import compiled, memory
 from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
 from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
@@ -452,7 +452,7 @@ def check_formula(made):
     formula = memory_fit.predict_bytes(
         made.program, workspace_bytes=made.choice.settings.workspace_bytes
     )
-    assert 0.9 < formula / budget.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
+    assert 0.9 < formula / memory.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO
 
 
 @pytest.mark.e2e

@@ -1,365 +1,220 @@
-"""What a compiled step's memory is taken by: every array it holds, where and when, told by cause.
-
-A cause has arrays of its own dtype and size. What it takes is the most that these take together at some time of the step, and
-its formula how many there have to be, times their size. Causes take their most at different times: their sum is more than the
-step takes.
-"""
+"""Memory of a compiled step at its peak, by category. The categories add up to all of it."""
 
 import dataclasses
-import math
-import re
-import types
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import jax
 
-from jaxsp.attention import Kernel
-from jaxsp.core import axes
-from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
+from jaxsp import attention
+from jaxsp.model.layers import Parameter
+from jaxsp.planner.compile import buffers
+from jaxsp.planner.compile.buffers import Buffer
+from jaxsp.planner.compile.compiled import PlannedStep
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding
+from jaxsp.training import memory_fit, sharding
+from jaxsp.training.memory_fit import MemoryUse
 
-HOST_MEMORY_SPACE = 5
-"""XLA's number for host memory that a GPU reaches by itself."""
+WEIGHTS = "weights"
+OPTIMIZER = "optimizer"
+GRADIENTS = "gradients"
+SAVED_ACTIVATIONS = "saved activations"
+ATTENTION = "attention"
+SOFTMAX_STATISTICS = "softmax statistics"
+CUDNN_WORKSPACE = "cuDNN workspace"
+LAYER_TEMPORARIES = "layer temporaries"
+LOGITS = "logits"
+GATHERED_WEIGHTS = "gathered weights"
+OTHER = "other"
+RESERVED = "reserved"
 
-_ALLOCATION = re.compile(r"allocation \d+: size (\d+),(?: color (\d+),)?(.*)")
-_BUFFER = re.compile(
-    r" value: <\d+ (\S+?)(\{[\d, ]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (\w+)\[([\d,]*)\]"
-)
-_LIVE_RANGE = re.compile(r"\s+(\S+?)(\{[\d, ]*\}):(\d+)-(\d+)$")
+CATEGORIES: Mapping[str, str] = {
+    WEIGHTS: "float32 master weights, and copies in the compute dtype if the master is on the host",
+    OPTIMIZER: "the optimizer's moments",
+    GRADIENTS: "summed over the step, one shard on each device",
+    SAVED_ACTIVATIONS: "saved for the backward pass: layer inputs and attention outputs",
+    ATTENTION: "queries, keys, values, outputs, their gradients, and buffers of collectives",
+    SOFTMAX_STATISTICS: "attention's float32 log-sum-exps, packed rows in cuDNN's layout",
+    CUDNN_WORKSPACE: "estimate of cuDNN's backward workspace, which XLA counts only on a GPU",
+    LAYER_TEMPORARIES: "the residual stream, and tiles of the MLP",
+    LOGITS: "tiles of logits",
+    GATHERED_WEIGHTS: "whole weights of a layer or the head, and gradients before reduce-scatter",
+    OTHER: "everything else, and gaps between arrays",
+    RESERVED: "for CUDA's context, NCCL's buffers and fragmentation",
+}
+"""Categories of memory, with what belongs to each."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Buffer:
-    """An array that a program makes on its way."""
+class MemoryBreakdown:
+    """Bytes by category for each device."""
 
-    op_name: str
-    """Where it comes from, as JAX calls it; empty where XLA does not say."""
-    dtype: str
-    dims: tuple[int, ...]
-    on_host: bool
-    begin_byte: int
-    """Its first byte in the program's memory: two arrays may lie in the same place, also at the same time."""
-    end_byte: int
-    first_use: int
-    """The first of the program's operations during which it is there,"""
-    last_use: int
-    """and the last."""
-
-    @property
-    def num_elements(self) -> int:
-        """Elements."""
-        return math.prod(self.dims)
+    device: Mapping[str, int]
+    """Device memory at its peak. Adds up to all that JAX takes; RESERVED is not included."""
+    host: Mapping[str, int]
+    """Host memory for one device, at its own peak."""
 
 
-def read_buffers(program: CompilerDump) -> list[Buffer]:
-    """Every array that a program holds beside its arguments."""
-    lives = {
-        found[1] + found[2]: (int(found[3]), int(found[4]))
-        for found in map(_LIVE_RANGE.match, program.live_ranges.splitlines())
-        if found
-    }
-    names = dict(
-        re.findall(r'^\s+(?:ROOT )?%?(\S+) = .*?op_name="([^"]*)"', program.hlo_text, re.MULTILINE)
-    )
-    found: list[Buffer] = []
-    space = None
-    for line in program.buffer_assignment.splitlines():
-        if (begins := _ALLOCATION.match(line)) is not None:
-            space = int(begins[2] or 0) if "preallocated-temp" in begins[3] else None
-        elif space is not None and (value := _BUFFER.match(line)) is not None:
-            life = lives.get(value[1] + (value[2] or "{}"))
-            if life is None:  # inside a fusion, where nothing is held
-                continue
-            begin = int(value[4])
-            found.append(
-                Buffer(
-                    op_name=names.get(value[1], ""),
-                    dtype=value[5],
-                    dims=tuple(int(dim) for dim in value[6].split(",") if dim),
-                    on_host=space == HOST_MEMORY_SPACE,
-                    begin_byte=begin,
-                    end_byte=begin + int(value[3]),
-                    first_use=life[0],
-                    last_use=life[1],
-                )
-            )
-    return found
+def measure_step(step: PlannedStep) -> MemoryUse:
+    """Measures the memory of a compiled step.
 
+    Adds the part of the estimate of cuDNN's workspace that does not fit into memory that is free
+    during the backward calls.
 
-def compute_peak_bytes(arrays: Sequence[Buffer]) -> int:
-    """Bytes that some of a program's arrays take together at the time when that is the most."""
-    return _union_bytes(find_peak_buffers(arrays))
-
-
-def find_peak_buffers(
-    arrays: Sequence[Buffer], extra_bytes: Mapping[int, int] = types.MappingProxyType({})
-) -> list[Buffer]:
-    """Arrays that are live at the peak of memory, which includes `beside`.
-
-    Args: beside: bytes of other memory, by the number of the operation that uses it.
+    Raises: RuntimeError if the program has no such calls.
     """
-    best: list[Buffer] = []
-    most_bytes = -1
-    for time in sorted({array.first_use for array in arrays} | extra_bytes.keys()):
-        there = [array for array in arrays if array.first_use <= time <= array.last_use]
-        taken = _union_bytes(there) + extra_bytes.get(time, 0)
-        if taken > most_bytes:
-            best, most_bytes = there, taken
-    return best
-
-
-def find_backward_calls(program: CompilerDump, kernel: Kernel) -> list[int]:
-    """Numbers of the program's operations that are backward calls of an attention kernel."""
-    if not kernel.custom_call_prefix:
-        return []
-    names = re.findall(
-        r"^\s+(?:ROOT )?%?(\S+) = .*custom_call_target="
-        rf'"{re.escape(kernel.custom_call_prefix)}\w*Backward',
-        program.hlo_text,
-        re.MULTILINE,
+    kernel = step.choice.kernel
+    counted = memory_fit.read_memory_use(
+        step.executable, kernel=kernel, workspace_bytes=step.choice.settings.workspace_bytes
     )
-    numbers = {
-        name: int(number)
-        for number, name in re.findall(r"^\s+(\d+):(\S+)$", program.live_ranges, re.MULTILINE)
-    }
-    return [numbers[name] for name in names if name in numbers]
+    if not counted.uncounted_workspace:
+        return counted
+    on_device = [buffer for buffer in buffers.read_buffers(step.dump) if not buffer.on_host]
+    calls = buffers.find_backward_calls(step.dump, kernel)
+    if not calls:
+        raise RuntimeError(
+            f"the compiled step has no backward call of {kernel.title} attention "
+            f"({kernel.custom_call_prefix}*Backward), so its memory cannot be planned"
+        )
+    live_bytes = max(
+        buffers.compute_peak_bytes([buffer for buffer in on_device if buffer.is_live(call)])
+        for call in calls
+    )
+    argument_bytes = sum(
+        size for (_, on_host), size in buffers.read_argument_bytes(step.dump).items() if not on_host
+    )
+    free = counted.device - argument_bytes - live_bytes
+    return counted._replace(uncounted_workspace=max(0, counted.uncounted_workspace - free))
 
 
-def _union_bytes(arrays: Iterable[Buffer]) -> int:
-    """Bytes that arrays cover, each byte once."""
-    total = covered = 0
-    for begin, end in sorted((array.begin_byte, array.end_byte) for array in arrays):
-        total += max(0, end - max(begin, covered))
-        covered = max(covered, end)
-    return total
+def break_down_peak(step: PlannedStep) -> MemoryBreakdown:
+    """Breaks the memory of a compiled step at its peak down into categories."""
+    memory_use = measure_step(step)
+    workspaces: dict[int, int] = {}
+    if memory_use.uncounted_workspace:
+        workspaces = dict.fromkeys(
+            buffers.find_backward_calls(step.dump, step.choice.kernel),
+            step.choice.settings.workspace_bytes,
+        )
+    return MemoryBreakdown(
+        device=_break_down(step, memory_use.device_total, workspaces, on_host=False),
+        host=_break_down(step, memory_use.host, {}, on_host=True),
+    )
 
 
-def read_argument_bytes(program: CompilerDump) -> dict[tuple[str, bool], int]:
-    """Bytes of a program's arguments that are called `state.master`, `state.opt_state` and so on, and whether on the host."""
-    names = dict(re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|rows)\b', program.hlo_text))
-    found: dict[tuple[str, bool], int] = {}
-    for line in program.buffer_assignment.splitlines():
-        begins = _ALLOCATION.match(line)
-        number = begins and re.search(r"parameter (\d+),", begins[3])
-        if begins and number and number[1] in names:
-            key = (names[number[1]], int(begins[2] or 0) == HOST_MEMORY_SPACE)
-            found[key] = found.get(key, 0) + int(begins[1])
-    return found
+def _break_down(
+    step: PlannedStep, total: int, workspaces: Mapping[int, int], *, on_host: bool
+) -> dict[str, int]:
+    """Bytes by category in device or host memory.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cause:
-    """Something that takes memory."""
-
-    name: str
-    formula: int | None
-    """Bytes; None where it is up to XLA how many of these arrays it holds at a time."""
-    device: int
-    """Bytes that it takes of each device,"""
-    host: int
-    """and of the host, for each device."""
-    repeats: int = 1
-    """How many times each K/V head of the model is in it, since each device of a group needs whole ones."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kind:
-    """The arrays of a cause."""
-
-    name: str
-    sizes: tuple[tuple[str, int], ...]
-    """Dtype and elements of each."""
-    formula: int | None
-    layers: int | None = None
-    """Their first dim, where they are of all layers."""
-    repeats: int = 1
-
-
-def causes(step: PlannedStep) -> list[Cause]:
-    """What takes a step's memory, and what it should take. Small arrays are in none.
-
-    Where two causes have arrays of the same dtype and size, as Llama's residual stream and queries do, they are one, with
-    both names.
+    Args: workspaces: bytes of cuDNN's workspace, by the number of the call.
     """
-    program, arrays, given = step.program, read_buffers(step.dump), read_argument_bytes(step.dump)
-    table = list(jax.tree.leaves(program.table))
-    num_shards = device_mesh.num_shards(program.mesh)
-    of_shards = sum((row.num_layers or 1) * _stored(row, num_shards) for row in table)
-    averages = 8 * of_shards if program.config.optimizer.name == "adamw" else 0
-    found = [
-        Cause(
-            name=name,
-            formula=formula,
-            device=given.get((argument, False), 0),
-            host=given.get((argument, True), 0),
+    sizes = {category: 0 for category in CATEGORIES if category != RESERVED}
+    arguments = buffers.read_argument_bytes(step.dump)
+    sizes[WEIGHTS] = arguments.get(("state.master", on_host), 0)
+    sizes[OPTIMIZER] = arguments.get(("state.opt_state", on_host), 0)
+    sizes[CUDNN_WORKSPACE] = max(workspaces.values(), default=0)
+    candidates = [buffer for buffer in buffers.read_buffers(step.dump) if buffer.on_host == on_host]
+    for category, size in _categorize_peak(step, candidates, workspaces):
+        sizes[category] += size
+    sizes[OTHER] += total - sum(sizes.values())
+    return sizes
+
+
+def _categorize_peak(
+    step: PlannedStep, candidates: list[Buffer], workspaces: Mapping[int, int]
+) -> Iterator[tuple[str, int]]:
+    """Yields category and bytes of each array that is live at the peak.
+
+    A byte that two arrays share counts for the first.
+    """
+    classify = _Classifier(step)
+    covered = 0
+    for buffer in sorted(
+        buffers.find_peak_buffers(candidates, workspaces),
+        key=lambda buffer: (buffer.begin_byte, buffer.end_byte),
+    ):
+        yield classify(buffer), max(0, buffer.end_byte - max(buffer.begin_byte, covered))
+        covered = max(covered, buffer.end_byte)
+
+
+class _Classifier:
+    """Finds the category of an array by its shape, or else by the name of its operation."""
+
+    def __init__(self, step: PlannedStep):
+        program = step.program
+        model = program.model
+        self._num_layers = model.num_layers
+        self._head_dim = model.head_dim
+        self._row_tokens = program.config.data.max_row_tokens
+        self._device_tokens = program.tokens_per_device
+        self._mlp_tile = min(program.mlp_tile, self._device_tokens)
+        self._loss_tile = min(program.loss_tile, self._device_tokens)
+        # of a layer: its input, attention's output, and its log-sum-exps
+        attention_width = model.num_heads * model.head_dim
+        self._saved_sizes = {
+            self._device_tokens * width
+            for width in (model.hidden_size, attention_width, model.num_heads)
+        }
+        self._vocab_size = model.vocab_size
+        self._widths = {model.hidden_size, model.intermediate_size}
+        strategy = step.choice.strategy
+        _, local_kv_heads = strategy.local_heads(model.num_heads, model.num_kv_heads)
+        repeated_kv_heads = local_kv_heads * strategy.all_to_all_size
+        head_counts = (
+            model.num_heads,
+            repeated_kv_heads,
+            model.num_heads + 2 * repeated_kv_heads,
         )
-        for name, argument, formula in (
-            ("weights", "state.master", 4 * of_shards),
-            ("averages", "state.opt_state", averages),
-        )
-    ]
-    for kind in _together(_kinds(step)):
-        own = [
-            array
-            for array in arrays
-            if (array.dtype, array.num_elements) in kind.sizes and _layers(array, kind.layers)
+        self._head_counts = {
+            heads // degree for heads in head_counts for degree in (1, strategy.all_to_all_size)
+        }
+        sharded = [
+            param
+            for param in jax.tree.leaves(program.table)
+            if param.size >= sharding.MIN_SHARDED_SIZE
         ]
-        device, host = (
-            compute_peak_bytes([array for array in own if array.on_host == there])
-            for there in (False, True)
-        )
-        found.append(
-            Cause(
-                name=kind.name, formula=kind.formula, device=device, host=host, repeats=kind.repeats
-            )
-        )
-    return found
+        num_shards = device_mesh.num_shards(program.mesh)
+        self._gathered_sizes = {param.size for param in sharded}
+        self._shard_shapes = {_shard_shape(param, num_shards) for param in sharded}
+        self._has_lse_arrays = step.choice.settings.lse_bytes > 0
+
+    def __call__(self, buffer: Buffer) -> str:
+        dims = tuple(dim for dim in buffer.dims if dim > 1)
+        # an array of as many heads as there are layers has other sizes
+        is_stacked = len(buffer.dims) > 1 and buffer.dims[0] == self._num_layers
+        if is_stacked and dims[1:] in self._shard_shapes:
+            return GRADIENTS if buffer.dtype == "f32" else WEIGHTS
+        if is_stacked and buffer.num_elements // self._num_layers in self._saved_sizes:
+            return SAVED_ACTIVATIONS
+        if f"/{attention.SCOPE}/" in buffer.op_name or self._has_heads(buffer, dims):
+            is_lse = self._has_lse_arrays and buffer.dtype == "f32" and self._head_dim not in dims
+            return SOFTMAX_STATISTICS if is_lse else ATTENTION
+        if buffer.num_elements in self._gathered_sizes:
+            return GATHERED_WEIGHTS
+        if f"/{sharding.WEIGHTS_SCOPE}/" in buffer.op_name:
+            return GATHERED_WEIGHTS
+        logits_size = self._vocab_size * self._loss_tile
+        if self._vocab_size in dims and buffer.num_elements % logits_size == 0:
+            return LOGITS
+        if dims in self._shard_shapes:
+            return GRADIENTS if buffer.dtype == "f32" else GATHERED_WEIGHTS
+        tile_sizes = (self._device_tokens, self._mlp_tile)
+        if self._widths & set(dims) and any(buffer.num_elements % size == 0 for size in tile_sizes):
+            return LAYER_TEMPORARIES
+        return OTHER
+
+    def _has_heads(self, buffer: Buffer, dims: tuple[int, ...]) -> bool:
+        """True if the array holds heads of the tokens of a device or of a whole row."""
+        if not dims or dims[-1] != self._head_dim:
+            return False
+        num_heads, rest = divmod(buffer.num_elements, self._head_dim * self._device_tokens)
+        return rest == 0 and (num_heads in self._head_counts or self._row_tokens in dims)
 
 
-def _kinds(step: PlannedStep) -> list[_Kind]:
-    """Of what a step makes on its way. The numbers of arrays are those that XLA of jax 0.10.1 to 0.12.0 holds."""
-    program, model, config = step.program, step.program.model, step.program.config
-    seq, num_shards = program.mesh.shape[axes.SEQ], device_mesh.num_shards(program.mesh)
-    N, D, H, K, F, V = (
-        model.num_layers,
-        model.hidden_size,
-        model.num_heads,
-        model.head_dim,
-        model.intermediate_size,
-        model.vocab_size,
-    )
-    kind = step.choice.strategy
-    _, local_kv_heads = kind.local_heads(model.num_heads, model.num_kv_heads)
-    held_heads = local_kv_heads * kind.all_to_all_size
-    repeats = held_heads // model.num_kv_heads
-    own = config.batch.rows_per_microbatch * config.data.max_row_tokens // seq  # tokens
-    dtype, itemsize = (
-        {"bfloat16": "bf16", "float32": "f32"}[str(program.dtype)],
-        program.dtype.itemsize,
-    )
-    known = kind.has_known_buffers
-    q, kv, travels = own * H * K, own * held_heads * K, own * (H + 2 * held_heads) * K
-    tile = min(own, program.mlp_tile)
-    logits = V * min(own, program.loss_tile)
-    of_layer = [
-        row
-        for row in jax.tree.leaves(program.table)
-        if row.num_layers and sharding.choose_placement(row, num_shards).dim is not None
-    ]
-    whole = [row.size for row in of_layer]
-    shards = [N * _stored(row, num_shards) for row in of_layer]
-    kept = [
-        _Kind(
-            name="layer inputs",
-            sizes=((dtype, N * own * D),),
-            formula=itemsize * N * own * D,
-            layers=N,
-        )
-    ]
-    if program.remat_policy.is_attention_saved:
-        results = ((dtype, N * q), ("f32", N * own * H))
-        kept.append(
-            _Kind(
-                name="attention's results",
-                sizes=results,
-                formula=itemsize * N * q + 4 * N * own * H,
-                layers=N,
-            )
-        )
-    if config.memory.offload_optimizer == "state":
-        copies = tuple((dtype, size) for size in shards)
-        kept.append(
-            _Kind(
-                name="layers' weights to compute with",
-                sizes=copies,
-                formula=itemsize * sum(shards),
-                layers=N,
-            )
-        )
-    if program.gather.gradients_on_host:
-        # a microbatch's, and if there are several, their sums
-        several = (
-            config.batch.rows_per_step
-            > config.batch.rows_per_microbatch * device_mesh.num_groups(program.mesh)
-        )
-        gradients = 4 * sum(shards) * (2 if several else 1)
-    else:
-        # the largest once more, while it is divided
-        gradients = 4 * (sum(shards) + max(shards, default=0))
-    sizes = tuple(("f32", size) for size in shards)
-    return [
-        *kept,
-        _Kind(name="gradients", sizes=sizes, formula=gradients, layers=N),
-        _Kind(
-            name="a layer's whole weights",
-            sizes=tuple((dtype, size) for size in whole),
-            formula=None,
-        ),
-        _Kind(
-            name="a layer's whole gradients",
-            sizes=tuple(("f32", size) for size in whole),
-            formula=None,
-        ),
-        _Kind(name="residual stream", sizes=((dtype, own * D),), formula=None),
-        _Kind(name="queries", sizes=((dtype, q),), formula=4 * itemsize * q if known else None),
-        _Kind(
-            name="keys and values",
-            sizes=((dtype, kv),),
-            formula=4 * itemsize * kv if known else None,
-            repeats=repeats,
-        ),
-        _Kind(
-            name="all-to-all",
-            sizes=((dtype, travels),),
-            formula=2 * itemsize * travels if known else None,
-            repeats=repeats,
-        ),
-        _Kind(
-            name="MLP tile",
-            sizes=((dtype, tile * F), (dtype, 2 * tile * F)),
-            formula=4 * itemsize * tile * F,
-        ),
-        _Kind(name="logits tile", sizes=(("f32", logits),), formula=4 * logits),
-        # the backward pass gathers it again, possibly while the copy of the forward pass is still
-        # live
-        _Kind(name="head", sizes=((dtype, V * D),), formula=None),
-        _Kind(name="head's gradients", sizes=(("f32", V * D),), formula=None),
-    ]
-
-
-def _together(kinds: list[_Kind]) -> list[_Kind]:
-    """The kinds, with those made one whose arrays cannot be told apart."""
-    found: list[_Kind] = []
-    for kind in kinds:
-        same = next(
-            (
-                one
-                for one in found
-                if set(one.sizes) & set(kind.sizes) and one.layers == kind.layers
-            ),
-            None,
-        )
-        if same is None:
-            found.append(kind)
-            continue
-        unknown = same.formula is None or kind.formula is None
-        found[found.index(same)] = dataclasses.replace(
-            same,
-            name=f"{same.name}, {kind.name}",
-            sizes=same.sizes + kind.sizes,
-            formula=None if unknown else (same.formula or 0) + (kind.formula or 0),
-            repeats=max(same.repeats, kind.repeats),
-        )
-    return found
-
-
-def _layers(array: Buffer, layers: int | None) -> bool:
-    return layers is None or (len(array.dims) > 1 and array.dims[0] == layers)
-
-
-def _stored(row: Any, num_shards: int) -> int:
-    """Elements of one layer of a weight that a device holds."""
-    placed = sharding.choose_placement(row, num_shards)
-    return math.prod(placed.stored_shape) // (1 if placed.dim is None else num_shards)
+def _shard_shape(param: Parameter, num_shards: int) -> tuple[int, ...]:
+    """Shape of a device's shard of one layer of a weight, without dims of 1."""
+    placement = sharding.choose_placement(param, num_shards)
+    shape = list(placement.stored_shape)
+    if placement.dim is not None:
+        shape[placement.dim] //= num_shards
+    return tuple(size for size in shape if size > 1)
