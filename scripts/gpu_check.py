@@ -154,7 +154,7 @@ STAGES = {
     ),
     "options": Stage(
         answers="do memory options change only memory; does a GPU run learn as a CPU run does?",
-        parts=(_tests("tests/gpu/test_levers.py", "tests/gpu/test_training.py"),),
+        parts=(_tests("tests/gpu/test_memory_options.py", "tests/gpu/test_training.py"),),
     ),
 }
 

@@ -17,8 +17,9 @@ from jaxsp.config import config_file
 from jaxsp.data.packing.packing import PackedRow
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
-from jaxsp.training import sharding, train_step
+from jaxsp.training import train_step
 from tests import markdown, tolerances
+from tests.training import runs
 
 pytestmark = pytest.mark.e2e
 
@@ -116,7 +117,7 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
         config, program.mesh, inputs.train_set.make_schedule(config, num_steps=1), layout_degree=1
     ).batches()
     weights = reader.read_weights(run_paths.find_latest(directory), program.table)
-    master = sharding.put_weights(program.table, weights, program.mesh)
+    master = runs.put_weights(program.table, weights, program.mesh)
     compute_gradients = functools.partial(train_step.compute_gradients, program)
     loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
 

@@ -27,7 +27,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.run import data_sets, resume
 from jaxsp.run.data_sets import OpenedSources
 from jaxsp.runtime import device_mesh, run_paths
-from jaxsp.training import memory_options, sharding
+from jaxsp.training import memory_options, weight_init
 from jaxsp.training.inputs import RunInputs, StartPoint
 from jaxsp.training.train_step import Program
 
@@ -171,7 +171,7 @@ def _make_initial_weights(
         origin = f"weights of {source.source}"
     else:
         load = functools.partial(
-            sharding.random_weights,
+            weight_init.random_weights,
             program.table,
             seed=run.seed,
             mesh=program.mesh,
@@ -194,7 +194,7 @@ def make_weight_loader(program: Program, source: ModelFolder) -> Callable[[], la
     """
     read_slice = weights.open_folder(source, program.table).read
     return functools.partial(
-        sharding.load_weights,
+        weight_init.load_weights,
         program.table,
         program.mesh,
         read_slice,

@@ -1,5 +1,7 @@
-"""Token losses from hidden states in tiles: logits never exist for more than a tile of tokens."""
+"""Token losses from hidden states, in tiles: logits exist for one tile of tokens at a time."""
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,13 +15,15 @@ from jaxsp.model import tiling
 from jaxsp.model.layers import Gather, Parameter
 
 TokenLoss = Callable[[Array, Array], Array]
-"""A loss per token: `logits_TV, labels_T -> losses_T`, in JAX. T tokens of a tile, V vocabulary.
+"""Function that computes the loss of each token: `logits_TV, labels_T -> losses_T`, in JAX.
 
-Logits are float32 and losses must be. Labels are int32 from 0 to V - 1: a token without a label is
-passed with label 0, and its loss and gradient are dropped. Tiles have any number of tokens, so a
-token's loss must depend on its own logits and label only.
+T are the tokens of a tile, V is the vocabulary. Logits are float32, and losses must be float32.
+Labels are int32 from 0 to V - 1. A token without a label gets label 0, and its loss and gradient
+are dropped. A tile may have any number of tokens, so a token's loss must depend only on its own
+logits and label.
 
-Example, cross entropy with label smoothing:
+Example: cross entropy with label smoothing.
+
     def smoothed(logits_TV, labels_T):
         log_probs_TV = jax.nn.log_softmax(logits_TV)
         label_T = jnp.take_along_axis(log_probs_TV, labels_T[:, None], axis=-1)[:, 0]
@@ -27,8 +31,10 @@ Example, cross entropy with label smoothing:
 """
 
 MAX_LOGIT_BYTES = (2**30, 2**28)
-"""Maximum bytes of a tile's float32 logits, tried in this order if the logits of all tokens do not
-fit."""
+"""Maximum bytes of a tile's float32 logits.
+
+Tried in this order if the logits of all tokens do not fit.
+"""
 
 
 class LossSums(NamedTuple):
@@ -36,17 +42,13 @@ class LossSums(NamedTuple):
 
     loss: Float32[Array, ""]
     num_correct: Int32[Array, ""]
-    """Labels that were the likeliest token."""
+    """Number of tokens whose label has the largest logit."""
 
 
 def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = MAX_LOGIT_BYTES[-1]) -> int:
     """Tokens of a tile whose logits take at most `max_bytes`."""
-    return min(
-        num_tokens,
-        tiling.choose_dividing_tile(
-            num_tokens, tiling.floor_power_of_two(max_bytes // (4 * vocab_size))
-        ),
-    )
+    max_tokens = tiling.floor_power_of_two(max_bytes // (4 * vocab_size))
+    return min(num_tokens, tiling.choose_dividing_tile(num_tokens, max_tokens))
 
 
 def sum_token_losses(
@@ -60,108 +62,127 @@ def sum_token_losses(
     tile: int,
     token_loss: TokenLoss | None = None,
 ) -> LossSums:
-    """Sum of the token losses of this device's tokens; tokens labelled -100 add nothing, forward or backward.
+    """Sum of the token losses of this device's tokens.
+
+    Tokens labeled -100 add nothing, neither to the loss nor to gradients.
 
     Args:
         weights_Bl: factor of each token's loss; None: 1. Tokens of weight 0 add nothing either.
         token_loss: None for cross entropy.
-    Precision: logits and all sums are float32; the head's gradient is summed over tiles in float32 and leaves only
-        then. (Summed over 256 tiles in bfloat16 it is off by 3 %.)
-    Memory: a tile's logits are made again in the backward pass; what is kept is a number for each token.
+    Precision: logits and all sums are float32. The head's gradient is summed over tiles in float32
+        and cast only then (summed over 256 tiles in bfloat16, it is off by 3 %).
+    Memory: the backward pass recomputes a tile's logits. One number per token is saved.
     """
-    tokens = hidden_BlD.shape[0] * hidden_BlD.shape[1]
-    num_tiles = -(-tokens // tile)
-    labels_TX = jnp.pad(
-        labels_Bl.reshape(-1), (0, num_tiles * tile - tokens), constant_values=NO_LABEL
-    )
-    labels_TX = labels_TX.reshape(num_tiles, tile)
-    weights_TX = None
-    if weights_Bl is not None:
-        weights_TX = jnp.pad(weights_Bl.reshape(-1), (0, num_tiles * tile - tokens))
-        weights_TX = weights_TX.reshape(num_tiles, tile)
-
-    def cut(hidden_BlD: Array) -> Array:
-        flat = hidden_BlD.reshape(tokens, -1)
-        return jnp.pad(flat, ((0, num_tiles * tile - tokens), (0, 0))).reshape(num_tiles, tile, -1)
+    tiles = _Tiles(num_tokens=labels_Bl.size, tile=tile)
+    labels_TX = tiles.split(labels_Bl, pad_value=NO_LABEL)
+    weights_TX = None if weights_Bl is None else tiles.split(weights_Bl)
 
     def forward(hidden_BlD: Array, shard: Any) -> tuple[LossSums, Array | None]:
         head_VD = gather.all_gather(head, shard)
-
-        def one(
-            sums: LossSums, tile: tuple[Array, Array, Array | None]
-        ) -> tuple[LossSums, Array | None]:
-            hidden_XD, labels_X, weights_X = tile
-            logits_XV, has_label_X = _logits(hidden_XD, head_VD), labels_X != NO_LABEL
-            known_labels_X = jnp.where(has_label_X, labels_X, 0)
-            if token_loss is None:
-                lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
-                losses_X = (
-                    lse_X - jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)[:, 0]
-                )
-            else:
-                lse_X = None
-                losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
-            loss = _apply_weights(losses_X, has_label_X, weights_X).sum()
-            correct = (has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)).sum(
-                dtype=jnp.int32
-            )
-            return LossSums(sums.loss + loss, sums.num_correct + correct), lse_X
-
-        return jax.lax.scan(
-            one, LossSums(jnp.float32(0), jnp.int32(0)), (cut(hidden_BlD), labels_TX, weights_TX)
-        )
+        add_tile = functools.partial(_forward_tile, head_VD, token_loss)
+        zeros = LossSums(jnp.float32(0), jnp.int32(0))
+        return jax.lax.scan(add_tile, zeros, (tiles.split(hidden_BlD), labels_TX, weights_TX))
 
     @jax.custom_vjp
-    def total(hidden_BlD: Array, shard: Any) -> LossSums:
+    def sum_losses(hidden_BlD: Array, shard: Any) -> LossSums:
         return forward(hidden_BlD, shard)[0]
 
-    def total_fwd(
+    def sum_losses_fwd(
         hidden_BlD: Array, shard: Any
     ) -> tuple[LossSums, tuple[Array, Any, Array | None]]:
         sums, lse_TX = forward(hidden_BlD, shard)
         return sums, (hidden_BlD, shard, lse_TX)
 
-    def total_bwd(residuals: tuple[Array, Any, Array | None], dsums: LossSums) -> tuple[Array, Any]:
+    def sum_losses_bwd(
+        residuals: tuple[Array, Any, Array | None], dsums: LossSums
+    ) -> tuple[Array, Any]:
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
-
-        def one(
-            dhead_VD: Array, tile: tuple[Array, Array, Array | None, Array | None]
-        ) -> tuple[Array, Array]:
-            hidden_XD, labels_X, weights_X, lse_X = tile
-            logits_XV = _logits(hidden_XD, head_VD)
-            if token_loss is None:
-                assert lse_X is not None
-                dlogits_XV = jnp.exp(logits_XV - lse_X[:, None]) - jax.nn.one_hot(
-                    labels_X, head.shape[0], dtype=jnp.float32
-                )
-            else:
-                known_labels_X = jnp.where(labels_X != NO_LABEL, labels_X, 0)
-                losses_X, pull = jax.vjp(
-                    lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X),
-                    logits_XV,
-                )
-                (dlogits_XV,) = pull(jnp.ones_like(losses_X))
-            has_label_X1 = (labels_X != NO_LABEL)[:, None]
-            weights_X1 = None if weights_X is None else weights_X[:, None]
-            dlogits_XV = _apply_weights(dlogits_XV * dsums.loss, has_label_X1, weights_X1)
-            dlogits_XV = dlogits_XV.astype(head_VD.dtype)
-            dhidden_XD = jnp.einsum(
-                "XV,VD->XD", dlogits_XV, head_VD, preferred_element_type=jnp.float32
-            )
-            dhead_VD += jnp.einsum(
-                "XV,XD->VD", dlogits_XV, hidden_XD, preferred_element_type=jnp.float32
-            )
-            return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
-
-        tiles = (cut(hidden_BlD), labels_TX, weights_TX, lse_TX)
-        dhead_VD, dhidden_TXD = jax.lax.scan(one, jnp.zeros(head.shape, jnp.float32), tiles)
-        dhidden_BlD = dhidden_TXD.reshape(num_tiles * tile, -1)[:tokens].reshape(hidden_BlD.shape)
-        # else XLA may keep the whole gradient, 2 GiB of a vocabulary of 128,256, until the layers are done
+        add_tile = functools.partial(_backward_tile, head_VD, dsums.loss, token_loss)
+        inputs = (tiles.split(hidden_BlD), labels_TX, weights_TX, lse_TX)
+        dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, jnp.zeros(head.shape, jnp.float32), inputs)
+        dhidden_BlD = tiles.join(dhidden_TXD, hidden_BlD.shape)
+        # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
+        # of 128,256) until the layers are done.
         return jax.lax.optimization_barrier((dhidden_BlD, gather.reduce_scatter(head, dhead_VD)))
 
-    total.defvjp(total_fwd, total_bwd)
-    return total(hidden_BlD, shard)
+    sum_losses.defvjp(sum_losses_fwd, sum_losses_bwd)
+    return sum_losses(hidden_BlD, shard)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """Division of a device's tokens into tiles, the last of which is padded."""
+
+    num_tokens: int
+    tile: int
+
+    def split(self, x_Bl: Array, *, pad_value: int = 0) -> Array:
+        """Tiles of an array. Shapes: [B, l, ...] -> [tiles, tile, ...]."""
+        dims = x_Bl.shape[2:]
+        num_tiles = -(-self.num_tokens // self.tile)
+        widths = [(0, num_tiles * self.tile - self.num_tokens)] + [(0, 0)] * len(dims)
+        flat = x_Bl.reshape(self.num_tokens, *dims)
+        padded = jnp.pad(flat, widths, constant_values=pad_value)
+        return padded.reshape(num_tiles, self.tile, *dims)
+
+    def join(self, x_TX: Array, shape: tuple[int, ...]) -> Array:
+        """Array of this shape from its tiles. Shapes: [tiles, tile, ...] -> [B, l, ...]."""
+        return x_TX.reshape(-1, *x_TX.shape[2:])[: self.num_tokens].reshape(shape)
+
+
+def _forward_tile(
+    head_VD: Array,
+    token_loss: TokenLoss | None,
+    sums: LossSums,
+    inputs: tuple[Array, Array, Array | None],
+) -> tuple[LossSums, Array | None]:
+    """Adds a tile to the sums; for cross entropy, also returns the log-sum-exp of its logits."""
+    hidden_XD, labels_X, weights_X = inputs
+    logits_XV = _logits(hidden_XD, head_VD)
+    has_label_X = labels_X != NO_LABEL
+    known_labels_X = jnp.where(has_label_X, labels_X, 0)
+    if token_loss is None:
+        lse_X = jax.nn.logsumexp(logits_XV, axis=-1)
+        label_logits_X1 = jnp.take_along_axis(logits_XV, known_labels_X[:, None], axis=-1)
+        losses_X = lse_X - label_logits_X1[:, 0]
+    else:
+        lse_X = None
+        losses_X = _call_token_loss(token_loss, logits_XV, known_labels_X)
+    loss = _apply_weights(losses_X, has_label_X, weights_X).sum()
+    is_correct_X = has_label_X & (logits_XV.argmax(-1).astype(jnp.int32) == labels_X)
+    num_correct = is_correct_X.sum(dtype=jnp.int32)
+    return LossSums(sums.loss + loss, sums.num_correct + num_correct), lse_X
+
+
+def _backward_tile(
+    head_VD: Array,
+    dloss: Array,
+    token_loss: TokenLoss | None,
+    dhead_VD: Array,
+    inputs: tuple[Array, Array, Array | None, Array | None],
+) -> tuple[Array, Array]:
+    """Adds a tile to the head's gradient; also returns the gradient of its hidden states."""
+    hidden_XD, labels_X, weights_X, lse_X = inputs
+    logits_XV = _logits(hidden_XD, head_VD)
+    if token_loss is None:
+        assert lse_X is not None
+        probabilities_XV = jnp.exp(logits_XV - lse_X[:, None])
+        one_hot_XV = jax.nn.one_hot(labels_X, head_VD.shape[0], dtype=jnp.float32)
+        dlogits_XV = probabilities_XV - one_hot_XV
+    else:
+        known_labels_X = jnp.where(labels_X != NO_LABEL, labels_X, 0)
+        losses_X, pull = jax.vjp(
+            lambda logits_XV: _call_token_loss(token_loss, logits_XV, known_labels_X), logits_XV
+        )
+        (dlogits_XV,) = pull(jnp.ones_like(losses_X))
+    has_label_X1 = (labels_X != NO_LABEL)[:, None]
+    weights_X1 = None if weights_X is None else weights_X[:, None]
+    dlogits_XV = _apply_weights(dlogits_XV * dloss, has_label_X1, weights_X1)
+    dlogits_XV = dlogits_XV.astype(head_VD.dtype)
+    dhidden_XD = jnp.einsum("XV,VD->XD", dlogits_XV, head_VD, preferred_element_type=jnp.float32)
+    dhead_VD += jnp.einsum("XV,XD->VD", dlogits_XV, hidden_XD, preferred_element_type=jnp.float32)
+    return dhead_VD, dhidden_XD.astype(hidden_XD.dtype)
 
 
 def _logits(hidden_XD: Array, head_VD: Array) -> Float32[Array, "X V"]:
@@ -169,7 +190,10 @@ def _logits(hidden_XD: Array, head_VD: Array) -> Float32[Array, "X V"]:
 
 
 def _apply_weights(values: Array, has_label: Array, weights: Array | None) -> Array:
-    """Values times weights; 0, by value, where there is no label or the weight is 0."""
+    """Values times weights, and 0 where there is no label or the weight is 0.
+
+    The zeros are selected, not multiplied, so that infinite values do not become NaN.
+    """
     if weights is None:
         return jnp.where(has_label, values, 0.0)
     return jnp.where(has_label & (weights != 0), values * weights, 0.0)
@@ -181,6 +205,7 @@ def _call_token_loss(token_loss: TokenLoss, logits_XV: Array, labels_X: Array) -
     if (losses_X.shape, losses_X.dtype) != (labels_X.shape, logits_XV.dtype):
         raise UserError(
             f"Program.loss: returned {losses_X.dtype}{list(losses_X.shape)} for logits "
-            f"float32{list(logits_XV.shape)}. Return one loss per token, float32{list(labels_X.shape)}, without summing."
+            f"float32{list(logits_XV.shape)}. Return one loss per token, "
+            f"float32{list(labels_X.shape)}, without summing."
         )
     return losses_X

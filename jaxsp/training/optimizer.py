@@ -1,4 +1,4 @@
-"""How weights move: a learning-rate schedule, and an optax transform for each weight, one layer at a time."""
+"""Learning-rate schedule and optimizer update: an optax transform per weight, layer by layer."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,10 +18,15 @@ from jaxsp.training import host_offload
 def build_schedule(
     config: OptimizerConfig, num_steps: int
 ) -> Callable[[Int32[Array, ""]], Float32[Array, ""]]:
-    """The learning rate of a step, counted from 0: warm-up from lr / warmup_steps, then the schedule to 0 at num_steps."""
-    peak, warmup = config.learning_rate, config.num_warmup_steps(num_steps)
+    """Learning rate as a function of the step, counted from 0.
+
+    It grows from lr / warmup_steps to lr, then follows the schedule, to 0 at `num_steps` unless the
+    schedule is constant.
+    """
+    peak = config.learning_rate
+    warmup = config.num_warmup_steps(num_steps)
     rest = max(1, num_steps - warmup)
-    after = {
+    decay = {
         "cosine": optax.cosine_decay_schedule(peak, rest),
         "linear": optax.linear_schedule(peak, 0.0, rest),
         "constant": optax.constant_schedule(peak),
@@ -29,14 +34,14 @@ def build_schedule(
 
     def rate(step: Array) -> Array:
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-            growing = peak * (step + 1) / max(1, warmup)
-            return jnp.where(step < warmup, growing, after(step - warmup)).astype(jnp.float32)
+            increasing = peak * (step + 1) / max(1, warmup)
+            return jnp.where(step < warmup, increasing, decay(step - warmup)).astype(jnp.float32)
 
     return rate
 
 
 def build_transform(config: OptimizerConfig, param: Parameter) -> optax.GradientTransformation:
-    """What happens to one layer's gradient before the learning rate; only matrices decay."""
+    """Optax transform of one layer's gradient, without the learning rate; only matrices decay."""
     decay = optax.add_decayed_weights(config.weight_decay if param.is_matrix else 0.0)
     if config.name == "sgd":
         return decay
@@ -44,13 +49,16 @@ def build_transform(config: OptimizerConfig, param: Parameter) -> optax.Gradient
 
 
 def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
-    """Optimizer state of every weight of a tree, or of one; stacked weights have a state for each layer."""
+    """Optimizer state of every weight of a tree, or of one weight.
 
-    def one(row: Parameter, weight: Array) -> Any:
-        start = build_transform(config, row).init
-        return start(weight) if row.num_layers is None else jax.vmap(start)(weight)
+    Stacked weights have a state for each layer.
+    """
 
-    return jax.tree.map(one, table, master)
+    def init_param(param: Parameter, weight: Array) -> Any:
+        init_layer = build_transform(config, param).init
+        return init_layer(weight) if param.num_layers is None else jax.vmap(init_layer)(weight)
+
+    return jax.tree.map(init_param, table, master)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +72,16 @@ class _WeightAndState:
 def map_weights_and_state(
     table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any
 ) -> tuple[Any, Any]:
-    """The trees of first and of second results of a function of each weight: of its row, and its part of each tree."""
-    both = jax.tree.map(lambda row, *parts: _WeightAndState(*function(row, *parts)), table, *trees)
-    return jax.tree.map(lambda x: x.weight, both), jax.tree.map(lambda x: x.state, both)
+    """Two trees with the results of a function that returns a weight and its optimizer state.
+
+    Args:
+        function: receives a parameter and its part of each tree.
+    """
+    pairs = jax.tree.map(
+        lambda param, *parts: _WeightAndState(*function(param, *parts)), table, *trees
+    )
+    weights = jax.tree.map(lambda pair: pair.weight, pairs)
+    return weights, jax.tree.map(lambda pair: pair.state, pairs)
 
 
 def update(
@@ -80,22 +95,26 @@ def update(
     grad_scale: Float32[Array, ""],
     accept: Bool[Array, ""],
 ) -> tuple[layers.Weights, Any]:
-    """Weights and state after a step with the gradients times `scale`; both as they were unless `accept`.
+    """Weights and state after a step with the gradients times `grad_scale`.
 
-    Layers are walked one after another, in place, so that one layer's temporaries exist at a time, and what is in host memory
-    visits the device a layer at a time.
+    Both are unchanged unless `accept`.
+
+    Memory: layers are updated one after another, in place, so that the temporaries of one layer
+        exist at a time. Arrays in host memory are copied to the device one layer at a time.
     """
 
-    def one(row: Parameter, gradient: Array, state: Any, weight: Array) -> tuple[Array, Any]:
-        move = build_transform(config, row).update
+    def update_param(
+        param: Parameter, gradient: Array, state: Any, weight: Array
+    ) -> tuple[Array, Any]:
+        transform = build_transform(config, param).update
 
-        def layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
+        def update_layer(old: tuple[Array, Any], gradient: Array) -> tuple[Array, Any]:
             weight, state = old
             with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
-                moves, new_state = move(gradient * grad_scale, state, weight)
-                new = (weight - learning_rate * moves, new_state)
+                direction, new_state = transform(gradient * grad_scale, state, weight)
+                new = (weight - learning_rate * direction, new_state)
             return jax.tree.map(lambda new, old: jnp.where(accept, new, old), new, old)
 
-        return host_offload.update_each_layer(row, layer, (weight, state), gradient)
+        return host_offload.update_each_layer(param, update_layer, (weight, state), gradient)
 
-    return map_weights_and_state(table, one, gradients, state, master)
+    return map_weights_and_state(table, update_param, gradients, state, master)

@@ -1,16 +1,13 @@
-"""Where each weight lies, and how it becomes whole and its gradient a shard again."""
+"""Sharding of weights, their all-gather, and the reduce-scatter of their gradients."""
 
 import dataclasses
 import functools
 import math
-import zlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxsp.core import axes
@@ -19,34 +16,30 @@ from jaxsp.model.layers import Parameter
 from jaxsp.runtime import device_mesh
 from jaxsp.training import host_offload
 
-ReadSlice = Callable[[Parameter, int | None, tuple[slice, ...]], np.ndarray]
-"""A slice of one layer of a weight (None: it exists once), float32, without the zeros that it is stored with."""
-
-_Spans = tuple[tuple[int, int], ...]
-"""First and last place in each dim; the last is not in it."""
-
 MIN_SHARDED_SIZE = 64 * 1024
-"""Elements of one layer under which a weight is not worth a collective of its own."""
+"""Minimum elements per layer for a weight to be sharded.
 
+A smaller one is not worth a collective of its own.
+"""
 
 WEIGHTS_SCOPE = "weights"
-"""Every operation that makes weights whole, or sums their gradients into shards, carries this word in the compiled program."""
+"""Scope name, in the compiled program, of all operations that gather weights or sum gradients."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """How one layer of a weight is cut into shards."""
+    """Division of one layer of a weight into shards."""
 
     dim: int | None
-    """The dim that is cut; None: every device holds the whole."""
+    """Dim that is sharded; None: every device holds the whole weight."""
     stored_shape: tuple[int, ...]
-    """Shape of one layer as stored: the last part of a dim that does not divide is filled with zeros."""
+    """Shape of one layer as stored: a dim that does not divide is padded with zeros."""
 
 
 def choose_placement(param: Parameter, num_shards: int) -> Placement:
-    """The first dim that divides, else the largest, zero-padded; small weights stay whole.
+    """Shards the first dim that divides, else the largest, zero-padded; small weights stay whole.
 
-    Example: [257, 300] on 8 shards is stored as [257, 304] and cut along dim 1.
+    Example: [257, 300] on 8 shards is stored as [257, 304] and sharded along dim 1.
     """
     if num_shards == 1 or param.size < MIN_SHARDED_SIZE:
         return Placement(dim=None, stored_shape=param.shape)
@@ -60,187 +53,93 @@ def choose_placement(param: Parameter, num_shards: int) -> Placement:
 
 def shard_size(param: Parameter, num_shards: int) -> int:
     """Elements of a weight that a device holds, all layers together."""
-    placed = choose_placement(param, num_shards)
-    return (
-        (param.num_layers or 1)
-        * math.prod(placed.stored_shape)
-        // (1 if placed.dim is None else num_shards)
-    )
+    placement = choose_placement(param, num_shards)
+    size = (param.num_layers or 1) * math.prod(placement.stored_shape)
+    return size if placement.dim is None else size // num_shards
 
 
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
-    """How the stacked array of a weight, its gradient and its optimizer state are split over the mesh."""
+    """PartitionSpec of a stacked weight, its gradient and its optimizer state."""
     dim = choose_placement(param, num_shards).dim
     if dim is None:
         return PartitionSpec()
-    return PartitionSpec(*[None] * (dim + (param.num_layers is not None)), axes.SHARDS)
+    if param.num_layers is not None:
+        dim += 1
+    return PartitionSpec(*[None] * dim, axes.SHARDS)
 
 
 def partition_specs(table: layers.Weights, num_shards: int) -> Any:
-    """`spec` of every weight."""
-    return jax.tree.map(lambda row: partition_spec(row, num_shards), table)
+    """`partition_spec` of every weight."""
+    return jax.tree.map(lambda param: partition_spec(param, num_shards), table)
 
 
 def named_sharding(param: Parameter, mesh: Mesh, *, is_offloaded: bool = False) -> NamedSharding:
-    """Where the stacked array of a weight is between steps, and what the optimizer keeps of the same shape."""
-    place = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
-    return (
-        place.with_memory_kind(host_offload.MEMORY_KIND)
-        if is_offloaded and host_offload.should_offload(param)
-        else place
-    )
+    """Sharding, between steps, of a stacked weight and of optimizer state of its shape."""
+    sharding = NamedSharding(mesh, partition_spec(param, device_mesh.num_shards(mesh)))
+    if is_offloaded and host_offload.should_offload(param):
+        return sharding.with_memory_kind(host_offload.MEMORY_KIND)
+    return sharding
 
 
 def padding(param: Parameter, ndim: int, num_shards: int) -> list[tuple[int, int]]:
-    """Zeros to put before and behind each dim of a whole weight (or of one layer of it) to store it."""
+    """Numbers of zeros before and after each dim of a weight, or of one layer of it."""
     stored = choose_placement(param, num_shards).stored_shape
-    added = [(0, size - own) for size, own in zip(stored, param.shape, strict=True)]
-    return [(0, 0)] * (ndim - len(added)) + added
+    widths = [(0, size - own) for size, own in zip(stored, param.shape, strict=True)]
+    return [(0, 0)] * (ndim - len(widths)) + widths
 
 
 def remove_padding(param: Parameter, stored: Any) -> Any:
-    """The whole weight, or one layer of it, without the zeros it is stored with."""
+    """Weight, or one layer of it, without the zeros that it is stored with."""
     return stored[(..., *(slice(size) for size in param.shape))]
-
-
-def random_weights(
-    table: layers.Weights, *, seed: int, mesh: Mesh, is_offloaded: bool = False
-) -> layers.Weights:
-    """Random master weights, float32, each on its devices; the same numbers on every mesh."""
-    num_shards = device_mesh.num_shards(mesh)
-
-    def one(row: Parameter) -> Array:
-        # A name's checksum, so that a weight does not change when another is added
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(row.hf_name.encode()))
-        added = tuple(padding(row, len(row.stacked_shape), num_shards))
-        return _build_draw(
-            row.stacked_shape,
-            row.mean,
-            row.std,
-            added,
-            named_sharding(row, mesh, is_offloaded=is_offloaded),
-        )(key)
-
-    # one after another: those of a large model need not fit a device together
-    return jax.tree.map(one, table)
-
-
-@functools.cache  # most weights of a model look like another one of it
-def _build_draw(
-    shape: tuple[int, ...],
-    mean: float,
-    std: float,
-    added: tuple[tuple[int, int], ...],
-    home: NamedSharding,
-) -> Callable[[Array], Array]:
-    """Draws a weight with a key."""
-
-    def draw(key: Array) -> Array:
-        return jnp.pad(
-            mean + std * jax.random.normal(key, shape) if std else jnp.full(shape, mean), added
-        )
-
-    return jax.jit(draw, out_shardings=home)
-
-
-def put_weights(
-    table: layers.Weights, whole: layers.Weights, mesh: Mesh, *, is_offloaded: bool = False
-) -> layers.Weights:
-    """Master weights made of whole arrays in host memory, each on its devices."""
-    num_shards = device_mesh.num_shards(mesh)
-
-    def one(row: Parameter, whole: Any) -> Array:
-        stored = np.pad(np.asarray(whole, np.float32), padding(row, whole.ndim, num_shards))
-        return jax.device_put(stored, named_sharding(row, mesh, is_offloaded=is_offloaded))
-
-    return jax.tree.map(one, table, whole)
-
-
-def load_weights(
-    table: layers.Weights, mesh: Mesh, read_slice: ReadSlice, *, is_offloaded: bool = False
-) -> layers.Weights:
-    """Master weights made of slices that `read` returns, each on its devices.
-
-    A process reads what its own devices hold and nothing else, and each part once, however many devices hold it.
-
-    Memory: in the host's, beside the shards of its CPU devices, one shard of one stacked weight and the slice of a layer.
-    """
-    num_shards = device_mesh.num_shards(mesh)
-
-    def one(row: Parameter) -> Array:
-        stored = choose_placement(row, num_shards).stored_shape
-        shape = stored if row.num_layers is None else (row.num_layers, *stored)
-        over = named_sharding(row, mesh, is_offloaded=is_offloaded)
-        owners: dict[_Spans, list[jax.Device]] = {}
-        for device, index in over.addressable_devices_indices_map(shape).items():
-            assert index is not None, "it is addressable"
-            spans = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
-            owners.setdefault(spans, []).append(device)
-        shards = []
-        # a callback of make_array_from_callback would hold the shards of all devices at a time
-        for spans, devices in owners.items():
-            shard = _read_shard(row, spans, read_slice)
-            # a copy may read its source after the call has returned
-            places = [
-                SingleDeviceSharding(device, memory_kind=over.memory_kind) for device in devices
-            ]
-            shards += jax.block_until_ready([jax.device_put(shard, place) for place in places])
-        return jax.make_array_from_single_device_arrays(shape, over, shards)
-
-    return jax.tree.map(one, table)
-
-
-def _read_shard(row: Parameter, spans: _Spans, read: ReadSlice) -> np.ndarray:
-    """The part of a stored weight between these places; zeros where it is only filled up."""
-    shard = np.zeros([stop - start for start, stop in spans], np.float32)
-    ends = zip(spans[-len(row.shape) :], row.shape, strict=True)
-    own = tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in ends)
-    filled = tuple(slice(part.stop - part.start) for part in own)
-    if row.num_layers is None:
-        shard[filled] = read(row, None, own)
-        return shard
-    for layer, of_layer in enumerate(shard):
-        of_layer[filled] = read(row, layer, own)
-    return shard
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a device holds of a weight, and where the gradient goes: the two need not have one dtype, nor be in one memory."""
+    """A device's shard of a weight, and the slot of its gradient.
+
+    Value and gradient may differ in dtype and memory.
+    """
 
     value: Any
-    """Of any float dtype."""
+    """Shard of the weight, in any float dtype."""
     grad_slot: Any
-    """Float32 zeros that nobody reads. They are what is differentiated: the gradient has their shape, dtype and memory."""
+    """Float32 zeros, never read, which the loss is differentiated with respect to.
+
+    The gradient has their shape, dtype and memory.
+    """
 
 
 def make_shards(values: layers.Weights, slots: layers.Weights) -> layers.Weights:
-    """A tree of Shards."""
+    """Tree of Shards from a tree of values and one of slots."""
     return jax.tree.map(lambda value, slot: Shard(value=value, grad_slot=slot), values, slots)
 
 
 @jax.custom_jvp
-def _without_gradient(whole: Array, shard: Shard) -> Array:
-    """The weight, unchanged. The shard is an argument because its slot is what is differentiated:
-    without it, a joined weight would count as a constant, and its gradient would be zero."""
+def _forbid_gradient(whole: Array, shard: Shard) -> Array:
+    """The weight, unchanged; its differentiation raises a TypeError.
+
+    The shard is an argument because its slot is what is differentiated. Without it, a gathered
+    weight would count as a constant, and its gradient would be zero.
+    """
     return whole
 
 
-@_without_gradient.defjvp
-def _no_gradient(primals: Any, tangents: Any) -> Any:
+@_forbid_gradient.defjvp
+def _raise_no_gradient(primals: Any, tangents: Any) -> Any:
     raise TypeError(
-        "Gather.join cannot be differentiated: it has no gradient, and the weight would never "
-        "learn. Use gather(row, shard), which returns the same weight and sums its gradient."
+        "Gather.all_gather cannot be differentiated: it has no gradient, and the weight would "
+        "never learn. Use gather(param, shard), which returns the same weight and sums its gradient."
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gather:
-    """Joins shards into whole weights, and sums whole gradients into shards; inside shard_map.
+    """All-gathers weights from shards, and reduce-scatters their gradients; inside shard_map.
 
-    Moves: per weight of `size` elements a device sends size * itemsize * (1 - 1/shards) bytes to join it, in the compute
-        dtype, and as many in the reduce dtype to split its gradient.
+    Moves: for a weight of `size` elements, a device sends size * itemsize * (1 - 1/shards) bytes
+        for the all-gather, in the compute dtype, and the same number of elements for the
+        reduce-scatter of the gradient, in the reduce dtype.
     """
 
     num_shards: int
@@ -249,109 +148,111 @@ class Gather:
     gradients_on_host: bool = False
 
     def make_grad_slots(self, table: layers.Weights, values: layers.Weights) -> layers.Weights:
-        """Where the gradients of these values go."""
-        return jax.tree.map(
-            lambda row, value: self._move_gradient(row, jnp.zeros(value.shape, jnp.float32)),
-            table,
-            values,
-        )
+        """Zeros in the shape and memory of the gradients of these values."""
+
+        def make_slot(param: Parameter, value: Array) -> Array:
+            return self._move_gradient(param, jnp.zeros(value.shape, jnp.float32))
+
+        return jax.tree.map(make_slot, table, values)
 
     def make_working_copy(self, table: layers.Weights, master: layers.Weights) -> layers.Weights:
-        """Shards in the compute dtype on the device, of those in host memory; each layer's float32 is there for a moment."""
+        """Replaces shards in host memory by copies in the compute dtype on the device.
 
-        def one(row: Parameter, value: Array) -> Array:
-            def cast(value: Array) -> Array:
-                return host_offload.to_device(value).astype(self.compute_dtype)
+        Memory: the float32 values of one layer at a time are on the device.
+        """
 
+        def cast(value: Array) -> Array:
+            return host_offload.to_device(value).astype(self.compute_dtype)
+
+        def copy(param: Parameter, value: Array) -> Array:
             if not host_offload.is_on_host(value):
                 return value
-            return cast(value) if row.num_layers is None else jax.lax.map(cast, value)
+            return cast(value) if param.num_layers is None else jax.lax.map(cast, value)
 
-        return jax.tree.map(one, table, master)
+        return jax.tree.map(copy, table, master)
 
     def all_gather(self, param: Parameter, shard: Shard) -> Float[Array, "..."]:
-        """The whole of one layer's weight in the compute dtype: cast, then all-gathered.
+        """Casts one layer's shard to the compute dtype, and all-gathers it.
 
-        For forward passes, and for the rules of a custom_vjp, which calls `split` itself.
-        Raises: TypeError when it is differentiated; `gather(row, shard)` is differentiable.
+        For forward passes, and for the rules of a custom_vjp that calls `reduce_scatter`.
+
+        Raises: TypeError when it is differentiated; `gather(param, shard)` is differentiable.
         """
         dim = choose_placement(param, self.num_shards).dim
         whole = host_offload.to_device(shard.value).astype(self.compute_dtype)
         if dim is not None:
             with jax.named_scope(WEIGHTS_SCOPE):
                 whole = jax.lax.all_gather(whole, axes.SHARDS, axis=dim, tiled=True)
-        return _without_gradient(remove_padding(param, whole), shard)
+        return _forbid_gradient(remove_padding(param, whole), shard)
 
     def reduce_scatter(self, param: Parameter, gradient: Float[Array, "..."]) -> Shard:
-        """This device's shard of the gradient's sum over all shards; of a whole weight, this device's own gradient."""
+        """This device's shard of the gradient's sum over all shards.
+
+        The gradient of a weight that is not sharded is returned without a sum.
+        """
         dim = choose_placement(param, self.num_shards).dim
         if dim is None:
-            return Shard(
-                value=None, grad_slot=self._move_gradient(param, gradient.astype(jnp.float32))
-            )
-        stored = jnp.pad(
-            gradient.astype(self.reduce_dtype), padding(param, gradient.ndim, self.num_shards)
-        )
-        with jax.named_scope(WEIGHTS_SCOPE):
-            own = jax.lax.psum_scatter(
-                stored, axes.SHARDS, scatter_dimension=dim, tiled=True
-            ).astype(jnp.float32)
-        return Shard(value=None, grad_slot=self._move_gradient(param, own))
+            summed = gradient.astype(jnp.float32)
+        else:
+            widths = padding(param, gradient.ndim, self.num_shards)
+            stored = jnp.pad(gradient.astype(self.reduce_dtype), widths)
+            with jax.named_scope(WEIGHTS_SCOPE):
+                summed = jax.lax.psum_scatter(
+                    stored, axes.SHARDS, scatter_dimension=dim, tiled=True
+                ).astype(jnp.float32)
+        return Shard(value=None, grad_slot=self._move_gradient(param, summed))
 
     def __call__(self, params: Any, shards: Any) -> Any:
-        """Whole weights of a tree, or of one parameter. Gradients come back in the shards' slots."""
+        """Whole weights of a tree, or of one parameter. Gradients are returned in the slots."""
         return jax.tree.map(self._gather_param, params, shards)
 
-    def _gather_param(self, row: Parameter, shard: Shard) -> Array:
-        join = jax.custom_vjp(functools.partial(self.all_gather, row))
-        join.defvjp(
-            lambda shard: (self.all_gather(row, shard), None),
-            lambda _, gradient: (self.reduce_scatter(row, gradient),),
+    def _gather_param(self, param: Parameter, shard: Shard) -> Array:
+        gather = jax.custom_vjp(functools.partial(self.all_gather, param))
+        gather.defvjp(
+            lambda shard: (self.all_gather(param, shard), None),
+            lambda _, gradient: (self.reduce_scatter(param, gradient),),
         )
-        return join(shard)
+        return gather(shard)
 
-    def _move_gradient(self, row: Parameter, gradient: Array) -> Array:
-        # a tied embedding has two gradients in a turn, and sums are made on the device
-        there = (
-            self.gradients_on_host
-            and row.num_layers is not None
-            and host_offload.should_offload(row)
-        )
-        return host_offload.to_host(gradient) if there else gradient
+    def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
+        # Only stacked weights: a tied embedding has two gradients in a microbatch, and they are
+        # added on the device.
+        is_stacked = param.num_layers is not None
+        if self.gradients_on_host and is_stacked and host_offload.should_offload(param):
+            return host_offload.to_host(gradient)
+        return gradient
 
     def accumulate(
         self, params: list[Parameter], sums: list[Array], gradients: list[Array]
     ) -> list[Array]:
         """Adds gradients to `sums` in host memory, in place. Devices hold one layer at a time."""
         return [
-            host_offload.update_each_layer(row, jnp.add, total, gradient)
-            for row, total, gradient in zip(params, sums, gradients, strict=True)
+            host_offload.update_each_layer(param, jnp.add, total, gradient)
+            for param, total, gradient in zip(params, sums, gradients, strict=True)
         ]
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
     ) -> layers.Weights:
-        """The gradients of the whole mesh, divided: each summed once over every axis that its weight is not sharded on."""
+        """Gradients of the whole mesh, divided.
 
-        def one(row: Parameter, gradient: Array) -> Array:
-            cut_over = () if choose_placement(row, self.num_shards).dim is None else axes.SHARDS
+        Each is summed once over every axis that its weight is not sharded on.
+        """
 
-            def finished(gradient: Array) -> Array:
+        def reduce_param(param: Parameter, gradient: Array) -> Array:
+            is_sharded = choose_placement(param, self.num_shards).dim is not None
+            sharded_axes = axes.SHARDS if is_sharded else ()
+            other_axes = tuple(axis for axis in axes.ALL if axis not in sharded_axes)
+
+            def sum_and_divide(gradient: Array) -> Array:
                 with jax.named_scope(WEIGHTS_SCOPE):
-                    return (
-                        jax.lax.psum(
-                            gradient, tuple(axis for axis in axes.ALL if axis not in cut_over)
-                        )
-                        / divisor
-                    )
+                    return jax.lax.psum(gradient, other_axes) / divisor
 
-            return (
-                host_offload.update_each_layer(row, finished, gradient)
-                if host_offload.is_on_host(gradient)
-                else finished(gradient)
-            )
+            if host_offload.is_on_host(gradient):
+                return host_offload.update_each_layer(param, sum_and_divide, gradient)
+            return sum_and_divide(gradient)
 
-        return jax.tree.map(one, table, gradients)
+        return jax.tree.map(reduce_param, table, gradients)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,11 +260,14 @@ class WeightTraffic:
     """Bytes that a device sends in a step for the weights."""
 
     all_gathers: float
-    """Of shards, to make weights whole."""
+    """Bytes for all-gathers of weights."""
     reduce_scatters: float
-    """Of gradients of sharded weights, in each turn."""
+    """Bytes for reduce-scatters of gradients of sharded weights, in all microbatches."""
     all_reduces: float
-    """Of gradients over what their weights are not sharded on, once a step."""
+    """Bytes for all-reduces of gradients over the axes that their weights are not sharded on.
+
+    They run once per step.
+    """
 
 
 def weight_traffic(
@@ -375,22 +279,27 @@ def weight_traffic(
     reduce_dtype: Any,
     num_microbatches: int,
 ) -> WeightTraffic:
-    """What `Gather` sends in a step: stacked weights are joined forward and again backward, whatever is computed again.
+    """Bytes that `Gather` sends in a step.
 
-    A weight that exists once is joined and its gradient split once a turn, even a tied embedding: XLA makes one of joins of the
-    same shard, and splits the sum of two gradients.
+    Stacked weights are gathered in the forward and again in the backward pass, with every remat
+    policy. A weight that is not stacked is gathered, and its gradient scattered, once per
+    microbatch, even a tied embedding: XLA merges gathers of the same shard, and scatters the sum of
+    the two gradients.
     """
-    gathers, scatters, sums = 0.0, 0.0, 0.0
-    for row in jax.tree.leaves(table):
-        placed, layer_count = choose_placement(row, num_shards), row.num_layers or 1
-        size = layer_count * math.prod(placed.stored_shape)
-        if placed.dim is None:
-            sums += 4 * size * 2 * (1 - 1 / (num_shards * num_replicas))
+    all_gathers = 0.0
+    reduce_scatters = 0.0
+    all_reduces = 0.0
+    for param in jax.tree.leaves(table):
+        placement = choose_placement(param, num_shards)
+        size = (param.num_layers or 1) * math.prod(placement.stored_shape)
+        if placement.dim is None:
+            all_reduces += 4 * size * 2 * (1 - 1 / (num_shards * num_replicas))
             continue
-        received = num_microbatches * size * (1 - 1 / num_shards)
-        gathers += (
-            received * jnp.dtype(compute_dtype).itemsize * (1 if row.num_layers is None else 2)
-        )
-        scatters += received * jnp.dtype(reduce_dtype).itemsize
-        sums += 4 * size / num_shards * 2 * (1 - 1 / num_replicas)
-    return WeightTraffic(all_gathers=gathers, reduce_scatters=scatters, all_reduces=sums)
+        sent = num_microbatches * size * (1 - 1 / num_shards)
+        num_gathers = 1 if param.num_layers is None else 2
+        all_gathers += sent * jnp.dtype(compute_dtype).itemsize * num_gathers
+        reduce_scatters += sent * jnp.dtype(reduce_dtype).itemsize
+        all_reduces += 4 * size / num_shards * 2 * (1 - 1 / num_replicas)
+    return WeightTraffic(
+        all_gathers=all_gathers, reduce_scatters=reduce_scatters, all_reduces=all_reduces
+    )

@@ -26,7 +26,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, host_offload, loss, optimizer, sharding
+from jaxsp.training import compile_options, host_offload, loss, optimizer, sharding, weight_init
 from jaxsp.training.compile_options import CompileOptions
 from jaxsp.training.loss import TokenLoss
 from jaxsp.training.sharding import Gather
@@ -201,7 +201,7 @@ class Program:
 
 def random_state(program: Program, *, seed: int) -> TrainState:
     """Random weights and an empty optimizer, each on its devices."""
-    master = sharding.random_weights(
+    master = weight_init.random_weights(
         program.table, seed=seed, mesh=program.mesh, is_offloaded=program.has_offloaded_state
     )
     return init_state(program, master)

@@ -21,7 +21,7 @@ from jaxsp.hf import folder, weights
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding
+from jaxsp.training import weight_init
 from tests import batches
 
 NUM_SHARDS = 8
@@ -104,7 +104,7 @@ def worker(name: str, port: str, index: str) -> None:
     table = decoder.param_table(ModelConfig(**source.config_fields))
     jax.block_until_ready([jax.device_put(np.zeros(1), device) for device in jax.local_devices()])
     before = resident("VmRSS")
-    master = sharding.load_weights(table, mesh, weights.open_folder(source, table).read)
+    master = weight_init.load_weights(table, mesh, weights.open_folder(source, table).read)
     peak = Peak(
         before=before,
         peak=resident("VmHWM"),

@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, folder, weights, writer
 from jaxsp.model import decoder, layers
-from jaxsp.training import sharding
+from jaxsp.training import sharding, weight_init
 from tests import batches
 from tests.hf import oracle
 
@@ -55,7 +55,7 @@ def read(
     table = decoder.param_table(
         families.parse_model_config(source.config_fields, field="config.json")
     )
-    stored = sharding.load_weights(
+    stored = weight_init.load_weights(
         table, batches.mesh(*sizes), weights.open_folder(source, table).read
     )
     return table, jax.tree.map(

@@ -15,8 +15,9 @@ from jaxsp.config.schema import Config, MeshConfig
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.model import decoder
 from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import Parameter
+from jaxsp.model.layers import Parameter, Weights
 from jaxsp.model.remat import RematPolicy
+from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding, train_step
 from jaxsp.training.train_step import Program, TrainState
 from tests import batches, tolerances
@@ -58,6 +59,22 @@ def whole_weights(model: ModelConfig) -> dict[str, Any]:
     rng = np.random.default_rng(2)
     draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
     return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(model))
+
+
+def put_weights(
+    table: Weights, whole: Weights, mesh: jax.sharding.Mesh, *, is_offloaded: bool = False
+) -> Weights:
+    """Master weights from whole arrays, each on its devices."""
+    num_shards = device_mesh.num_shards(mesh)
+
+    def put(param: Parameter, whole: Any) -> jax.Array:
+        widths = sharding.padding(param, whole.ndim, num_shards)
+        stored = np.pad(np.asarray(whole, np.float32), widths)
+        return jax.device_put(
+            stored, sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
+        )
+
+    return jax.tree.map(put, table, whole)
 
 
 @functools.cache
@@ -126,7 +143,7 @@ class Run:
 
     def state(self, whole: dict[str, Any]) -> TrainState:
         """These weights and an empty optimizer."""
-        stored = sharding.put_weights(
+        stored = put_weights(
             self.program.table,
             whole,
             self.program.mesh,

@@ -8,7 +8,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.model import decoder
-from jaxsp.training import sharding, train_step
+from jaxsp.training import train_step, weight_init
 from jaxsp.training.train_step import Program
 from tests import batches, tolerances
 from tests.training import runs
@@ -69,7 +69,7 @@ def compiling(small_shards):
 def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_property):
     """At the family's random start. Weights are such that bfloat16 holds them, as published ones are: else their rounding,
     0.17 % of each matrix, changes the function itself, and is most of the difference."""
-    start = sharding.random_weights(
+    start = weight_init.random_weights(
         decoder.param_table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1)
     )
     weights = jax.tree.map(lambda weight: weight.astype("bfloat16").astype("float32"), start)

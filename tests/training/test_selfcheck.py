@@ -19,7 +19,7 @@ from jaxsp.planner.compile import compiled
 from jaxsp.training import selfcheck
 from tests import messages
 from tests.attention import cudnn_contract, oracle
-from tests.gpu import test_levers
+from tests.gpu import test_memory_options
 from tests.planner import programs
 
 
@@ -248,7 +248,7 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
         lambda how, *, device, options: tried.append((how, device, options)) or 0.0,
     )
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
-    program, choice = test_levers.program(
+    program, choice = test_memory_options.program(
         gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
     )
     said = selfcheck.check_device(program, choice)
@@ -279,7 +279,7 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
     monkeypatch.setattr(selfcheck, "measure_offload_error", difference)
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     memory = {"remat": "save_attention", "offload_activations": "layer_inputs"}
-    selfcheck.check_device(*test_levers.program(gpu, memory, xla_options=xla_options))
+    selfcheck.check_device(*test_memory_options.program(gpu, memory, xla_options=xla_options))
     return tried
 
 
@@ -319,4 +319,7 @@ def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypat
 
 
 def test_on_cpus_nothing_is_tried():
-    assert selfcheck.check_device(*test_levers.program(jax.devices()[0], {"remat": "full"})) == []
+    assert (
+        selfcheck.check_device(*test_memory_options.program(jax.devices()[0], {"remat": "full"}))
+        == []
+    )

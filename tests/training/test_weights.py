@@ -8,7 +8,7 @@ import pytest
 from jaxsp.core import axes
 from jaxsp.model import decoder
 from jaxsp.model.layers import Parameter
-from jaxsp.training import sharding
+from jaxsp.training import sharding, weight_init
 from jaxsp.training.sharding import Gather, Placement, Shard
 from tests import batches
 from tests.training import runs
@@ -41,7 +41,7 @@ def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, 
 def test_each_device_holds_its_part_and_replicas_hold_the_same():
     mesh, table = batches.mesh(2, 2, 2), decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
-    stored = sharding.put_weights(table, whole, mesh)
+    stored = runs.put_weights(table, whole, mesh)
     for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
         assert batches.same_bits(runs.cut(row, array), right), row.hf_name
         place = sharding.choose_placement(row, 4)
@@ -67,8 +67,8 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
         counts[row.hf_name][place] += 1
         return np.asarray(of_row[row.hf_name][place], np.float32)
 
-    loaded = sharding.load_weights(table, mesh, read)
-    right = sharding.put_weights(table, whole, mesh)
+    loaded = weight_init.load_weights(table, mesh, read)
+    right = runs.put_weights(table, whole, mesh)
     for row, found, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
         assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), (
             row.hf_name
@@ -83,7 +83,7 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
     table = decoder.param_table(runs.MODEL)
     first, other = (
         jax.tree.map(
-            runs.cut, table, sharding.random_weights(table, seed=5, mesh=batches.mesh(*sizes))
+            runs.cut, table, weight_init.random_weights(table, seed=5, mesh=batches.mesh(*sizes))
         )
         for sizes in ((1, 1, 1), (1, 2, 4))
     )
@@ -111,7 +111,7 @@ def test_random_weights_are_the_same_on_every_mesh_and_as_the_table_says():
 def test_another_seed_gives_other_weights():
     table = {"a": Parameter(shape=(30, 40), hf_name="a", std=1.0)}
     one, two = (
-        sharding.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
+        weight_init.random_weights(table, seed=seed, mesh=batches.mesh(1, 1, 1))["a"]
         for seed in (1, 2)
     )
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01

@@ -25,8 +25,8 @@ from jaxsp.training import (
     host_offload,
     memory_options,
     selfcheck,
-    sharding,
     train_step,
+    weight_init,
 )
 from jaxsp.training.memory_fit import MemoryUse
 from jaxsp.training.train_step import Program
@@ -128,7 +128,7 @@ def trained(gpu, lever, dtype="float32"):
     memory = LEVERS[lever] if lever else {"remat": "save_attention"}
     of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
     ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.settings.workspace_bytes)
-    start = sharding.random_weights(
+    start = weight_init.random_weights(
         of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state
     )
     before = {
