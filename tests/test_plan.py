@@ -451,7 +451,7 @@ def test_a_benchmark_of_all_meshes_uses_published_sizes_too(monkeypatch, capsys)
     """The processes get them as overrides of the config."""
     models = []
 
-    def benchmark_meshes(path, overrides, *, num_steps, num_heads, print_line):
+    def benchmark_meshes(path, overrides, *, num_steps, model, print_line):
         models.append(config_file.load(path, list(overrides)).model)
         return []
 

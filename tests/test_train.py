@@ -330,7 +330,7 @@ BAD = [
     (
         {"mesh__seq": 8, "attention__strategy": "ulysses"},
         8,
-        ["mesh.seq = 8", 4, 8, "attention.strategy", "mesh.seq=1", 2, 4],
+        ["mesh.seq = 8", 4, "attention.strategy", "mesh.seq=1", 2, 4],
     ),
     (
         {"mesh__seq": 8, "data__row_tokens": 120},
