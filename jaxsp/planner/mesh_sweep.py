@@ -1,4 +1,4 @@
-"""All meshes that so many devices can make, and what a config's step takes on each."""
+"""Plans of a config's step on every mesh of some devices, with every attention strategy."""
 
 import dataclasses
 import math
@@ -18,7 +18,7 @@ from jaxsp.planner.planning import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """A mesh, and what came of it."""
+    """A mesh with a strategy, and its plan."""
 
     mesh: dict[str, int]
     strategy: str
@@ -26,13 +26,13 @@ class MeshPlan:
     attention_fields: dict[str, Any]
     """Changed fields of the config's attention."""
     plan: Plan | None
-    """None where it was not planned, or refused."""
+    """None if the combination cannot be planned."""
     problem: str
-    """Why not; empty otherwise."""
+    """Reason that there is no plan; empty otherwise."""
 
 
 def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
-    """Every replica x data x seq of so many devices, the most that share a row first."""
+    """Yields every replica x data x seq of `num_devices` devices, the largest seq first."""
     for seq in range(num_devices, 0, -1):
         for data in range(num_devices // seq, 0, -1):
             if num_devices % (seq * data) == 0:
@@ -40,7 +40,7 @@ def list_meshes(num_devices: int) -> Iterator[dict[str, int]]:
 
 
 def with_mesh(config: Config, mesh: dict[str, int], attention_fields: dict[str, Any]) -> Config:
-    """The config with another mesh and other fields of attention."""
+    """Returns the config with another mesh and other fields of attention."""
     changes: dict[str, Any] = dict(mesh)
     return config.model_copy(
         update={
@@ -58,13 +58,15 @@ def plan_meshes(
     document_tokens: int | None = None,
     on_result: Callable[[MeshPlan], None] = lambda _: None,
 ) -> list[MeshPlan]:
-    """A config's step on every mesh of a site's devices, with every kind of attention that `auto` may mean there.
+    """Plans a config's step on every mesh of a cluster, with every strategy that `auto` may choose.
 
-    Those that fit first, the fastest by estimate first; of those that are as fast, the one with the smallest `seq`.
+    Meshes that fit come first, the fastest by estimate first; of those that are equally fast, the
+    one with the smallest `seq`.
 
-    Args:   say: called with each as it is planned.
+    Args: on_result: called with each result.
+    Raises: UserError if no mesh can be planned.
     """
-    found = []
+    mesh_plans = []
     for mesh, option in list_combinations(config, model, num_devices=cluster.num_devices):
         try:
             plan = planning.plan_step(
@@ -77,22 +79,24 @@ def plan_meshes(
         except UserError as error:
             plan = None
             problem = str(error).splitlines()[0]
-        shape = MeshPlan(
+        mesh_plan = MeshPlan(
             mesh=mesh,
             strategy=option.label,
             attention_fields=option.config_fields,
             plan=plan,
             problem=problem,
         )
-        found.append(shape)
-        on_result(shape)
-    return sort_by_rank(found)
+        mesh_plans.append(mesh_plan)
+        on_result(mesh_plan)
+    if all(mesh_plan.plan is None for mesh_plan in mesh_plans):
+        raise UserError(list(dict.fromkeys(mesh_plan.problem for mesh_plan in mesh_plans)))
+    return sort_by_rank(mesh_plans)
 
 
 def list_combinations(
     config: Config, model: HasHeads, *, num_devices: int
 ) -> list[tuple[dict[str, int], StrategyOption]]:
-    """Lists every mesh of so many devices with each of its strategies."""
+    """Lists every mesh of `num_devices` devices with each of its strategies."""
     return [
         (mesh, option)
         for mesh in list_meshes(num_devices)
@@ -105,32 +109,44 @@ SAME_TIME_FACTOR = 1.05
 more accurate."""
 
 
-def sort_by_rank(found: Sequence[MeshPlan]) -> list[MeshPlan]:
-    """Sorts shapes by their `ranks`, then by `seq`, then by the estimate. Refused ones are last."""
-    number = compute_ranks(found)
+def sort_by_rank(mesh_plans: Sequence[MeshPlan]) -> list[MeshPlan]:
+    """Sorts results by rank, then by `seq`, then by the estimate; those without a plan are last."""
+    ranks = compute_ranks(mesh_plans)
 
-    def key(shape: MeshPlan) -> tuple[float | int, int, float]:
-        plan = shape.plan
-        time = 0.0 if plan is None else plan.step_s_estimate or plan.device_gib
-        return number.get(id(shape), math.inf), shape.mesh[axes.SEQ], time
+    def key(mesh_plan: MeshPlan) -> tuple[bool, bool, float, int, float]:
+        plan = mesh_plan.plan
+        return (
+            plan is None,
+            plan is None or not plan.fits,
+            float(ranks.get(id(mesh_plan), math.inf)),
+            mesh_plan.mesh[axes.SEQ],
+            0.0 if plan is None else _time_or_memory(plan),
+        )
 
-    return sorted(
-        found,
-        key=lambda shape: (shape.plan is None, not (shape.plan and shape.plan.fits), key(shape)),
-    )
+    return sorted(mesh_plans, key=key)
 
 
-def compute_ranks(found: Sequence[MeshPlan]) -> dict[int, int]:
-    """Rank of each shape that fits, from 1, by its id; those within SAME_TIME of the fastest of a rank share it."""
-    there = [
-        (plan.step_s_estimate or plan.device_gib, shape)
-        for shape in found
-        if (plan := shape.plan) and plan.fits
+def compute_ranks(mesh_plans: Sequence[MeshPlan]) -> dict[int, int]:
+    """Computes the rank of each result that fits, from 1, by its id.
+
+    Results within SAME_TIME_FACTOR of the fastest of a rank share it.
+    """
+    fitting = [
+        (_time_or_memory(mesh_plan.plan), mesh_plan)
+        for mesh_plan in mesh_plans
+        if mesh_plan.plan and mesh_plan.plan.fits
     ]
-    numbers: dict[int, int] = {}
-    rank, fastest = 0, 0.0
-    for time, shape in sorted(there, key=lambda pair: pair[0]):
+    ranks: dict[int, int] = {}
+    rank = 0
+    fastest = 0.0
+    for time, mesh_plan in sorted(fitting, key=lambda pair: pair[0]):
         if not rank or time > SAME_TIME_FACTOR * fastest:
-            rank, fastest = rank + 1, time
-        numbers[id(shape)] = rank
-    return numbers
+            rank += 1
+            fastest = time
+        ranks[id(mesh_plan)] = rank
+    return ranks
+
+
+def _time_or_memory(plan: Plan) -> float:
+    """Estimated seconds of a step; its memory if there is no estimate."""
+    return float(plan.step_s_estimate or plan.device_gib)

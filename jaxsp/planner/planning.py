@@ -1,4 +1,4 @@
-"""A plan: what a config's training step takes, sends and computes on GPUs that are not there, and whether it fits."""
+"""Plans: memory, traffic and time of a config's training step on absent GPUs."""
 
 import dataclasses
 import time
@@ -14,36 +14,41 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import flops
 from jaxsp.model.config import ModelConfig
 from jaxsp.planner.compile import compiled, memory
-from jaxsp.planner.compile.compiled import Cluster
+from jaxsp.planner.compile.compiled import Cluster, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import memory_fit, memory_options
-from jaxsp.training.memory_fit import CompiledStep, MemoryLimit
+from jaxsp.training.memory_fit import GIB, CompiledStep
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is known of a step without running it; sizes in GiB (2**30 bytes), times in seconds, of each device."""
+    """Facts and estimates about a step that was compiled but not run.
+
+    Sizes are in GiB (2**30 bytes), times in seconds; both are for one device unless noted.
+    """
 
     device_type: str
-    """From gpus.KINDS."""
+    """One of gpus.GPUS."""
     num_devices: int
     node_devices: int
+    """GPUs of a node."""
     mesh: Mapping[str, int]
     row_tokens: int
     rows_per_step: int
     rows_per_microbatch: int
     max_segments_per_row: int
     document_tokens: int
-    """That the rows are thought to be filled with documents of; attention's arithmetic depends on it."""
+    """Assumed length of the documents that fill the rows; attention's arithmetic depends on it."""
     strategy: str
-    """How the devices of a group share it, such as `Ulysses of 8`; empty where there is one."""
+    """Description of the attention strategy, such as `Ulysses of 8`; empty for groups of one
+    device."""
     attention_bytes: int
-    """That a device sends for a layer in a turn, by the formula;"""
+    """Bytes that a device sends for attention per layer and microbatch, by formula."""
     alternative_bytes: Mapping[str, int]
-    """and what it would by other kinds."""
+    """The same for the other strategies that `auto` considered, by description."""
     kernel: str
     kernel_title: str
     """Name of the kernel in sentences."""
@@ -51,106 +56,99 @@ class Plan:
     """Reason that `auto` did not use its first kernel; empty if it did."""
     head_chunks: int
     remat: str
-    """As decided, where the config says auto."""
+    """Value of memory.remat that the step uses; never `auto`."""
     mlp_tile_tokens: int
-    """MLP tile size as decided; all of a device's tokens if there are no tiles."""
+    """MLP tile size that the step uses; all of a device's tokens if there are no tiles."""
     loss_tile_tokens: int
-    """Loss tile size as decided; all of a device's tokens if there are no tiles."""
+    """Loss tile size that the step uses; all of a device's tokens if there are no tiles."""
     memory_options: str
-    """All of them in words."""
+    """Description of all memory options."""
     offload_activations: str
     offload_optimizer: str
     fits: bool
     memory_bottleneck: str
-    """`device` or `host`: what does not fit, or else the one that is fuller."""
+    """`device` or `host`: the memory that does not fit, or else the fuller one."""
     shortage: str
-    """What does not fit, in words; empty if all does."""
+    """Description of the memory that does not fit; empty if all fits."""
     suggestions: Sequence[str]
-    """Levers of the config that are not turned yet, and other changes, where it does not fit."""
+    """Changes of the config that need less memory; empty if the step fits."""
     device_gib: float
-    """What JAX takes of a device, cuDNN's allowance included;"""
+    """Memory that JAX takes of a device, with the allowance for cuDNN."""
     device_limit_gib: float
-    """and what it may."""
+    """Memory that JAX may take of a device."""
     host_gib: float
-    """What arrays take of a node's memory, all its devices together;"""
+    """Memory of a node that its devices' arrays take."""
     host_limit_gib: float
-    """and what they may."""
+    """Memory of a node that its devices' arrays may take."""
     host_pool_gib: float
     """Size of XLA's pool of pinned host memory, for all devices of a node: a power of two for each,
     up to a limit."""
     memory: Mapping[str, float]
-    """Memory by cause on a device, at its peak. All except `kept free` add up to device_gib."""
+    """Device memory at its peak, by category. All except `reserved` add up to device_gib."""
     host_memory: Mapping[str, float]
-    """By cause, in a node, when it is fullest; adds up to host_gib."""
+    """Memory of a node at its peak, by category. Adds up to host_gib."""
     sent_bytes: float
-    """That a device sends in a step, by the compiled program;"""
+    """Bytes that a device sends in a step, by the compiled program."""
     formula_bytes: float
-    """and by the formulas."""
+    """Bytes that a device sends in a step, by the formulas."""
     collectives: Sequence[Mapping[str, Any]]
     """Collectives of a step by kind: kind, axes, bytes, formula, estimated seconds, and those that
     nothing overlaps."""
     model_flops: float
-    """As in metrics.jsonl's tflops_per_device: causal, document by document, nothing computed twice;"""
+    """Arithmetic of a step as in tflops_per_device of metrics.jsonl: causal, document by document,
+    without recomputation."""
     hardware_flops: float | None
-    """and what the compiled program does. None, as what follows, where there is no estimate."""
+    """Arithmetic of the compiled program; None if there is no time estimate."""
     host_copy_bytes: tuple[float, float] | None
-    """From the host to a device in a step, and back."""
+    """Bytes copied in a step from the host to a device, and back; None without a time estimate."""
     step_s_estimate: float | None
-    """From a roofline of published rates, which are for bfloat16 and cuDNN; None for others. A measured step is likely to
-    take roofline.LIKELY times as long."""
+    """Estimate by a roofline of published rates, which are for bfloat16 and cuDNN; None for others.
+    Measured steps are likely to take roofline.LIKELY_RANGE times as long."""
     tokens_per_s_estimate: float | None
-    """Of all devices, if the rows are full."""
+    """Tokens per second of all devices, if the rows are full."""
     mfu_estimate: float | None
     seconds_estimate: Mapping[str, float]
     """Estimated seconds by cause."""
     time_bottleneck: str | None
-    """The cause that takes most of the time."""
+    """Cause that takes most of the time."""
     transfers: Sequence[Mapping[str, Any]]
     """Collectives and host copies of the program: kind, op_name, bytes and seconds in a step,
     seconds that nothing overlaps, and runs."""
     jax_version: str
     plan_s: float
-    """What it took to compile and read it."""
+    """Time to compile and analyze the step."""
+
+    @property
+    def is_mlp_tiled(self) -> bool:
+        """True if the MLP's tiles are smaller than all tokens of a device."""
+        return self._is_tile(self.mlp_tile_tokens)
+
+    @property
+    def is_loss_tiled(self) -> bool:
+        """True if the loss's tiles are smaller than all tokens of a device."""
+        return self._is_tile(self.loss_tile_tokens)
+
+    def _is_tile(self, num_tokens: int) -> bool:
+        return num_tokens * self.mesh[axes.SEQ] < self.row_tokens * self.rows_per_microbatch
 
 
 def plan_step(
-    config: Config,
-    *,
-    model: ModelConfig,
-    cluster: Cluster,
-    document_tokens: int | None = None,
+    config: Config, *, model: ModelConfig, cluster: Cluster, document_tokens: int | None = None
 ) -> Plan:
-    """The plan of a config's step for its longest rows.
+    """Plans a config's step for its longest rows.
 
     Args:
-        document_tokens: of the documents that fill the rows; None: each row is one document.
-    Raises: UserError for what training would refuse before it compiles, and for rows of several lengths; RuntimeError where XLA
-        offloads nothing that it should.
+        document_tokens: length of the documents that fill the rows; None: each row is one document.
+    Raises: UserError for what training would refuse before it compiles, and for several row
+        lengths; RuntimeError if XLA offloads nothing although it should.
     """
     began = time.perf_counter()
-    sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
-    found, degree = memory_options.find_problems(config, platform="gpu"), None
-    try:
-        degree = attention.choose_strategy(config, model).layout_degree
-    except UserError as problem:
-        found.extend(problem.problems)
-    found.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
-    lengths, most = config.data.row_lengths, config.data.max_segments_per_row
-    if len(lengths) > 1:
-        found.append(
-            f"data.row_tokens = {list(lengths)}: must be one length in a plan. Use data.row_tokens={config.data.max_row_tokens}."
-        )
-    if document_tokens is not None and -(-config.data.max_row_tokens // document_tokens) > most:
-        found.append(
-            f"--document-tokens = {document_tokens}: rows of {config.data.max_row_tokens:,} tokens hold {most} documents at "
-            f"most (data.max_segments_per_row). Use {-(-config.data.max_row_tokens // most)} or more."
-        )
-    if found:
-        raise UserError(found)
+    problems = _find_problems(config, model, cluster, document_tokens)
+    if problems:
+        raise UserError(problems)
     devices = compiled.make_devices(cluster.device_type, cluster.num_devices)
-    device_bytes = int(cluster.memory_limit.device)
     program, choice = compiled.build_program(
-        config, model=model, devices=devices, device_bytes=device_bytes
+        config, model=model, devices=devices, device_bytes=int(cluster.memory_limit.device)
     )
     fitted = memory_fit.fit(
         program,
@@ -160,146 +158,196 @@ def plan_step(
         measure=memory.measure_step,
     )
     memory_options.check_offloads(fitted.program, fitted.memory_use)
-    return _build_plan(
-        fitted, config=config, site=cluster, document_tokens=document_tokens, began=began
-    )
-
-
-def _build_plan(
-    fitted: CompiledStep,
-    *,
-    config: Config,
-    site: Cluster,
-    document_tokens: int | None,
-    began: float,
-) -> Plan:
-    step, program, needs, room, gib = (
-        fitted.executable,
-        fitted.program,
-        fitted.memory_use,
-        fitted.memory_limit,
-        memory_fit.GIB,
-    )
-    found = memory.break_down_peak(step)
-    sent = comms.parse_collectives(step.dump.hlo_text)
-    formula = comms.compute_formula_bytes(program)
-    length = min(document_tokens or config.data.max_row_tokens, config.data.max_row_tokens)
-    pieces = roofline.make_segment_lengths(
-        rows=config.batch.rows_per_step,
-        row_tokens=config.data.max_row_tokens,
-        document_tokens=length,
-    )
-    expected = roofline.estimate_step(
-        step,
-        sent,
-        ceilings=site.gpu.ceilings,
-        node_devices=site.node_devices,
-        segment_lengths=pieces,
-    )
-    needed = flops.step_flops(program.model, pieces) / program.mesh.size
-    step_s = expected.step_s if expected else None
-    tokens = config.batch.rows_per_step * config.data.max_row_tokens
-    reserved = site.gpu.memory_bytes - room.device
-    device_is_short = needs.device_total > room.device
+    row_tokens = config.data.max_row_tokens
+    document_tokens = min(document_tokens or row_tokens, row_tokens)
     return Plan(
-        device_type=site.device_type,
-        num_devices=site.num_devices,
-        node_devices=site.node_devices,
-        mesh={axis: program.mesh.shape[axis] for axis in axes.ALL},
-        row_tokens=config.data.max_row_tokens,
+        device_type=cluster.device_type,
+        num_devices=cluster.num_devices,
+        node_devices=cluster.node_devices,
+        mesh={axis: fitted.program.mesh.shape[axis] for axis in axes.ALL},
+        row_tokens=row_tokens,
         rows_per_step=config.batch.rows_per_step,
         rows_per_microbatch=config.batch.rows_per_microbatch,
         max_segments_per_row=config.data.max_segments_per_row,
-        document_tokens=length,
-        strategy=step.choice.strategy.description,
-        attention_bytes=step.choice.sent_bytes,
-        alternative_bytes=dict(step.choice.alternatives),
-        kernel=step.choice.kernel.name,
-        kernel_title=step.choice.kernel.title,
-        fallback_reason=step.choice.fallback_reason,
-        head_chunks=step.choice.settings.head_chunks,
-        remat=program.remat_policy.remat,
-        mlp_tile_tokens=min(program.mlp_tile, program.tokens_per_device),
-        loss_tile_tokens=min(program.loss_tile, program.tokens_per_device),
-        memory_options=memory_options.describe(program),
-        offload_activations=config.memory.offload_activations,
-        offload_optimizer=config.memory.offload_optimizer,
-        fits=not fitted.shortage,
-        memory_bottleneck="device"
-        if device_is_short
-        or (needs.host <= room.host and needs.device_total / room.device >= needs.host / room.host)
-        else "host",
-        shortage=fitted.shortage,
-        suggestions=memory_options.suggest_changes(
-            dataclasses.replace(program, config=config), is_device_short=device_is_short
-        )
-        if fitted.shortage
-        else [],
-        device_gib=needs.device_total / gib,
-        device_limit_gib=room.device / gib,
-        host_gib=needs.host * site.node_devices / gib,
-        host_limit_gib=room.host * site.node_devices / gib,
-        host_pool_gib=_pinned_pool_bytes(fitted, room) * site.node_devices / gib,
-        memory={name: size / gib for name, size in found.device.items()}
-        | {memory.RESERVED: reserved / gib},
-        host_memory={
-            name: size * site.node_devices / gib for name, size in found.host.items() if size
-        },
-        sent_bytes=comms.sum_bytes(sent),
-        formula_bytes=sum(formula.values()),
-        collectives=_compare_collectives(sent, formula, program.mesh.shape, expected),
-        model_flops=needed,
-        hardware_flops=expected.hardware_flops if expected else None,
-        host_copy_bytes=expected.host_copy_bytes if expected else None,
-        step_s_estimate=step_s,
-        tokens_per_s_estimate=tokens / step_s if step_s else None,
-        mfu_estimate=needed / step_s / site.gpu.ceilings.peak_tflops / 1e12 if step_s else None,
-        seconds_estimate=expected.seconds if expected else {},
-        time_bottleneck=roofline.find_bottleneck(expected.seconds) if expected else None,
-        transfers=[dataclasses.asdict(one) for one in expected.transfers] if expected else [],
+        document_tokens=document_tokens,
+        **_option_fields(fitted.executable, config),
+        **_memory_fields(fitted, config, cluster),
+        **_cost_fields(fitted.executable, config, cluster, document_tokens),
         jax_version=jax.__version__,
         plan_s=time.perf_counter() - began,
     )
 
 
-def _pinned_pool_bytes(fitted: CompiledStep, room: MemoryLimit) -> float:
-    """Bytes of pinned host memory for each device."""
-    if not fitted.memory_use.host:
+def _find_problems(
+    config: Config, model: ModelConfig, cluster: Cluster, document_tokens: int | None
+) -> list[str]:
+    """Finds the problems of a config and a document length before anything is compiled."""
+    sizes = device_mesh.resolve_axis_sizes(config.mesh, cluster.num_devices)
+    problems = memory_options.find_problems(config, platform="gpu")
+    degree = None
+    try:
+        degree = attention.choose_strategy(config, model).layout_degree
+    except UserError as error:
+        problems.extend(error.problems)
+    problems.extend(device_mesh.find_division_problems(config, sizes, degree=degree))
+    lengths = config.data.row_lengths
+    row_tokens = config.data.max_row_tokens
+    max_segments = config.data.max_segments_per_row
+    if len(lengths) > 1:
+        problems.append(
+            f"data.row_tokens = {list(lengths)}: must be one length in a plan. "
+            f"Use data.row_tokens={row_tokens}."
+        )
+    if document_tokens is not None and -(-row_tokens // document_tokens) > max_segments:
+        problems.append(
+            f"--document-tokens = {document_tokens}: rows of {row_tokens:,} tokens hold at most "
+            f"{max_segments} documents (data.max_segments_per_row). "
+            f"Use {-(-row_tokens // max_segments)} or more."
+        )
+    return problems
+
+
+def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
+    """Fields of a plan: attention and memory options of the compiled step."""
+    program = step.program
+    choice = step.choice
+    return {
+        "strategy": choice.strategy.description,
+        "attention_bytes": choice.sent_bytes,
+        "alternative_bytes": dict(choice.alternatives),
+        "kernel": choice.kernel.name,
+        "kernel_title": choice.kernel.title,
+        "fallback_reason": choice.fallback_reason,
+        "head_chunks": choice.settings.head_chunks,
+        "remat": program.remat_policy.remat,
+        "mlp_tile_tokens": min(program.mlp_tile, program.tokens_per_device),
+        "loss_tile_tokens": min(program.loss_tile, program.tokens_per_device),
+        "memory_options": memory_options.describe(program),
+        "offload_activations": config.memory.offload_activations,
+        "offload_optimizer": config.memory.offload_optimizer,
+    }
+
+
+def _memory_fields(fitted: CompiledStep, config: Config, cluster: Cluster) -> dict[str, Any]:
+    """Fields of a plan: memory, its limits, and suggestions if it does not fit."""
+    use = fitted.memory_use
+    limit = fitted.memory_limit
+    breakdown = memory.break_down_peak(fitted.executable)
+    is_device_short = use.device_total > limit.device
+    is_device_fuller = use.device_total / limit.device >= use.host / limit.host
+    is_device_bottleneck = is_device_short or (use.host <= limit.host and is_device_fuller)
+    suggestions: Sequence[str] = []
+    if fitted.shortage:
+        suggestions = memory_options.suggest_changes(
+            dataclasses.replace(fitted.program, config=config), is_device_short=is_device_short
+        )
+    device_memory = {name: size / GIB for name, size in breakdown.device.items()}
+    device_memory[memory.RESERVED] = (cluster.gpu.memory_bytes - limit.device) / GIB
+    node_gib = cluster.node_devices / GIB
+    return {
+        "fits": not fitted.shortage,
+        "memory_bottleneck": "device" if is_device_bottleneck else "host",
+        "shortage": fitted.shortage,
+        "suggestions": suggestions,
+        "device_gib": use.device_total / GIB,
+        "device_limit_gib": limit.device / GIB,
+        "host_gib": use.host * node_gib,
+        "host_limit_gib": limit.host * node_gib,
+        "host_pool_gib": _pinned_pool_bytes(fitted) * node_gib,
+        "memory": device_memory,
+        "host_memory": {name: size * node_gib for name, size in breakdown.host.items() if size},
+    }
+
+
+def _pinned_pool_bytes(fitted: CompiledStep) -> float:
+    """Bytes of XLA's pool of pinned host memory for each device."""
+    host_bytes = fitted.memory_use.host
+    if not host_bytes:
         return 0.0
-    limit = min(
-        room.host, memory_fit.pool_bytes(memory_fit.program_offloaded_bytes(fitted.program))
+    offloaded = memory_fit.program_offloaded_bytes(fitted.program)
+    limit = min(fitted.memory_limit.host, memory_fit.pool_bytes(offloaded))
+    return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
+
+
+def _cost_fields(
+    step: PlannedStep, config: Config, cluster: Cluster, document_tokens: int
+) -> dict[str, Any]:
+    """Fields of a plan: traffic, arithmetic and estimated time."""
+    program = step.program
+    collectives = comms.parse_collectives(step.dump.hlo_text)
+    formula = comms.compute_formula_bytes(program)
+    segment_lengths = roofline.make_segment_lengths(
+        rows=config.batch.rows_per_step,
+        row_tokens=config.data.max_row_tokens,
+        document_tokens=document_tokens,
     )
-    return max(
-        float(fitted.memory_use.host), memory_limits.pinned_pool_size(fitted.memory_use.host, limit)
+    estimate = roofline.estimate_step(
+        step,
+        collectives,
+        ceilings=cluster.gpu.ceilings,
+        node_devices=cluster.node_devices,
+        segment_lengths=segment_lengths,
     )
+    model_flops = flops.step_flops(program.model, segment_lengths) / program.mesh.size
+    fields: dict[str, Any] = {
+        "sent_bytes": comms.sum_bytes(collectives),
+        "formula_bytes": sum(formula.values()),
+        "collectives": _compare_collectives(collectives, formula, program.mesh.shape, estimate),
+        "model_flops": model_flops,
+        "hardware_flops": None,
+        "host_copy_bytes": None,
+        "step_s_estimate": None,
+        "tokens_per_s_estimate": None,
+        "mfu_estimate": None,
+        "seconds_estimate": {},
+        "time_bottleneck": None,
+        "transfers": [],
+    }
+    if estimate is None:
+        return fields
+    step_s = estimate.step_s
+    tokens = config.batch.rows_per_step * config.data.max_row_tokens
+    return fields | {
+        "hardware_flops": estimate.hardware_flops,
+        "host_copy_bytes": estimate.host_copy_bytes,
+        "step_s_estimate": step_s,
+        "tokens_per_s_estimate": tokens / step_s,
+        "mfu_estimate": model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
+        "seconds_estimate": estimate.seconds,
+        "time_bottleneck": roofline.find_bottleneck(estimate.seconds),
+        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
+    }
 
 
 def _compare_collectives(
-    sent: Sequence[Collective],
+    collectives: Sequence[Collective],
     formula: Mapping[str, float],
     sizes: Mapping[str, int],
-    expected: TimeEstimate | None,
+    estimate: TimeEstimate | None,
 ) -> list[dict[str, Any]]:
-    """What is sent, by kind, beside the formula of the kind. All-reduces of gradients go along one axis and along all."""
-    found: dict[str, dict[str, Any]] = {}
-    for one in comms.sum_by_axes(sent, sizes):
-        of_kind = found.setdefault(
-            one.operation,
+    """Compares sent bytes with the formula, by operation.
+
+    All-reduces of gradients span one axis, others all axes.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for traffic in comms.sum_by_axes(collectives, sizes):
+        operation = traffic.operation
+        row = rows.setdefault(
+            operation,
             {
-                "kind": one.operation,
+                "kind": operation,
                 "axes": [],
                 "bytes": 0.0,
-                "formula": formula.get(one.operation, 0.0),
+                "formula": formula.get(operation, 0.0),
+                "seconds": None,
+                "waited_s": None,
             },
         )
-        of_kind["axes"].append(" x ".join(one.axes))
-        of_kind["bytes"] += one.num_bytes
-    for of_kind in found.values():
-        own = (
-            [one for one in expected.transfers if one.operation == of_kind["kind"]]
-            if expected
-            else []
-        )
-        of_kind["seconds"] = sum(one.seconds for one in own) if expected else None
-        of_kind["waited_s"] = sum(one.exposed_s for one in own) if expected else None
-    return list(found.values())
+        row["axes"].append(" x ".join(traffic.axes))
+        row["bytes"] += traffic.num_bytes
+    for operation, row in rows.items():
+        if estimate is not None:
+            transfers = [t for t in estimate.transfers if t.operation == operation]
+            row["seconds"] = sum(transfer.seconds for transfer in transfers)
+            row["waited_s"] = sum(transfer.exposed_s for transfer in transfers)
+    return list(rows.values())

@@ -3,6 +3,8 @@
 import math
 import types
 
+import pytest
+
 from jaxsp import attention
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
@@ -68,6 +70,20 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
     ]
     assert found[-1].plan is None
     assert found[-1].problem == "too many"
+
+
+def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
+    def refuse(config, **_):
+        raise UserError("optimizer.name = x: no")
+
+    monkeypatch.setattr(planning, "plan_step", refuse)
+    with pytest.raises(UserError) as caught:
+        mesh_sweep.plan_meshes(
+            programs.settings(),
+            model=families.parse_model_config(programs.LLAMA, field="model.config"),
+            cluster=compiled.make_cluster("h100-80gb", 8),
+        )
+    assert caught.value.problems == ["optimizer.name = x: no"]
 
 
 def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():

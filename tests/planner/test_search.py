@@ -118,6 +118,14 @@ def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
         sought(monkeypatch, refused)
 
 
+def test_a_problem_of_the_length_does_not_hide_another_one(monkeypatch):
+    def refused(n):
+        raise UserError(["data.row_tokens: too long", "mesh.seq = 3: no"])
+
+    with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
+        sought(monkeypatch, refused)
+
+
 def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
     def gives_way(n):
         return (
