@@ -1,4 +1,4 @@
-"""The blockwise kernel against the reference, what it never reads, and how much memory it takes."""
+"""The blockwise kernel: agreement with the oracle, blocks that it never reads, and its memory."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests import batches, tolerances
 from tests.attention import oracle
 
 L = 100
-"""Tokens of a row: no multiple of the blocks below but the one it is."""
+"""Tokens of a row: one of the block sizes below divides it."""
 
 STARTS = [[0, 30, 64, 0], [0, 5, 0, 0], [0, 8, 16, 17], [0, 0, 0, 0], [0, 0, 0, 0], [12, 40, 60, 0]]
 LENGTHS = [
@@ -24,17 +24,24 @@ LENGTHS = [
     [0, 0, 0, 0],
     [20, 20, 1, 0],
 ]
-"""Full; padding at the end; pieces that end on blocks and one of one token; one piece; no piece; padding everywhere."""
+"""Segments of six rows.
+
+Full; padding at the end; segments that end with blocks, one of one token; one segment; no segment;
+padding everywhere.
+"""
 
 
 def arrays(B, L, h, g, K):
-    """q, k, v and a cotangent of the output. Made by numpy, as are the results' comparisons: jax would compile each step."""
+    """q, k, v and a cotangent of the output.
+
+    numpy draws them and compares the results: jax would compile each operation.
+    """
     rng = np.random.default_rng(0)
     return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (h, g, g, h)]
 
 
 def results(attend, q, k, v, dout, starts, lengths):
-    """The output, dq, dk and dv. Called under jit."""
+    """Output, dq, dk and dv. Called under jit."""
     out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
     return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
 
@@ -50,8 +57,14 @@ SHAPES = [
     (8, 1, 16, 100, None),
     (6, 3, 16, 16, None),
     (4, 2, 64, 8, 2),
-    (4, 2, 96, 8, 10),  # a block's first token sees one token of the second block before
-    (2, 1, 192, 16, 20),  # shorter than some pieces, longer than others; no multiple of a block
+    (4, 2, 96, 8, 10),  # a block's first token attends to one token of the second block before
+    (
+        2,
+        1,
+        192,
+        16,
+        20,
+    ),  # shorter than some segments, longer than others; not a multiple of a block
     (2, 2, 256, 100, 33),
     (2, 1, 128, 32, None),
 ]
@@ -59,40 +72,41 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("h", "g", "K", "block", "window"), SHAPES)
-def test_blockwise_equals_the_reference(h, g, K, block, window, monkeypatch):
+def test_blockwise_equals_the_oracle(h, g, K, block, window, monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", block)
     inputs = [*arrays(len(STARTS), L, h, g, K), np.int32(STARTS), np.int32(LENGTHS)]
     attends = [
         attention.make_attend(seq=1, kernel=kernel, window=window)
         for kernel in ("blockwise", functools.partial(oracle.attention, window=window))
     ]
-    found, right = (run(attend, *inputs) for attend in attends)
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
+    actual, expected = (run(attend, *inputs) for attend in attends)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.KERNEL, name
 
 
 def test_a_window_as_long_as_the_row_changes_no_bit(monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     inputs = [*arrays(len(STARTS), L, 4, 2, K=16), np.int32(STARTS), np.int32(LENGTHS)]
     windows = (None, L, 10**12)
-    right, *others = (
+    expected, *actual = (
         run(functools.partial(blockwise.attention, window=window), *inputs) for window in windows
     )
-    assert all(batches.same_bits(found, right) for found in others)
+    assert all(batches.same_bits(results, expected) for results in actual)
 
 
 def blocks_read(length, window):
-    """Blocks of keys that all blocks of queries of one long piece visit."""
-    x, piece = jnp.zeros((length, 1, 8)), jnp.zeros(length, jnp.int32)
-    first = np.asarray(blockwise_rows.make_segment_row(x, x, x, piece, window=window).first_block)
+    """Number of blocks of keys that the blocks of queries of one long segment visit together."""
+    x = jnp.zeros((length, 1, 8))
+    segment = jnp.zeros(length, jnp.int32)
+    first = np.asarray(blockwise_rows.make_segment_row(x, x, x, segment, window=window).first_block)
     return int((np.arange(len(first)) + 1 - first).sum())
 
 
-def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_square():
+def test_blocks_read_grow_with_the_row_with_a_window_and_with_its_square_without():
     blocks = [4096 // blockwise_rows.BLOCK_TOKENS * scale for scale in (1, 2, 4)]
     for n, scale in zip(blocks, (1, 2, 4), strict=True):
         assert blocks_read(4096 * scale, 4096 * scale) == n * (n + 1) // 2
-        # a block's first token sees one token of the fifth block before
+        # a block's first token attends to one token of the fifth block before
         assert blocks_read(4096 * scale, 4 * blockwise_rows.BLOCK_TOKENS + 2) == 6 * n - (
             5 + 4 + 3 + 2 + 1
         )
@@ -101,7 +115,8 @@ def test_with_a_window_the_blocks_read_grow_with_the_row_and_without_with_its_sq
 def test_the_output_at_padding_is_zero(monkeypatch):
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 16)
     q, k, v, _ = map(jnp.asarray, arrays(len(STARTS), L, 8, 2, K=16))
-    starts, lengths = jnp.int32(STARTS), jnp.int32(LENGTHS)
+    starts = jnp.int32(STARTS)
+    lengths = jnp.int32(LENGTHS)
     out = np.asarray(jax.jit(blockwise.attention)(q, k, v, starts, lengths))
     inside = np.asarray(segments.segment_mask(starts, lengths, L))
     assert (out[~inside] == 0).all()
@@ -109,34 +124,36 @@ def test_the_output_at_padding_is_zero(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "poisoned", ["other piece before", "other piece after", "the future", "before the window"]
+    "poisoned", ["earlier segment", "later segment", "the future", "before the window"]
 )
-def test_blocks_of_other_pieces_of_the_future_and_before_the_window_are_never_read(
+def test_blocks_of_other_segments_of_the_future_and_before_the_window_are_never_read(
     poisoned, monkeypatch
 ):
-    """NaN times a masked weight of 0 is NaN, so a result is finite only where no block with NaN was read."""
+    """A masked weight of 0 times NaN is NaN, so a finite result has read no block with NaN."""
     monkeypatch.setattr(blockwise_rows, "BLOCK_TOKENS", 8)
     q, k, v, dout = arrays(1, 64, 4, 2, K=8)
-    starts, lengths = np.int32([[0, 24, 0]]), np.int32([[24, 40, 0]])
+    starts = np.int32([[0, 24, 0]])
+    lengths = np.int32([[24, 40, 0]])
     poison, clean = {
-        "other piece before": (slice(0, 24), slice(24, 64)),
-        "other piece after": (slice(24, 64), slice(0, 24)),
+        "earlier segment": (slice(0, 24), slice(24, 64)),
+        "later segment": (slice(24, 64), slice(0, 24)),
         "the future": (slice(40, 64), slice(0, 40)),
         "before the window": (
             slice(24, 40),
             slice(56, 64),
-        ),  # the 17 tokens that 56 sees begin with 40
+        ),  # token 56 attends to 17 tokens, from 40
     }[poisoned]
-    # of the future, q stays: its queries do give gradients to the k and v before them
-    for x in (q, k, v, dout) if poisoned.startswith("other") else (k, v):
+    # Future queries stay finite: they add to the gradients of the k and v before them.
+    is_segment = poisoned.endswith("segment")
+    for x in (q, k, v, dout) if is_segment else (k, v):
         x[:, poison] = np.nan
     window = 17 if poisoned == "before the window" else None
-    found = run(
+    actual = run(
         functools.partial(blockwise.attention, window=window), q, k, v, dout, starts, lengths
     )
-    for name in found if poisoned.startswith("other") else ("out", "dq"):
-        assert np.isfinite(found[name][:, clean]).all(), name
-        assert np.isnan(found[name][:, poison]).any(), name
+    for name in actual if is_segment else ("out", "dq"):
+        assert np.isfinite(actual[name][:, clean]).all(), name
+        assert np.isnan(actual[name][:, poison]).any(), name
 
 
 LONG = 64 * 1024
@@ -144,15 +161,16 @@ LONG = 64 * 1024
 
 @functools.cache
 def compiled(length, heads=1, K=8):
-    """Forward and backward over one row of pieces of up to 1000 tokens."""
-    num_pieces = -(-length // 1000)
+    """Compiled forward and backward pass over one row of segments of at most 1000 tokens."""
+    num_segments = -(-length // 1000)
     shapes = [jax.ShapeDtypeStruct((1, length, heads, K), jnp.float32)] * 4
-    slots = [jax.ShapeDtypeStruct((1, num_pieces), jnp.int32)] * 2
+    slots = [jax.ShapeDtypeStruct((1, num_segments), jnp.int32)] * 2
     return jax.jit(functools.partial(results, blockwise.attention)).lower(*shapes, *slots).compile()
 
 
 def test_memory_is_linear_in_length(record_property):
-    """A head's score matrix of 65,536 tokens alone would take 16 GiB; doubling the length would take four times as much."""
+    """One head's score matrix of 65,536 tokens would take 16 GiB, and four times that for twice the
+    tokens."""
     lengths = (LONG // 4, LONG // 2, LONG)
     taken = {
         length: compiled(length, heads=4, K=32).memory_analysis().temp_size_in_bytes
@@ -166,23 +184,28 @@ def test_memory_is_linear_in_length(record_property):
 
 
 def test_a_row_of_65536_tokens_runs():
-    """Each of its pieces alone gives the same; the last is looked at."""
+    """The last segment has the same results as in a row of its own."""
     starts = np.arange(66, dtype=np.int32)[None] * 1000
     lengths = np.minimum(1000, LONG - starts)
     q, k, v, dout = arrays(1, LONG, 1, 1, K=8)
-    found = jax.tree.map(np.asarray, compiled(LONG)(q, k, v, dout, starts, lengths))
-    assert all(np.isfinite(x).all() for x in found.values())
+    actual = jax.tree.map(np.asarray, compiled(LONG)(q, k, v, dout, starts, lengths))
+    assert all(np.isfinite(x).all() for x in actual.values())
     last = slice(65_000, LONG)
-    alone = [x[:, last] for x in (q, k, v, dout)]
-    right = run(oracle.attention, *alone, np.int32([[0]]), np.int32([[LONG - 65_000]]))
-    for name in right:
-        assert batches.difference(found[name][:, last], right[name]) < tolerances.KERNEL, name
+    own_row = [x[:, last] for x in (q, k, v, dout)]
+    expected = run(oracle.attention, *own_row, np.int32([[0]]), np.int32([[LONG - 65_000]]))
+    for name in expected:
+        assert batches.difference(actual[name][:, last], expected[name]) < tolerances.KERNEL, name
 
 
-def num_forward_passes(policy):
-    """Attention forward passes in a checkpointed function and its gradient: only they look for a maximum."""
+def num_forward_passes(*names):
+    """Attention forward passes in a checkpointed layer and its gradient, which keeps these names.
+
+    Only they compute a maximum.
+    """
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
     q, k, v, _ = map(jnp.asarray, arrays(1, 64, 4, 2, K=8))
-    starts, lengths = jnp.int32([[0]]), jnp.int32([[64]])
+    starts = jnp.int32([[0]])
+    lengths = jnp.int32([[64]])
     attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
 
     @functools.partial(jax.checkpoint, policy=policy)
@@ -193,23 +216,9 @@ def num_forward_passes(policy):
     return sum(equation.primitive.name == "reduce_max" for equation in batches.equations(jaxpr))
 
 
-def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
-    assert (
-        num_forward_passes(
-            jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES)
-        )
-        == 1
-    )
-    assert (
-        num_forward_passes(
-            jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])
-        )
-        == 2
-    )
-    assert (
-        num_forward_passes(
-            jax.checkpoint_policies.save_only_these_names(attention.CHECKPOINT_NAMES[1])
-        )
-        == 2
-    )
-    assert num_forward_passes(jax.checkpoint_policies.nothing_saveable) == 2
+def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
+    out, lse = attention.CHECKPOINT_NAMES
+    assert num_forward_passes(out, lse) == 1
+    assert num_forward_passes(out) == 2
+    assert num_forward_passes(lse) == 2
+    assert num_forward_passes() == 2

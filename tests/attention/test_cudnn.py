@@ -1,4 +1,4 @@
-"""The cuDNN kernel without a GPU: all of it but the library's calls themselves, which `cudnn_contract` writes out."""
+"""The cuDNN kernel without a GPU; `cudnn_contract` computes the library's calls."""
 
 import functools
 import inspect
@@ -30,9 +30,10 @@ def calls_on_cpu():
     cudnn_contract.on_cpu()
 
 
-L, K = 512, 16
+L = 512
+K = 16
 
-PIECES = {
+SEGMENTS = {
     "many": [
         [(0, 200), (200, 1), (201, 128), (329, 129), (458, 20), (478, 5), (483, 2), (485, 3)],
         [],
@@ -42,7 +43,7 @@ PIECES = {
     "two": [[(0, 256), (256, 256)], [(0, 512)], [], [(7, 100)]],
     "one": [[(0, 512)], [(0, 300)], [], [(0, 2)]],
 }
-"""Pieces of four rows: of all lengths with gaps, an empty row, a full one; in two slots, in one."""
+"""Segments of four rows, by maximum number of segments, with gaps, an empty row and a full one."""
 
 SLOTS = {"many": 30, "two": 2, "one": 1}
 
@@ -51,7 +52,7 @@ def rows(kind, which):
     """Starts and lengths of some of these rows."""
     arrays = np.zeros((2, len(which), SLOTS[kind]), np.int32)
     for row, index in enumerate(which):
-        for slot, (start, length) in enumerate(PIECES[kind][index]):
+        for slot, (start, length) in enumerate(SEGMENTS[kind][index]):
             arrays[:, row, slot] = start, length
     return arrays
 
@@ -63,25 +64,25 @@ def arrays(B, h, g, K=K):
 
 
 def run(kernel, *inputs):
-    """The output, dq, dk and dv."""
+    """Output, dq, dk and dv of a kernel."""
     return results(attention.make_attend(seq=1, kernel=kernel, window=None), *inputs)
 
 
 def results(attend, *inputs):
-    """The same of attention."""
+    """Output, dq, dk and dv of an Attend."""
 
     @jax.jit
-    def of(q, k, v, dout, starts, lengths):
+    def compute(q, k, v, dout, starts, lengths):
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, starts, lengths), q, k, v)
         return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
 
-    return jax.tree.map(np.asarray, of(*inputs))
+    return jax.tree.map(np.asarray, compute(*inputs))
 
 
 CASES = [
     ("many", [0, 1], 4, 2, 16, 1, None),
     ("many", [2, 3], 4, 4, 16, 2, None),  # a K/V head for each query head
-    ("many", [3, 0], 4, 1, 16, 4, None),  # parts share a K/V head
+    ("many", [3, 0], 4, 1, 16, 4, None),  # chunks share a K/V head
     ("two", [0, 1], 4, 2, 16, 1, None),
     ("two", [2, 3], 4, 2, 16, 4, None),
     ("one", [0, 1], 4, 2, 16, 1, None),
@@ -93,34 +94,37 @@ CASES = [
     ("two", [0, 3], 2, 1, 192, 1, 77),
     ("one", [0, 1], 2, 1, 128, 1, 77),
 ]
-"""Pieces, rows, query heads, K/V heads, head size, parts, window."""
+"""Segments, rows, query heads, K/V heads, head size, head chunks, window."""
 
 
 @pytest.mark.parametrize(("kind", "which", "h", "g", "K", "head_chunks", "window"), CASES)
-def test_cudnn_equals_the_reference(kind, which, h, g, K, head_chunks, window):
+def test_cudnn_equals_the_oracle(kind, which, h, g, K, head_chunks, window):
     inputs = [*arrays(len(which), h, g, K), *rows(kind, which)]
-    found = run(functools.partial(cudnn.attention, head_chunks=head_chunks, window=window), *inputs)
-    right = run(functools.partial(oracle.attention, window=window), *inputs)
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.KERNEL, name
+    actual = run(
+        functools.partial(cudnn.attention, head_chunks=head_chunks, window=window), *inputs
+    )
+    expected = run(functools.partial(oracle.attention, window=window), *inputs)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.KERNEL, name
 
 
 def test_whole_rows_of_a_group_go_through_cudnn():
-    """Four devices, 8 query heads and 2 K/V heads, each repeated once, and a window."""
+    """Four devices, 8 query heads and 2 K/V heads, each repeated twice, and a window."""
     inputs = [*arrays(2, 8, 2), *rows("many", [0, 3])]
-    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
-    specs = {"in_specs": (share, share, share, same, same), "out_specs": share}
+    shard = PartitionSpec(None, axes.SEQ)
+    whole = PartitionSpec()
+    specs = {"in_specs": (shard, shard, shard, whole, whole), "out_specs": shard}
     attend = attention.make_attend(
         seq=4, kernel="cudnn", settings=KernelSettings(head_chunks=2), window=90
     )
-    found = jax.jit(jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False))(
-        *inputs[:3], *inputs[4:]
-    )
-    right = run(functools.partial(oracle.attention, window=90), *inputs)["out"]
-    assert batches.difference(found, right) < tolerances.ULYSSES
+    sharded = jax.shard_map(attend, mesh=batches.mesh(1, 1, 4), **specs, check_vma=False)
+    q, k, v, _, starts, lengths = inputs
+    actual = jax.jit(sharded)(q, k, v, starts, lengths)
+    expected = run(functools.partial(oracle.attention, window=90), *inputs)["out"]
+    assert batches.difference(actual, expected) < tolerances.ULYSSES
 
 
-KINDS = [
+STRATEGIES = [
     pytest.param("many", make_strategy(seq=2, ulysses_degree=1), 4, 2, 2, marks=pytest.mark.slow),
     ("two", make_strategy(seq=2, ulysses_degree=1), 4, 1, 1),
     ("one", make_strategy(seq=2, ulysses_degree=1), 3, 3, 1),
@@ -144,49 +148,46 @@ KINDS = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "shared", "h", "g", "head_chunks"),
-    KINDS,
-    ids=lambda one: getattr(one, "description", None),
+    ("kind", "strategy", "h", "g", "head_chunks"),
+    STRATEGIES,
+    ids=lambda value: getattr(value, "description", None),
 )
-def test_chunks_of_rows_go_through_cudnn(kind, shared, h, g, head_chunks):
-    """What cuDNN leaves undefined is NaN here, and none of it gets out."""
+def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
+    """All that cuDNN leaves undefined is NaN here, and no result has NaN."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
     attend = batches.on_shares(
         attention.make_attend(
-            strategy=shared, kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks)
+            strategy=strategy, kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks)
         )
     )
-    found, right = results(attend, *inputs), run(oracle.attention, *inputs)
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
+    actual = results(attend, *inputs)
+    expected = run(oracle.attention, *inputs)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.KINDS, name
 
 
-@pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn uses the same halves
+@pytest.mark.slow  # test_chunks_of_rows_go_through_cudnn has the same chunks
 @pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
-@pytest.mark.parametrize("kind", PIECES)
-def test_halves_of_rows_are_what_whole_rows_are(kind, strategy):
+@pytest.mark.parametrize("kind", SEGMENTS)
+def test_two_chunks_of_a_row_equal_the_whole_row(kind, strategy):
     inputs = [*arrays(2, 4, 2), *rows(kind, [0, 1])]
-    found, right = (
-        results(
-            attention.make_attend(
-                kernel="cudnn", strategy=strategy, settings=KernelSettings(head_chunks=2)
-            ),
-            *inputs,
-        ),
-        run(oracle.attention, *inputs),
+    attend = attention.make_attend(
+        kernel="cudnn", strategy=strategy, settings=KernelSettings(head_chunks=2)
     )
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.KINDS, name
+    actual = results(attend, *inputs)
+    expected = run(oracle.attention, *inputs)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.KINDS, name
 
 
-def test_a_row_in_one_slot_that_does_not_begin_with_its_piece_is_not_computed_wrongly():
-    found = run(cudnn.attention, *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
-    assert np.isfinite(found["out"][0]).all()
-    assert np.isnan(found["out"][1, 4:304]).all()
+def test_the_output_is_nan_if_a_row_in_one_slot_does_not_begin_with_its_segment():
+    actual = run(cudnn.attention, *arrays(2, 2, 1), np.int32([[0], [4]]), np.int32([[300], [300]]))
+    assert np.isfinite(actual["out"][0]).all()
+    assert np.isnan(actual["out"][1, 4:304]).all()
 
 
 def num_calls(head_chunks, policy):
-    """Calls of cuDNN, forward and backward, in a checkpointed layer and its gradient."""
+    """Number of forward and backward calls of cuDNN in a checkpointed layer and its gradient."""
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     starts, lengths = map(jnp.asarray, rows("many", [0]))
     attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks))
@@ -197,20 +198,19 @@ def num_calls(head_chunks, policy):
 
     jaxpr = jax.make_jaxpr(jax.value_and_grad(lambda q: layer(q).sum()))(q)
     names = [equation.primitive.name for equation in batches.equations(jaxpr)]
-    return tuple(names.count(f"dot_product_attention_{way}") for way in ("fwd", "bwd"))
+    return names.count("dot_product_attention_fwd"), names.count("dot_product_attention_bwd")
 
 
-def test_attention_is_not_computed_again_when_its_named_residuals_are_kept():
+def test_attention_is_not_recomputed_if_its_named_residuals_are_kept():
     policies = jax.checkpoint_policies
     assert num_calls(1, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
-    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2), (
-        "in a loop over chunks"
-    )
+    # In a loop over head chunks:
+    assert num_calls(2, policies.save_only_these_names(*attention.CHECKPOINT_NAMES)) == (2, 2)
     assert num_calls(1, policies.save_only_these_names(attention.CHECKPOINT_NAMES[0])) == (4, 2)
     assert num_calls(1, policies.nothing_saveable) == (4, 2)
 
 
-def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
+def test_the_residuals_do_not_grow_with_the_slots():
     q, k, v, _ = map(jnp.asarray, arrays(1, 4, 2))
     for kind in ("one", "two", "many"):
         starts, lengths = map(jnp.asarray, rows(kind, [0]))
@@ -226,49 +226,53 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_slots():
         assert saved[-1].dtype == jnp.float32
 
 
-def test_calls_have_room_for_four_times_the_rows_whatever_the_number_of_pieces():
-    found = cudnn_slots.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
-    assert [(call.longer_than, call.slot_tokens, call.num_slots) for call in found] == [
+def test_calls_have_capacity_for_four_times_the_rows_with_any_number_of_segments():
+    actual = cudnn_slots.plan_calls(num_rows=1, row_tokens=131072, max_segments=64)
+    assert [(call.longer_than, call.slot_tokens, call.num_slots) for call in actual] == [
         (32768, 131072, 4),
         (8192, 32768, 16),
         (0, 8192, 64),
     ]
-    for num_rows, max_pieces in ((1, 5), (2, 64), (3, 1000)):
-        calls = cudnn_slots.plan_calls(num_rows=num_rows, row_tokens=2**20, max_segments=max_pieces)
+    for num_rows, max_segments in ((1, 5), (2, 64), (3, 1000)):
+        calls = cudnn_slots.plan_calls(
+            num_rows=num_rows, row_tokens=2**20, max_segments=max_segments
+        )
         assert (
             max(call.num_slots * call.slot_tokens for call in calls)
             <= cudnn_slots.CAPACITY_FACTOR * num_rows * 2**20
         )
-        assert calls[-1].num_slots >= num_rows * max_pieces
+        assert calls[-1].num_slots >= num_rows * max_segments
     few = cudnn_slots.plan_calls(num_rows=2, row_tokens=2**20, max_segments=2)
     assert few == (PackedCall(longer_than=0, slot_tokens=2**20, num_slots=4, num_tokens=2**21),)
 
 
 @pytest.mark.parametrize("row_tokens", [128, 384, 512, 6144])
-@pytest.mark.parametrize("max_pieces", [2, 5, 17, 300])
-@pytest.mark.parametrize("room", cudnn_slots.CAPACITY_FACTORS)
-def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
-    rng = np.random.default_rng(max_pieces)
-    starts, lengths = np.zeros((2, 2, max_pieces), np.int32)
+@pytest.mark.parametrize("max_segments", [2, 5, 17, 300])
+@pytest.mark.parametrize("capacity_factor", cudnn_slots.CAPACITY_FACTORS)
+def test_every_segment_of_random_rows_has_one_slot(max_segments, row_tokens, capacity_factor):
+    rng = np.random.default_rng(max_segments)
+    starts, lengths = np.zeros((2, 2, max_segments), np.int32)
     for row in range(2):
         cuts = np.unique(
-            rng.integers(0, row_tokens, max_pieces) ** (1 + row) // row_tokens**row
-        )  # row 1: short ones first
+            rng.integers(0, row_tokens, max_segments) ** (1 + row) // row_tokens**row
+        )  # row 1: short segments first
         ends = np.append(cuts[1:], row_tokens)
-        starts[row, : len(cuts)], lengths[row, : len(cuts)] = (
-            cuts,
-            np.maximum(ends - cuts - rng.integers(0, 3, len(cuts)), 1),
-        )
+        gaps = rng.integers(0, 3, len(cuts))
+        starts[row, : len(cuts)] = cuts
+        lengths[row, : len(cuts)] = np.maximum(ends - cuts - gaps, 1)
     in_slots = []
     calls = cudnn_slots.plan_calls(
-        num_rows=2, row_tokens=row_tokens, max_segments=max_pieces, capacity_factor=room
+        num_rows=2,
+        row_tokens=row_tokens,
+        max_segments=max_segments,
+        capacity_factor=capacity_factor,
     )
     tables = cudnn_slots.make_tables(
         calls, jnp.asarray(starts), jnp.asarray(lengths), row_tokens=row_tokens
     )
-    for number, call in enumerate(calls):
-        taken = tables.get_slots(number)
-        used = [(int(a), int(n)) for a, n in zip(taken.starts_S, taken.lengths_S, strict=True) if n]
+    for index, call in enumerate(calls):
+        slots = tables.get_slots(index)
+        used = [(int(a), int(n)) for a, n in zip(slots.starts_S, slots.lengths_S, strict=True) if n]
         assert used == sorted(used)
         assert all(call.longer_than < n <= call.slot_tokens for _, n in used)
         in_slots += used
@@ -280,28 +284,31 @@ def test_every_piece_of_drawn_rows_has_one_slot(max_pieces, row_tokens, room):
     ]
 
 
-def test_a_statistic_comes_back_from_its_compressed_form():
+def test_expanding_a_compressed_log_sum_exp_restores_it():
     call = PackedCall(longer_than=0, slot_tokens=8, num_slots=4, num_tokens=16)
-    taken = cudnn_slots.make_tables(
+    slots = cudnn_slots.make_tables(
         (call,), jnp.int32([[0, 3], [1, 0]]), jnp.int32([[3, 5], [6, 0]]), row_tokens=8
     ).get_slots(0)
-    assert taken.starts_S.tolist() == [0, 3, 9, 0]
-    assert taken.lengths_S.tolist() == [3, 5, 6, 0]
-    assert taken.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
-    statistic = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
-    held = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
-    found = cudnn_slots.expand_lse(
-        cudnn_slots.compress_lse(jnp.asarray(statistic), taken), taken, slot_tokens=8
+    assert slots.starts_S.tolist() == [0, 3, 9, 0]
+    assert slots.lengths_S.tolist() == [3, 5, 6, 0]
+    assert slots.slot_N.tolist() == [0] * 3 + [1] * 5 + [-1] + [2] * 6 + [-1]
+    lse = np.random.default_rng(0).standard_normal((4, 2, 8), np.float32)
+    is_used = np.arange(8) < np.array([3, 5, 6, 0])[:, None]
+    actual = cudnn_slots.expand_lse(
+        cudnn_slots.compress_lse(jnp.asarray(lse), slots), slots, slot_tokens=8
     )
     assert (
-        np.asarray(found) == np.where(held[:, None], statistic, np.float32(cudnn_slots.MASKED_LSE))
+        np.asarray(actual) == np.where(is_used[:, None], lse, np.float32(cudnn_slots.MASKED_LSE))
     ).all()
 
 
-def test_places_are_counted_in_what_a_token_takes_of_each_array():
-    """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16; unused places are at the end of the memory."""
-    taken = CallSlots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
-    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [
+def test_slot_offsets_are_counted_in_elements_of_each_array():
+    """Two rows of 8 tokens, 4 query heads and 2 K/V heads of size 16.
+
+    Unused offsets are at the end of the memory.
+    """
+    slots = CallSlots(jnp.int32([0, 3, 9, 0]), jnp.int32([3, 5, 6, 0]), jnp.zeros(16, jnp.int32))
+    assert cudnn_calls._slot_offsets(slots, jnp.zeros((2, 8, 4, 16))).reshape(-1).tolist() == [
         0,
         192,
         576,
@@ -309,7 +316,7 @@ def test_places_are_counted_in_what_a_token_takes_of_each_array():
         1024,
         1024,
     ]
-    assert cudnn_calls._slot_offsets(taken, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [
+    assert cudnn_calls._slot_offsets(slots, jnp.zeros((2, 8, 2, 16))).reshape(-1).tolist() == [
         0,
         96,
         288,
@@ -326,7 +333,7 @@ def changed_library(**changes):
 @pytest.mark.parametrize(
     "change", ["no module", "no primitive", "no function", "another parameter", "another order"]
 )
-def test_a_jax_with_other_inner_functions_is_refused_and_the_known_versions_named(
+def test_a_jax_with_other_private_functions_is_refused_and_supported_versions_are_named(
     change, monkeypatch
 ):
     fwd = "_dot_product_attention_fwd_cuda_lowering"

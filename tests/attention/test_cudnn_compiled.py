@@ -1,4 +1,4 @@
-"""The cuDNN kernel as it is compiled for an H100 that is not there: head sizes, windows, and what memory its calls take."""
+"""The cuDNN kernel, compiled for an absent H100: head sizes, windows and memory of its calls."""
 
 import re
 
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.e2e
 
 pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
 
-L, H, G = 8192, 4, 2
+L = 8192
+H = 4
+G = 2
 
 
 @pytest.fixture(scope="module")
@@ -25,10 +27,12 @@ def h100():
 
 
 def program(device, *, slots, K, window):
-    """The text of attention forward and backward in bfloat16."""
-    here = jax.sharding.SingleDeviceSharding(device)
-    q, k = (jax.ShapeDtypeStruct((1, L, heads, K), jnp.bfloat16, sharding=here) for heads in (H, G))
-    places = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=here)
+    """Text of the compiled forward and backward pass in bfloat16."""
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    q, k = (
+        jax.ShapeDtypeStruct((1, L, heads, K), jnp.bfloat16, sharding=sharding) for heads in (H, G)
+    )
+    slot_shape = jax.ShapeDtypeStruct((1, slots), jnp.int32, sharding=sharding)
 
     def gradients(q, k, v, dout, starts, lengths):
         out, pull = jax.vjp(
@@ -36,21 +40,21 @@ def program(device, *, slots, K, window):
         )
         return out, pull(dout)
 
-    return jax.jit(gradients).lower(q, k, k, q, places, places).compile().as_text()
+    return jax.jit(gradients).lower(q, k, k, q, slot_shape, slot_shape).compile().as_text()
 
 
-def windows(text, way):
-    """What each call is told: the window, 0 for none."""
+def windows(text, suffix):
+    """Window of each call, 0 for none."""
     lines = [
         line
         for line in text.splitlines()
-        if f'custom_call_target="__cudnn$fmhaSoftmax{way}"' in line
+        if f'custom_call_target="__cudnn$fmhaSoftmax{suffix}"' in line
     ]
     return sorted(int(re.search(r'"sliding_window_length": ?"?(\d+)', line)[1]) for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("slots", "K", "window", "told"),
+    ("slots", "K", "window", "expected"),
     [
         (1, 64, None, [0]),
         (1, 192, 4096, [4096]),
@@ -58,8 +62,8 @@ def windows(text, way):
         (64, 256, None, [0, 0, 0]),
     ],
 )
-def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
-    work = KernelWorkload(
+def test_xla_supports_head_sizes_to_256_and_windows(slots, K, window, expected, h100):
+    workload = KernelWorkload(
         num_heads=H,
         num_kv_heads=G,
         head_dim=K,
@@ -69,10 +73,10 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
         window=window,
         dtype="bfloat16",
     )
-    assert cudnn_limits.unsupported_reasons(work, devices=[h100]) == []
+    assert cudnn_limits.unsupported_reasons(workload, devices=[h100]) == []
     text = program(h100, slots=slots, K=K, window=window)
-    assert windows(text, "") == windows(text, "Backward") == told
-    assert cudnn_calls.read_workspace_bytes(text) is None, "no size is known without a GPU"
+    assert windows(text, "") == windows(text, "Backward") == expected
+    assert cudnn_calls.read_workspace_bytes(text) is None, "sizes are known only with a GPU"
     calls = (
         cudnn_slots.plan_calls(num_rows=1, row_tokens=L, max_segments=slots) if slots > 1 else ()
     )
@@ -80,13 +84,14 @@ def test_xla_takes_head_sizes_to_256_and_windows(slots, K, window, told, h100):
     results = [
         line.partition("=")[2].partition("(%")[0] for line in text.splitlines() if " = " in line
     ]
-    held = [
+    lse_shapes = [
         {shape for shape in shapes if f"f32[{shape[0]},{shape[1]},{shape[2]}]" in result}
         for result in results
     ]
-    # one operation that expands the log-sum-exps for all calls would keep all of them until the last call
-    assert max(map(len, held)) == 1
-    assert set.union(*held) == set(shapes)
+    # One operation that expands the log-sum-exps for all calls would keep all of them until the
+    # last.
+    assert max(map(len, lse_shapes)) == 1
+    assert set.union(*lse_shapes) == set(shapes)
     assert max(4 * int(np.prod(shape)) for shape in shapes) == cudnn_memory.lse_bytes(
-        work, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
+        workload, CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
     )

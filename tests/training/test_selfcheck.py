@@ -1,4 +1,5 @@
-"""The check before the first step finds right what is right, and each of several kernels wrong that releases have shipped."""
+"""The self-check passes correct kernels and gradients, and refuses errors that releases have
+had."""
 
 import functools
 import re
@@ -24,7 +25,7 @@ from tests.planner import programs
 
 
 def differences(kernel, **changes):
-    asked = {
+    arguments = {
         "heads_per_kv_head": 2,
         "num_kv_heads": 2,
         "head_dim": 16,
@@ -32,29 +33,29 @@ def differences(kernel, **changes):
         "window": None,
         "dtype": jnp.dtype("bfloat16"),
     }
-    return selfcheck.measure_attention_error(kernel, **asked | changes, device=jax.devices()[0])
+    return selfcheck.measure_attention_error(kernel, **arguments | changes, device=jax.devices()[0])
 
 
 def whole_row(q, k, v, starts, lengths, **_):
-    """Pieces see those before them."""
+    """Segments attend to earlier segments."""
     L = q.shape[1]
-    one = jnp.where(segments.segment_mask(starts, lengths, L).any(-1, keepdims=True), L, 0)
-    return oracle.attention(q, k, v, jnp.zeros_like(one), one)
+    length = jnp.where(segments.segment_mask(starts, lengths, L).any(-1, keepdims=True), L, 0)
+    return oracle.attention(q, k, v, jnp.zeros_like(length), length)
 
 
 def one_token_further(q, k, v, starts, lengths, **_):
-    """The first token of a piece sees the last one before it, as if lengths were one off."""
-    right = oracle.attention(q, k, v, starts, lengths)
+    """The first token of a segment attends to the token before it, as if lengths were off by
+    one."""
+    expected = oracle.attention(q, k, v, starts, lengths)
     before = jnp.roll(v, 1, axis=1)
-    piece = segments.segment_ids(starts, lengths, q.shape[1])
-    first = (piece >= 0) & (piece != jnp.roll(piece, 1, axis=1))
-    return jnp.where(
-        first[..., None, None], (right + jnp.repeat(before, q.shape[2] // v.shape[2], 2)) / 2, right
-    )
+    segment = segments.segment_ids(starts, lengths, q.shape[1])
+    first = (segment >= 0) & (segment != jnp.roll(segment, 1, axis=1))
+    before = jnp.repeat(before, q.shape[2] // v.shape[2], 2)
+    return jnp.where(first[..., None, None], (expected + before) / 2, expected)
 
 
 def other_heads(q, k, v, starts, lengths, **_):
-    """Each query head has the next one's K/V head."""
+    """Query heads use the next K/V head."""
     return oracle.attention(q, jnp.roll(k, 1, axis=2), jnp.roll(v, 1, axis=2), starts, lengths)
 
 
@@ -78,7 +79,7 @@ WRONG = {
     one_nan: {"out"},
     without_scale: {"out", "dq", "dk", "dv"},
 }
-"""Kernels, and what of theirs is at least wrong."""
+"""Wrong kernels, and the results that are wrong at least."""
 
 
 DEFAULT = (whole_row, no_dk, one_nan)
@@ -86,21 +87,27 @@ DEFAULT = (whole_row, no_dk, one_nan)
 
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param(kernel, marks=[pytest.mark.slow] * (kernel not in DEFAULT)) for kernel in WRONG],
+    [
+        pytest.param(kernel, marks=[] if kernel in DEFAULT else [pytest.mark.slow])
+        for kernel in WRONG
+    ],
     ids=lambda kernel: kernel.__name__,
 )
 def test_a_wrong_kernel_is_refused(kernel):
-    found = differences(kernel)
-    assert WRONG[kernel] <= {
-        name for name, value in found.items() if not value <= selfcheck.ATTENTION_TOLERANCE
-    }, found
-    says = ("attention.kernel = cudnn", selfcheck.ATTENTION_TOLERANCE, "attention.kernel=blockwise")
-    with pytest.raises(UserError, match="^" + messages.holding(*says)):
-        selfcheck.raise_on_attention_error(found, jax.devices()[0])
+    actual = differences(kernel)
+    limit = selfcheck.ATTENTION_TOLERANCE
+    assert WRONG[kernel] <= {name for name, error in actual.items() if not error <= limit}, actual
+    parts = (
+        "attention.kernel = cudnn",
+        selfcheck.ATTENTION_TOLERANCE,
+        "attention.kernel=blockwise",
+    )
+    with pytest.raises(UserError, match="^" + messages.holding(*parts)):
+        selfcheck.raise_on_attention_error(actual, jax.devices()[0])
 
 
 @pytest.mark.parametrize(
-    ("max_pieces", "window"),
+    ("max_segments", "window"),
     [
         pytest.param(64, None, marks=pytest.mark.slow),
         (64, 4096),
@@ -108,38 +115,39 @@ def test_a_wrong_kernel_is_refused(kernel):
         pytest.param(1, 4096, marks=pytest.mark.slow),
     ],
 )
-def test_a_right_kernel_passes_with_room(max_pieces, window):
+def test_a_correct_kernel_has_at_most_half_the_tolerated_error(max_segments, window):
     kernel = functools.partial(blockwise.attention, window=window and 100)
-    found = differences(kernel, max_segments=max_pieces, window=window, heads_per_kv_head=1)
-    selfcheck.raise_on_attention_error(found, jax.devices()[0])
-    assert max(found.values()) < selfcheck.ATTENTION_TOLERANCE / 2
+    actual = differences(kernel, max_segments=max_segments, window=window, heads_per_kv_head=1)
+    selfcheck.raise_on_attention_error(actual, jax.devices()[0])
+    assert max(actual.values()) < selfcheck.ATTENTION_TOLERANCE / 2
 
 
 def test_a_kernel_without_the_window_is_refused():
-    found = differences(blockwise.attention, window=4096)
-    assert min(found.values()) > selfcheck.ATTENTION_TOLERANCE
+    actual = differences(blockwise.attention, window=4096)
+    assert min(actual.values()) > selfcheck.ATTENTION_TOLERANCE
 
 
 @pytest.mark.e2e
-def test_cudnn_passes_by_its_contract_and_not_with_the_places_of_old_releases(monkeypatch):
+def test_cudnn_passes_with_its_contract_and_fails_with_the_offsets_of_old_releases(monkeypatch):
     cudnn_contract.on_cpu()
     passed = differences("cudnn")
     assert max(passed.values()) < selfcheck.ATTENTION_TOLERANCE / 2
-    right = cudnn_calls._slot_offsets
+    expected = cudnn_calls._slot_offsets
 
-    def as_in_0_11_0(taken, x):
-        """jax PR 39521: K and V counted in what a token takes of q."""
-        return right(taken, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
+    def as_in_0_11_0(slots, x):
+        """jax PR 39521: offsets of K and V were computed with the heads of q."""
+        return expected(slots, jnp.repeat(x, 2, axis=2) if x.shape[2] == 2 else x)
 
     monkeypatch.setattr(cudnn_calls, "_slot_offsets", as_in_0_11_0)
-    says = messages.holding("attention.kernel = cudnn", jax.__version__)
-    with pytest.raises(UserError, match=says):
+    message = messages.holding("attention.kernel = cudnn", jax.__version__)
+    with pytest.raises(UserError, match=message):
         selfcheck.raise_on_attention_error(differences("cudnn"), jax.devices()[0])
 
 
-def test_free_memory_holds_nan_when_a_kernel_begins(monkeypatch):
-    """Seen from inside the kernel: the memory was filled, and is free again."""
-    fills, seen = [], []
+def test_free_memory_is_filled_with_nan_before_a_kernel_runs(monkeypatch):
+    """When the kernel runs, the memory has been filled and freed."""
+    fills = []
+    seen = []
     wait = jax.block_until_ready
 
     def watch(array):
@@ -173,9 +181,9 @@ def test_at_most_half_of_the_free_memory_is_filled(stats, expected):
     assert selfcheck.choose_fill_bytes(stats) == expected
 
 
-@pytest.mark.slow  # attention/test_cudnn.py has its parts
+@pytest.mark.slow  # attention/test_cudnn.py tests each strategy
 @pytest.mark.parametrize("strategy", [Ring(seq=1), AllGather(seq=1)])
-def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypatch, strategy):
+def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatch, strategy):
     cudnn_contract.on_cpu()
     assert (
         max(differences("cudnn", strategy=strategy, head_chunks=2).values())
@@ -189,44 +197,43 @@ def test_halves_of_rows_pass_by_its_contract_in_parts_of_the_heads_too(monkeypat
     assert not max(differences("cudnn", strategy=strategy).values()) < selfcheck.ATTENTION_TOLERANCE
 
 
-def offloaded(what, **changes):
-    how = RematPolicy(offload_activations=what)
+def offload_error(offload_activations, **changes):
+    policy = RematPolicy(offload_activations=offload_activations)
     return selfcheck.measure_offload_error(
-        how, device=jax.devices()[0], tokens=64, width=32, **changes
+        policy, device=jax.devices()[0], tokens=64, width=32, **changes
     )
 
 
-@pytest.mark.parametrize("what", ["layer_inputs", "layer_inputs_and_attention"])
-def test_offload_passes_where_it_is_right(what):
-    assert offloaded(what) <= selfcheck.OFFLOAD_TOLERANCE / 10
+@pytest.mark.parametrize("activations", ["layer_inputs", "layer_inputs_and_attention"])
+def test_correct_offloading_passes(activations):
+    assert offload_error(activations) <= selfcheck.OFFLOAD_TOLERANCE / 10
 
 
-def test_layers_that_read_another_layers_input_back_are_refused():
-    def layer(function, how):
-        """With offload, weights are multiplied with wrong inputs in the backward pass."""
-        right = remat.checkpoint_layer(function, how)
+def test_layers_that_read_back_the_input_of_another_layer_are_refused():
+    def checkpoint_layer(function, policy):
+        """With offloading, the backward pass multiplies weights by wrong inputs."""
+        expected = remat.checkpoint_layer(function, policy)
 
         @jax.custom_vjp
         def wrong(x, weight):
-            return right(x, weight)
+            return expected(x, weight)
 
         def backward(saved, dx):
             x, weight = saved
-            return jax.vjp(right, jnp.roll(x, 1, axis=0), weight)[1](dx)
+            return jax.vjp(expected, jnp.roll(x, 1, axis=0), weight)[1](dx)
 
         wrong.defvjp(lambda x, weight: (wrong(x, weight), (x, weight)), backward)
-        return right if how.offload_activations == "none" else wrong
+        return expected if policy.offload_activations == "none" else wrong
 
-    says = messages.holding("memory.offload_activations", "memory.offload_activations=none")
-    with pytest.raises(UserError, match=f"^{says}"):
-        selfcheck.raise_on_offload_error(
-            offloaded("layer_inputs", checkpoint_layer=layer), jax.devices()[0]
-        )
+    message = messages.holding("memory.offload_activations", "memory.offload_activations=none")
+    error = offload_error("layer_inputs", checkpoint_layer=checkpoint_layer)
+    with pytest.raises(UserError, match=f"^{message}"):
+        selfcheck.raise_on_offload_error(error, jax.devices()[0])
 
 
 @pytest.fixture
 def gpu():
-    """An H100 that is absent."""
+    """An absent H100."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     return compiled.make_devices("h100-80gb", 1)[0]
 
@@ -235,24 +242,24 @@ PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": True}
 NO_PREFETCH = {"xla_gpu_enable_pipelined_host_offloading": False}
 
 
-def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
+def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
     tried = []
     monkeypatch.setattr(
         selfcheck,
         "measure_attention_error",
-        lambda kernel, **of: tried.append((kernel, of)) or {"out": 0.0},
+        lambda kernel, **arguments: tried.append((kernel, arguments)) or {"out": 0.0},
     )
     monkeypatch.setattr(
         selfcheck,
         "measure_offload_error",
-        lambda how, *, device, options: tried.append((how, device, options)) or 0.0,
+        lambda policy, *, device, options: tried.append((policy, device, options)) or 0.0,
     )
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     program, choice = test_memory_options.program(
         gpu, {"remat": "save_attention", "offload_activations": "layer_inputs"}
     )
-    said = selfcheck.check_device(program, choice)
-    of = {
+    lines = selfcheck.check_device(program, choice)
+    arguments = {
         "heads_per_kv_head": 4,
         "num_kv_heads": 2,
         "head_dim": 64,
@@ -262,21 +269,24 @@ def test_a_run_tries_what_it_will_use_and_says_so(monkeypatch, gpu):
         "dtype": program.dtype,
         "device": gpu,
     }
-    assert tried == [(choice.kernel, of), (program.remat_policy, gpu, PREFETCH)]
-    found = [("9.28.0" in line, "offload" in line) for line in said]
-    assert found == [(True, False), (False, True)]
+    assert tried == [(choice.kernel, arguments), (program.remat_policy, gpu, PREFETCH)]
+    attention_line, offload_line = lines
+    assert "9.28.0" in attention_line
+    assert "offload" in offload_line
 
 
 def check_offload(monkeypatch, gpu, differences, xla_options=None):
-    """The check on a device with these differences with and without prefetch; returns what was tried."""
+    """Runs the check with these errors, by prefetch, and returns the compile options it tried."""
     tried = []
 
-    def difference(how, *, device, options):
+    def measure(policy, *, device, options):
         tried.append(options)
         return differences[any(options.values())]
 
-    monkeypatch.setattr(selfcheck, "measure_attention_error", lambda kernel, **of: {"out": 0.0})
-    monkeypatch.setattr(selfcheck, "measure_offload_error", difference)
+    monkeypatch.setattr(
+        selfcheck, "measure_attention_error", lambda kernel, **arguments: {"out": 0.0}
+    )
+    monkeypatch.setattr(selfcheck, "measure_offload_error", measure)
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: (9, 28, 0))
     memory = {"remat": "save_attention", "offload_activations": "layer_inputs"}
     selfcheck.check_device(*test_memory_options.program(gpu, memory, xla_options=xla_options))
@@ -284,33 +294,33 @@ def check_offload(monkeypatch, gpu, differences, xla_options=None):
 
 
 @pytest.mark.parametrize("wrong", [0.3, float("nan"), float("inf")])
-def test_wrong_gradients_only_with_prefetch_are_answered_with_the_option_that_turns_it_off(
+def test_if_only_prefetch_gives_wrong_gradients_the_error_suggests_turning_it_off(
     monkeypatch, gpu, wrong
 ):
-    with pytest.raises(UserError, match=r"^memory.offload_activations: ") as found:
+    with pytest.raises(UserError, match=r"^memory.offload_activations: ") as actual:
         check_offload(monkeypatch, gpu, {True: wrong, False: 0.0})
-    (said,) = found.value.problems
-    (word,) = shlex.split(re.search(r"run\.xla_options='[^']+'", said)[0])
-    asked = programs.settings("memory.offload_activations=layer_inputs", word)
-    assert asked.run.xla_options == NO_PREFETCH
-    assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, asked.run.xla_options) == [
+    (problem,) = actual.value.problems
+    (word,) = shlex.split(re.search(r"run\.xla_options='[^']+'", problem)[0])
+    config = programs.settings("memory.offload_activations=layer_inputs", word)
+    assert config.run.xla_options == NO_PREFETCH
+    assert check_offload(monkeypatch, gpu, {True: wrong, False: 0.0}, config.run.xla_options) == [
         NO_PREFETCH
     ]
 
 
 @pytest.mark.parametrize("without", [0.3, float("nan")])
-def test_gradients_that_are_wrong_without_prefetch_too_are_answered_with_no_offload(
+def test_if_gradients_are_wrong_without_prefetch_too_the_error_suggests_no_offloading(
     monkeypatch, gpu, without
 ):
-    says = messages.holding("memory.offload_activations=none")
-    with pytest.raises(UserError, match=says) as found:
+    message = messages.holding("memory.offload_activations=none")
+    with pytest.raises(UserError, match=message) as actual:
         check_offload(monkeypatch, gpu, {True: 0.2, False: without})
-    assert "xla_options" not in str(found.value)
-    with pytest.raises(UserError, match=says):
+    assert "xla_options" not in str(actual.value)
+    with pytest.raises(UserError, match=message):
         check_offload(monkeypatch, gpu, {True: 0.0, False: without}, NO_PREFETCH)
 
 
-def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypatch, gpu):
+def test_the_check_runs_without_prefetch_only_if_it_fails_with_prefetch(monkeypatch, gpu):
     assert check_offload(monkeypatch, gpu, {True: 0.0, False: 0.0}) == [PREFETCH]
     with pytest.raises(UserError):
         check_offload(
@@ -318,7 +328,7 @@ def test_the_check_without_prefetch_is_made_only_if_that_with_it_fails(monkeypat
         )
 
 
-def test_on_cpus_nothing_is_tried():
+def test_cpus_are_not_checked():
     assert (
         selfcheck.check_device(*test_memory_options.program(jax.devices()[0], {"remat": "full"}))
         == []
