@@ -2,8 +2,9 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jaxsp.core import axes, durations
+from jaxsp.core import axes, durations, errors
 from jaxsp.planner import mesh_sweep
 from jaxsp.planner.compile import gpus, memory
 from jaxsp.planner.compile.compiled import Cluster
@@ -17,22 +18,26 @@ _LABEL_WIDTH = 12
 
 
 def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
-    """All of a plan.
+    """Formats a plan as text.
 
-    Args: tokens: to train on, for the GPU-hours; None: left out.
+    Args: tokens: tokens to train on, for the GPU-hours; None: without the cost.
     """
-    nodes = plan.num_devices // plan.node_devices
-    where = f"{plan.num_devices} x {plan.device_type}" + (f" in {nodes} nodes" if nodes > 1 else "")
-    rows = f"{plan.rows_per_step} row{'s' * (plan.rows_per_step > 1)} of {plan.row_tokens:,} tokens"
+    devices = f"{plan.num_devices} x {plan.device_type}"
+    num_nodes = plan.num_devices // plan.node_devices
+    if num_nodes > 1:
+        devices += f" in {num_nodes} nodes"
+    rows = "1 row" if plan.rows_per_step == 1 else f"{plan.rows_per_step} rows"
     lines = [
         (
             "plan",
-            f"{model} on {where}, compiled in {durations.describe(plan.plan_s)} by jax {plan.jax_version}; nothing was run or measured",
+            f"{model} on {devices}, compiled in {durations.describe(plan.plan_s)} by jax "
+            f"{plan.jax_version}; nothing was run or measured",
         ),
         (
             "mesh",
-            f"{format_mesh(plan.mesh)}; {rows} a step, {plan.rows_per_microbatch} at a time, up to {plan.max_segments_per_row} documents in "
-            "each",
+            f"{format_mesh(plan.mesh)}; {rows} of {plan.row_tokens:,} tokens per step, "
+            f"{plan.rows_per_microbatch} per microbatch, at most {plan.max_segments_per_row} "
+            "documents per row",
         ),
         ("attention", _format_attention(plan)),
         ("options", f"remat {plan.remat}: {plan.memory_options}"),
@@ -41,45 +46,43 @@ def format_plan(plan: Plan, *, model: str, tokens: float | None = None) -> str:
         *_traffic_lines(plan),
         *_time_lines(plan, tokens),
     ]
-    return "\n".join(_wrap(label, words) for label, words in lines)
+    return "\n".join(_wrap(label, text) for label, text in lines)
 
 
 def _format_attention(plan: Plan) -> str:
     kernel = plan.kernel_title
     if plan.fallback_reason:
         kernel += f" (because {plan.fallback_reason})"
-    parts = f", heads in {plan.head_chunks} chunks" if plan.head_chunks > 1 else ""
+    if plan.head_chunks > 1:
+        kernel += f", heads in {plan.head_chunks} chunks"
     if not plan.strategy:
-        return f"{kernel}{parts}"
-    others = ", ".join(
-        f"{words} {size / 1e6:,.1f} MB" for words, size in plan.alternative_bytes.items()
-    )
-    others = f" (alternatives: {others})" if others else ""
+        return kernel
     size = f"{plan.attention_bytes / 1e6:,.1f} MB per layer and microbatch"
-    sends = f"each device sends {size} if attention is not recomputed{others}"
-    return f"{plan.strategy}, {kernel}{parts}; {sends}"
+    sends = f"each device sends {size} if attention is not recomputed"
+    if plan.alternative_bytes:
+        alternatives = ", ".join(
+            f"{strategy} {size / 1e6:,.1f} MB" for strategy, size in plan.alternative_bytes.items()
+        )
+        sends += f" (alternatives: {alternatives})"
+    return f"{plan.strategy}, {kernel}; {sends}"
 
 
 def _memory_lines(plan: Plan) -> list[tuple[str, str]]:
-    """Memory by cause, largest first."""
-    causes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == memory.RESERVED, -pair[1]))
-    lines = [("memory", "GiB on each device at its peak, by cause")]
+    """Memory by category, largest first."""
+    sizes = sorted(plan.memory.items(), key=lambda pair: (pair[0] == memory.RESERVED, -pair[1]))
+    lines = [("memory", "GiB on each device at its peak, by category")]
     lines += [
         ("", f"{size:8.2f}  {name}: {memory.CATEGORIES[name]}")
-        for name, size in causes
+        for name, size in sizes
         if size >= 0.005
     ]
-    lines.append(
-        (
-            "",
-            f"{sum(plan.memory.values()):8.2f}  of {gpus.GPUS[plan.device_type].memory_bytes / 2**30:.2f}",
-        )
-    )
+    device_gib = gpus.GPUS[plan.device_type].memory_bytes / 2**30
+    lines.append(("", f"{sum(plan.memory.values()):8.2f}  of {device_gib:.2f}"))
     if plan.host_gib >= 0.005:
-        causes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
+        sizes = sorted(plan.host_memory.items(), key=lambda pair: -pair[1])
         pool = f"; XLA's pool of pinned memory takes {plan.host_pool_gib:,.0f}"
-        lines.append(("host", f"GiB of each node's memory, by cause{pool}"))
-        lines += [("", f"{size:8.2f}  {name}") for name, size in causes if size >= 0.005]
+        lines.append(("host", f"GiB of each node's memory, by category{pool}"))
+        lines += [("", f"{size:8.2f}  {name}") for name, size in sizes if size >= 0.005]
     return lines
 
 
@@ -90,35 +93,43 @@ def _traffic_lines(plan: Plan) -> list[tuple[str, str]]:
         lines.append(
             (
                 "sent",
-                "GB by each device in a step: program, formula, ratio; seconds (estimates): all, not overlapped",
+                "GB by each device in a step: program, formula, ratio; seconds (estimates): all, "
+                "not overlapped",
             )
         )
-        for one in plan.collectives:
-            ratio = f"{one['bytes'] / one['formula']:.2f}" if one["formula"] else "    "
-            sizes = f"{one['bytes'] / 1e9:10.3f} {one['formula'] / 1e9:10.3f}  {ratio}"
-            times = f"{format_number(one['seconds'], '{:.3f}'):>8} {format_number(one['waited_s'], '{:.3f}'):>7}"
-            lines.append(("", f"{sizes} {times}  {one['kind']} along {' and '.join(one['axes'])}"))
+        lines += [("", _format_collective(collective)) for collective in plan.collectives]
     if plan.host_copy_bytes is not None and max(plan.host_copy_bytes) > 0:
         from_host, to_host = plan.host_copy_bytes
-        lines.append(
-            (
-                "",
-                f"each device copies {from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it",
-            )
-        )
+        copies = f"{from_host / 1e9:,.1f} GB from host memory and {to_host / 1e9:,.1f} GB to it"
+        lines.append(("", f"each device copies {copies}"))
     return lines
+
+
+def _format_collective(collective: Mapping[str, Any]) -> str:
+    """Bytes and seconds of an operation, in columns."""
+    num_bytes = collective["bytes"]
+    formula = collective["formula"]
+    ratio = f"{num_bytes / formula:.2f}" if formula else "    "
+    seconds = format_number(collective["seconds"], "{:.3f}")
+    exposed = format_number(collective["waited_s"], "{:.3f}")
+    axes_text = " and ".join(collective["axes"])
+    return (
+        f"{num_bytes / 1e9:10.3f} {formula / 1e9:10.3f}  {ratio} {seconds:>8} {exposed:>7}  "
+        f"{collective['kind']} along {axes_text}"
+    )
 
 
 def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
     """Arithmetic, and the estimate by cause."""
     executed = ""
     if plan.hardware_flops is not None:
-        executed = f", {plan.hardware_flops / 1e12:,.0f} executed ({plan.hardware_flops / plan.model_flops:.2f} times)"
-    words = f"{plan.model_flops / 1e12:,.0f} TFLOP needed of each device in a step{executed}"
+        ratio = plan.hardware_flops / plan.model_flops
+        executed = f", {plan.hardware_flops / 1e12:,.0f} executed ({ratio:.2f} times)"
     lines = [
         (
             "arithmetic",
-            f"{words}, if rows are filled with documents of {plan.document_tokens:,} tokens",
+            f"{plan.model_flops / 1e12:,.0f} TFLOP needed per device and step{executed}, if "
+            f"documents of {plan.document_tokens:,} tokens fill the rows",
         )
     ]
     lines.append(("time", format_time(plan)))
@@ -133,22 +144,18 @@ def _time_lines(plan: Plan, tokens: float | None) -> list[tuple[str, str]]:
 
 
 def format_fit(plan: Plan) -> str:
-    """Verdict on the memory of a plan: yes or no, the limiting resource, and suggestions if it does
-    not fit."""
-    device = f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f} GiB on each device"
-    host = (
-        f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory"
-        if plan.host_gib >= 0.05
-        else ""
-    )
+    """Formats whether a plan fits, the fullest memory, and suggestions if it does not."""
+    sizes = f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f} GiB on each device"
+    if plan.host_gib >= 0.05:
+        sizes += f", {plan.host_gib:,.0f} of {plan.host_limit_gib:,.0f} GiB of each node's memory"
     if plan.fits:
-        return f"yes: {device}{host}; {plan.memory_bottleneck} memory is nearest to full"
-    ways = f"{', '.join(plan.suggestions[:-1])}{' or ' * (len(plan.suggestions) > 1)}{plan.suggestions[-1]}"
-    return f"NO: {device}{host}; not enough {plan.memory_bottleneck} memory. Try {ways}"
+        return f"yes: {sizes}; {plan.memory_bottleneck} memory is nearest to full"
+    text = f"NO: {sizes}; not enough {plan.memory_bottleneck} memory"
+    return f"{text}. Try {errors.format_choices(plan.suggestions)}" if plan.suggestions else text
 
 
 def format_time(plan: Plan) -> str:
-    """The estimated time of a step, its range, and what limits it."""
+    """Formats the estimated time of a step, its range, and its bottleneck."""
     if (
         plan.step_s_estimate is None
         or plan.tokens_per_s_estimate is None
@@ -159,16 +166,17 @@ def format_time(plan: Plan) -> str:
         durations.describe(factor * plan.step_s_estimate) for factor in roofline.LIKELY_RANGE
     )
     return (
-        f"about {durations.describe(plan.step_s_estimate)} a step (likely {low} to {high}), "
+        f"about {durations.describe(plan.step_s_estimate)} per step (likely {low} to {high}), "
         f"{plan.tokens_per_s_estimate:,.0f} tokens/s, MFU {100 * plan.mfu_estimate:.0f} %, "
         f"limited by {plan.time_bottleneck}: an ESTIMATE from published rates "
-        "(planner/compile/gpus.py); scripts/bench/anchors.py compares such estimates with published runs"
+        "(planner/compile/gpus.py); scripts/bench/anchors.py compares such estimates with "
+        "published runs"
     )
 
 
 def format_cost(plan: Plan, tokens: float) -> str:
-    """GPU-hours and days to train on `tokens` tokens."""
-    assert plan.tokens_per_s_estimate is not None, "the caller looked"
+    """Formats the GPU-hours and days to train on `tokens` tokens."""
+    assert plan.tokens_per_s_estimate is not None, "callers check for an estimate"
     low, high = (factor * tokens / plan.tokens_per_s_estimate for factor in roofline.LIKELY_RANGE)
     hours = [format_amount(seconds * plan.num_devices / 3600) for seconds in (low, high)]
     days = [format_amount(seconds / 86400) for seconds in (low, high)]
@@ -182,20 +190,14 @@ def format_amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def format_comparison(found: Sequence[Plan], *, tokens: float | None) -> str:
-    """Table of plans of one config for several GPUs and row lengths."""
+def format_comparison(plans: Sequence[Plan], *, tokens: float | None) -> str:
+    """Formats a table of plans of one config for several GPUs and row lengths."""
     head = ["device", "row tokens", "fits", "device GiB", "host GiB", "remat", "tile"]
-    head += ["step*", "tokens/s*", "MFU* %", "limited by*"] + (
-        [] if tokens is None else ["GPU-hours*"]
-    )
+    head += ["step*", "tokens/s*", "MFU* %", "limited by*"]
+    if tokens is not None:
+        head.append("GPU-hours*")
     rows = []
-    for plan in found:
-        is_tiled = (
-            plan.mlp_tile_tokens * plan.mesh[axes.SEQ] < plan.row_tokens * plan.rows_per_microbatch
-        )
-        hours = None
-        if tokens is not None and plan.tokens_per_s_estimate is not None:
-            hours = tokens / plan.tokens_per_s_estimate * plan.num_devices / 3600
+    for plan in plans:
         row = [
             plan.device_type,
             f"{plan.row_tokens:,}",
@@ -203,50 +205,70 @@ def format_comparison(found: Sequence[Plan], *, tokens: float | None) -> str:
             f"{plan.device_gib:.1f} of {plan.device_limit_gib:.1f}",
             f"{plan.host_gib:,.0f}",
             plan.remat,
-            f"{plan.mlp_tile_tokens:,}" if is_tiled else "-",
-            "-" if plan.step_s_estimate is None else durations.describe(plan.step_s_estimate),
-            format_number(plan.tokens_per_s_estimate, "{:,.0f}"),
-            format_number(None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"),
+            f"{plan.mlp_tile_tokens:,}" if plan.is_mlp_tiled else "-",
+            *_format_time_columns(plan),
             plan.time_bottleneck or "-",
         ]
-        rows.append(
-            row + ([] if tokens is None else ["-" if hours is None else format_amount(hours)])
-        )
-    low, high = roofline.LIKELY_RANGE
-    return f"{format_table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Nothing was measured"
+        if tokens is not None:
+            hours = "-"
+            if plan.tokens_per_s_estimate is not None:
+                seconds = tokens / plan.tokens_per_s_estimate
+                hours = format_amount(seconds * plan.num_devices / 3600)
+            row.append(hours)
+        rows.append(row)
+    return f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Nothing was measured"
 
 
-def format_length(one: TriedLength, *, progress: str) -> str:
-    """A length that was tried, in a line.
+_ESTIMATES_NOTE = (
+    f"* estimates; measured times are likely {roofline.LIKELY_RANGE[0]:g} to "
+    f"{roofline.LIKELY_RANGE[1]:g} times as long"
+)
+
+
+def _format_time_columns(plan: Plan) -> list[str]:
+    """Seconds of a step, tokens per second, and MFU; dashes without an estimate."""
+    if plan.step_s_estimate is None:
+        return ["-", "-", "-"]
+    assert plan.mfu_estimate is not None
+    return [
+        durations.describe(plan.step_s_estimate),
+        format_number(plan.tokens_per_s_estimate, "{:,.0f}"),
+        f"{100 * plan.mfu_estimate:.0f}",
+    ]
+
+
+def format_length(length: TriedLength, *, progress: str) -> str:
+    """Formats a length that was tried, in a line.
 
     Args: progress: the count and the time left.
     """
-    if one.plan is None:
-        return f"  {one.row_tokens:>12,} tokens  {one.problem} [{progress}]"
-    plan = one.plan
-    verdict = "fits"
-    if one.problem:
-        verdict = f"too long for the {plan.memory_bottleneck}" if plan.shortage else one.problem
-    return f"  {one.row_tokens:>12,} tokens  {_format_memory(plan)}: {verdict} [{progress}]"
+    plan = length.plan
+    if plan is None:
+        return f"  {length.row_tokens:>12,} tokens  {length.problem} [{progress}]"
+    verdict = length.problem or "fits"
+    if length.problem and plan.shortage:
+        verdict = f"too long for the {plan.memory_bottleneck}"
+    return f"  {length.row_tokens:>12,} tokens  {_format_memory(plan)}: {verdict} [{progress}]"
 
 
-def format_mesh_plan(shape: MeshPlan, *, progress: str) -> str:
-    """A mesh that was planned, in a line.
+def format_mesh_plan(mesh_plan: MeshPlan, *, progress: str) -> str:
+    """Formats a mesh that was planned, in a line.
 
     Args: progress: the count and the time left.
     """
-    words = f"  [{progress}] {format_mesh(shape.mesh)}, {shape.strategy}"
-    if shape.plan is None:
-        return f"{words}: {shape.problem}"
-    step = ""
-    if shape.plan.step_s_estimate is not None:
-        step = f", about {durations.describe(shape.plan.step_s_estimate)} a step"
-    verdict = "fits" if shape.plan.fits else f"does not fit the {shape.plan.memory_bottleneck}"
-    return f"{words}: {verdict}, {_format_memory(shape.plan)}{step}"
+    label = f"  [{progress}] {format_mesh(mesh_plan.mesh)}, {mesh_plan.strategy}"
+    plan = mesh_plan.plan
+    if plan is None:
+        return f"{label}: {mesh_plan.problem}"
+    verdict = "fits" if plan.fits else f"does not fit the {plan.memory_bottleneck}"
+    line = f"{label}: {verdict}, {_format_memory(plan)}"
+    if plan.step_s_estimate is not None:
+        line += f", about {durations.describe(plan.step_s_estimate)} per step"
+    return line
 
 
 def _format_memory(plan: Plan) -> str:
-    """The memory that a plan takes."""
+    """Formats the memory of a plan."""
     host = ""
     if plan.host_gib >= 0.05:
         host = f", {plan.host_gib:8,.1f} of {plan.host_limit_gib:,.0f} of host"
@@ -254,62 +276,59 @@ def _format_memory(plan: Plan) -> str:
     return f"remat {plan.remat:<9}  {device}{host}"
 
 
-def format_longest(found: LongestRow, *, seconds: float) -> str:
-    """The result of a search."""
-    plan, beyond = found.plan, found.shortest_failing
+def format_longest(result: LongestRow, *, seconds: float) -> str:
+    """Formats the result of a search that took `seconds`."""
+    plan = result.plan
+    failing = result.shortest_failing
+    reason = failing.problem.rstrip(".")
     if plan is None:
-        ways = f" Try {', '.join(beyond.plan.suggestions)}." if beyond.plan else ""
-        return f"no row fits, not even of {beyond.row_tokens:,} tokens: {beyond.problem}.{ways}"
-    binds = beyond.plan.memory_bottleneck if beyond.plan and beyond.plan.shortage else None
-    why = f"not enough {binds} memory" if binds else beyond.problem
+        text = f"no row fits, not even one of {failing.row_tokens:,} tokens: {reason}."
+        if failing.plan and failing.plan.suggestions:
+            text += f" Try {', '.join(failing.plan.suggestions)}."
+        return text
+    if failing.plan and failing.plan.shortage:
+        reason = f"not enough {failing.plan.memory_bottleneck} memory"
     return (
-        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}; {beyond.row_tokens:,} do not fit: {why}. "
-        f"{len(found.tried)} lengths compiled in {durations.describe(round(seconds))}"
+        f"longest row: {plan.row_tokens:,} tokens, remat {plan.remat}; {failing.row_tokens:,} do "
+        f"not fit: {reason}. {len(result.tried)} lengths compiled in "
+        f"{durations.describe(round(seconds))}"
     )
 
 
-def format_ranking(found: Sequence[MeshPlan]) -> str:
-    """Planned meshes as a table, in the order of `shapes.ranked`."""
-    ranks = mesh_sweep.compute_ranks(found)
-    of_mesh, of_time = (
-        ("replica", "data", "seq", "attention"),
-        ("step*", "tokens/s*", "MFU* %", "rank"),
-    )
-    head = (*of_mesh, "fits", "device GiB", "host GiB", "remat", "kernel", *of_time)
+def format_ranking(mesh_plans: Sequence[MeshPlan]) -> str:
+    """Formats planned meshes as a table, in the order of `mesh_sweep.sort_by_rank`."""
+    ranks = mesh_sweep.compute_ranks(mesh_plans)
+    head = ["replica", "data", "seq", "attention", "fits", "device GiB", "host GiB", "remat"]
+    head += ["kernel", "step*", "tokens/s*", "MFU* %", "rank"]
     rows = []
-    for shape in found:
-        sizes = tuple(str(shape.mesh[axis]) for axis in axes.ALL)
-        plan = shape.plan
+    for mesh_plan in mesh_plans:
+        sizes = tuple(str(mesh_plan.mesh[axis]) for axis in axes.ALL)
+        plan = mesh_plan.plan
         if plan is None:
-            rows.append((*sizes, shape.strategy, shape.problem))
+            rows.append((*sizes, mesh_plan.strategy, mesh_plan.problem))
             continue
         rows.append(
             (
                 *sizes,
-                shape.strategy,
+                mesh_plan.strategy,
                 "yes" if plan.fits else f"no: {plan.memory_bottleneck}",
                 f"{plan.device_gib:.1f}",
                 f"{plan.host_gib:,.0f}",
                 plan.remat,
                 plan.kernel,
-                "-" if plan.step_s_estimate is None else durations.describe(plan.step_s_estimate),
-                format_number(plan.tokens_per_s_estimate, "{:,.0f}"),
-                format_number(
-                    None if plan.mfu_estimate is None else 100 * plan.mfu_estimate, "{:.0f}"
-                ),
-                str(ranks.get(id(shape), "-")),
+                *_format_time_columns(plan),
+                str(ranks.get(id(mesh_plan), "-")),
             )
         )
-    same = f"within {100 * (mesh_sweep.SAME_TIME_FACTOR - 1):.0f} % have the same rank, the smallest seq first"
-    low, high = roofline.LIKELY_RANGE
+    percent = 100 * (mesh_sweep.SAME_TIME_FACTOR - 1)
     return (
-        f"{format_table(head, rows)}\n* estimates; measured times are likely {low:g} to {high:g} times as long. Meshes {same}. "
-        "Nothing was measured"
+        f"{format_table(head, rows)}\n{_ESTIMATES_NOTE}. Meshes within {percent:.0f} % have the "
+        "same rank, the smallest seq first. Nothing was measured"
     )
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads; a row with fewer cells ends in a sentence."""
+    """Formats columns under their heads; a row with fewer cells ends in a sentence."""
     full = [row for row in rows if len(row) == len(head)]
     widths = [max(len(row[place]) for row in [head, *full]) for place in range(len(head))]
     return "\n".join(
@@ -322,31 +341,34 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_mesh(sizes: Mapping[str, int]) -> str:
-    """`replica 1 x data 2 x seq 4`."""
+    """Formats a mesh as `replica 1 x data 2 x seq 4`."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in axes.ALL)
 
 
 def format_number(value: float | None, form: str) -> str:
-    """A number, or a dash."""
+    """Formats a number; None is a dash."""
     return "-" if value is None else form.format(value)
 
 
-def format_assumptions(site: Cluster) -> str:
-    """Assumptions about the nodes."""
-    return f"nodes of {site.node_devices} GPUs with {site.node_host_gib:,.0f} GiB of memory (--node-devices, --host-gib)"
+def format_assumptions(cluster: Cluster) -> str:
+    """Formats the assumptions about the nodes."""
+    return (
+        f"nodes of {cluster.node_devices} GPUs with {cluster.node_host_gib:,.0f} GiB of memory "
+        "(--node-devices, --host-gib)"
+    )
 
 
-def _wrap(label: str, words: str) -> str:
-    """A label and what it says, under each other where that is long; numbers stay in their columns."""
+def _wrap(label: str, text: str) -> str:
+    """Wraps text to a column after its label. Without a label, numbers stay in their columns."""
     indent = " " * _LABEL_WIDTH
     if not label:
         return textwrap.fill(
-            words,
+            text,
             130,
             initial_indent=indent,
             subsequent_indent=indent + " " * 10,
             replace_whitespace=False,
         )
     return textwrap.fill(
-        words, 130, initial_indent=f"{label:<{_LABEL_WIDTH}}", subsequent_indent=indent
+        text, 130, initial_indent=f"{label:<{_LABEL_WIDTH}}", subsequent_indent=indent
     )
