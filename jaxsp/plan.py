@@ -1,4 +1,7 @@
-"""python -m jaxsp.plan CONFIG.yaml [key.path=value ...]: what a run would take on GPUs that are not here."""
+"""python -m jaxsp.plan CONFIG.yaml [key.path=value ...]
+
+Plans memory, traffic and time of a run on absent GPUs.
+"""
 
 import argparse
 import dataclasses
@@ -22,7 +25,7 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.hf import published
 from jaxsp.hf.published import ModelSizes
 from jaxsp.model.config import ModelConfig
-from jaxsp.planner import mesh_sweep, planning, plots, report, search
+from jaxsp.planner import mesh_sweep, planning, plots, report, search, tables
 from jaxsp.planner.compile import compiled, gpus
 from jaxsp.planner.compile.compiled import Cluster
 from jaxsp.planner.mesh_sweep import MeshPlan
@@ -32,14 +35,17 @@ from jaxsp.planner.search import TriedLength
 from jaxsp.runtime import memory_limits
 
 _PLOT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
-"""Rows that a picture of memory is made of, over the config's."""
+"""Lengths for a plot of memory, as factors of the config's row length."""
 
 _LONGEST_PLOT_FACTORS = (0.125, 0.25, 0.5, 0.75)
-"""Those that it is made of besides what was tried, over the longest."""
+"""More lengths for a plot after a search, as factors of the longest row."""
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Raises: UserError with what training would refuse, and for flags that contradict each other."""
+    """Runs the command.
+
+    Raises: UserError for what training would refuse, and for conflicting flags.
+    """
     given = parse_arguments(arguments)
     config = config_file.load(given.config, given.changes)
     console = rich.console.Console(markup=False, highlight=False, soft_wrap=True)
@@ -47,26 +53,25 @@ def main(arguments: list[str]) -> None:
     if sizes.note:
         console.print(sizes.note)
     _check_single_length(given, config)
-    # GPUs of this machine are not needed, and XLA would print its own messages about what does not fit
+    # this machine's GPUs are not used; XLA must not print messages about steps that do not fit
     jax.config.update("jax_platforms", "cpu")
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
-    jax.config.update(
-        "jax_enable_compilation_cache", False
-    )  # what is compiled here is not for running
-    sites = [_make_cluster(kind, given, config) for kind in given.device or ["h100-80gb"]]
-    asked_for = PlanRequest(
-        args=given, config=config, sizes=sizes, cluster=sites[0], console=console
+    # steps that are compiled here do not run
+    jax.config.update("jax_enable_compilation_cache", False)
+    clusters = [_make_cluster(device, given, config) for device in given.device or ["h100-80gb"]]
+    request = PlanRequest(
+        args=given, config=config, sizes=sizes, cluster=clusters[0], console=console
     )
     if given.host_gib is None or given.node_devices is None:
-        console.print(f"assumed: {report.format_assumptions(sites[0])}")
+        console.print(f"assumed: {report.format_assumptions(clusters[0])}")
     if given.meshes:
-        _plan_meshes(asked_for)
+        _plan_meshes(request)
     elif given.longest:
-        _find_longest(asked_for)
-    elif len(sites) > 1 or len(config.data.row_lengths) > 1:
-        _plan_several(asked_for, sites)
+        _find_longest(request)
+    elif len(clusters) > 1 or len(config.data.row_lengths) > 1:
+        _plan_several(request, clusters)
     else:
-        _plan_one(asked_for)
+        _plan_one(request)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,100 +98,105 @@ class PlanRequest:
     @property
     def train_tokens(self) -> float | None:
         """Tokens to train on; None if they are unknown."""
-        run, step_tokens = (
-            self.config.run,
-            self.config.batch.rows_per_step * self.config.data.max_row_tokens,
-        )
         if self.args.tokens is not None:
-            return self.args.tokens
-        return None if run.steps is None else float(run.steps * step_tokens)
+            return float(self.args.tokens)
+        if self.config.run.steps is None:
+            return None
+        step_tokens = self.config.batch.rows_per_step * self.config.data.max_row_tokens
+        return float(self.config.run.steps * step_tokens)
 
 
-def _plan_one(asked: PlanRequest) -> None:
+def _plan_one(request: PlanRequest) -> None:
     """Plans the config's step."""
     shown = planning.plan_step(
-        asked.config,
-        model=asked.model,
-        cluster=asked.cluster,
-        document_tokens=asked.args.document_tokens,
+        request.config,
+        model=request.model,
+        cluster=request.cluster,
+        document_tokens=request.args.document_tokens,
     )
-    asked.console.print(
-        report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens)
+    request.console.print(
+        report.format_plan(shown, model=request.model_name, tokens=request.train_tokens)
     )
-    _write_json(asked.args.json, dataclasses.asdict(shown), asked.sizes, asked.console)
-    _plot_lengths(asked, shown, [shown], _PLOT_FACTORS)
+    _write_json(request.args.json, dataclasses.asdict(shown), request.sizes, request.console)
+    _plot_lengths(request, shown, [shown], _PLOT_FACTORS)
 
 
-def _plan_several(asked: PlanRequest, sites: Sequence[Cluster]) -> None:
+def _plan_several(request: PlanRequest, clusters: Sequence[Cluster]) -> None:
     """Plans the config's steps for rows of each length, on each kind of GPU."""
-    found, refused = [], []
-    counted = Progress(len(sites) * len(asked.config.data.row_lengths))
-    for site in sites:
-        for row_tokens in asked.config.data.row_lengths:
-            config = asked.config.with_row_tokens(row_tokens)
-            words = f"{site.num_devices} x {site.device_type}, rows of {row_tokens:,} tokens"
+    plans = []
+    refusals = []
+    progress = Progress(len(clusters) * len(request.config.data.row_lengths))
+    for cluster in clusters:
+        for row_tokens in request.config.data.row_lengths:
+            config = request.config.with_row_tokens(row_tokens)
+            label = f"{cluster.num_devices} x {cluster.device_type}, rows of {row_tokens:,} tokens"
             try:
                 plan = planning.plan_step(
                     config,
-                    model=asked.model,
-                    cluster=site,
-                    document_tokens=asked.args.document_tokens,
+                    model=request.model,
+                    cluster=cluster,
+                    document_tokens=request.args.document_tokens,
                 )
             except UserError as error:
-                refused.append(f"{words}: {str(error).splitlines()[0]}")
-                asked.console.print(f"{words}: refused [{counted.advance()}]")
+                refusals.append(f"{label}: {str(error).splitlines()[0]}")
+                request.console.print(f"{label}: refused [{progress.advance()}]")
                 continue
             spent = durations.describe(plan.plan_s)
-            asked.console.print(f"{words}: compiled in {spent} [{counted.advance()}]")
-            found.append(plan)
-    if not found:
-        raise UserError(refused)
-    asked.console.print(report.format_comparison(found, tokens=asked.train_tokens))
-    for words in refused:
-        asked.console.print(f"refused: {words}")
-    result = {"plans": [dataclasses.asdict(plan) for plan in found]}
-    _write_json(asked.args.json, result, asked.sizes, asked.console)
+            request.console.print(f"{label}: compiled in {spent} [{progress.advance()}]")
+            plans.append(plan)
+    if not plans:
+        raise UserError(refusals)
+    request.console.print(tables.format_comparison(plans, tokens=request.train_tokens))
+    for refusal in refusals:
+        request.console.print(f"refused: {refusal}")
+    result = {"plans": [dataclasses.asdict(plan) for plan in plans]}
+    _write_json(request.args.json, result, request.sizes, request.console)
 
 
 def _plot_lengths(
-    asked: PlanRequest, shown: Plan, around: list[Plan], factors: Sequence[float]
+    request: PlanRequest, shown: Plan, around: list[Plan], factors: Sequence[float]
 ) -> None:
-    """Draws memory over the row's length around a plan, if asked for."""
-    if not asked.args.plot:
+    """Draws memory over row lengths around a plan if --plot is given."""
+    if not request.args.plot:
         return
-    lengths = _choose_plot_lengths(asked, shown, around, factors)
-    counted = Progress(len(lengths))
+    lengths = _choose_plot_lengths(request, shown, around, factors)
+    progress = Progress(len(lengths))
     for row_tokens in lengths:
-        of_length = search.with_row_tokens(asked.config, row_tokens)
+        config = search.with_row_tokens(request.config, row_tokens)
         verdict = "planned"
         try:
-            around.append(planning.plan_step(of_length, model=asked.model, cluster=asked.cluster))
+            around.append(planning.plan_step(config, model=request.model, cluster=request.cluster))
         except UserError:  # lengths that cuDNN cannot compute are left out
             verdict = "refused, and left out"
-        asked.console.print(
-            f"for the picture: {row_tokens:,} tokens {verdict} [{counted.advance()}]"
+        request.console.print(
+            f"for the plot: {row_tokens:,} tokens {verdict} [{progress.advance()}]"
         )
-    site = asked.cluster
-    title = f"{asked.model_name} on {site.num_devices} x {site.device_type}, {report.format_mesh(shown.mesh)}: planned, not measured"
-    plots.plot_lengths(around, asked.args.plot, title=title)
-    asked.console.print(f"drawn: {asked.args.plot}")
+    devices = f"{request.cluster.num_devices} x {request.cluster.device_type}"
+    mesh = report.format_mesh(shown.mesh)
+    title = f"{request.model_name} on {devices}, {mesh}: planned, not measured"
+    plots.plot_lengths(around, request.args.plot, title=title)
+    request.console.print(f"drawn: {request.args.plot}")
 
 
 def _choose_plot_lengths(
-    asked: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]
+    request: PlanRequest, shown: Plan, around: Sequence[Plan], factors: Sequence[float]
 ) -> list[int]:
-    """Row lengths that a picture needs besides those that were planned."""
-    unit = 128 * asked.config.mesh.seq
+    """Chooses row lengths for a plot besides those that were planned."""
+    unit = 128 * request.config.mesh.seq
     planned = {plan.row_tokens for plan in around}
     lengths = [round(factor * shown.row_tokens / unit) * unit for factor in factors]
     return [length for length in dict.fromkeys(lengths) if length and length not in planned]
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """What the command's words ask for. Raises: UserError for numbers that cannot be, and what contradicts each other."""
+    """Parses the command line.
+
+    Raises: UserError for invalid numbers and conflicting flags.
+    """
     parser = cli.make_parser(
         "plan",
-        "Compiles a config's training step for GPUs that are not here, and says what it takes, sends and computes.",
+        "Compiles a config's training step for absent GPUs, and prints its memory, traffic and "
+        "estimated time.",
         documents_fields=True,
     )
     parser.add_argument("config", metavar="CONFIG.yaml")
@@ -197,35 +207,43 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         default=[],
         help="changes a field of the config",
     )
+    _add_flags(parser)
+    given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
+    _check_arguments(given)
+    return given
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         metavar="KIND",
         action="append",
-        help=f"one or more of {', '.join(gpus.GPUS)}; default: h100-80gb. Several are compared in a table",
+        help=f"one or more of {', '.join(gpus.GPUS)} (default: h100-80gb); compares several in a "
+        "table",
     )
     parser.add_argument(
         "--devices",
         metavar="N",
         type=int,
-        help="how many; default: as many as the mesh names, and a node of 8 where data is -1",
+        help="number of GPUs; default: the product of the mesh, with data=-1 filling a node of 8",
     )
     parser.add_argument(
         "--node-devices",
         metavar="N",
         type=int,
-        help="GPUs of a node; default: 8, or all if there are fewer",
+        help="GPUs per node; default: 8, or all if there are fewer",
     )
     parser.add_argument(
         "--host-gib",
         metavar="GIB",
         type=float,
-        help="memory of a node; default: 250 for each of its GPUs",
+        help="host memory of a node; default: 250 per GPU",
     )
     parser.add_argument(
         "--document-tokens",
         metavar="N",
         type=int,
-        help="of the documents that fill a row, for the time; default: one document",
+        help="length of the documents that fill a row, for the time; default: the whole row",
     )
     parser.add_argument(
         "--tokens",
@@ -242,51 +260,51 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "--plot",
         metavar="FILE",
         type=pathlib.Path,
-        help="draws memory over the row's length, or the meshes",
+        help="draws memory over the row length, or the meshes",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", type=pathlib.Path, help="writes the numbers there too"
-    )
-    given = parser.parse_intermixed_args(_repeat_device_flag(arguments))
-    _check_arguments(given)
-    return given
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path, help="writes the plan as JSON")
 
 
 def _repeat_device_flag(arguments: Sequence[str]) -> list[str]:
-    """`--device a100 h100` as `--device a100 --device h100`. The config and changes may follow them."""
+    """Rewrites `--device a100 h100` to `--device a100 --device h100`.
+
+    The config and changes may follow."""
     words: list[str] = []
     is_device = False
     for word in arguments:
         if is_device and words[-1] != "--device":
             is_device = _DEVICE_TYPE.fullmatch(word) is not None
-            words += ["--device"] * is_device
+            if is_device:
+                words.append("--device")
         is_device = is_device or word == "--device"
         words.append(word)
     return words
 
 
 _DEVICE_TYPE = re.compile(r"[a-z]+\d[\w-]*")
-"""Matches names of GPUs, known or not, but no file.yaml and no key.path=value."""
+"""Matches names of GPUs, known or not, and neither file.yaml nor key.path=value."""
 
 
 def _check_arguments(given: argparse.Namespace) -> None:
-    """Raises: UserError for numbers that cannot be, and for questions that contradict each other."""
+    """Checks flags. Raises: UserError for invalid numbers and conflicting flags."""
     problems = ProblemCollector()
     for flag in ("devices", "node_devices", "host_gib", "document_tokens", "tokens"):
         value = getattr(given, flag)
         if value is not None and not 0 < value < math.inf:
+            name = flag.replace("_", "-")
             problems.append(
-                f"--{flag.replace('_', '-')} = {value}: has to be a number, and more than nothing. Use 1 or more."
+                f"--{name} = {value}: must be greater than 0 and finite. Use 1 or more."
             )
     if len(given.device or ()) > 1:
         for flag in ("longest", "meshes", "plot"):
             if getattr(given, flag):
                 problems.append(
-                    f"--{flag}: needs one kind of GPU. Give one --device, or leave --{flag} out."
+                    f"--{flag}: needs one type of GPU. Use one --device, or leave --{flag} out."
                 )
     if given.longest and given.document_tokens is not None:
         problems.append(
-            "--document-tokens: the longest row is sought as one document. Leave it out."
+            "--document-tokens: must not be set with --longest, whose rows are one document. "
+            "Leave it out."
         )
     for flag in ("json", "plot"):
         if getattr(given, flag):
@@ -299,99 +317,105 @@ def _check_arguments(given: argparse.Namespace) -> None:
 
 
 def _check_single_length(given: argparse.Namespace, config: Config) -> None:
-    """Raises: UserError for flags that need one row length, if the config has several."""
+    """Checks that a config has one row length if a flag needs that. Raises: UserError if not."""
     lengths = config.data.row_lengths
-    wrong = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
-    if len(lengths) > 1 and wrong and not given.longest:
+    flags = [flag for flag in ("meshes", "plot") if getattr(given, flag)]
+    if len(lengths) > 1 and flags and not given.longest:
         raise UserError(
-            f"data.row_tokens = {list(lengths)}: must be one length with --{wrong[0]}. Use data.row_tokens={lengths[-1]}."
+            f"data.row_tokens = {list(lengths)}: must be one length with --{flags[0]}. "
+            f"Use data.row_tokens={lengths[-1]}."
         )
 
 
-def _make_cluster(kind: str, given: argparse.Namespace, config: Config) -> Cluster:
-    """Nodes of a kind of GPU. Raises: UserError for devices that the mesh does not fit."""
+def _make_cluster(device: str, given: argparse.Namespace, config: Config) -> Cluster:
+    """Makes a cluster of a type of GPU. Raises: UserError if the mesh does not fit its devices."""
     mesh = config.mesh
-    inner = mesh.replica * mesh.seq
-    named = f"mesh.replica = {mesh.replica}, mesh.data = {mesh.data}, mesh.seq = {mesh.seq}"
-    count = (
-        inner * mesh.data
-        if mesh.data != -1
-        else -(-memory_limits.DEVICES_PER_NODE // inner) * inner
-    )
-    count = given.devices or count
-    if not given.meshes and (count % inner if mesh.data == -1 else count != inner * mesh.data):
-        fits = (
-            f"{inner}, or a multiple of it"
-            if mesh.data == -1
-            else f"{inner * mesh.data}, or mesh.data=-1"
+    is_fixed = mesh.data != -1
+    unit = mesh.replica * mesh.seq
+    num_devices = -(-memory_limits.DEVICES_PER_NODE // unit) * unit
+    if is_fixed:
+        unit *= mesh.data
+        num_devices = unit
+    num_devices = given.devices or num_devices
+    is_legal = num_devices == unit if is_fixed else num_devices % unit == 0
+    if not is_legal and not given.meshes:
+        rule = f"must be {unit}" if is_fixed else f"must be a multiple of {unit}"
+        other = ", or mesh.data=-1" if is_fixed else ""
+        raise UserError(
+            f"--devices = {num_devices}: {rule} (mesh.replica = {mesh.replica}, mesh.data = "
+            f"{mesh.data}, mesh.seq = {mesh.seq}). Use --devices {unit}{other}."
         )
-        raise UserError(f"--devices = {count}: {named} are for others. Use --devices {fits}.")
     return compiled.make_cluster(
-        kind, count, node_devices=given.node_devices, node_host_gib=given.host_gib
+        device, num_devices, node_devices=given.node_devices, node_host_gib=given.host_gib
     )
 
 
-def _find_longest(asked: PlanRequest) -> None:
+def _find_longest(request: PlanRequest) -> None:
     """Finds the longest row that fits."""
-    console, site = asked.console, asked.cluster
+    console = request.console
+    cluster = request.cluster
     began = time.perf_counter()
-    console.print(f"the longest row on {site.num_devices} x {site.device_type}:")
-    counted = Progress(search.USUAL_NUM_LENGTHS, is_exact=False)
+    console.print(f"the longest row on {cluster.num_devices} x {cluster.device_type}:")
+    progress = Progress(search.USUAL_NUM_LENGTHS, is_exact=False)
 
-    def show(one: TriedLength) -> None:
-        console.print(report.format_length(one, progress=counted.advance()))
+    def show(length: TriedLength) -> None:
+        console.print(report.format_length(length, progress=progress.advance()))
 
-    found = search.find_longest_row(asked.config, model=asked.model, cluster=site, on_result=show)
-    console.print(report.format_longest(found, seconds=time.perf_counter() - began))
-    shown = found.plan or found.shortest_failing.plan
+    longest = search.find_longest_row(
+        request.config, model=request.model, cluster=cluster, on_result=show
+    )
+    console.print(report.format_longest(longest, seconds=time.perf_counter() - began))
+    shown = longest.plan or longest.shortest_failing.plan
     result = {
-        "longest_row_tokens": found.plan and found.plan.row_tokens,
+        "longest_row_tokens": longest.plan and longest.plan.row_tokens,
         "tried": [
-            {"row_tokens": one.row_tokens, "fits": not one.problem, "why": one.problem}
-            for one in found.tried
+            {"row_tokens": length.row_tokens, "fits": not length.problem, "why": length.problem}
+            for length in longest.tried
         ],
     }
     if shown is not None:
-        console.print(report.format_plan(shown, model=asked.model_name, tokens=asked.train_tokens))
-        result = dataclasses.asdict(shown) | result
-    _write_json(asked.args.json, result, asked.sizes, console)
-    if shown is not None:
-        _plot_lengths(
-            asked,
-            shown,
-            [one.plan for one in found.tried if one.plan is not None],
-            _LONGEST_PLOT_FACTORS,
+        console.print(
+            report.format_plan(shown, model=request.model_name, tokens=request.train_tokens)
         )
+        result = dataclasses.asdict(shown) | result
+    _write_json(request.args.json, result, request.sizes, console)
+    if shown is not None:
+        plans = [length.plan for length in longest.tried if length.plan is not None]
+        _plot_lengths(request, shown, plans, _LONGEST_PLOT_FACTORS)
 
 
-def _plan_meshes(asked: PlanRequest) -> None:
+def _plan_meshes(request: PlanRequest) -> None:
     """Plans every mesh."""
-    given, config, site, console = asked.args, asked.config, asked.cluster, asked.console
-    count = len(mesh_sweep.list_combinations(config, asked.model, num_devices=site.num_devices))
-    console.print(f"{count} meshes with their kinds of attention, each a step to compile:")
-    counted = Progress(count)
+    config = request.config
+    cluster = request.cluster
+    console = request.console
+    count = len(
+        mesh_sweep.list_combinations(config, request.model, num_devices=cluster.num_devices)
+    )
+    console.print(f"{count} combinations of mesh and attention strategy to compile:")
+    progress = Progress(count)
 
-    def show(shape: MeshPlan) -> None:
-        console.print(report.format_mesh_plan(shape, progress=counted.advance()))
+    def show(mesh_plan: MeshPlan) -> None:
+        console.print(report.format_mesh_plan(mesh_plan, progress=progress.advance()))
 
     with console.status("compiling"):
-        found = mesh_sweep.plan_meshes(
+        mesh_plans = mesh_sweep.plan_meshes(
             config,
-            model=asked.model,
-            cluster=site,
-            document_tokens=given.document_tokens,
+            model=request.model,
+            cluster=cluster,
+            document_tokens=request.args.document_tokens,
             on_result=show,
         )
-    rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens"
-    console.print(f"{rows} a step on {site.num_devices} x {site.device_type}")
-    console.print(report.format_ranking(found))
-    if given.plot:
-        where = f"{asked.model_name}, {rows} a step on {site.num_devices} x {site.device_type}"
-        plots.plot_meshes(found, given.plot, title=f"{where}: planned, not measured")
-        console.print(f"drawn: {given.plot}")
-    _write_json(
-        given.json, {"meshes": [dataclasses.asdict(one) for one in found]}, asked.sizes, console
-    )
+    rows = f"{config.batch.rows_per_step} rows of {config.data.max_row_tokens:,} tokens per step"
+    workload = f"{rows} on {cluster.num_devices} x {cluster.device_type}"
+    console.print(workload)
+    console.print(tables.format_ranking(mesh_plans))
+    if request.args.plot:
+        title = f"{request.model_name}, {workload}: planned, not measured"
+        plots.plot_meshes(mesh_plans, request.args.plot, title=title)
+        console.print(f"drawn: {request.args.plot}")
+    result = {"meshes": [dataclasses.asdict(mesh_plan) for mesh_plan in mesh_plans]}
+    _write_json(request.args.json, result, request.sizes, console)
 
 
 def _write_json(
@@ -400,7 +424,7 @@ def _write_json(
     sizes: ModelSizes,
     console: rich.console.Console,
 ) -> None:
-    """Writes the numbers, and whether they are of published sizes."""
+    """Writes the plan, and whether the model's sizes are published ones."""
     if file is not None:
         whole = result | {"published_sizes": sizes.note or None}
         file.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -14,7 +14,7 @@ from jaxsp.config import config_file
 from jaxsp.config.schema import Config
 from jaxsp.core import axes, durations
 from jaxsp.core.errors import UserError
-from jaxsp.planner import mesh_sweep, report
+from jaxsp.planner import mesh_sweep, report, tables
 from jaxsp.planner.progress import Progress
 from jaxsp.run.benchmark import BenchmarkResult
 
@@ -144,9 +144,9 @@ def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
         (
             *_describe_mesh(benchmark),
             f"{result.step_s:.4g}",
-            report.format_number(result.step_s_estimate, "{:.4g}"),
+            tables.format_number(result.step_s_estimate, "{:.4g}"),
             f"{result.tokens_per_s:,.0f}",
-            report.format_number(result.peak_gib, "{:.2f}"),
+            tables.format_number(result.peak_gib, "{:.2f}"),
             f"{result.device_gib:.3g}",
             result.remat,
             f"{result.losses[-1]:.6f}",
@@ -172,7 +172,7 @@ def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
         verdict = (
             f"losses and counts agree on all {len(ran)} lines (losses to {largest:.1e}, relative)"
         )
-    return "\n".join([title, report.format_table(head, rows), verdict])
+    return "\n".join([title, tables.format_table(head, rows), verdict])
 
 
 def _describe_mesh(benchmark: MeshBenchmark) -> list[str]:

@@ -22,8 +22,7 @@ import jax
 
 from jaxsp.config import config_file
 from jaxsp.hf import families
-from jaxsp.planner import planning
-from jaxsp.planner import report as planner_report
+from jaxsp.planner import planning, tables
 from jaxsp.planner.compile import compiled
 from jaxsp.planner.planning import Plan
 from scripts.bench import machine, memory
@@ -434,7 +433,7 @@ def table(anchors: Sequence[Anchor]) -> str:
         rows.append(row)
         fits = "" if anchor.fits else ". The plan does not fit its GPUs"
         notes.append(f"[{number}] {anchor.source}: {anchor.note}{fits}")
-    return "\n".join([planner_report.format_table(head, rows), OTHER_KERNELS, *notes])
+    return "\n".join([tables.format_table(head, rows), OTHER_KERNELS, *notes])
 
 
 def summary(anchors: Sequence[Anchor]) -> str:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxsp.planner import report
+from jaxsp.planner import report, tables
 from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.mesh_sweep import MeshPlan
@@ -107,7 +107,8 @@ def test_without_ceilings_there_is_no_estimate():
 
 
 def test_tokens_to_train_on_give_gpu_hours_and_days():
-    """10e9 tokens at 200,000 a second are 50,000 seconds, 111 hours of 8 GPUs; likely up to 1.3 times as many."""
+    """10e9 tokens at 200,000 per second take 50,000 s: 111 GPU-hours on 8 GPUs, up to 1.3 times
+    that."""
     plan = made.plan(tokens_per_s_estimate=200_000.0)
     words = ["10,000,000,000 tokens", "111 to 144 GPU-hours", "0.58 to 0.75 days"]
     assert_names(report.format_cost(plan, 10e9), *words)
@@ -167,7 +168,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
             time_bottleneck=None,
         ),
     ]
-    rows, note = cells(report.format_comparison(found, tokens=10e9))
+    rows, note = cells(tables.format_comparison(found, tokens=10e9))
     assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
     assert [row["row tokens"] for row in rows] == ["131,072", "65,536", "131,072", "131,072"]
     assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
@@ -190,7 +191,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     ]
     assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
     assert_names(note, "1 to 1.3")
-    rows, _ = cells(report.format_comparison(found, tokens=None))
+    rows, _ = cells(tables.format_comparison(found, tokens=None))
     assert "GPU-hours*" not in rows[0]
 
 
@@ -241,7 +242,7 @@ def test_meshes_are_a_table_and_those_that_were_refused_say_why():
             problem="28 query heads cannot be shared",
         ),
     ]
-    text = report.format_ranking(found)
+    text = tables.format_ranking(found)
     rows, note = cells(text)
     assert list(rows[0].values()) == [
         *"118",
