@@ -24,7 +24,7 @@ from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
 from jaxsp.run import build, resume
 from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
-from jaxsp.training import train_step
+from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
 
 _PLACEHOLDER_FIELDS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     resolved = _resolve_config(config, checkpoint, meta)
     program = resolved.program
     if checkpoint is not None:
-        like = train_step.abstract_weights(program)
+        like = train_state.abstract_weights(program)
         master = reader.restore_weights(checkpoint, like, table=program.table)
     else:
         assert resolved.model_folder is not None, "WHAT is a model's source"

@@ -3,7 +3,7 @@
 Example:
     import transformers
     from jaxsp import library
-    from jaxsp.training import train_step
+    from jaxsp.training import train_state, train_step
 
     tokenizer = transformers.AutoTokenizer.from_pretrained("models/base")
     texts = open("texts.txt").readlines()
@@ -16,7 +16,7 @@ Example:
         "optimizer": {"learning_rate": 1e-2},
     }
     program, weights = library.load_model("models/base", config)
-    state = train_step.init_state(program, weights)
+    state = train_state.init_state(program, weights)
     run_step = train_step.compile(program)
     for batch in library.pack(documents, program):
         state, metrics = run_step(state, batch)
@@ -45,7 +45,7 @@ from jaxsp.run import build
 from jaxsp.runtime import device_mesh, jax_platform
 from jaxsp.training import host_offload
 from jaxsp.training.loss import TokenLoss
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
     import datasets
@@ -76,7 +76,7 @@ def load_model(
         has_weights: True if the training step takes a weight for each token's loss.
     Returns:
         The program, which describes the training step, and the float32 weights, sharded over the
-        mesh. `train_step.init_state(program, weights)` adds the optimizer's state,
+        mesh. `train_state.init_state(program, weights)` adds the optimizer's state,
         `train_step.compile(program)` compiles the step.
     Raises: UserError with all problems of the config, the model's files and the mesh.
     Example: `program, weights = load_model("Qwen/Qwen3-0.6B", config)`; see the top of the file.

@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, writer
 from jaxsp.model import decoder
-from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_step
+from jaxsp.training import compile_options, host_offload, memory_options, sharding, train_state
 from tests import batches, messages
 
 SETTINGS = {
@@ -123,7 +123,7 @@ def test_documents_are_packed_with_labels_and_weights(loaded):
     assert len(found) == 3
     described = [
         jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), rows)
-        for rows in (found[0], train_step.abstract_inputs(program)[1])
+        for rows in (found[0], train_state.abstract_inputs(program)[1])
     ]
     assert described[0] == described[1]
     right = [

@@ -17,7 +17,7 @@ from jaxsp.config import config_file
 from jaxsp.data.packing.packing import PackedRow
 from jaxsp.run import build
 from jaxsp.runtime import run_paths
-from jaxsp.training import train_step
+from jaxsp.training import step_gradients
 from tests import markdown, tolerances
 from tests.training import runs
 
@@ -118,7 +118,7 @@ def test_transformers_loads_the_export_and_computes_the_same_loss(quickstart):
     ).batches()
     weights = reader.read_weights(run_paths.find_latest(directory), program.table)
     master = runs.put_weights(program.table, weights, program.mesh)
-    compute_gradients = functools.partial(train_step.compute_gradients, program)
+    compute_gradients = functools.partial(step_gradients.compute_gradients, program)
     loss = jax.jit(lambda *arguments: compute_gradients(*arguments).loss)(master, batch)
 
     arrays = {

@@ -24,7 +24,7 @@ from jaxsp.model import layers
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.train_step import TrainState
+from jaxsp.training.train_state import TrainState
 
 _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 """errno values that mean a damaged or missing file. Others are treated as machine faults."""

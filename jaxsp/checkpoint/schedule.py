@@ -12,7 +12,7 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations
 from jaxsp.core.errors import NeedsAttentionError
 from jaxsp.training import evaluator
-from jaxsp.training.train_step import TrainState
+from jaxsp.training.train_state import TrainState
 
 
 class CheckpointSchedule:

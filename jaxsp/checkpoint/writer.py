@@ -28,7 +28,7 @@ from jaxsp.runtime import distributed, run_paths
 from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.training import host_offload
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.train_step import TrainState
+from jaxsp.training.train_state import TrainState
 
 MIN_SLICED_BYTES = 2**20
 """Minimum bytes per device for the devices that hold a replicated array to share its writing.

@@ -16,7 +16,7 @@ from jaxsp.reporting.metrics import MetricsLine
 from jaxsp.runtime import device_mesh
 from jaxsp.training import memory_options, sharding
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 
 def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:

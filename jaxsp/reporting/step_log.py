@@ -20,7 +20,8 @@ from jaxsp.reporting.progress import Progress
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.train_step import Program, StepMetrics
+from jaxsp.training.program import Program
+from jaxsp.training.train_step import StepMetrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

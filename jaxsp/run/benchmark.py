@@ -18,7 +18,7 @@ from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
-from jaxsp.training import memory_fit, memory_options, train_step
+from jaxsp.training import memory_fit, memory_options, train_state
 from jaxsp.training.memory_fit import CompiledStep
 
 
@@ -68,7 +68,7 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
     )
     memory_options.reserve_host_memory(program, step.memory_use.host)
     compile_s = time.perf_counter() - began
-    state = train_step.init_state(program, inputs.make_weights())
+    state = train_state.init_state(program, inputs.make_weights())
     loader = inputs.train_set.make_loader(
         program.config,
         program.mesh,

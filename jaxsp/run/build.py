@@ -29,7 +29,7 @@ from jaxsp.run.data_sets import OpenedSources
 from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.training import memory_options, weight_init
 from jaxsp.training.inputs import RunInputs, StartPoint
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
     import transformers

@@ -16,10 +16,12 @@ from jaxsp.core import durations, errors
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
-from jaxsp.training import evaluator, memory_options, selfcheck, train_step
+from jaxsp.training import evaluator, memory_options, selfcheck, train_state
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.train_step import Program, StepMetrics, TrainState
+from jaxsp.training.program import Program
+from jaxsp.training.train_state import TrainState
+from jaxsp.training.train_step import StepMetrics
 
 CompiledSteps = dict[int, Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]]
 """Compiled training steps, by row length in tokens."""
@@ -121,7 +123,7 @@ def _check_disk(program: Program, *, num_steps: int) -> str | None:
     """
     if jax.process_index() > 0:
         return None
-    state = train_step.abstract_inputs(program)[0]
+    state = train_state.abstract_inputs(program)[0]
     checkpoints = pathlib.Path(program.config.run.directory) / run_paths.CHECKPOINTS_DIR
     return disk_space.check(
         program.config,

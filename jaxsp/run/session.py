@@ -29,7 +29,9 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.training.early_stopping import EarlyStopping
 from jaxsp.training.evaluator import Evaluator
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.train_step import Program, StepMetrics, TrainState
+from jaxsp.training.program import Program
+from jaxsp.training.train_state import TrainState
+from jaxsp.training.train_step import StepMetrics
 
 
 class Outcome(enum.Enum):

@@ -10,9 +10,10 @@ from jaxsp.run.preflight import CompiledSteps
 from jaxsp.run.session import Session
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
-from jaxsp.training import train_step
+from jaxsp.training import train_state
 from jaxsp.training.inputs import RunInputs
-from jaxsp.training.train_step import Program, TrainState
+from jaxsp.training.program import Program
+from jaxsp.training.train_state import TrainState
 
 
 def train(
@@ -73,6 +74,6 @@ def _make_state(program: Program, inputs: RunInputs) -> TrainState:
     """State before the first step: from the checkpoint, or initial weights."""
     checkpoint = inputs.start.checkpoint
     if checkpoint is None:
-        return train_step.init_state(program, inputs.make_weights())
-    like = train_step.abstract_inputs(program)[0]
+        return train_state.init_state(program, inputs.make_weights())
+    like = train_state.abstract_inputs(program)[0]
     return reader.restore(checkpoint, like, table=program.table, num_steps=inputs.start.step)

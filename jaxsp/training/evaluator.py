@@ -14,7 +14,8 @@ from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.model import layers
 from jaxsp.runtime import device_mesh
 from jaxsp.training import train_step
-from jaxsp.training.train_step import Program, StepTotals
+from jaxsp.training.program import Program
+from jaxsp.training.step_gradients import StepTotals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

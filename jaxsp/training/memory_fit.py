@@ -25,7 +25,7 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import cluster, device_mesh, distributed, memory_limits
 from jaxsp.training import host_offload, sharding
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 GIB = 2**30
 

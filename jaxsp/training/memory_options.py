@@ -11,7 +11,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
 from jaxsp.training import compile_options, host_offload, memory_fit, train_step
 from jaxsp.training.memory_fit import CompiledStep, MemoryUse
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
 """Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""

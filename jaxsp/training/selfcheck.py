@@ -28,7 +28,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
 from jaxsp.training import compile_options
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 ATTENTION_TOLERANCE = 1e-2
 """Maximum of `measure_attention_error` in bfloat16.

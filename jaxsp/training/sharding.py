@@ -129,7 +129,8 @@ def _forbid_gradient(whole: Array, shard: Shard) -> Array:
 def _raise_no_gradient(primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "Gather.all_gather cannot be differentiated: it has no gradient, and the weight would "
-        "never learn. Use gather(param, shard), which returns the same weight and sums its gradient."
+        "never learn. Use gather(param, shard), which returns the same weight and sums its "
+        "gradient."
     )
 
 

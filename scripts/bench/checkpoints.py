@@ -25,8 +25,8 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.hf import families
 from jaxsp.runtime import device_mesh, jax_platform
-from jaxsp.training import train_step
-from jaxsp.training.train_step import Program
+from jaxsp.training import train_state
+from jaxsp.training.program import Program
 from scripts.bench import machine
 
 HIDDEN, VOCABULARY = 1024, 16384
@@ -120,7 +120,7 @@ def _program(gigabytes: float) -> Program:
 
 
 def _times(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[Case]:
-    state = jax.block_until_ready(train_step.random_state(program, seed=0))
+    state = jax.block_until_ready(train_state.random_state(program, seed=0))
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((state.master, state.opt_state)))
     with CheckpointWriter(
         folder, table=program.table, retention=CheckpointConfig(keep_latest=1)
@@ -138,7 +138,7 @@ def _times(program: Program, folder: pathlib.Path, num_saves: int) -> Iterator[C
             yield Case(
                 name=name, num_bytes=whole, seconds=time.perf_counter() - began, blocked_s=blocked_s
             )
-    newest, like = folder / str(num_saves), train_step.abstract_inputs(program)[0]
+    newest, like = folder / str(num_saves), train_state.abstract_inputs(program)[0]
     began = time.perf_counter()
     jax.block_until_ready(reader.restore(newest, like, table=program.table, num_steps=num_saves))
     seconds = time.perf_counter() - began

@@ -411,7 +411,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.reporting import metrics
-    from jaxsp.training import memory_fit, memory_options, train_step
+    from jaxsp.training import memory_fit, memory_options, train_state
 
     jax_platform.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
@@ -455,7 +455,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             host_gib=ready.memory_use.host / memory_fit.GIB,
         )
         memory_options.reserve_host_memory(program, ready.memory_use.host)
-        state = train_step.init_state(program, material.make_weights())
+        state = train_state.init_state(program, material.make_weights())
         times = []
         for _ in range(WARM_UP_STEPS + case.steps):
             began = time.perf_counter()

@@ -14,7 +14,7 @@ from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.model.layers import Parameter
 from jaxsp.runtime import run_paths
 from jaxsp.training.early_stopping import EarlyStoppingState
-from jaxsp.training.train_step import TrainState
+from jaxsp.training.train_state import TrainState
 from tests import batches
 
 HELD_OUT = {"name": "held out", "digest": "digest of held out"}

@@ -24,8 +24,8 @@ from jaxsp.checkpoint import checksums, reader
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
-from jaxsp.training import sharding, train_step
-from jaxsp.training.train_step import Program
+from jaxsp.training import sharding, train_state
+from jaxsp.training.program import Program
 from tests import batches
 
 NOTICED = "noticed"
@@ -89,7 +89,7 @@ class SavedRun:
         trainer.train(self.program, inputs, rich.console.Console(quiet=True))
         self.path = folder / "run/checkpoints/2"
         self.table = self.program.table
-        self.state_shapes = train_step.abstract_inputs(self.program)[0]
+        self.state_shapes = train_state.abstract_inputs(self.program)[0]
         self.expected = self.restore()
 
     def restore(self, program: Program | None = None) -> dict[str, bytes]:
@@ -97,7 +97,7 @@ class SavedRun:
 
         Args: program: the program to restore into; None: that of the run.
         """
-        shapes = train_step.abstract_inputs(program)[0] if program else self.state_shapes
+        shapes = train_state.abstract_inputs(program)[0] if program else self.state_shapes
         meta = reader.read_meta(self.path)
         state = reader.restore(self.path, shapes, table=self.table, num_steps=meta.step)
         unpadded = checksums.name_leaves(

@@ -19,7 +19,8 @@ from jaxsp.checkpoint import files, reader
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config import run_schema
 from jaxsp.runtime import cluster, device_mesh, distributed, jax_platform, run_paths
-from jaxsp.training import sharding, train_step
+from jaxsp.training import sharding, train_state
+from jaxsp.training.program import Program
 from tests import batches
 from jaxsp import attention
 
@@ -31,11 +32,11 @@ coordinator = f"127.0.0.1:{port}"
 distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator=coordinator))
 sharding.MIN_SHARDED_SIZE = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
-program = train_step.Program(
+program = Program(
     config=batches.settings(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
-state = train_step.random_state(program, seed=0)
+state = train_state.random_state(program, seed=0)
 meta = lambda number: reader.CheckpointMeta(
     config={}, model={}, data={}, step=number, rows_consumed={}, num_tokens_total=0
 )
@@ -65,7 +66,7 @@ with CheckpointWriter(folder, table=program.table, retention=retention) as write
     while (outcome := writer.poll()) is None:
         pass
     print("RESULT then:", outcome, sorted(path.name for path in folder.iterdir()), flush=True)
-shapes = train_step.abstract_inputs(program)[0]
+shapes = train_state.abstract_inputs(program)[0]
 
 
 def fail_to_read(path, *_):

@@ -25,11 +25,12 @@ from jaxsp.training import (
     host_offload,
     memory_options,
     selfcheck,
+    train_state,
     train_step,
     weight_init,
 )
 from jaxsp.training.memory_fit import MemoryUse
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 from tests import batches, tolerances
 
 pytestmark = pytest.mark.gpu
@@ -135,7 +136,7 @@ def trained(gpu, lever, dtype="float32"):
         name: np.array(weight) for name, weight in batches.by_name(start).items()
     }  # no view: the step takes the memory
     state, rows, losses, moved = (
-        train_step.init_state(of, start),
+        train_state.init_state(of, start),
         batches.on_mesh(ROWS, of.mesh),
         [],
         {},
@@ -209,7 +210,7 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     of, _ = program(gpu, LEVERS[lever], "float32")
     run, state, rows = (
         train_step.compile(of),
-        train_step.random_state(of, seed=0),
+        train_state.random_state(of, seed=0),
         batches.on_mesh(ROWS, of.mesh),
     )
     state, _ = run(state, rows)
@@ -220,7 +221,7 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
         store.save(state, meta)
         state, right = run(state, rows)
     restored = reader.restore(
-        tmp_path / "1", train_step.abstract_inputs(of)[0], table=of.table, num_steps=1
+        tmp_path / "1", train_state.abstract_inputs(of)[0], table=of.table, num_steps=1
     )
     assert float(run(restored, rows)[1].loss) == pytest.approx(
         float(right.loss), rel=tolerances.MESH

@@ -18,8 +18,8 @@ from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_paths
-from jaxsp.training import memory_options, train_step
-from jaxsp.training.train_step import TrainState
+from jaxsp.training import memory_options, train_state
+from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -143,7 +143,7 @@ def test_skipped_step_counts_in_the_schedule_and_changes_nothing(skipped, folder
     program, _ = build.build_training(make_config(folder), devices=jax.devices()[:1])
     state = reader.restore(
         run_paths.find_latest(directory),
-        train_step.abstract_inputs(program)[0],
+        train_state.abstract_inputs(program)[0],
         table=program.table,
         num_steps=STEPS,
     )

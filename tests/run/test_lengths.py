@@ -15,7 +15,7 @@ from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch
 from jaxsp.run import build, trainer
 from jaxsp.training import train_step
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
 
 MODEL = {**batches.SMALL_LLAMA, "vocab_size": 101, "num_hidden_layers": 2}

@@ -29,7 +29,7 @@ from jaxsp.runtime import run_paths
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.training import train_step
-from jaxsp.training.train_step import TrainState
+from jaxsp.training.train_state import TrainState
 from tests import batches, messages
 
 

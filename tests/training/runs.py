@@ -18,8 +18,9 @@ from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter, Weights
 from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding, train_step
-from jaxsp.training.train_step import Program, TrainState
+from jaxsp.training import sharding, step_gradients, train_state, train_step
+from jaxsp.training.program import Program
+from jaxsp.training.train_state import TrainState
 from tests import batches, tolerances
 from tests import whole as wholes
 from tests.attention import oracle
@@ -149,7 +150,7 @@ class Run:
             self.program.mesh,
             is_offloaded=self.program.has_offloaded_state,
         )
-        return train_step.init_state(self.program, stored)
+        return train_state.init_state(self.program, stored)
 
     def whole(self, tree: Any) -> dict[str, np.ndarray]:
         """Weights or gradients by name, without the zeros they are stored with."""
@@ -202,7 +203,7 @@ def compiling(
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_per_microbatch, None, None)
         rows, state = bare.rows(arrays), bare.state(whole_weights(model))
-        gradients = jax.jit(functools.partial(train_step.compute_gradients, program))
+        gradients = jax.jit(functools.partial(step_gradients.compute_gradients, program))
         return dataclasses.replace(
             bare,
             gradients=gradients.lower(state.master, rows).compile()

@@ -14,7 +14,7 @@ from jaxsp.core import axes
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
-from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_step
+from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_state
 from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
 from tests import batches
 from tests.attention.strategies import make_strategy
@@ -336,7 +336,7 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
 
 def on_kind(program):
     """Bytes of a device's weights and optimizer state, by the memory kind of their shardings; counts of steps left out."""
-    state = train_step.abstract_inputs(program)[0]
+    state = train_state.abstract_inputs(program)[0]
     found = {"device": 0, host_offload.MEMORY_KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt_state)):
         if leaf.dtype == jnp.float32:

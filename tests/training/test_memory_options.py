@@ -17,9 +17,18 @@ from jaxsp.config.schema import AttentionConfig, MemoryConfig
 from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths
-from jaxsp.training import host_offload, loss, memory_fit, memory_options, sharding, train_step
+from jaxsp.training import (
+    host_offload,
+    loss,
+    memory_fit,
+    memory_options,
+    sharding,
+    step_gradients,
+    train_state,
+    train_step,
+)
 from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
 from tests.training import runs
 
@@ -179,7 +188,7 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
     for run in (plain, offloaded):
         restored = reader.restore(
             tmp_path / "2",
-            train_step.abstract_inputs(run.program)[0],
+            train_state.abstract_inputs(run.program)[0],
             table=run.program.table,
             num_steps=2,
         )
@@ -210,7 +219,7 @@ def residuals(memory, *, seq=4):
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    jaxpr = jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(
+    jaxpr = jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
         state.master, run.rows(runs.ROWS)
     )
     number = runs.MODEL.num_layers

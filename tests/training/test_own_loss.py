@@ -10,8 +10,8 @@ import pytest
 from jaxsp import attention
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
-from jaxsp.training import train_step
-from jaxsp.training.train_step import Program
+from jaxsp.training import step_gradients, train_state, train_step
+from jaxsp.training.program import Program
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -90,7 +90,10 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
     weights = runs.whole_weights(MODEL)
     made = program(sizes, loss=token_loss)
     run = runs.Run(
-        made, MESHES[sizes], jax.jit(functools.partial(train_step.compute_gradients, made)), None
+        made,
+        MESHES[sizes],
+        jax.jit(functools.partial(step_gradients.compute_gradients, made)),
+        None,
     )
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     loss, right = on_one_device(arrays, weights, token_loss or cross_entropy)
@@ -125,6 +128,6 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
         0,
         True,
     )
-    plain, weighted = (train_step.abstract_inputs(one)[1] for one in (program((1, 1, 2)), made))
+    plain, weighted = (train_state.abstract_inputs(one)[1] for one in (program((1, 1, 2)), made))
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

@@ -8,8 +8,8 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.model import decoder
-from jaxsp.training import train_step, weight_init
-from jaxsp.training.train_step import Program
+from jaxsp.training import step_gradients, weight_init
+from jaxsp.training.program import Program
 from tests import batches, tolerances
 from tests.training import runs
 
@@ -103,7 +103,7 @@ def traced(grad_reduce_dtype):
     )
     run = runs.Run(program, rows_per_microbatch=1, gradients=None, step=None)
     state = run.state(runs.whole_weights(runs.MODEL))
-    return jax.make_jaxpr(functools.partial(train_step.compute_gradients, program))(
+    return jax.make_jaxpr(functools.partial(step_gradients.compute_gradients, program))(
         state.master, run.rows(runs.ROWS)
     )
 

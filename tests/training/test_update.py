@@ -10,7 +10,8 @@ from jaxsp import attention
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.model import decoder
 from jaxsp.training import optimizer, train_step
-from jaxsp.training.train_step import Program, TrainState
+from jaxsp.training.program import Program
+from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
 

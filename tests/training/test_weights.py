@@ -132,5 +132,5 @@ def test_join_raises_when_it_is_differentiated_and_gather_has_a_gradient():
     assert float(jax.jit(loss, static_argnums=1)(slot, gather.all_gather)) == 55
     assert (jax.grad(loss)(slot, gather) == 2 * value).all()
     for differentiate in (jax.grad(loss), jax.grad(jax.checkpoint(loss, static_argnums=1))):
-        with pytest.raises(TypeError, match=r"gather\(row, shard\)"):
+        with pytest.raises(TypeError, match=r"gather\(param, shard\)"):
             differentiate(slot, gather.all_gather)

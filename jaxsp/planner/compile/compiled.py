@@ -24,9 +24,16 @@ from jaxsp.model.layers import Parameter
 from jaxsp.planner.compile import gpus
 from jaxsp.planner.compile.gpus import Gpu
 from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import compile_options, host_offload, memory_fit, optimizer, train_step
+from jaxsp.training import (
+    compile_options,
+    host_offload,
+    memory_fit,
+    optimizer,
+    train_state,
+    train_step,
+)
 from jaxsp.training.memory_fit import MemoryLimit
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """Packages with XLA's compiler for GPUs, one of which is needed."""
@@ -175,7 +182,7 @@ def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:
 
     Raises: what `training.train_step.compile` raises.
     """
-    lowered = train_step.build_step(made).lower(*train_step.abstract_inputs(made))
+    lowered = train_step.build_step(made).lower(*train_state.abstract_inputs(made))
     if made.has_offloaded_state:
         _mark_host_arguments(lowered, made)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
@@ -232,7 +239,7 @@ def _write_stub_ptxas(folder: pathlib.Path) -> None:
 
 def _mark_host_arguments(lowered: jax.stages.Lowered, made: Program) -> None:
     """Says of the arguments that are in host memory that they are: shardings on absent devices have forgotten it."""
-    state, rows = train_step.abstract_inputs(made)
+    state, rows = train_state.abstract_inputs(made)
 
     def of_weight(row: Parameter, weight: Any, opt: Any) -> tuple[Any, Any]:
         away = host_offload.should_offload(row)

@@ -22,7 +22,7 @@ from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
 from jaxsp.runtime import device_mesh
 from jaxsp.training import sharding
-from jaxsp.training.train_step import Program
+from jaxsp.training.program import Program
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
 

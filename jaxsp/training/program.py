@@ -1,0 +1,151 @@
+"""A program: everything that determines a compiled training step."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxsp.attention import Attend
+from jaxsp.config.schema import Config
+from jaxsp.core import axes, batch
+from jaxsp.model import decoder, layers, tiling
+from jaxsp.model.config import ModelConfig
+from jaxsp.model.remat import RematPolicy
+from jaxsp.runtime import device_mesh
+from jaxsp.training import compile_options, loss
+from jaxsp.training.compile_options import CompileOptions
+from jaxsp.training.loss import TokenLoss
+from jaxsp.training.sharding import Gather
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """Everything that determines a compiled step: config, model, mesh and attention."""
+
+    config: Config
+    model: ModelConfig
+    mesh: Mesh
+    attend: Attend
+    num_steps: int
+    loss: TokenLoss | None = None
+    """Loss of each token, `logits_TV, labels_T -> losses_T`; None: cross entropy.
+
+    It is computed in tiles of `memory.loss_tile_tokens`. The step's loss is the mean over its loss
+    tokens.
+    """
+    has_weights: bool = False
+    """True if the compiled step takes `weights_BL`, a weight of each token's loss."""
+
+    @property
+    def table(self) -> layers.Weights:
+        """Parameter table of the model."""
+        return decoder.param_table(self.model)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Compute dtype."""
+        return jnp.dtype(self.config.model.compute_dtype)
+
+    @property
+    def gather(self) -> Gather:
+        """All-gather of weights and reduce-scatter of gradients."""
+        memory = self.config.memory
+        return Gather(
+            num_shards=device_mesh.num_shards(self.mesh),
+            compute_dtype=self.dtype,
+            reduce_dtype=jnp.dtype(memory.grad_reduce_dtype),
+            gradients_on_host=self.has_offloaded_gradients,
+        )
+
+    @property
+    def compile_options(self) -> CompileOptions:
+        """Compile options of the step."""
+        return compile_options.choose_options(
+            self.config, mesh=self.mesh, is_tiled=self.mlp_tile < self.tokens_per_device
+        )
+
+    @property
+    def has_offloaded_state(self) -> bool:
+        """True if weights and optimizer state are in host memory between their uses."""
+        return self.config.memory.offload_optimizer != "none"
+
+    @property
+    def has_offloaded_gradients(self) -> bool:
+        """True if gradients are also in host memory."""
+        return self.config.memory.offload_optimizer == "state_and_gradients"
+
+    @property
+    def tokens_per_device(self) -> int:
+        """Tokens of a device in a microbatch of the longest rows."""
+        config = self.config
+        tokens = config.data.max_row_tokens * config.batch.rows_per_microbatch
+        return tokens // self.mesh.shape[axes.SEQ]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of microbatches in a step."""
+        config = self.config.batch
+        return batch.num_microbatches(
+            rows_per_step=config.rows_per_step,
+            global_microbatch_rows=device_mesh.num_groups(self.mesh) * config.rows_per_microbatch,
+        )
+
+    @property
+    def mlp_tiles(self) -> list[int]:
+        """Possible tile sizes of a layer's projections and MLP.
+
+        In tokens of a device, the largest first.
+        """
+
+        def choose_tile(max_bytes: int) -> int:
+            return tiling.choose_mlp_tile(
+                num_tokens=self.tokens_per_device,
+                hidden_size=self.model.hidden_size,
+                intermediate_size=self.model.intermediate_size,
+                itemsize=self.dtype.itemsize,
+                max_bytes=max_bytes,
+            )
+
+        requested = self.config.memory.mlp_tile_tokens
+        return self._list_tiles(requested, map(choose_tile, tiling.MLP_TILE_BYTES))
+
+    @property
+    def loss_tiles(self) -> list[int]:
+        """Possible tile sizes of the loss, in tokens of a device, the largest first."""
+        sizes = {"num_tokens": self.tokens_per_device, "vocab_size": self.model.vocab_size}
+        tiles = (
+            loss.tile_tokens(**sizes, max_bytes=max_bytes) for max_bytes in loss.MAX_LOGIT_BYTES
+        )
+        return self._list_tiles(self.config.memory.loss_tile_tokens, tiles)
+
+    def _list_tiles(self, requested: int | Literal["auto"], tiles: Iterable[int]) -> list[int]:
+        """The requested tile size, or for `auto` all tokens and then the smaller tiles."""
+        num_tokens = self.tokens_per_device
+        if requested != "auto":
+            return [min(requested, num_tokens)]
+        return [num_tokens, *(tile for tile in tiles if tile < num_tokens)]
+
+    @property
+    def mlp_tile(self) -> int:
+        """Tile size of a layer's projections and MLP, in tokens of a device.
+
+        If the config has `auto`, a size that is safe before memory is known.
+        """
+        return self.mlp_tiles[:2][-1]
+
+    @property
+    def loss_tile(self) -> int:
+        """Tile size of the loss, in tokens of a device; a safe size if the config has `auto`."""
+        return self.loss_tiles[-1]
+
+    @property
+    def remat_policy(self) -> RematPolicy:
+        """Activations that are saved for the backward pass.
+
+        `auto` counts as save_attention here; `memory_fit` decides it.
+        """
+        memory = self.config.memory
+        remat = "save_attention" if memory.remat == "auto" else memory.remat
+        return RematPolicy(remat=remat, offload_activations=memory.offload_activations)

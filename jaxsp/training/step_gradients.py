@@ -1,0 +1,224 @@
+"""Gradients and counts of a step, equal on every mesh.
+
+Loss and gradients are computed inside one shard_map over the whole mesh. The function that is
+differentiated there is this device's *sum* of token losses, with no collective on it. Sums over
+devices come afterwards, each exactly once, and gradients are divided once by the loss tokens of the
+whole step. (DeepSpeed 0.19.8 with its documented recipe differentiates a gathered mean, and its
+gradients are `seq` times too large with ZeRO 0 to 2.)
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+
+from jaxsp.core import axes
+from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs
+from jaxsp.model import decoder, layers
+from jaxsp.training import host_offload, loss, sharding
+from jaxsp.training.program import Program
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepGradients:
+    """Gradients of the step's mean token loss, sharded like the weights, and the step's counts."""
+
+    gradients: layers.Weights
+    loss: Leaf
+    num_correct: Leaf
+    num_rows: Leaf
+    num_tokens: Leaf
+    num_loss_tokens: Leaf
+    loss_weight: Leaf | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Sums over the rows of a step, without gradients."""
+
+    loss: Leaf
+    num_correct: Leaf
+    num_rows: Leaf
+    num_tokens: Leaf
+    num_loss_tokens: Leaf
+    loss_weight: Leaf | None = None
+
+
+_RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
+"""Marks a gradient that the backward pass returns instead of adding it to a reference."""
+
+
+def compute_gradients(program: Program, master: layers.Weights, batch: Batch) -> StepGradients:
+    """Gradients and counts of a step. Call under jit."""
+    weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
+    local = functools.partial(_local_gradients, program)
+    return StepGradients(
+        **_run_on_mesh(program, local, master, batch, out_specs={"gradients": weight_specs})
+    )
+
+
+def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> dict[str, Any]:
+    """Fields of StepGradients from this device's shards and rows, inside shard_map."""
+    gather = program.gather
+    table = program.table
+    values = master
+    if not program.has_offloaded_gradients:
+        values = gather.make_working_copy(table, master)
+    slots = gather.make_grad_slots(table, values)
+    # The backward pass adds the gradient of a layer to these references at once. Added after the
+    # backward pass, the gradients of all layers would be on the device twice (8B on 8 GPUs: 3.5 GiB
+    # more). References to host memory do not exist.
+    targets = jax.tree.map(
+        lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
+        slots,
+    )
+
+    def run_microbatch(batch: Batch) -> tuple[tuple[Array, Array], list[Array]]:
+        """Sums of losses and of correct tokens, and the gradients in host memory."""
+
+        def microbatch_loss(slots: layers.Weights) -> tuple[Array, Array]:
+            return _sum_microbatch_loss(program, sharding.make_shards(values, slots), batch)
+
+        loss_sum, backward, num_correct = jax.vjp(microbatch_loss, slots, has_aux=True)
+        (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
+        # Gradients that were added to references are placeholders here
+        leaves = jax.tree.leaves(gradients)
+        return (loss_sum, num_correct), [leaf for leaf in leaves if isinstance(leaf, Array)]
+
+    def add_microbatch(carry: tuple, batch: Batch) -> tuple[tuple, None]:
+        sums, host_gradients = carry
+        microbatch_sums, gradients = run_microbatch(batch)
+        host_params = _host_leaves(slots, table)
+        host_gradients = gather.accumulate(host_params, host_gradients, gradients)
+        return (jax.tree.map(jnp.add, sums, microbatch_sums), host_gradients), None
+
+    if batch.tokens_BL.shape[0] == 1:
+        sums, host_gradients = run_microbatch(jax.tree.map(lambda x: x[0], batch))
+    else:
+        zeros = ((jnp.float32(0), jnp.int32(0)), _host_leaves(slots, slots))
+        (sums, host_gradients), _ = jax.lax.scan(add_microbatch, zeros, batch)
+    remaining = iter(host_gradients)
+
+    def read_gradient(slot: Array, target: Any) -> Array:
+        return next(remaining) if host_offload.is_on_host(slot) else jax.freeze(target)
+
+    gradients = jax.tree.map(read_gradient, slots, targets)
+    totals = _sum_over_mesh(*sums, batch)
+    divisor = jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
+    if "loss_weight" in totals:
+        divisor = jnp.where(totals["loss_weight"] > 0, totals["loss_weight"], 1.0)
+    loss = totals["loss"] / divisor
+    return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
+
+
+def _host_leaves(slots: layers.Weights, tree: Any) -> list[Any]:
+    """Leaves of a tree whose gradients are in host memory."""
+    return [
+        leaf
+        for slot, leaf in zip(jax.tree.leaves(slots), jax.tree.leaves(tree), strict=True)
+        if host_offload.is_on_host(slot)
+    ]
+
+
+def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
+    """Loss and counts of a step's rows, without gradients. Call under jit."""
+
+    def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
+        shards = sharding.make_shards(master, program.gather.make_grad_slots(program.table, master))
+
+        def add_microbatch(sums: tuple, batch: Batch) -> tuple[tuple, None]:
+            return jax.tree.map(jnp.add, sums, _sum_microbatch_loss(program, shards, batch)), None
+
+        (loss_sum, num_correct), _ = jax.lax.scan(
+            add_microbatch, (jnp.float32(0), jnp.int32(0)), batch
+        )
+        return _sum_over_mesh(loss_sum, num_correct, batch)
+
+    return StepTotals(**_run_on_mesh(program, local, master, batch, out_specs={}))
+
+
+def _sum_microbatch_loss(
+    program: Program, shards: layers.Weights, batch: Batch
+) -> tuple[Array, Array]:
+    """Sum of the token losses of this device's part of a microbatch, and the correct tokens."""
+    head = decoder.lm_head(program.table)
+    hidden_BlD = decoder.hidden_states(
+        shards,
+        batch,
+        config=program.model,
+        attend=program.attend,
+        gather=program.gather,
+        dtype=program.dtype,
+        policy=program.remat_policy,
+        tile_tokens=program.mlp_tile,
+    )
+    shard = decoder.lm_head(shards)
+    tile = min(program.loss_tile, batch.tokens_BL.size)
+    sums = loss.sum_token_losses(
+        hidden_BlD,
+        batch.labels_BL,
+        batch.weights_BL,
+        gather=program.gather,
+        head=head,
+        shard=shard,
+        tile=tile,
+        token_loss=program.loss,
+    )
+    return sums.loss, sums.num_correct
+
+
+def _sum_over_mesh(loss_sum: Array, num_correct: Array, batch: Batch) -> dict[str, Array]:
+    """Fields of StepTotals from each device's sums over its part of a step."""
+
+    def count(values: Array, over: tuple[str, ...]) -> Array:
+        return jax.lax.psum(values.sum(dtype=jnp.int32), over)
+
+    # Labels are sharded over the whole mesh. Starts and lengths are replicated along seq, and count
+    # once there.
+    sums = {
+        "loss": jax.lax.psum(loss_sum, axes.ALL),
+        "num_correct": jax.lax.psum(num_correct, axes.ALL),
+        "num_rows": count((batch.lengths_BM > 0).any(-1), axes.GROUPS),
+        "num_tokens": count(batch.lengths_BM, axes.GROUPS),
+        "num_loss_tokens": count(batch.labels_BL != NO_LABEL, axes.ALL),
+    }
+    if batch.weights_BL is not None:
+        weights_BL = jnp.where(batch.labels_BL != NO_LABEL, batch.weights_BL, 0.0)
+        sums["loss_weight"] = jax.lax.psum(weights_BL.sum(), axes.ALL)
+    return sums
+
+
+def _run_on_mesh(
+    program: Program,
+    local: Callable,
+    master: layers.Weights,
+    batch: Batch,
+    *,
+    out_specs: dict[str, Any],
+) -> dict[str, Any]:
+    """Runs `local` on each device's shards and rows.
+
+    Its results are the fields of StepTotals, replicated, and those of `out_specs`.
+    """
+    weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
+    batch_specs = partition_specs(batch)
+    totals_specs = {field.name: PartitionSpec() for field in dataclasses.fields(StepTotals)}
+    if batch.weights_BL is None:
+        del totals_specs["loss_weight"]
+    on_mesh = jax.shard_map(
+        local,
+        mesh=program.mesh,
+        in_specs=(weight_specs, batch_specs),
+        out_specs=totals_specs | out_specs,
+        check_vma=False,
+    )
+    # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa
+    with jax.default_matmul_precision("float32" if program.dtype == jnp.float32 else None):
+        return on_mesh(master, batch)
