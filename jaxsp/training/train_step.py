@@ -76,11 +76,11 @@ def build_step(program: Program) -> jax.stages.Wrapped:
             grad_scale=scale,
             accept=is_finite & has_loss,
         )
-        num_labels = jnp.maximum(gradients.num_loss_tokens, 1)
+        num_correct = gradients.num_correct.astype(jnp.float32)
+        num_labels = jnp.maximum(gradients.num_loss_tokens, 1).astype(jnp.float32)
         metrics = StepMetrics(
             loss=gradients.loss,
-            token_accuracy=gradients.num_correct.astype(jnp.float32)
-            / num_labels.astype(jnp.float32),
+            token_accuracy=num_correct / num_labels,
             grad_norm=norm,
             learning_rate=learning_rate,
             num_rows=gradients.num_rows,
