@@ -154,9 +154,7 @@ def check_two_processes_against_one(tmp_path, meshes):
         _, stderr = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, stderr
         lines_by_mesh[name] = read_lines(metrics)
-        # Process 0 reads and tokenizes; the other one, and later runs, find the result
-        assert ("Tokenising" in stderr) == (name == first), stderr
-        assert "process 1: Tokenising" not in stderr
+        assert "Tokenizing" not in stderr, "a progress bar without a terminal"
     config, metrics = write_config(tmp_path, name="one", data=1, seq=8)
     program, inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
     trainer.train(program, inputs, rich.console.Console(quiet=True))

@@ -14,6 +14,7 @@ import yaml
 
 from jaxsp import benchmark, plan
 from jaxsp.config import config_file
+from jaxsp.core import exit_codes
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.planner import planning, search

@@ -6,6 +6,7 @@ import functools
 import numpy as np
 import pytest
 
+from jaxsp.attention import registry
 from jaxsp.model import flops
 from jaxsp.planner.compile import compiled, gpus, hlo
 from jaxsp.planner.compile.gpus import Ceilings
@@ -204,7 +205,9 @@ def test_kernels_hide_the_gathers_and_the_scatters_of_all_layers(step):
 
 @pytest.mark.e2e
 def test_without_ceilings_for_its_kernel_or_dtype_there_is_no_estimate(step):
-    other = dataclasses.replace(step, choice=dataclasses.replace(step.choice, kernel="blockwise"))
+    other = dataclasses.replace(
+        step, choice=dataclasses.replace(step.choice, kernel=registry.KERNELS["blockwise"])
+    )
     assert estimate(other) is None
 
 
