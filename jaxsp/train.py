@@ -18,7 +18,7 @@ from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from jaxsp.runtime.watchdog import Watchdog
-from jaxsp.training import memory_fit
+from jaxsp.training import memory_formula
 
 
 def main(arguments: list[str]) -> None:
@@ -104,8 +104,10 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // config.mesh.replica)
-    found = memory_fit.offloaded_bytes(model, config, num_shards=num_shards, seq=config.mesh.seq)
-    return memory_fit.pool_bytes(found)
+    found = memory_formula.offloaded_bytes(
+        model, config, num_shards=num_shards, seq=config.mesh.seq
+    )
+    return memory_formula.pool_bytes(found)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from jaxsp.planner.cost import comms, roofline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.roofline import TimeEstimate
 from jaxsp.runtime import device_mesh, memory_limits
-from jaxsp.training import memory_fit, memory_options
-from jaxsp.training.memory_fit import GIB, CompiledStep
+from jaxsp.training import available_memory, memory_fit, memory_formula, memory_options
+from jaxsp.training.memory_fit import CompiledStep
+from jaxsp.training.memory_formula import GIB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def plan_step(
     )
     fitted = memory_fit.fit(
         program,
-        limit=memory_fit.subtract_reserves(program, cluster.memory_limit),
+        limit=available_memory.subtract_reserves(program, cluster.memory_limit),
         workspace_bytes=choice.settings.workspace_bytes,
         compile_step=lambda candidate: compiled.compile_program(candidate, choice),
         measure=memory.measure_step,
@@ -264,8 +265,8 @@ def _pinned_pool_bytes(fitted: CompiledStep) -> float:
     host_bytes = fitted.memory_use.host
     if not host_bytes:
         return 0.0
-    offloaded = memory_fit.program_offloaded_bytes(fitted.program)
-    limit = min(fitted.memory_limit.host, memory_fit.pool_bytes(offloaded))
+    offloaded = memory_formula.program_offloaded_bytes(fitted.program)
+    limit = min(fitted.memory_limit.host, memory_formula.pool_bytes(offloaded))
     return max(float(host_bytes), memory_limits.pinned_pool_size(host_bytes, limit))
 
 

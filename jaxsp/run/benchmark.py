@@ -18,7 +18,7 @@ from jaxsp.planner.compile.compiled import CompilerDump, PlannedStep
 from jaxsp.planner.cost import comms, roofline
 from jaxsp.reporting import metrics
 from jaxsp.run import build
-from jaxsp.training import memory_fit, memory_options, train_state
+from jaxsp.training import memory_formula, memory_options, train_state
 from jaxsp.training.memory_fit import CompiledStep
 
 
@@ -100,8 +100,8 @@ def benchmark_steps(config: Config, *, num_steps: int) -> BenchmarkResult:
         step_s=step_s,
         tokens_per_s=statistics.mean(num_tokens) / step_s,
         peak_gib=metrics.peak_gib(jax.local_devices()),
-        device_gib=step.memory_use.device_total / memory_fit.GIB,
-        host_gib=step.memory_use.host * program.mesh.size / memory_fit.GIB,
+        device_gib=step.memory_use.device_total / memory_formula.GIB,
+        host_gib=step.memory_use.host * program.mesh.size / memory_formula.GIB,
         remat=step.program.remat_policy.remat,
         kernel=inputs.attention_choice.kernel.name,
         step_s_estimate=_estimate_step_s(step, inputs.attention_choice, segment_lengths),

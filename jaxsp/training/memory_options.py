@@ -9,7 +9,14 @@ from jaxsp.config.schema import Config, MemoryConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import device_mesh
-from jaxsp.training import compile_options, host_offload, memory_fit, train_step
+from jaxsp.training import (
+    available_memory,
+    compile_options,
+    host_offload,
+    memory_fit,
+    memory_formula,
+    train_step,
+)
 from jaxsp.training.memory_fit import CompiledStep, MemoryUse
 from jaxsp.training.program import Program
 
@@ -67,8 +74,8 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
             )
         )
 
-    limits = memory_fit.find_limits(program)
-    room = memory_fit.subtract_reserves(program, limits)
+    limits = available_memory.find_limits(program)
+    room = available_memory.subtract_reserves(program, limits)
     found = memory_fit.fit(
         program,
         limit=room,
@@ -272,7 +279,7 @@ def _describe_tile(tile: int, tokens: int) -> str:
 
 def _describe_traffic(program: Program) -> str:
     """Describes what the offloaded optimizer keeps on the host, and the copies of a step."""
-    found = memory_fit.program_offloaded_bytes(program)
+    found = memory_formula.program_offloaded_bytes(program)
     weights, state = found.weights, found.weights + found.moments
     size = memory_fit.format_bytes
     num_microbatches = program.num_microbatches
@@ -297,7 +304,7 @@ def _describe_traffic(program: Program) -> str:
 
 def check_offloads(program: Program, memory_use: MemoryUse) -> None:
     """Raises: RuntimeError if the compiled step offloads less than the config requests."""
-    found = memory_fit.program_offloaded_bytes(program)
+    found = memory_formula.program_offloaded_bytes(program)
     least = found.total - found.gradients
     if is_gpu(program) and memory_use.host < least:
         raise RuntimeError(

@@ -411,7 +411,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     from jaxsp.attention.kernels import cudnn_calls
     from jaxsp.core import errors
     from jaxsp.reporting import metrics
-    from jaxsp.training import memory_fit, memory_options, train_state
+    from jaxsp.training import memory_formula, memory_options, train_state
 
     jax_platform.choose_platform(virtual_cpu_devices=None)
     device = jax.devices()[0]
@@ -447,12 +447,12 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
             found,
             compile_s=compile_s,
             kernel_used=kernel_used(text, choice.kernel.name),
-            workspace_gib=None if workspace is None else workspace / memory_fit.GIB,
+            workspace_gib=None if workspace is None else workspace / memory_formula.GIB,
             from_cache=CACHE_HIT in events,
             remat_used=ready.program.remat_policy.remat,
             memory_used=memory_options.describe(ready.program),
-            planned_gib=ready.memory_use.device_total / memory_fit.GIB,
-            host_gib=ready.memory_use.host / memory_fit.GIB,
+            planned_gib=ready.memory_use.device_total / memory_formula.GIB,
+            host_gib=ready.memory_use.host / memory_formula.GIB,
         )
         memory_options.reserve_host_memory(program, ready.memory_use.host)
         state = train_state.init_state(program, material.make_weights())

@@ -14,14 +14,23 @@ from jaxsp.core import axes
 from jaxsp.planner.compile import compiled, memory
 from jaxsp.runtime import hardware, memory_limits
 from jaxsp.runtime.cluster import Process
-from jaxsp.training import host_offload, memory_fit, memory_options, sharding, train_state
-from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
+from jaxsp.training import (
+    available_memory,
+    host_offload,
+    memory_fit,
+    memory_formula,
+    memory_options,
+    sharding,
+    train_state,
+)
+from jaxsp.training.available_memory import MemoryLimit
+from jaxsp.training.memory_fit import MemoryUse
 from tests import batches
 from tests.attention.strategies import make_strategy
 from tests.planner import programs
 from tests.training import runs
 
-GIB = memory_fit.GIB
+GIB = memory_formula.GIB
 
 LARGE = batches.model(
     vocab_size=128_256,
@@ -155,7 +164,7 @@ class Trial:
         return program
 
     def measure(self, run):
-        return MemoryUse(int(self.factor * memory_fit.predict_bytes(run)), self.host)
+        return MemoryUse(int(self.factor * memory_formula.predict_bytes(run)), self.host)
 
     def fit(self, program, device, *, host=math.inf):
         room = MemoryLimit(device, host)
@@ -171,7 +180,7 @@ def gib_in(words):
 
 def formulas(program):
     return [
-        memory_fit.predict_bytes(candidate)
+        memory_formula.predict_bytes(candidate)
         for candidate in memory_fit.list_candidates(program, is_memory_known=True)
     ]
 
@@ -200,7 +209,7 @@ def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
     found = trial.fit(program, room)
     assert first > 0
     assert decided(trial.compiled[0]) == candidates(program)[first]
-    assert memory_fit.predict_bytes(found.program) <= room
+    assert memory_formula.predict_bytes(found.program) <= room
     assert not found.shortage
 
 
@@ -237,7 +246,7 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
     assert len(expected) < next(
         number for number, bytes_of in enumerate(takes) if 1.5 * bytes_of <= room
     )
-    assert 1.5 * memory_fit.predict_bytes(found.program) <= room
+    assert 1.5 * memory_formula.predict_bytes(found.program) <= room
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
@@ -284,7 +293,7 @@ def of_kind(sizes, **kind):
     ],
 )
 def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner, groups):
-    found = memory_fit.list_communicators(
+    found = available_memory.list_communicators(
         dict(zip(axes.ALL, sizes, strict=True)), make_strategy(seq=sizes[-1], ulysses_degree=inner)
     )
     assert found == set(map(frozenset, groups))
@@ -303,35 +312,35 @@ def test_each_group_of_devices_that_communicates_has_a_communicator(sizes, inner
 def test_nccl_takes_memory_for_each_communicator_and_each_peer_of_an_all_to_all(
     sizes, inner, expected
 ):
-    assert memory_fit.nccl_bytes(of_kind(sizes, ulysses_degree=inner)) == pytest.approx(
+    assert available_memory.nccl_bytes(of_kind(sizes, ulysses_degree=inner)) == pytest.approx(
         expected * GIB
     )
 
 
 def test_peers_on_other_nodes_take_memory_too(monkeypatch):
     monkeypatch.setattr(memory_limits, "DEVICES_PER_NODE", 4)
-    found = memory_fit.nccl_bytes(of_kind((1, 1, 8)))
+    found = available_memory.nccl_bytes(of_kind((1, 1, 8)))
     assert found == pytest.approx((1.2 + 3.3 + 4 * 0.07) * GIB)
 
 
 def test_a_part_of_the_device_is_left_for_fragmentation():
     """1 GiB for CUDA is outside of JAX's part, where 6.3 are."""
-    room = memory_fit.subtract_reserves(of_kind((1, 1, 1)), MemoryLimit(H100, 200 * GIB))
+    room = available_memory.subtract_reserves(of_kind((1, 1, 1)), MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(H100 - 0.022 * H100)
 
 
 def test_nccl_takes_of_jaxs_part_what_does_not_fit_beside_it():
     program = of_kind((2, 2, 2))
     outside = 79.1 * GIB - H100
-    missing = GIB + memory_fit.nccl_bytes(program) - outside
+    missing = GIB + available_memory.nccl_bytes(program) - outside
     assert missing > GIB
-    room = memory_fit.subtract_reserves(program, MemoryLimit(H100, 200 * GIB))
+    room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(0.978 * H100 - missing)
 
 
 def test_nothing_is_taken_of_memory_that_is_unknown():
     unknown = MemoryLimit(math.inf, math.inf)
-    assert memory_fit.subtract_reserves(of_kind((2, 2, 2)), unknown) == unknown
+    assert available_memory.subtract_reserves(of_kind((2, 2, 2)), unknown) == unknown
 
 
 def on_kind(program):
@@ -353,12 +362,12 @@ def test_a_checkpoint_copies_what_is_on_the_device_to_the_host(
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     program = runs.program({"offload_optimizer": offload}, sizes=(2, 2, 2), name=optimizer)
     found = on_kind(program)
-    assert memory_fit.checkpoint_bytes(program) == found["device"]
-    offloaded = memory_fit.program_offloaded_bytes(program)
+    assert memory_formula.checkpoint_bytes(program) == found["device"]
+    offloaded = memory_formula.program_offloaded_bytes(program)
     assert offloaded.weights + offloaded.moments == found[host_offload.MEMORY_KIND]
     assert found["device"] > 0
     assert (found[host_offload.MEMORY_KIND] > 0) == (offload == "state")
-    room = memory_fit.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
+    room = available_memory.subtract_reserves(program, MemoryLimit(H100, 200 * GIB, 100 * GIB))
     assert room.host == 200 * GIB - found["device"]
     assert room.pinned == 100 * GIB, "the pool holds no checkpoint"
 
@@ -375,10 +384,10 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
     """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
-    found = memory_fit._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
+    found = available_memory._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
     assert found == MemoryLimit(70 * GIB, 43 * GIB, 5 * GIB)
     assert found.pinned == 5 * GIB
-    assert memory_fit._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
+    assert available_memory._find_local_limits((Device(None),)) == MemoryLimit(math.inf, math.inf)
 
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
@@ -386,9 +395,11 @@ def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypa
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(hardware, "count_gpus", lambda environ: 2)
     process = Process(index=0, num_processes=4, coordinator="a:1")
-    monkeypatch.setattr(memory_fit.distributed, "this_process", lambda: process)
-    assert memory_fit._find_local_limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
-    assert memory_fit._find_local_limits((Device(70 * GIB),)).host == 40 * GIB, (
+    monkeypatch.setattr(available_memory.distributed, "this_process", lambda: process)
+    assert (
+        available_memory._find_local_limits((Device(70 * GIB), Device(70 * GIB))).host == 43 * GIB
+    )
+    assert available_memory._find_local_limits((Device(70 * GIB),)).host == 40 * GIB, (
         "two processes with a GPU each"
     )
 
@@ -400,7 +411,7 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
     """2 layers of 16 tokens of a device, 60 float32 each; attention's 8 x 8 and 8 log-sum-exps."""
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     found = {
-        value: memory_fit.program_offloaded_bytes(runs.program({"offload_activations": value}))
+        value: memory_formula.program_offloaded_bytes(runs.program({"offload_activations": value}))
         for value in ("none", "layer_inputs", "layer_inputs_and_attention")
     }
     assert found["none"].total == 0
@@ -415,7 +426,7 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
         row.num_layers * math.prod(place.stored_shape) // (1 if place.dim is None else 4)
         for row, place in placed
     ]
-    found = memory_fit.program_offloaded_bytes(program)
+    found = memory_formula.program_offloaded_bytes(program)
     assert found.moments == 2 * found.weights > 0
     assert program.num_microbatches > 1
     assert found.gradients == 2 * 4 * sum(shards), "a microbatch's, and their sums"
@@ -432,14 +443,14 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
     )
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 4)
     monkeypatch.setattr(train.families, "read_model_config", lambda config: program.model)
-    found = memory_fit.program_offloaded_bytes(program)
-    assert train._pinned_pool_bytes(program.config, Process()) == memory_fit.pool_bytes(found)
-    assert memory_fit.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
+    found = memory_formula.program_offloaded_bytes(program)
+    assert train._pinned_pool_bytes(program.config, Process()) == memory_formula.pool_bytes(found)
+    assert memory_formula.pool_bytes(found) == int(1.1 * found.total) + 2 * GIB > 2 * GIB
     assert train._pinned_pool_bytes(runs.program({}).config, Process()) is None
     # two processes on each of two nodes, one GPU each: the same mesh
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 2)
     process = Process(num_processes=4, num_local_processes=2)
-    assert train._pinned_pool_bytes(program.config, process) == memory_fit.pool_bytes(found)
+    assert train._pinned_pool_bytes(program.config, process) == memory_formula.pool_bytes(found)
     monkeypatch.setattr(train.hardware, "count_gpus", lambda environ: 0)
     assert train._pinned_pool_bytes(program.config, process) is None
 
@@ -449,7 +460,7 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
 
 def check_formula(made):
     """It is as close as the search needs: it skips no candidate that fits, and few that do not fit are compiled."""
-    formula = memory_fit.predict_bytes(
+    formula = memory_formula.predict_bytes(
         made.program, workspace_bytes=made.choice.settings.workspace_bytes
     )
     assert 0.9 < formula / memory.measure_step(made).device_total < memory_fit.MAX_PREDICTED_RATIO

@@ -18,16 +18,19 @@ from jaxsp.core.errors import UserError
 from jaxsp.model import decoder, tiling
 from jaxsp.runtime import run_paths
 from jaxsp.training import (
+    available_memory,
     host_offload,
     loss,
     memory_fit,
+    memory_formula,
     memory_options,
     sharding,
     step_gradients,
     train_state,
     train_step,
 )
-from jaxsp.training.memory_fit import MemoryLimit, MemoryUse
+from jaxsp.training.available_memory import MemoryLimit
+from jaxsp.training.memory_fit import MemoryUse
 from jaxsp.training.program import Program
 from tests import batches, messages, tolerances
 from tests.training import runs
@@ -384,23 +387,25 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
         compiled.append(program.remat_policy.remat)
         return EMPTY
 
-    monkeypatch.setattr(memory_fit, "find_limits", lambda program: node.limits)
+    monkeypatch.setattr(available_memory, "find_limits", lambda program: node.limits)
     monkeypatch.setattr(
-        memory_fit,
+        available_memory,
         "subtract_reserves",
-        lambda program, limits: MemoryLimit(node.room * memory_fit.GIB, limits.host, limits.pool),
+        lambda program, limits: MemoryLimit(
+            node.room * memory_formula.GIB, limits.host, limits.pool
+        ),
     )
     monkeypatch.setattr(
-        memory_fit,
+        memory_formula,
         "predict_bytes",
         lambda program, *, workspace_bytes: (
-            int(TAKES[program.remat_policy.remat] * memory_fit.GIB) + workspace_bytes
+            int(TAKES[program.remat_policy.remat] * memory_formula.GIB) + workspace_bytes
         ),
     )
     monkeypatch.setattr(train_step, "compile", compile)
 
     def measured(run, *, kernel, workspace_bytes):
-        return MemoryUse(int(TAKES[compiled[-1]] * memory_fit.GIB), node.host, workspace_bytes)
+        return MemoryUse(int(TAKES[compiled[-1]] * memory_formula.GIB), node.host, workspace_bytes)
 
     monkeypatch.setattr(memory_fit, "read_memory_use", measured)
     return memory_options.compile_fitting_step(
@@ -410,7 +415,9 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
 
 def gpus(device_gib, **changes):
     """A node whose devices have this much, without margins."""
-    limits = MemoryLimit(changes.pop("limit", device_gib) * memory_fit.GIB, 100 * memory_fit.GIB)
+    limits = MemoryLimit(
+        changes.pop("limit", device_gib) * memory_formula.GIB, 100 * memory_formula.GIB
+    )
     return Node(limits=limits, room=device_gib, **changes)
 
 
@@ -433,7 +440,7 @@ def test_auto_keeps_as_much_of_a_layer_as_fits(monkeypatch, size, remat):
 )
 def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size, uncounted, why):
     """The reason has the memory that attention's output needs, cuDNN's part, and the room."""
-    found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_fit.GIB)), memory={})
+    found = ready(monkeypatch, gpus(size, uncounted=int(uncounted * memory_formula.GIB)), memory={})
     assert found.program.config.memory.remat == "full"
     assert re.findall(r"[\d.]+ GiB", found.full_remat_reason) == why
     assert re.search(
@@ -456,9 +463,9 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     with pytest.raises(UserError, match=messages.holding("2.0 GiB", "1.5 GiB")):
         ready(monkeypatch, gpus(1.5), memory={"remat": "save_attention"})
     limits = MemoryLimit(
-        80 * memory_fit.GIB, 100 * memory_fit.GIB, 3 * memory_fit.GIB
+        80 * memory_formula.GIB, 100 * memory_formula.GIB, 3 * memory_formula.GIB
     )  # the pool's limit
-    node = Node(limits=limits, room=80, host=4 * memory_fit.GIB)
+    node = Node(limits=limits, room=80, host=4 * memory_formula.GIB)
     says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
@@ -466,17 +473,19 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
 
 @pytest.mark.parametrize(
     "node",
-    [gpus(1.2, uncounted=memory_fit.GIB // 2), gpus(0.9, limit=1.2)],
+    [gpus(1.2, uncounted=memory_formula.GIB // 2), gpus(0.9, limit=1.2)],
     ids=["estimate", "margin"],
 )
 def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, node):
     found = ready(monkeypatch, node, memory={"remat": "full"})
-    assert found.memory_use.device == memory_fit.GIB
+    assert found.memory_use.device == memory_formula.GIB
     without_shortage = dataclasses.replace(found, shortage="")
     assert memory_options.describe_compiled(found) != memory_options.describe_compiled(
         without_shortage
     )
-    fits = ready(monkeypatch, gpus(1.6, uncounted=memory_fit.GIB // 2), memory={"remat": "full"})
+    fits = ready(
+        monkeypatch, gpus(1.6, uncounted=memory_formula.GIB // 2), memory={"remat": "full"}
+    )
     assert fits.shortage == ""
 
 

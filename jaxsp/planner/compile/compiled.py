@@ -27,12 +27,12 @@ from jaxsp.runtime import device_mesh, memory_limits
 from jaxsp.training import (
     compile_options,
     host_offload,
-    memory_fit,
+    memory_formula,
     optimizer,
     train_state,
     train_step,
 )
-from jaxsp.training.memory_fit import MemoryLimit
+from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.program import Program
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
@@ -85,7 +85,7 @@ class Cluster:
         """Memory that JAX may use on each device, and of its node for each device, with one process
         per device."""
         host_bytes = memory_limits.usable_host_bytes(
-            self.node_host_gib * memory_fit.GIB, num_processes=self.node_devices
+            self.node_host_gib * memory_formula.GIB, num_processes=self.node_devices
         )
         return MemoryLimit(
             memory_limits.gpu_memory_fraction(os.environ) * self.gpu.memory_bytes,

@@ -6,7 +6,7 @@ import pytest
 from jaxsp.planner.compile import buffers, compiled, memory
 from jaxsp.planner.compile.buffers import Buffer
 from jaxsp.planner.cost import comms
-from jaxsp.training import memory_fit, memory_options, sharding
+from jaxsp.training import memory_fit, memory_formula, memory_options, sharding
 from tests import tolerances
 from tests.planner import programs
 
@@ -30,7 +30,7 @@ def wide(request):
 def check_prediction(step):
     """The formula that chooses what is compiled is near the memory of the step."""
     workspace_bytes = step.choice.settings.workspace_bytes
-    predicted = memory_fit.predict_bytes(step.program, workspace_bytes=workspace_bytes)
+    predicted = memory_formula.predict_bytes(step.program, workspace_bytes=workspace_bytes)
     assert 0.8 < predicted / memory.measure_step(step).device_total < 1.1
 
 
@@ -110,7 +110,7 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
         **SIZES,
     )
     step = programs.step(config, compiled.make_devices("h100-80gb", 2))
-    formula = memory_fit.program_offloaded_bytes(step.program)
+    formula = memory_formula.program_offloaded_bytes(step.program)
     breakdown = memory.break_down_peak(step)
     assert breakdown.host[memory.WEIGHTS] == pytest.approx(formula.weights, rel=tolerances.CAUSE)
     assert breakdown.host[memory.OPTIMIZER] == pytest.approx(formula.moments, rel=tolerances.CAUSE)
@@ -138,7 +138,7 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
     step = programs.step(config, compiled.make_devices("h100-80gb", 8))
     program = step.program
     host = memory.measure_step(step).host
-    assert host == memory_fit.program_offloaded_bytes(program).activations
+    assert host == memory_formula.program_offloaded_bytes(program).activations
     one_set = sum(4 * sharding.shard_size(param, 8) for param in jax.tree.leaves(program.table))
     gradients = memory.break_down_peak(step).device[memory.GRADIENTS]
     assert gradients == pytest.approx(one_set, rel=0.1)

@@ -6,7 +6,7 @@ import pytest
 from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
-from jaxsp.training import memory_fit, sharding
+from jaxsp.training import available_memory, sharding
 from tests.messages import assert_names
 from tests.planner import programs
 
@@ -78,7 +78,7 @@ def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
 def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
     step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
     groups = {frozenset(one.device_ids) for one in comms.parse_collectives(step.dump.hlo_text)}
-    assert groups == memory_fit.list_communicators(
+    assert groups == available_memory.list_communicators(
         step.program.mesh.shape, step.program.attend.strategy
     )
     assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
