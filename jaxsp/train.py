@@ -1,5 +1,6 @@
-"""python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains, and says what it does."""
+"""python -m jaxsp.train CONFIG.yaml [key.path=value ...]: trains a model."""
 
+import argparse
 import os
 import pathlib
 
@@ -22,7 +23,49 @@ from jaxsp.training import memory_formula
 
 
 def main(arguments: list[str]) -> None:
-    """The command. Raises: UserError with every problem that can be found before the first step."""
+    """Runs the command. Raises: UserError with all problems found before the first step."""
+    args = _make_parser().parse_intermixed_args(arguments)
+    config = config_file.load(args.config, args.changes)
+    process = cli.detect_process(args)
+    if args.preview:
+        preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
+        return
+    jax_platform.choose_platform(
+        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
+        num_processes=process.num_processes,
+        num_local_processes=cluster.count_local_processes(process, os.environ),
+        max_pool_bytes=_pinned_pool_bytes(config, process),
+    )
+    status = RunStatus()
+    folder = pathlib.Path(config.run.directory)
+    with Preemption(config.run, status) as preemption:
+        distributed.initialize(process)
+        console = rich.console.Console(quiet=process.index > 0, markup=False)
+        with (
+            run_dir.lock(folder, config_path=args.config),
+            Watchdog(config.run, status, has_heartbeat=process.index == 0),
+        ):
+            damaged: list[pathlib.Path] = []
+            while True:
+                try:
+                    program, inputs = build.build_training(
+                        config, devices=jax.devices(), skip=damaged
+                    )
+                    trainer.train(
+                        program, inputs, console, preemption=preemption, verbose=args.verbose
+                    )
+                    break
+                except DamagedCheckpointError as damage:
+                    message = resume.skip_damaged(config.run, damage)
+                    damaged.append(damage.path)
+                if process.index == 0:
+                    distributed.log(message)
+        preemption.mark_done()
+        # Before the signal handlers are removed: a signal must not fail a run that is complete
+        distributed.shutdown()
+
+
+def _make_parser() -> argparse.ArgumentParser:
     parser = cli.make_parser(
         "train",
         "Trains a model and writes a run directory.",
@@ -45,69 +88,35 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="prints who gets which rows of the first step, and the traceback when another process is gone",
+        help="prints the assignment of the first step's rows to devices, and the traceback when "
+        "another process is lost",
     )
-    given = parser.parse_intermixed_args(arguments)
-    config = config_file.load(given.config, given.changes)
-    process = cli.detect_process(given)
-    if given.preview:
-        preview.print_preview(config, rich.console.Console(quiet=process.index > 0, markup=False))
-        return
-    jax_platform.choose_platform(
-        virtual_cpu_devices=config.mesh.virtual_cpu_devices,
-        num_processes=process.num_processes,
-        num_local_processes=cluster.count_local_processes(process, os.environ),
-        max_pool_bytes=_pinned_pool_bytes(config, process),
-    )
-    now, folder = RunStatus(), pathlib.Path(config.run.directory)
-    with Preemption(config.run, now) as stop:
-        distributed.initialize(process)
-        console = rich.console.Console(quiet=process.index > 0, markup=False)
-        with (
-            run_dir.lock(folder, config_path=given.config),
-            Watchdog(config.run, now, has_heartbeat=process.index == 0),
-        ):
-            damaged: list[pathlib.Path] = []
-            while True:
-                try:
-                    program, material = build.build_training(
-                        config, devices=jax.devices(), skip=damaged
-                    )
-                    trainer.train(
-                        program, material, console, preemption=stop, verbose=given.verbose
-                    )
-                    break
-                except DamagedCheckpointError as damage:
-                    words = resume.skip_damaged(config.run, damage)
-                    damaged.append(damage.path)
-                if process.index == 0:
-                    distributed.log(words)
-        stop.mark_done()
-        distributed.shutdown()  # while a signal still means that all is well
+    return parser
 
 
 def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
-    """Size for XLA's pool of pinned host memory for each GPU; None if nothing is offloaded or the
-    model cannot be read yet.
+    """Size of XLA's pool of pinned host memory for each GPU.
 
-    The pool's size must be set before JAX initializes its devices, so this is a formula with a
-    margin.
+    None if nothing is offloaded, or if the model cannot be read yet. The size must be set before
+    JAX initializes its devices, so this is a formula with a margin.
     """
-    memory, num_gpus = config.memory, hardware.count_gpus(os.environ)
+    memory = config.memory
+    num_gpus = hardware.count_gpus(os.environ)
     if not num_gpus or memory.offload_activations == memory.offload_optimizer == "none":
         return None
     try:
         model = families.read_model_config(config.model)
     except UserError:
-        # a resumed run reads it from its checkpoint; otherwise, the error is reported later with all others
+        # A resumed run reads the model from its checkpoint. Otherwise the error is reported later,
+        # with all others.
         return None
     num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // config.mesh.replica)
-    found = memory_formula.offloaded_bytes(
+    offloaded = memory_formula.offloaded_bytes(
         model, config, num_shards=num_shards, seq=config.mesh.seq
     )
-    return memory_formula.pool_bytes(found)
+    return memory_formula.pool_bytes(offloaded)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ CHECKED = (
     "jaxsp/reporting",
     "jaxsp/run",
     "jaxsp/runtime",
+    "jaxsp/train.py",
     "jaxsp/training/available_memory.py",
     "jaxsp/training/compile_options.py",
     "jaxsp/training/early_stopping.py",

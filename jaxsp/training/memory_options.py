@@ -1,4 +1,4 @@
-"""A run's memory options: whether they work here, what to suggest if a step does not fit, and their description."""
+"""Memory options: checks, suggestions if a step does not fit, and descriptions."""
 
 import math
 
@@ -21,10 +21,10 @@ from jaxsp.training.memory_fit import CompiledStep, MemoryUse
 from jaxsp.training.program import Program
 
 WRONG_OFFLOAD_RELEASES = ("0.10.2", "0.11.0")
-"""Releases that read offloaded activations back in the wrong order, without a word (openxla/xla PR 46231)."""
+"""Releases that silently read offloaded activations in the wrong order (openxla/xla PR 46231)."""
 
 MIN_HOST_STATE_RELEASE = (0, 11, 1)
-"""The first release of jax whose arrays in host memory go through shard_map and loops."""
+"""First release of jax that permits arrays in host memory in shard_map and loops."""
 
 
 def find_problems(config: Config, *, platform: str, version: str = jax.__version__) -> list[str]:
@@ -36,8 +36,8 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
         asked = f"memory.offload_activations = {memory.offload_activations}"
         if version in WRONG_OFFLOAD_RELEASES:
             found.append(
-                f"{asked}: jax {version} reads offloaded activations back in the wrong order, and gradients would be wrong "
-                "without a word. Install another release, or use memory.offload_activations=none."
+                f"{asked}: jax {version} reads offloaded activations back in the wrong order, and gradients would be "
+                "wrong. Install another release, or use memory.offload_activations=none."
             )
         elif release < MIN_HOST_STATE_RELEASE and platform == "cpu":
             found.append(
@@ -63,8 +63,10 @@ def find_problems(config: Config, *, platform: str, version: str = jax.__version
 def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledStep:
     """Chooses the memory options that are `auto`, and compiles the step.
 
-    Args:   uncounted: estimate of the attention kernel's workspace, in bytes.
-    Raises: UserError if the devices cannot hold it; RuntimeError if XLA did not offload what it should have.
+    Args:
+        workspace_bytes: estimate of the attention kernel's workspace.
+
+    Raises: UserError if the step does not fit; RuntimeError if XLA ignored some offloading.
     """
 
     def measure(run: jax.stages.Compiled) -> MemoryUse:
@@ -87,9 +89,7 @@ def compile_fitting_step(program: Program, *, workspace_bytes: int) -> CompiledS
     # a step is not refused because of margins and estimates only
     if found.memory_use.device > limits.device or found.memory_use.host > limits.pinned:
         ways = suggest_changes(program, is_device_short=found.memory_use.device_total > room.device)
-        raise UserError(
-            f"the step needs {found.shortage}. Try {', '.join(ways[:-1])}, or {ways[-1]}."
-        )
+        raise UserError(f"the step needs {found.shortage}. Try {errors.format_choices(ways)}.")
     return found
 
 
@@ -183,7 +183,7 @@ def _replace_memory(config: Config, change: dict[str, str]) -> Config:
 
 
 def _can_split_rows(program: Program, seq: int) -> bool:
-    """Whether so many devices could share rows by the attention that the config asks for."""
+    """True if the config's attention can shard rows over `seq` devices."""
     config, model = program.config, program.model
     config = config.model_copy(update={"mesh": config.mesh.model_copy(update={"seq": seq})})
     try:
