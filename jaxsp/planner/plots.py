@@ -1,4 +1,4 @@
-"""Plans as pictures: memory by cause over the row's length, and meshes side by side."""
+"""Plots of plans: memory by category over the row length, and meshes side by side."""
 
 import dataclasses
 import importlib.util
@@ -29,7 +29,7 @@ _COLORS = {
     memory.OTHER: "#999999",
     memory.RESERVED: "#dddddd",
 }
-"""What does not grow with the row in blues, attention and what it leaves in warm colours."""
+"""Colors: constant categories in blue, attention and saved activations in warm colors."""
 
 _TEXT_BACKGROUND = {"facecolor": "white", "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
 """Background of text on colored areas."""
@@ -38,14 +38,16 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_output(file: pathlib.Path) -> None:
-    """Raises: UserError where this is no picture's name, or nothing to draw it with is installed."""
+    """Checks the name of a plot. Raises: UserError for another format, or without matplotlib."""
     if file.suffix not in _FORMATS:
         raise UserError(
-            f"--plot = {file}: is no picture's name. Use one that ends with {errors.format_choices(_FORMATS)}."
+            f"--plot = {file}: must be an image file. Use a name that ends with "
+            f"{errors.format_choices(_FORMATS)}."
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError(
-            f"--plot = {file}: pictures are drawn by matplotlib, which is not installed. Use pip install matplotlib."
+            f"--plot = {file}: plots need matplotlib, which is not installed. "
+            "Use pip install matplotlib."
         )
 
 
@@ -61,7 +63,8 @@ def plot_lengths(found: Sequence[Plan], file: pathlib.Path, *, title: str) -> No
     ordered = sorted(found, key=lambda plan: plan.row_tokens)
     if len(ordered) < 2:
         raise UserError(
-            f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to draw. Leave it out."
+            f"--plot = {file}: rows of other lengths cannot be planned, so there is no line to "
+            "draw. Leave it out."
         )
     last = ordered[-1]
     has_host = max(plan.host_gib for plan in ordered) >= 0.05
@@ -234,7 +237,8 @@ def plot_meshes(found: Sequence[MeshPlan], file: pathlib.Path, *, title: str) ->
     there = [(shape, shape.plan) for shape in reversed(found) if shape.plan is not None]
     if not there:
         raise UserError(
-            f"--plot = {file}: no mesh could be planned, so there is nothing to draw. Read why in the table."
+            f"--plot = {file}: no mesh could be planned, so there is nothing to draw. The table has "
+            "the reasons."
         )
     figure, panels = _make_panels(2)
     # lines of a mesh differ by their kinds of attention

@@ -1,4 +1,4 @@
-"""The training step compiled for GPUs that are not there."""
+"""Compiles the training step for absent GPUs."""
 
 import dataclasses
 import functools
@@ -36,22 +36,22 @@ from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.program import Program
 
 COMPILER_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""Packages with XLA's compiler for GPUs, one of which is needed."""
+"""Packages with XLA's compiler for GPUs; one of them is required."""
 
 HOST_GIB_PER_GPU = 250.0
-"""Host memory of a node for each of its GPUs, where nobody says otherwise: 2,000 GiB for eight."""
+"""Default host memory of a node per GPU: 2,000 GiB for eight."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerDump:
-    """A compiled program as XLA writes it."""
+    """Files that XLA dumps for a compiled program."""
 
     hlo_text: str
-    """Its operations."""
+    """Operations of the program."""
     buffer_assignment: str
-    """Where each array lies."""
+    """Place of each array in memory."""
     live_ranges: str
-    """From which operation to which each array is there."""
+    """First and last operation during which each array is live."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,13 +66,13 @@ class PlannedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPUs that are not there, in nodes that are alike: what is planned for."""
+    """Absent GPUs in equal nodes, for which a step is planned."""
 
     device_type: str
-    """One of gpus.KINDS."""
+    """One of gpus.GPUS."""
     num_devices: int
     node_devices: int
-    """GPUs of a node."""
+    """Number of GPUs per node."""
     node_host_gib: float
     """Host memory of a node."""
 
@@ -82,8 +82,8 @@ class Cluster:
 
     @property
     def memory_limit(self) -> MemoryLimit:
-        """Memory that JAX may use on each device, and of its node for each device, with one process
-        per device."""
+        """Device memory that JAX may use, and a device's part of its node's memory, with one
+        process per device."""
         host_bytes = memory_limits.usable_host_bytes(
             self.node_host_gib * memory_formula.GIB, num_processes=self.node_devices
         )
@@ -100,9 +100,9 @@ def make_cluster(
     node_devices: int | None = None,
     node_host_gib: float | None = None,
 ) -> Cluster:
-    """So many GPUs of a kind, in nodes of 8 unless it is said otherwise.
+    """Makes a cluster of GPUs of one type, by default in nodes of 8.
 
-    Raises: UserError for a kind that is not known, and devices that do not fill their nodes.
+    Raises: UserError for an unknown type, and for devices that do not fill their nodes.
     """
     if device_type not in gpus.GPUS:
         longer = next(
@@ -110,35 +110,40 @@ def make_cluster(
         )
         hint = errors.did_you_mean(longer, gpus.GPUS)
         known = errors.format_choices(gpus.GPUS)
-        raise UserError(f"--device = {device_type}: is not known. Use {known}.{hint}")
-    of_node = node_devices or math.gcd(num_devices, memory_limits.DEVICES_PER_NODE)
-    if num_devices % of_node:
-        fits = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
+        raise UserError(f"--device = {device_type}: must be a known GPU. Use {known}.{hint}")
+    node_devices = node_devices or math.gcd(num_devices, memory_limits.DEVICES_PER_NODE)
+    if num_devices % node_devices:
+        divisors = [count for count in range(1, num_devices + 1) if num_devices % count == 0]
         raise UserError(
-            f"--node-devices = {of_node}: {num_devices} GPUs do not fill nodes of {of_node}. Use {errors.format_choices(fits)}."
+            f"--node-devices = {node_devices}: must divide {num_devices}, the number of GPUs. "
+            f"Use {errors.format_choices(divisors)}."
         )
-    host = HOST_GIB_PER_GPU * of_node if node_host_gib is None else node_host_gib
+    if node_host_gib is None:
+        node_host_gib = HOST_GIB_PER_GPU * node_devices
     return Cluster(
-        device_type=device_type, num_devices=num_devices, node_devices=of_node, node_host_gib=host
+        device_type=device_type,
+        num_devices=num_devices,
+        node_devices=node_devices,
+        node_host_gib=node_host_gib,
     )
 
 
 def make_devices(kind: str, count: int) -> list[Any]:
-    """So many GPUs of a kind of gpus.KINDS, none of which is there: to compile for, not to compute on.
+    """Makes JAX devices for absent GPUs of a type in gpus.GPUS. Programs can be compiled for them.
 
-    Raises: UserError where XLA's compiler for GPUs is not installed.
+    Raises: UserError if XLA's compiler for GPUs is not installed.
     """
     if not any(map(importlib.util.find_spec, COMPILER_PLUGINS)):
         raise UserError(
-            f"--device = {kind}: compiling for a GPU needs XLA's compiler for GPUs, which is not installed. "
-            "Use pip install 'jaxsp[plan]'."
+            f"--device = {kind}: compiling for a GPU needs XLA's compiler for GPUs, which is not "
+            "installed. Use pip install 'jaxsp[plan]'."
         )
     return list(_make_devices_cached(kind, count))
 
 
 @functools.cache
 def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
-    # else the plugin looks for a driver
+    # without it, the plugin requires a driver
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     from jax.experimental import topologies
 
@@ -152,9 +157,9 @@ def _make_devices_cached(kind: str, count: int) -> tuple[Any, ...]:
 def build_program(
     config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
 ) -> tuple[Program, AttentionChoice]:
-    """What the training step of a config on these devices is made of, and how it attends.
+    """Builds the training program of a config on these devices, and chooses its attention.
 
-    Args:   device_bytes: what JAX may take of a device.
+    Args: device_bytes: memory of a device that JAX may use.
     Raises: UserError for a mesh that does not fit the devices, and what `attention.choose` raises.
     """
     sizes = device_mesh.resolve_axis_sizes(config.mesh, len(devices))
@@ -167,42 +172,43 @@ def build_program(
 def compile_config(
     config: Config, *, model: ModelConfig, devices: Sequence[Any], device_bytes: int | None = None
 ) -> PlannedStep:
-    """Compiles the training step of a config for these devices; `auto` in its group `memory` means
-    values that always work.
+    """Compiles the training step of a config for these devices.
 
-    Raises: what `program` and `compile_step` raise.
+    `auto` in its section `memory` means values that always work.
+
+    Raises: what `build_program` and `compile_program` raise.
     """
     return compile_program(
         *build_program(config, model=model, devices=devices, device_bytes=device_bytes)
     )
 
 
-def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:
-    """Compiles a training step as training does, except for what _QUICKLY leaves out.
+def compile_program(program: Program, choice: AttentionChoice) -> PlannedStep:
+    """Compiles a training step as training does, with _FAST_COMPILE_OPTIONS.
 
     Raises: what `training.train_step.compile` raises.
     """
-    lowered = train_step.build_step(made).lower(*train_state.abstract_inputs(made))
-    if made.has_offloaded_state:
-        _mark_host_arguments(lowered, made)
+    lowered = train_step.build_step(program).lower(*train_state.abstract_inputs(program))
+    if program.has_offloaded_state:
+        _mark_host_arguments(lowered, program)
     with tempfile.TemporaryDirectory(prefix="jaxsp-plan-") as name:
         folder = pathlib.Path(name)
         _write_stub_ptxas(folder)
         options = (
             _FAST_COMPILE_OPTIONS
-            | made.compile_options.options
+            | program.compile_options.options
             | {"xla_dump_to": name, "xla_dump_hlo_as_text": True, "xla_gpu_cuda_data_dir": name}
         )
         executable = train_step.check_collectives(
-            made,
+            program,
             compile_options.compile_lowered(
-                lowered, dataclasses.replace(made.compile_options, options=options)
+                lowered, dataclasses.replace(program.compile_options, options=options)
             ),
         )
         ends = ("pu_after_optimizations.txt", "buffer-assignment.txt", "live-range.txt")
         text, buffers, lives = (_read_dump(folder, end) for end in ends)
     return PlannedStep(
-        program=made,
+        program=program,
         choice=choice,
         executable=executable,
         dump=CompilerDump(hlo_text=text, buffer_assignment=buffers, live_ranges=lives),
@@ -210,13 +216,15 @@ def compile_program(made: Program, choice: AttentionChoice) -> PlannedStep:
 
 
 _FAST_COMPILE_OPTIONS: compile_options.XlaOptions = {
-    # how good the machine code of a kernel is changes no array and no collective
+    # the quality of a kernel's machine code changes no array and no collective
     "xla_backend_optimization_level": 0,
 }
-"""Compile options for a step that will not run. They halve the time, and change neither memory nor collectives."""
+"""Compile options for a step that will not run. They halve the time of compiling, and change
+neither memory nor collectives."""
 
-# Without a GPU, autotuning times nothing and only compiles every candidate kernel. But without it, XLA of
-# jaxlib 0.11.2 fails: "No supported config found for HLO". There it stays on, for a third more time
+# Without a GPU, autotuning measures nothing and only compiles every candidate kernel. With it off,
+# XLA of jaxlib 0.11.2 fails ("No supported config found for HLO"), so it stays on there and takes a
+# third more time
 if jaxlib.__version__.startswith(("0.10.1", "0.12.0")):
     _FAST_COMPILE_OPTIONS["xla_gpu_autotune_level"] = 0
 
@@ -230,39 +238,45 @@ done
 
 
 def _write_stub_ptxas(folder: pathlib.Path) -> None:
-    """Puts a stand-in for CUDA's assembler where XLA looks for it first: hundreds of kernels need not become machine code."""
+    """Writes a stub of CUDA's assembler where XLA looks first, to skip the machine code of hundreds
+    of kernels."""
     (folder / "bin").mkdir()
     assembler = folder / "bin" / "ptxas"
     assembler.write_text(_STUB_PTXAS, encoding="utf-8")
     assembler.chmod(0o755)
 
 
-def _mark_host_arguments(lowered: jax.stages.Lowered, made: Program) -> None:
-    """Says of the arguments that are in host memory that they are: shardings on absent devices have forgotten it."""
-    state, rows = train_state.abstract_inputs(made)
+def _mark_host_arguments(lowered: jax.stages.Lowered, program: Program) -> None:
+    """Marks the arguments in host memory, because shardings on absent devices lose their memory
+    kind."""
+    state, batch = train_state.abstract_inputs(program)
 
-    def of_weight(row: Parameter, weight: Any, opt: Any) -> tuple[Any, Any]:
-        away = host_offload.should_offload(row)
-        return away, jax.tree.map(lambda x: away and x.shape == weight.shape, opt)
+    def is_param_on_host(param: Parameter, weight: Any, opt_state: Any) -> tuple[Any, Any]:
+        on_host = host_offload.should_offload(param)
+        return on_host, jax.tree.map(lambda x: on_host and x.shape == weight.shape, opt_state)
 
-    weights, averages = optimizer.map_weights_and_state(
-        made.table, of_weight, state.master, state.opt_state
+    weights, moments = optimizer.map_weights_and_state(
+        program.table, is_param_on_host, state.master, state.opt_state
     )
-    # in the order of the arguments: master, opt, step, then rows
-    away = [*jax.tree.leaves((weights, averages)), False, *(False for _ in jax.tree.leaves(rows))]
+    # in the order of the arguments: master, opt_state, step, batch
+    on_host = [*jax.tree.leaves((weights, moments)), False]
+    on_host += [False for _ in jax.tree.leaves(batch)]
     module: Any = lowered.compiler_ir()
     with module.context:
         (main,) = (
             op for op in module.body.operations if str(op.attributes["sym_name"]) == '"main"'
         )
-        arguments = [{named.name: named.attr for named in one} for one in main.arg_attrs]
-        for one, is_away in zip(arguments, away, strict=True):
-            if is_away:
-                one["mhlo.memory_kind"] = ir.StringAttr.get(host_offload.MEMORY_KIND)
-        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(one) for one in arguments])
+        arguments = [
+            {attribute.name: attribute.attr for attribute in attributes}
+            for attributes in main.arg_attrs
+        ]
+        for argument, is_on_host in zip(arguments, on_host, strict=True):
+            if is_on_host:
+                argument["mhlo.memory_kind"] = ir.StringAttr.get(host_offload.MEMORY_KIND)
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(argument) for argument in arguments])
 
 
 def _read_dump(folder: pathlib.Path, end: str) -> str:
-    """The one dumped file with this end of its name, of the step itself."""
+    """Reads the dumped file of the step whose name has this end."""
     (file,) = folder.glob(f"*jit_step*{end}")
     return file.read_text(encoding="utf-8")
