@@ -15,8 +15,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.training import memory_formula
 from jaxsp.training.available_memory import MemoryLimit
-from jaxsp.training.memory_formula import GIB, predict_bytes
+from jaxsp.training.memory_formula import GIB
 from jaxsp.training.program import Program
 
 MAX_PREDICTED_RATIO = 1.1
@@ -79,7 +80,7 @@ def fit(
     scale = 1.0
     reason = ""
     for candidate in candidates:
-        predicted = scale * predict_bytes(candidate, workspace_bytes=workspace_bytes)
+        predicted = scale * memory_formula.predict_bytes(candidate, workspace_bytes=workspace_bytes)
         is_last = candidate is candidates[-1]
         saves_attention = candidate.remat_policy.is_attention_saved
         if not is_last and predicted > MAX_PREDICTED_RATIO * limit.device:

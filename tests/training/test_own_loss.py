@@ -36,7 +36,7 @@ def embeddings(shards, rows, *, config, gather, dtype, **_):
 
 @pytest.fixture(autouse=True)
 def _without_layers(small_shards, monkeypatch):
-    monkeypatch.setattr(train_step.decoder, "hidden_states", embeddings)
+    monkeypatch.setattr(step_gradients.decoder, "hidden_states", embeddings)
 
 
 def cross_entropy(logits_TV, labels_T):
