@@ -1,5 +1,6 @@
-"""All-gather: devices keep their queries; keys and values of whole rows are gathered, a few heads at a
-time.
+"""All-gather: devices keep their queries; keys and values of whole rows are gathered.
+
+The gathers take a few heads at a time.
 
 Rows are in zigzag (core/layout.py), so that the two chunks of every device together have equally
 many tokens before them. While the gathered heads are attended to, the next ones travel, so memory
@@ -230,7 +231,7 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 class _LocalWork(NamedTuple):
-    """What this device computes for the segments of the rows."""
+    """Blocks of attention that this device computes for the segments of its rows."""
 
     local_segments: LocalSegments
     earlier_blocks: OffDiagonalBlock

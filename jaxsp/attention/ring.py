@@ -247,7 +247,7 @@ class _RingStep:
 
 @dataclasses.dataclass(frozen=True)
 class _LocalWork:
-    """What this device computes for the segments of the rows."""
+    """Blocks of attention that this device computes for the segments of its rows."""
 
     group: ZigzagGroup
     starts_BM: Array

@@ -1,4 +1,4 @@
-"""Which strategy and which kernel a run uses."""
+"""Choice of the strategy and the kernel of a run."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from jaxsp.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionChoice:
-    """How a run computes attention on its devices. Processes compare its `repr`."""
+    """Strategy, kernel and settings of a run's attention. Processes compare its `repr`."""
 
     strategy: Strategy
     alternatives: tuple[tuple[str, int], ...]

@@ -1,4 +1,4 @@
-"""What a strategy offers: a way for the devices of a sequence-parallel group to share attention.
+"""Protocol of strategies: ways for a sequence-parallel group to share attention.
 
 To add a strategy, write a subclass of `Strategy` in a file of its own and add it to
 `jaxsp.attention.registry.STRATEGIES`.

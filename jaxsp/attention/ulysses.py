@@ -123,8 +123,8 @@ def divisors(number: int) -> list[int]:
 
 
 def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
-    """How often each K/V head is repeated, so that `seq` devices get whole ones, those of their own
-    query heads."""
+    """Number of copies of each K/V head, so that each of `seq` devices gets whole ones for its query
+    heads."""
     return math.lcm(num_kv_heads, seq) // num_kv_heads
 
 

@@ -45,7 +45,7 @@ class LayerWorkload:
     window: int | None = None
     """Number of tokens that a token sees, including itself; None: all before it."""
     remat: str = "save_attention"
-    """As in memory.remat."""
+    """Value of memory.remat."""
     is_deterministic: bool = False
 
     @classmethod

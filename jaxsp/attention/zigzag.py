@@ -1,4 +1,4 @@
-"""What ring and all-gather have in common: each device keeps the queries of two chunks of every row.
+"""Zigzag: the shared part of ring and all-gather, which keep two chunks of queries per device.
 
 Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2P - 1 - d. The chunks
 attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk, they

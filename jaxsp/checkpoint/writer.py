@@ -309,7 +309,7 @@ class CheckpointWriter:
         for commit in commits:
             try:
                 commit.result()
-            except Exception as error:
+            except Exception as error:  # reported with the others after all commits have ended
                 errors.append(error)
         if copy_error is not None:
             errors.append(copy_error)

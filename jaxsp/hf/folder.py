@@ -160,7 +160,7 @@ def _run_with_deadline(
     def run() -> None:
         try:
             results.put(download())
-        except Exception as error:
+        except Exception as error:  # raised again in the calling thread
             results.put(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -133,8 +133,8 @@ class Kernel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class FunctionKernel(Kernel):
-    """A function for whole rows as a kernel, for tests and experiments. It is used as it is: it must
-    apply a sliding window itself."""
+    """A function for whole rows as a kernel, for tests and experiments. It must apply a sliding
+    window itself."""
 
     name = "function"
 

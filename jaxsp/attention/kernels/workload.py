@@ -15,7 +15,7 @@ class Device(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelWorkload:
-    """Attention that one device computes at a time: whole rows, or chunks of rows, for its heads."""
+    """Attention that one device computes at a time: whole rows or chunks, for its heads."""
 
     num_heads: int
     num_kv_heads: int

@@ -141,7 +141,7 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
     try:
         with filelock.FileLock(lock):
             yield
-    except Exception as error:
+    except Exception as error:  # datasets wraps a full disk in its own error types
         if not _is_disk_full(error):
             raise
         free = shutil.disk_usage(cached.parent).free
