@@ -28,7 +28,7 @@ from jaxsp.attention.ring import Ring
 from jaxsp.model.remat import RematPolicy
 from jaxsp.planner.compile import compiled
 from jaxsp.training import compile_options, selfcheck
-from scripts.bench import machine, memory
+from scripts.bench import configs, machine
 
 RECIPE = "configs/llama31_8b_128k_8xh100.yaml"
 
@@ -88,19 +88,24 @@ def main(arguments: list[str]) -> int:
             problems.append(f"self-check, {name}: {str(error).splitlines()[0][:300]}")
     compile_s = time.perf_counter() - began
     verdict = f"FAILED: {'; '.join(problems)}" if problems else "ok"
+    num_programs = len(ATTENTION) + len(OFFLOAD)
     print(
-        f"jax {jax.__version__}: plan {plan_s:.0f} s, {plan['device_gib']:.2f} of {plan['device_limit_gib']:.1f} GiB; "
-        f"self-check {compile_s:.0f} s, {len(ATTENTION) + len(OFFLOAD)} programs: {verdict}"
+        f"jax {jax.__version__}: plan {plan_s:.0f} s, "
+        f"{plan['device_gib']:.2f} of {plan['device_limit_gib']:.1f} GiB; "
+        f"self-check {compile_s:.0f} s, {num_programs} programs: {verdict}"
     )
     return 1 if problems else 0
 
 
 def plan_recipe() -> dict[str, Any]:
-    """Returns what `python -m jaxsp.plan` writes for RECIPE. Raises: CalledProcessError if it fails."""
+    """Returns what `python -m jaxsp.plan` writes for RECIPE.
+
+    Raises: CalledProcessError if it fails.
+    """
     model = [
         "model.source=null",
         "model.tokenizer=bytes",
-        f"model.config={json.dumps(memory.MODEL)}",
+        f"model.config={json.dumps(configs.LLAMA_8B)}",
     ]
     with tempfile.TemporaryDirectory(prefix="jaxsp-release-") as folder:
         file = pathlib.Path(folder) / "plan.json"
@@ -129,7 +134,7 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
 
     Raises: JaxRuntimeError if XLA cannot.
     """
-    (gpu,) = compiled.make_devices(memory.DEVICE, 1)
+    (gpu,) = compiled.make_devices("h100-80gb", 1)
     here = jax.sharding.SingleDeviceSharding(gpu)
 
     def absent(arguments: Any) -> Any:
@@ -138,18 +143,19 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
         )
 
     if name in OFFLOAD:
-        how = OFFLOAD[name]
-        options = compile_options.PREFETCH_FROM_HOST if how.offload_activations != "none" else {}
+        policy = OFFLOAD[name]
+        is_offloaded = policy.offload_activations != "none"
+        options = compile_options.PREFETCH_FROM_HOST if is_offloaded else {}
         return selfcheck.compile_offload_gradients(
-            how, *absent(selfcheck.make_offload_inputs()), options=options
+            policy, *absent(selfcheck.make_offload_inputs()), options=options
         )
     options = {"kernel": "cudnn", "window": None} | ATTENTION[name]
     kernel = options.pop("kernel")
     bfloat16 = jnp.dtype("bfloat16")
     segments = options.pop("max_segments")
     rows = selfcheck.make_attention_inputs(**HEADS, max_segments=segments, dtype=bfloat16)
-    computes_in = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
-    return selfcheck.compile_attention(kernel, *absent(rows), dtype=computes_in, **options)
+    compute_dtype = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
+    return selfcheck.compile_attention(kernel, *absent(rows), dtype=compute_dtype, **options)
 
 
 if __name__ == "__main__":

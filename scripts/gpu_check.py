@@ -3,7 +3,7 @@
     scripts/gpu_check.sh kernels
     scripts/gpu_check.sh memory --out results --commit 1a2b3c
 
-scripts/README.md explains what each stage answers.
+scripts/README.md describes the stages.
 
 Every result is written as soon as it exists, so an interrupted stage keeps its results so far.
 Files are named DATE-GPU-STAGE in scripts/bench/results/: `.json` (versions, and each part's exit
@@ -33,11 +33,10 @@ from typing import Any, TextIO
 
 from scripts import junit_log
 from scripts.bench import machine, report
+from scripts.gpu_stages import SECONDS, STAGES, Part
 
-SECONDS = 460
-"""Time of a stage. A part that is still running then is interrupted, and killed after GRACE_S."""
-
-GRACE_S = 15
+KILL_AFTER_S = 15
+"""Seconds from the interruption of a part to SIGKILL."""
 
 LEAST_S = 20
 """A part does not start with less time than this."""
@@ -45,124 +44,10 @@ LEAST_S = 20
 BENCH_LOG = pathlib.Path("scripts/bench/LOG.md")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """One command of a stage. `{base}` in its arguments is the path of the stage's files."""
-
-    name: str
-    seconds: int
-    """Time limit; the last part of a stage may take all the time that is left."""
-    case_seconds: int = 0
-    """Guessed duration of one case: with less time than this left, no further case starts."""
-    module: str
-    arguments: tuple[str, ...]
-    is_tests: bool = False
-    is_resumable: bool = False
-    """True if this part uses --resume."""
-    needs: str | None = None
-    """Name of the part whose results this part reads."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """The parts that one command runs."""
-
-    answers: str
-    """Questions that the stage answers, for --help."""
-    parts: tuple[Part, ...]
-
-
-def _tests(*files: str) -> Part:
-    options = ["-p", "scripts.junit_log", "-vv", "-rs", "--durations=20"]
-    for verb in ("reading", "writing"):
-        # the cache warns about a program that it cannot keep, and warnings fail tests
-        options += ["-W", f"ignore:Error {verb} persistent compilation cache"]
-    return Part(
-        name="tests",
-        seconds=SECONDS,
-        module="pytest",
-        arguments=(*files, *options),
-        is_tests=True,
-    )
-
-
-_STEP = tuple("--shapes llama8b-4layers --lengths 32768 --steps 5 --case-seconds 120".split())
-
-_PIPELINED = "xla_gpu_enable_pipelined_host_offloading"
-
-STAGES = {
-    "kernels": Stage(
-        answers="versions; is cuDNN attention right on this GPU, packed and not?",
-        parts=(_tests("tests/gpu/test_kernels.py"),),
-    ),
-    "memory": Stage(
-        answers="cuDNN's workspace against the formula; what tiles and offloading cost",
-        parts=(
-            Part(
-                name="workspace",
-                seconds=130,
-                case_seconds=15,
-                module="scripts.bench.workspace",
-                arguments=(),
-            ),
-            Part(
-                name="tiles",
-                seconds=250,
-                case_seconds=60,
-                module="scripts.bench.step",
-                arguments=(
-                    *(*_STEP, "--documents", "one"),
-                    *"--remat save_attention --mlp-tile-tokens 32768 8192 --loss-tile-tokens 4096 512".split(),
-                ),
-            ),
-            Part(
-                name="offload",
-                seconds=SECONDS,
-                case_seconds=60,
-                module="scripts.bench.step",
-                arguments=(
-                    *(*_STEP, "--documents", "packed"),
-                    *("--offload-activations", "layer_inputs_and_attention"),
-                    *("--xla-option", f"{_PIPELINED}=false", f"{_PIPELINED}=true"),
-                ),
-            ),
-        ),
-    ),
-    "speed": Stage(
-        answers="tokens/s, MFU and memory beside Hugging Face Transformers; how far plans are off",
-        parts=(
-            Part(
-                name="table",
-                seconds=400,
-                case_seconds=100,
-                module="scripts.bench.peer_transformers",
-                arguments=(
-                    *"--shapes llama8b-4layers qwen3-0.6b --lengths 32768 131072 8192".split(),
-                    *"--steps 3 --case-seconds 180".split(),
-                ),
-                is_resumable=True,
-            ),
-            Part(
-                name="plans",
-                seconds=SECONDS,
-                case_seconds=20,
-                module="scripts.bench.plan_error",
-                arguments=("{base}-table.json",),
-                needs="table",
-            ),
-        ),
-    ),
-    "options": Stage(
-        answers="do memory options change only memory; does a GPU run learn as a CPU run does?",
-        parts=(_tests("tests/gpu/test_memory_options.py", "tests/gpu/test_training.py"),),
-    ),
-}
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command."""
     began = time.monotonic()
-    stages = "\n".join(f"  {name:<8} {stage.answers}" for name, stage in STAGES.items())
+    stages = "\n".join(f"  {name:<8} {stage.topics}" for name, stage in STAGES.items())
     parser = argparse.ArgumentParser(
         prog="scripts/gpu_check.sh",
         description=__doc__,
@@ -190,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(machine.REPO / "build" / "jax_cache"))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-    facts = machine_facts()
+    facts = read_machine_facts()
     if facts is None:
         return 2
     if given.resume:
@@ -201,9 +86,11 @@ def main(arguments: Sequence[str]) -> int:
     return run_stage(given.stage, given, facts, until=began + SECONDS)
 
 
-def machine_facts() -> dict[str, str] | None:
-    """Returns what scripts.bench.machine prints; None without a GPU, after the reason was
-    printed."""
+def read_machine_facts() -> dict[str, str] | None:
+    """Returns the facts that scripts.bench.machine prints.
+
+    Without a GPU, prints the reason and returns None.
+    """
     command = [sys.executable, "-m", "scripts.bench.machine"]
     try:
         done = subprocess.run(
@@ -225,8 +112,10 @@ def machine_facts() -> dict[str, str] | None:
 
 
 def run_stage(name: str, given: argparse.Namespace, facts: dict[str, str], *, until: float) -> int:
-    """Runs a stage's parts one after another, each within its time limit. Returns: the exit
-    code."""
+    """Runs a stage's parts one after another, each within its time limit.
+
+    Returns: the exit code.
+    """
     when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M")
     gpu = re.sub("[^a-z0-9]+", "-", facts["device"].removeprefix("NVIDIA ").lower()).strip("-")
     folder = given.out or machine.REPO / "scripts" / "bench" / "results"
@@ -290,14 +179,15 @@ def run_part(
     command = [sys.executable, "-m", part.module, *words]
     has_input = part.needs is None or pathlib.Path(f"{base}-{part.needs}.json").exists()
     began = time.monotonic()
-    code, status = None, report.NOT_RUN
+    code = None
+    status = report.NOT_RUN
     if seconds >= LEAST_S and has_input:
-        _say(f"== {part.name}: python {' '.join(command[1:])}", log)
+        _log(f"== {part.name}: python {' '.join(command[1:])}", log)
         runner = run_tests if part.is_tests else run
         code = runner(command, seconds, log)
         status = {0: report.OK, None: report.TIMED_OUT}.get(code, report.FAILED)
-    taken = time.monotonic() - began
-    words = _summary(results) if results.exists() else "no results"
+    elapsed = time.monotonic() - began
+    summary = _summarize(results) if results.exists() else "no results"
     if part.is_tests and status == report.OK and not junit_log.has_passed(results):
         status = report.FAILED  # a test of an earlier process failed, or all tests were skipped
     return Outcome(
@@ -305,8 +195,8 @@ def run_part(
         command=command,
         status=status,
         exit_code=code,
-        seconds=taken,
-        summary=words if status == report.OK else f"{words} ({status})",
+        seconds=elapsed,
+        summary=summary if status == report.OK else f"{summary} ({status})",
     )
 
 
@@ -326,7 +216,7 @@ def run_tests(command: Sequence[str], seconds: float, log: TextIO) -> int | None
             return code
         if until - time.monotonic() < LEAST_S:
             return None
-        _say("== pytest ended early: the remaining tests, in a new process", log)
+        _log("== pytest ended early: the remaining tests, in a new process", log)
 
 
 def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
@@ -351,14 +241,14 @@ def run(command: Sequence[str], seconds: float, log: TextIO) -> int | None:
 
         timers = [
             threading.Timer(seconds, interrupt),
-            threading.Timer(seconds + GRACE_S, _signal_group, (process.pid, signal.SIGKILL)),
+            threading.Timer(seconds + KILL_AFTER_S, _signal_group, (process.pid, signal.SIGKILL)),
         ]
         for timer in timers:
             timer.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                _say(line.rstrip("\n"), log)
+                _log(line.rstrip("\n"), log)
             code = process.wait()
         finally:
             for timer in timers:
@@ -372,14 +262,14 @@ def _signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _summary(results: pathlib.Path) -> str:
+def _summarize(results: pathlib.Path) -> str:
     if results.suffix == ".xml":
-        return junit_log.summary(results)
+        return junit_log.summarize(results)
     found = json.loads(results.read_text(encoding="utf-8"))
-    return found.get("summary") or report.summary(found)
+    return found.get("summary") or report.summarize(found)
 
 
-def _say(line: str, log: TextIO) -> None:
+def _log(line: str, log: TextIO) -> None:
     print(line, flush=True)
     log.write(f"{line}\n")
     log.flush()

@@ -50,7 +50,9 @@ class JunitLog:
     def pytest_runtest_logreport(self, report: Any) -> None:
         self._case.set("time", f"{float(self._case.get('time', 0)) + report.duration:.3f}")
         if report.failed or report.skipped:
-            kind = "skipped" if report.skipped else "failure" if report.when == "call" else "error"
+            kind = "failure" if report.when == "call" else "error"
+            if report.skipped:
+                kind = "skipped"
             is_reason = isinstance(report.longrepr, tuple)  # of a skip: file, line and reason
             text = _NOT_XML.sub("?", report.longrepr[2] if is_reason else report.longreprtext)
             errors = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
@@ -83,7 +85,7 @@ def num_tests(path: pathlib.Path) -> int:
     return len(_read(path))
 
 
-def summary(path: pathlib.Path) -> str:
+def summarize(path: pathlib.Path) -> str:
     """Counts and time of the tests in a file. Example: `56 passed, 2 failed in 231 s`."""
     counts = _counts(path)
     seconds = sum(float(case.get("time", 0)) for case in _read(path))

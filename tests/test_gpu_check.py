@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh runs its stages in their time and writes each result as soon as it has it."""
+"""scripts/gpu_check.sh runs its stages within their time limits and writes each result at once."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ from xml.etree import ElementTree
 import pytest
 
 from jaxsp.runtime import hardware
-from scripts import gpu_check, junit_log
-from scripts.bench import peer_transformers, plan_error, report, step, workspace
+from scripts import gpu_check, gpu_stages, junit_log
+from scripts.bench import cases, peer_transformers, plan_error, report, step, workspace
 from tests import messages, noise
 
 REPO = pathlib.Path(__file__).parent.parent
@@ -29,7 +29,7 @@ FACTS = {
 
 
 @pytest.mark.skipif(hardware.count_gpus({}) > 0, reason="needs a machine without an NVIDIA GPU")
-@pytest.mark.parametrize("stage", gpu_check.STAGES)
+@pytest.mark.parametrize("stage", gpu_stages.STAGES)
 def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
     path = f"{pathlib.Path(sys.executable).parent}:/usr/bin:/bin"
     command = [REPO / "scripts" / "gpu_check.sh", stage, "--out", str(tmp_path / "results")]
@@ -43,7 +43,7 @@ def test_without_a_gpu_each_stage_exits_2_with_one_line(stage, tmp_path):
 def test_without_a_stage_it_lists_them(capsys):
     assert gpu_check.main([]) == 2
     listed = capsys.readouterr().err.splitlines()[1:]
-    assert [line.split()[0] for line in listed] == list(gpu_check.STAGES)
+    assert [line.split()[0] for line in listed] == list(gpu_stages.STAGES)
 
 
 def test_only_a_stage_with_a_table_can_be_resumed(capsys):
@@ -56,7 +56,8 @@ class Parsed(Exception):
 
 
 def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
-    mains = {one.MODULE: one.main for one in (peer_transformers, plan_error, step, workspace)}
+    benchmarks = (peer_transformers, plan_error, step, workspace)
+    mains = {benchmark.MODULE: benchmark.main for benchmark in benchmarks}
     parse = argparse.ArgumentParser.parse_args
     parsed = []
 
@@ -65,7 +66,8 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
         raise Parsed
 
     def run(command, seconds, log):
-        module, words = command[2], command[3:]
+        module = command[2]
+        words = command[3:]
         with pytest.raises(Parsed):
             mains[module](words)
         pathlib.Path(words[words.index("--out") + 1]).write_text('{"summary": "fine"}')
@@ -75,30 +77,32 @@ def test_the_benchmarks_accept_the_options_of_each_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_check, "run", run)
     given = argparse.Namespace(out=tmp_path, commit="def", resume=tmp_path / "old.json")
     for stage in ("memory", "speed"):
-        until = time.monotonic() + gpu_check.SECONDS
+        until = time.monotonic() + gpu_stages.SECONDS
         assert gpu_check.run_stage(stage, given, FACTS, until=until) == 0
     sizes, tiles, offload, table, plans = parsed
-    assert {one.commit for one in parsed} == {"def"}
-    assert sizes.seconds == 115, "130 s, of which a case takes 15"
-    tile_sizes = [(case.mlp_tile_tokens, case.loss_tile_tokens) for case in step.asked(tiles)]
+    assert {options.commit for options in parsed} == {"def"}
+    assert sizes.seconds == 115, "130 s less 15 s for a case"
+    tile_sizes = [
+        (case.mlp_tile_tokens, case.loss_tile_tokens) for case in cases.expand_cases(tiles)
+    ]
     assert tile_sizes == [(32768, 4096), (32768, 512), (8192, 4096), (8192, 512)]
     pipelined = "xla_gpu_enable_pipelined_host_offloading"
-    options = [case.xla_options for case in step.asked(offload)]
+    options = [case.xla_options for case in cases.expand_cases(offload)]
     assert options == [{pipelined: False}, {pipelined: True}]
-    cases = [(case.shape, case.row_tokens, case.documents) for case in step.asked(table)]
-    assert cases[:3] == [
+    names = [(case.shape, case.row_tokens, case.documents) for case in cases.expand_cases(table)]
+    assert names[:3] == [
         ("llama8b-4layers", 32768, "one"),
         ("llama8b-4layers", 32768, "packed"),
         ("llama8b-4layers", 131072, "one"),
     ]
-    assert len(cases) == 12
+    assert len(names) == 12
     assert table.resume == tmp_path / "old.json"
     assert plans.measured.name.endswith("-speed-table.json")
 
 
 def run_stage(monkeypatch, out, *parts, until=60):
     """Exit code, index and log line of a stage of these parts."""
-    monkeypatch.setitem(gpu_check.STAGES, "mine", gpu_check.Stage(answers="", parts=parts))
+    monkeypatch.setitem(gpu_stages.STAGES, "mine", gpu_stages.Stage(topics="", parts=parts))
     given = argparse.Namespace(out=out, commit=None, resume=None)
     code = gpu_check.run_stage("mine", given, FACTS, until=time.monotonic() + until)
     (index,) = out.glob("*-h100-80gb-hbm3-mine.json")
@@ -120,7 +124,7 @@ time.sleep({sleep})
 sys.exit({code})
 """
         (tmp_path / f"{name}.py").write_text(text)
-        return gpu_check.Part(name=name, seconds=seconds, module=name, arguments=(), needs=needs)
+        return gpu_stages.Part(name=name, seconds=seconds, module=name, arguments=(), needs=needs)
 
     return make
 
@@ -130,11 +134,11 @@ def test_all_parts_run_and_one_that_fails_fails_the_stage(monkeypatch, tmp_path,
     parts = benchmark("first", code=1), benchmark("second")
     code, index, line = run_stage(monkeypatch, out, *parts)
     assert code == 1
-    ends = [(part["status"], part["exit_code"]) for part in index["parts"]]
-    assert ends == [(report.FAILED, 1), (report.OK, 0)]
+    statuses = [(part["status"], part["exit_code"]) for part in index["parts"]]
+    assert statuses == [(report.FAILED, 1), (report.OK, 0)]
     assert (index["stage"], index["commit"], index["jax"]) == ("mine", "abc", "0.11.2")
-    ends = ("first: result of first", report.FAILED, "second: result of second")
-    assert re.search(messages.holding(*ends), line)
+    expected = ("first: result of first", report.FAILED, "second: result of second")
+    assert re.search(messages.holding(*expected), line)
     (log,) = out.glob("*-mine.txt")
     assert log.read_text().splitlines().count("a line") == 2
 
@@ -150,8 +154,8 @@ def test_a_part_that_takes_too_long_is_ended_and_keeps_its_results(
     assert time.monotonic() - began < 20
     assert code == 1
     assert [part["status"] for part in index["parts"]] == [report.TIMED_OUT, report.NOT_RUN]
-    ends = ("slow: result of slow", report.TIMED_OUT, "late", report.NOT_RUN)
-    assert re.search(messages.holding(*ends), line)
+    expected = ("slow: result of slow", report.TIMED_OUT, "late", report.NOT_RUN)
+    assert re.search(messages.holding(*expected), line)
 
 
 def test_a_part_without_its_input_does_not_run(monkeypatch, tmp_path, benchmark):
@@ -170,7 +174,7 @@ def pytest_part(tmp_path, monkeypatch):
     def make(text, *, seconds=60):
         (tmp_path / "test_it.py").write_text(text)
         arguments = ("test_it.py", "-p", "scripts.junit_log", "-vv", "-p", "no:cacheprovider")
-        return gpu_check.Part(
+        return gpu_stages.Part(
             name="tests", seconds=seconds, module="pytest", arguments=arguments, is_tests=True
         )
 
@@ -245,7 +249,7 @@ def test_after_a_crash_the_remaining_tests_run_in_a_new_process(monkeypatch, tmp
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_run_that_is_out_of_time_names_its_test(monkeypatch, tmp_path, pytest_part):
-    text = "import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\ndef test_three(): pass\n"
+    text = "import time\ndef test_one(): pass\ndef test_two(): time.sleep(60)\n"
     out = tmp_path / "out"
     monkeypatch.setattr(gpu_check, "LEAST_S", 2)
     code, index, _ = run_stage(monkeypatch, out, pytest_part(text, seconds=4))

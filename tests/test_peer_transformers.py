@@ -1,4 +1,4 @@
-"""scripts/bench/peer_transformers.py times transformers beside jaxsp, on the same documents, and compares."""
+"""scripts/bench/peer_transformers.py compares transformers with jaxsp on the same documents."""
 
 import dataclasses
 import importlib.metadata
@@ -16,25 +16,25 @@ import pytest
 
 from jaxsp.hf import families
 from jaxsp.model import flops
+from scripts.bench import cases, isolation, report, step
 from scripts.bench import peer_transformers as peer
-from scripts.bench import report, step
 from tests import messages
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed: it is what transformers computes with (extra `test`)"
 )
 
-from transformers import utils  # noqa: E402 - says unasked that there is no torch, where there is none
+from transformers import utils  # noqa: E402 - warns if torch is not installed
 
 REPO = pathlib.Path(__file__).parent.parent
 
 CPU = torch.device("cpu")
 
-CASE = step.Case(shape="tiny", row_tokens=64, documents="packed", kernel="auto", steps=1)
+CASE = cases.Case(shape="tiny", row_tokens=64, documents="packed", kernel="auto", steps=1)
 
-NUMBERS = {"status": report.OK, "loss": 6.0, "loss_finite": True}
+FIGURES = {"status": report.OK, "loss": 6.0, "loss_finite": True}
 OURS = step.Result(
-    **NUMBERS,
+    **FIGURES,
     tokens_per_s=300.0,
     mfu=0.456,
     peak_gib=1.0,
@@ -42,28 +42,16 @@ OURS = step.Result(
     step_s=2.0,
     tflops_per_device=1.0,
 )
-PEERS = peer.Result(**NUMBERS, tokens_per_s=200.0, mfu=0.304, peak_gib=4.0, attention="sdpa")
+PEER = peer.Result(**FIGURES, tokens_per_s=200.0, mfu=0.304, peak_gib=4.0, attention="sdpa")
 
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
-    """The file that a run on the CPU wrote, and what it printed."""
+    """Results and output of a run on the CPU."""
     out = tmp_path_factory.mktemp("peer") / "new" / "results.json"
-    words = [
-        "--shapes",
-        "tiny",
-        "--lengths",
-        "64",
-        "--documents",
-        "one",
-        "packed",
-        "--steps",
-        "1",
-        "--out",
-        str(out),
-    ]
+    options = "--shapes tiny --lengths 64 --documents one packed --steps 1".split()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "scripts.bench.peer_transformers", *words]
+    command = [sys.executable, "-m", peer.MODULE, *options, "--out", str(out)]
     done = subprocess.run(
         command, cwd=REPO, env=environment, capture_output=True, text=True, check=False
     )
@@ -71,13 +59,11 @@ def benchmark(tmp_path_factory):
     return json.loads(out.read_text()), done.stdout
 
 
-@pytest.mark.slow  # two processes of each side
-def test_both_sides_have_numbers_and_ratios(benchmark):
+@pytest.mark.slow
+def test_both_sides_have_figures_and_ratios(benchmark):
     results, _ = benchmark
-    assert [(case["documents"], case["row_tokens"]) for case in results["cases"]] == [
-        ("one", 64),
-        ("packed", 64),
-    ]
+    names = [(case["documents"], case["row_tokens"]) for case in results["cases"]]
+    assert names == [("one", 64), ("packed", 64)]
     for case in results["cases"]:
         theirs = case["transformers"]
         assert (case["status"], theirs["status"]) == (report.OK, report.OK)
@@ -89,33 +75,24 @@ def test_both_sides_have_numbers_and_ratios(benchmark):
             assert side["tokens_per_s"] == pytest.approx(64 / side["step_s"])
             assert 0 < side["step_s"] <= side["slowest_step_s"]
             assert side["loss"] == pytest.approx(math.log(512), abs=0.3), "random weights"
-        assert (case["peak_gib"], theirs["peak_gib"], case["memory_ratio"]) == (None, None, None), (
-            "a CPU tells no peak"
-        )
+        peaks = (case["peak_gib"], theirs["peak_gib"], case["memory_ratio"])
+        assert peaks == (None, None, None), "a CPU reports no peak"
     assert (results["device"], results["torch_device"]) == ("cpu", "cpu")
-    assert (results["torch"], results["transformers"]) == (
-        torch.__version__,
-        importlib.metadata.version("transformers"),
-    )
-    rows = [
-        {
-            "jaxsp": 64,
-            "jaxsp_is_limit": False,
-            "transformers": 64,
-            "transformers_is_limit": False,
-            "ratio": 1.0,
-        }
-    ] * 2
-    asked = [{"shape": "tiny", "documents": documents} for documents in ("one", "packed")]
-    assert results["longest"] == [one | tokens for one, tokens in zip(asked, rows, strict=True)]
+    assert results["torch"] == torch.__version__
+    assert results["transformers"] == importlib.metadata.version("transformers")
+    rows = {"jaxsp": 64, "transformers": 64, "ratio": 1.0}
+    rows |= {"jaxsp_is_limit": False, "transformers_is_limit": False}
+    assert results["longest"] == [
+        {"shape": "tiny", "documents": documents, **rows} for documents in ("one", "packed")
+    ]
 
 
-@pytest.mark.slow  # two processes of each side
+@pytest.mark.slow
 def test_the_table_shows_both_sides(benchmark):
     results, printed = benchmark
     header, *rows, first, second = printed.splitlines()
-    assert header == report.BOTH
-    assert rows == [report.both(case) for case in results["cases"]]
+    assert header == report.PAIR_HEADER
+    assert rows == [report.format_pair(case) for case in results["cases"]]
     assert f"{results['cases'][0]['transformers']['tokens_per_s']:,.0f}" in rows[0]
     assert re.search(messages.holding("tiny one", 64, 64, "1.00"), first)
     assert "tiny packed" in second
@@ -123,217 +100,198 @@ def test_the_table_shows_both_sides(benchmark):
 
 @pytest.fixture(scope="module")
 def model():
-    return peer.random_model(step.SHAPES["tiny"], attention="sdpa", device=CPU)
+    return peer.make_model(cases.SHAPES["tiny"], attention="sdpa", device=CPU)
 
 
 def logits(model, documents):
     with torch.no_grad():
-        return model(**peer.inputs(documents, attention="sdpa", device=CPU)).logits[0]
+        return model(**peer.make_inputs(documents, attention="sdpa", device=CPU)).logits[0]
 
 
 @pytest.mark.parametrize("changed", [0, 1, 2])
 def test_the_peer_keeps_packed_documents_apart(model, changed):
-    """With other tokens in a document, it alone has other logits."""
+    """Other tokens in a document change only its own logits."""
     documents = np.split(np.random.default_rng(3).integers(0, 512, 40), [9, 26])
     others = [
-        (document + 1) % 512 if at == changed else document for at, document in enumerate(documents)
+        (document + 1) % 512 if index == changed else document
+        for index, document in enumerate(documents)
     ]
     lengths = [len(document) for document in documents]
     before, after = (logits(model, rows).split(lengths) for rows in (documents, others))
-    same = [torch.equal(one, other) for one, other in zip(before, after, strict=True)]
-    assert same == [at != changed for at in range(3)]
+    is_same = list(map(torch.equal, before, after))
+    assert is_same == [index != changed for index in range(3)]
 
 
-def test_the_peer_learns_of_each_document_what_it_would_learn_of_it_alone(model):
-    """The row's loss is the mean over all tokens that have a next one in their document."""
-    documents = step.random_documents(CASE)
+def test_the_peers_loss_of_a_row_is_that_of_its_documents(model):
+    """The mean over all tokens that have a next one in their document."""
+    documents = cases.make_documents(CASE)
     with torch.no_grad():
-        row = model(**peer.inputs(documents, attention="sdpa", device=CPU)).loss
-        alone = [document for document in documents if len(document) > 1]
+        row = model(**peer.make_inputs(documents, attention="sdpa", device=CPU)).loss
         sums = [
-            (len(ids) - 1) * model(**peer.inputs([ids], attention="sdpa", device=CPU)).loss
-            for ids in alone
+            (len(ids) - 1) * model(**peer.make_inputs([ids], attention="sdpa", device=CPU)).loss
+            for ids in documents
+            if len(ids) > 1
         ]
     torch.testing.assert_close(row, sum(sums) / (64 - 16), rtol=1e-6, atol=0)
 
 
-def test_flash_attention_is_told_where_documents_begin():
+def test_flash_attention_receives_the_starts_of_documents():
     documents = [np.arange(3), np.arange(5), np.arange(2)]
-    row = peer.inputs(documents, attention="flash_attention_2", device=CPU)
+    row = peer.make_inputs(documents, attention="flash_attention_2", device=CPU)
     assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 3, 8, 10]
     assert (row["max_length_q"], row["max_length_k"]) == (5, 5)
     assert row["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]]
-    assert set(peer.inputs(documents, attention="sdpa", device=CPU)) == {
-        "input_ids",
-        "labels",
-        "position_ids",
-        "use_cache",
-    }
+    names = {"input_ids", "labels", "position_ids", "use_cache"}
+    assert set(peer.make_inputs(documents, attention="sdpa", device=CPU)) == names
 
 
-def test_a_step_computes_layers_twice_and_moves_float32_weights(monkeypatch):
-    """By the learning rate, which is what AdamW's first step is, and then by less, as the schedule says."""
-    made = []
-    random_model = peer.random_model
-    monkeypatch.setattr(
-        peer,
-        "random_model",
-        lambda *words, **how: made.append(random_model(*words, **how)) or made[0],
-    )
-    take_step = peer.prepared(CASE, attention="sdpa", device=CPU)
-    (model,) = made
+def test_a_step_recomputes_layers_and_updates_float32_weights(monkeypatch):
+    """AdamW's first update is the learning rate; the schedule makes later ones smaller."""
+    model = peer.make_model(cases.SHAPES["tiny"], attention="sdpa", device=CPU)
+    monkeypatch.setattr(peer, "make_model", lambda fields, *, attention, device: model)
+    take_step = peer.make_step(CASE, attention="sdpa", device=CPU)
     calls = []
     model.model.layers[1].mlp.up_proj.register_forward_hook(
-        lambda module, given, came: calls.append(came.dtype)
+        lambda module, inputs, output: calls.append(output.dtype)
     )
     weight = model.model.layers[1].mlp.up_proj.weight
-    moves = []
+    updates = []
     for _ in range(3):
         before = weight.detach().clone()
         loss = take_step()
-        moves.append((weight.detach() - before).abs().max().item())
+        updates.append((weight.detach() - before).abs().max().item())
     assert weight.dtype == torch.float32
     assert loss.item() == pytest.approx(math.log(512), abs=0.3)
     assert calls == [torch.bfloat16] * 6, "forward, and once more in the backward pass"
-    assert moves[0] == pytest.approx(1e-5, rel=0.01)
-    assert moves[2] < 0.5 * moves[0], "cosine of 3 steps: 1, 0.75, 0.25"
+    assert updates[0] == pytest.approx(1e-5, rel=0.01)
+    assert updates[2] < 0.5 * updates[0], "cosine of 3 steps: 1, 0.75, 0.25"
 
 
-def test_running_out_of_memory_is_told_by_the_peer_too(monkeypatch, tmp_path):
+def test_the_peer_records_running_out_of_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = peer.measure(dataclasses.replace(CASE, shape="too-big", kernel="sdpa"), tmp_path)
     assert (found.status, found.step_s, found.attention) == (report.OUT_OF_MEMORY, None, "sdpa")
     assert "can't allocate memory" in found.message
 
 
-def test_another_error_is_no_lack_of_memory(monkeypatch, tmp_path):
-    said = iter(
-        [
-            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nStack"),
-            RuntimeError("illegal address"),
-        ]
-    )
+def test_another_error_than_running_out_of_memory_is_raised(monkeypatch, tmp_path):
+    message = "CUDA out of memory. Tried to allocate 2 GiB."
+    errors = [torch.OutOfMemoryError(f"{message}\nStack"), RuntimeError("illegal address")]
 
-    def fail(case, **how):
-        raise next(said)
+    def fail(case, **options):
+        raise errors.pop(0)
 
-    monkeypatch.setattr(peer, "prepared", fail)
-    found = peer.measure(CASE, tmp_path)
-    assert (found.status, found.message) == (
-        report.OUT_OF_MEMORY,
-        "CUDA out of memory. Tried to allocate 2 GiB.",
-    )
+    monkeypatch.setattr(peer, "make_step", fail)
+    result = peer.measure(CASE, tmp_path)
+    assert (result.status, result.message) == (report.OUT_OF_MEMORY, message)
     with pytest.raises(RuntimeError, match="illegal address"):
         peer.measure(CASE, tmp_path)
 
 
-def test_the_best_attention_is_what_is_installed(monkeypatch):
-    installed, capability = set(), (9, 0)
+def test_the_best_installed_attention_is_chosen(monkeypatch):
+    installed = set()
+    capability = (9, 0)
     for number in (2, 3):
         monkeypatch.setattr(
             utils, f"is_flash_attn_{number}_available", lambda number=number: number in installed
         )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert peer.best_attention() == "sdpa"
+    assert peer.choose_attention() == "sdpa"
     installed.add(2)
-    assert peer.best_attention() == "flash_attention_2"
+    assert peer.choose_attention() == "flash_attention_2"
     installed.add(3)
-    assert peer.best_attention() == "flash_attention_3"
+    assert peer.choose_attention() == "flash_attention_3"
     capability = (8, 0)
-    assert peer.best_attention() == "flash_attention_2", "version 3 is for Hopper"
+    assert peer.choose_attention() == "flash_attention_2", "version 3 is for Hopper"
 
 
-def run(monkeypatch, tmp_path, apart, *words):
-    """Exit code and file of a benchmark whose cases come out as a function of case and side says."""
-
-    def measured(case, *, seconds, module=step.MODULE, kind=step.Result):
-        return apart(case, "jaxsp" if module == step.MODULE else "transformers")
-
-    monkeypatch.setattr(step, "apart", measured)
-    monkeypatch.setattr(peer, "missing", lambda: None)
-    code = peer.main(
-        ["--shapes", "tiny", "--lengths", "64", "--out", str(tmp_path / "results.json"), *words]
+def run(monkeypatch, tmp_path, run_side, *options):
+    """Exit code and file of a benchmark. Args: run_side: makes the result of a case and side."""
+    monkeypatch.setattr(step, "run_case", lambda case, *, seconds: run_side(case, "jaxsp"))
+    monkeypatch.setattr(
+        peer, "run_peer", lambda case, *, attention, seconds: run_side(case, "transformers")
     )
-    return code, json.loads((tmp_path / "results.json").read_text())
+    monkeypatch.setattr(peer, "find_problem", lambda: None)
+    out = tmp_path / "results.json"
+    code = peer.main(["--shapes", "tiny", "--lengths", "64", "--out", str(out), *options])
+    return code, json.loads(out.read_text())
 
 
-def test_rows_are_doubled_for_the_side_that_can(monkeypatch, tmp_path, capsys):
-    most = {
+def succeed(case, side):
+    """Result of a side that works."""
+    return OURS if side == "jaxsp" else PEER
+
+
+def test_rows_are_doubled_for_the_sides_that_fit(monkeypatch, tmp_path, capsys):
+    longest = {
         ("jaxsp", "one"): 512,
         ("transformers", "one"): 128,
         ("jaxsp", "packed"): 64,
         ("transformers", "packed"): 0,
     }
-    tried = []
+    tried = {key: [] for key in longest}
 
-    def apart(case, side):
-        tried.append((side, case.documents, case.row_tokens))
-        good, kind = (OURS, step.Result) if side == "jaxsp" else (PEERS, peer.Result)
-        full = kind(status=report.OUT_OF_MEMORY, message="too long")
-        return good if case.row_tokens <= most[side, case.documents] else full
+    def run_side(case, side):
+        tried[side, case.documents].append(case.row_tokens)
+        if case.row_tokens <= longest[side, case.documents]:
+            return succeed(case, side)
+        return type(succeed(case, side))(status=report.OUT_OF_MEMORY, message="too long")
 
-    code, found = run(monkeypatch, tmp_path, apart, "--until-it-fails")
-    assert code == 0, "what does not fit has told what it was asked"
-    lengths = {asked: [tokens for *same, tokens in tried if tuple(same) == asked] for asked in most}
-    assert lengths == {
+    code, found = run(monkeypatch, tmp_path, run_side, "--until-it-fails")
+    assert code == 0, "running out of memory is an answer"
+    assert tried == {
         ("jaxsp", "one"): [64, 128, 256, 512, 1024],
         ("transformers", "one"): [64, 128, 256],
         ("jaxsp", "packed"): [64, 128],
         ("transformers", "packed"): [64],
     }
     last = found["cases"][-1]
-    assert (last["row_tokens"], last["status"], last["transformers"]["status"]) == (
-        1024,
-        report.OUT_OF_MEMORY,
-        report.NOT_RUN,
-    )
-    printed = capsys.readouterr().out.splitlines()
-    ends = (report.OUT_OF_MEMORY, "too long", "transformers", report.NOT_RUN)
-    assert re.search(messages.holding("jaxsp", *ends), printed[-3])
-    assert re.search(messages.holding("tiny one", 512, 128, "4.00"), printed[-2])
-    assert re.search(messages.holding("tiny packed", 64), printed[-1])
-    assert [one["ratio"] for one in found["longest"]] == [4.0, None]
+    statuses = (last["status"], last["transformers"]["status"])
+    assert (last["row_tokens"], *statuses) == (1024, report.OUT_OF_MEMORY, report.NOT_RUN)
+    *_, case_line, one_line, packed_line = capsys.readouterr().out.splitlines()
+    problems = (report.OUT_OF_MEMORY, "too long", "transformers", report.NOT_RUN)
+    assert re.search(messages.holding("jaxsp", *problems), case_line)
+    assert re.search(messages.holding("tiny one", 512, 128, "4.00"), one_line)
+    assert re.search(messages.holding("tiny packed", 64), packed_line)
+    assert [rows["ratio"] for rows in found["longest"]] == [4.0, None]
 
 
-def test_ratios_are_of_ours_over_the_peers(monkeypatch, tmp_path, capsys):
-    _, found = run(
-        monkeypatch,
-        tmp_path,
-        lambda case, side: OURS if side == "jaxsp" else PEERS,
-        "--documents",
-        "one",
-    )
+def test_ratios_are_figures_of_jaxsp_over_the_peers(monkeypatch, tmp_path, capsys):
+    _, found = run(monkeypatch, tmp_path, succeed, "--documents", "one")
     assert [found["cases"][0][name] for name in ("speed_ratio", "memory_ratio")] == [1.5, 0.25]
     line = capsys.readouterr().out.splitlines()[1]
-    assert (
-        line.split()
-        == "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa".split()
-    )
-    assert re.search(messages.holding("1.50", "0.25"), report.summary(found))
+    expected = "tiny 64 one 300 45.6 1.00 6.0000 200 30.4 4.00 6.0000 1.50 0.25 sdpa"
+    assert line.split() == expected.split()
+    assert re.search(messages.holding("1.50", "0.25"), report.summarize(found))
+
+
+def statuses(found):
+    """Statuses of jaxsp and transformers in each case."""
+    return [
+        report.get_side(case, side)["status"] for case in found["cases"] for side in report.SIDES
+    ]
 
 
 @pytest.mark.parametrize("failing", report.SIDES)
 def test_a_side_that_fails_fails_the_benchmark_after_the_other(monkeypatch, tmp_path, failing):
-    def apart(case, side):
-        kind = step.Result if side == "jaxsp" else peer.Result
-        return step.ended(-6, "", kind) if side == failing else OURS if side == "jaxsp" else PEERS
+    def run_side(case, side):
+        result = succeed(case, side)
+        return isolation.explain_exit(-6, "", type(result)) if side == failing else result
 
-    code, found = run(monkeypatch, tmp_path, apart, "--documents", "one")
+    code, found = run(monkeypatch, tmp_path, run_side, "--documents", "one")
     assert code == 1
-    ends = {side: report.of(found["cases"][0], side)["status"] for side in report.SIDES}
-    assert ends == {side: report.FAILED if side == failing else report.OK for side in report.SIDES}
+    expected = [report.FAILED if side == failing else report.OK for side in report.SIDES]
+    assert statuses(found) == expected
     assert found["cases"][0]["speed_ratio"] is None
 
 
-def test_cases_beyond_the_time_are_named(monkeypatch, tmp_path):
+def test_cases_after_the_time_limit_are_not_run(monkeypatch, tmp_path):
     code, found = run(monkeypatch, tmp_path, None, "--seconds", "0")
     assert code == 0
-    assert [
-        report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES
-    ] == [report.NOT_RUN] * 4
+    assert statuses(found) == [report.NOT_RUN] * 4
 
 
-def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
+def test_without_torch_the_command_to_install_it_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert peer.main(["--shapes", "tiny"]) == 2
     printed = capsys.readouterr()
@@ -341,51 +299,52 @@ def test_without_torch_it_says_what_to_install(monkeypatch, capsys):
     assert re.search(messages.holding("torch", "pip install torch"), printed.err)
 
 
-def test_a_resumed_comparison_runs_cases_that_a_side_did_not_end(monkeypatch, tmp_path):
+def test_a_resumed_comparison_runs_cases_that_a_side_did_not_finish(monkeypatch, tmp_path):
     late = peer.Result(status=report.TIMED_OUT)
 
-    def apart(case, side):
-        return OURS if side == "jaxsp" else late if case.documents == "packed" else PEERS
+    def run_side(case, side):
+        is_late = side == "transformers" and case.documents == "packed"
+        return late if is_late else succeed(case, side)
 
-    run(monkeypatch, tmp_path, apart)
+    run(monkeypatch, tmp_path, run_side)
     (tmp_path / "results.json").rename(tmp_path / "old.json")
     again = []
 
     def run_again(case, side):
         again.append((side, case.documents))
-        return OURS if side == "jaxsp" else PEERS
+        return succeed(case, side)
 
     _, found = run(monkeypatch, tmp_path, run_again, "--resume", str(tmp_path / "old.json"))
     assert again == [("jaxsp", "packed"), ("transformers", "packed")]
-    ends = [report.of(case, side)["status"] for case in found["cases"] for side in report.SIDES]
-    assert ends == [report.OK] * 4
+    assert statuses(found) == [report.OK] * 4
 
 
-def test_the_peer_s_arithmetic_is_counted_as_jaxsp_s(tmp_path):
+def test_flops_of_the_peer_are_counted_as_those_of_jaxsp(tmp_path):
     found = peer.measure(dataclasses.replace(CASE, kernel="sdpa"), tmp_path)
     num_flops = found.tflops_per_device * found.step_s * 1e12
-    lengths = np.array([len(document) for document in step.random_documents(CASE)])
-    model = families.parse_model_config(step.SHAPES["tiny"], field="tiny")
+    lengths = np.array([len(document) for document in cases.make_documents(CASE)])
+    model = families.parse_model_config(cases.SHAPES["tiny"], field="tiny")
     assert num_flops == pytest.approx(flops.step_flops(model, lengths))
 
 
-def test_a_side_that_finds_no_device_is_told_in_its_words(monkeypatch, capsys):
-    def run(command, **how):
-        return subprocess.CompletedProcess(
-            command, 1, stdout="", stderr="Traceback\nRuntimeError: no driver\n"
-        )
+def test_an_error_of_a_side_that_finds_no_device_is_printed(monkeypatch, capsys):
+    def run(command, **options):
+        error = "Traceback\nRuntimeError: no driver\n"
+        return subprocess.CompletedProcess(command, 1, stdout="", stderr=error)
 
     monkeypatch.setattr(subprocess, "run", run)
     assert peer.main(["--shapes", "tiny"]) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    says = messages.holding("RuntimeError: no driver", f"python -m {peer.MODULE}")
-    assert re.search(says, said.err)
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    expected = messages.holding("RuntimeError: no driver", f"python -m {peer.MODULE}")
+    assert re.search(expected, printed.err)
 
 
-def test_a_gpu_for_one_side_alone_is_refused():
-    assert peer.differing("cpu", "cpu") is None
-    assert peer.differing("NVIDIA H100", "NVIDIA H100") is None
-    ours, peers = peer.differing("cpu", "NVIDIA H100"), peer.differing("NVIDIA H100", "cpu")
-    assert re.search(messages.holding("cpu", "NVIDIA H100", "JAX_PLATFORMS=cuda"), ours)
-    assert re.search(messages.holding("NVIDIA H100", "cpu", "torch", "CUDA"), peers)
+def test_a_gpu_on_one_side_is_refused():
+    gpu = "NVIDIA H100"
+    assert peer.compare_devices("cpu", "cpu") is None
+    assert peer.compare_devices(gpu, gpu) is None
+    expected = messages.holding("cpu", gpu, "JAX_PLATFORMS=cuda")
+    assert re.search(expected, peer.compare_devices("cpu", gpu))
+    expected = messages.holding(gpu, "cpu", "torch", "CUDA")
+    assert re.search(expected, peer.compare_devices(gpu, "cpu"))

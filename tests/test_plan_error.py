@@ -1,61 +1,63 @@
-"""scripts/bench/plan_error.py compares plans with measurements, which these tests make up."""
+"""scripts/bench/plan_error.py compares plans with measurements, here made up."""
 
 import json
 import re
 
-import jax
 import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import memory
-from scripts.bench import plan_error, report, step
+from scripts.bench import cases, configs, plan_error, report, step
 from tests import messages
 from tests.planner import made
 
-CASE = step.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)
+CASE = cases.Case(shape="tiny", row_tokens=1024, documents="packed", kernel="auto", steps=1)
 
 
-def planned():
+def make_plan():
     sizes = {memory.WEIGHTS: 28.0, memory.CUDNN_WORKSPACE: 2.0, memory.RESERVED: 6.3}
     return made.plan(device_gib=30.0, memory=sizes)
 
 
 def measured(status=report.OK, **numbers):
-    """The record of a case."""
-    return step.record(CASE, step.Result(status=status, **numbers))
+    """The record of a measured case."""
+    return cases.make_record(CASE, step.Result(status=status, **numbers))
 
 
-def test_the_allowance_that_would_have_been_right_is_what_the_peak_leaves_over():
-    error = plan_error.compared(measured(peak_gib=29.0, step_s=4.0), planned())
+def test_the_implied_allowance_is_the_peak_without_the_rest_of_the_plan():
+    error = plan_error.compare(measured(peak_gib=29.0, step_s=4.0), make_plan())
     assert error.ratio == pytest.approx(30 / 29)
     assert (error.allowance_gib, error.implied_gib) == (2.0, 1.0)
     assert error.ratio_s == pytest.approx(5.0 / 4.0)
-    line = plan_error.line(error)
+    line = plan_error.format_error(error)
     assert re.search(messages.holding("30.00", "29.00", "1.034", "2.00", "1.00"), line)
     ratios = messages.holding("1.034", "1.034", "10 %", "1.25", "1.25")
-    assert re.search(ratios, plan_error.summary([error]))
-    assert "NOT" not in plan_error.summary([error])
+    assert re.search(ratios, plan_error.summarize([error]))
+    assert "NOT" not in plan_error.summarize([error])
 
 
-def test_a_summary_names_plans_that_are_far_off_and_cases_without_a_peak():
-    far = plan_error.compared(measured(peak_gib=40.0), planned())
-    full = plan_error.compared(measured(report.OUT_OF_MEMORY, message="no room"), planned())
-    assert re.search(messages.holding(report.OUT_OF_MEMORY, "no room"), plan_error.line(full))
+def test_a_summary_reports_large_errors_and_cases_without_a_peak():
+    far = plan_error.compare(measured(peak_gib=40.0), make_plan())
+    full = plan_error.compare(measured(report.OUT_OF_MEMORY, message="no room"), make_plan())
+    assert re.search(
+        messages.holding(report.OUT_OF_MEMORY, "no room"), plan_error.format_error(full)
+    )
     ratios = ("0.750", "0.750", "NOT", "10 %")
-    assert re.search(messages.holding(*ratios), plan_error.summary([far]))
-    assert re.search(messages.holding(*ratios, 1, 2), plan_error.summary([far, full]))
-    assert not re.search(r"\d", plan_error.summary([full])), "there is no ratio"
+    assert re.search(messages.holding(*ratios), plan_error.summarize([far]))
+    assert re.search(messages.holding(*ratios, 1, 2), plan_error.summarize([far, full]))
+    assert not re.search(r"\d", plan_error.summarize([full])), "there is no ratio"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command on records of an H200; returns its exit code and file."""
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    """Runs the command on records of an H200. Returns: exit code and file."""
+    monkeypatch.setattr(configs, "prepare_to_plan", lambda: None)
 
-    def run_command(*cases, device="NVIDIA H200", plan=lambda case, kind: planned(), words=()):
-        monkeypatch.setattr(plan_error, "planned", plan)
-        results, out = tmp_path / "measured.json", tmp_path / "errors.json"
-        results.write_text(json.dumps({"device": device, "cases": cases}))
+    def run_command(*records, device="NVIDIA H200", plan=lambda case, gpu: make_plan(), words=()):
+        monkeypatch.setattr(plan_error, "make_plan", plan)
+        results = tmp_path / "measured.json"
+        out = tmp_path / "errors.json"
+        results.write_text(json.dumps({"device": device, "cases": records}))
         code = plan_error.main([str(results), "--out", str(out), *words])
         return code, json.loads(out.read_text()) if out.exists() else None
 
@@ -63,45 +65,45 @@ def run(tmp_path, monkeypatch):
 
 
 def test_each_measured_case_is_planned_for_the_gpu_of_the_file(run):
-    asked = []
+    planned = []
 
-    def plan(case, kind):
-        asked.append((case, kind))
-        return planned()
+    def plan(case, gpu):
+        planned.append((case, gpu))
+        return make_plan()
 
     full = measured(report.OUT_OF_MEMORY)
     code, found = run(measured(peak_gib=29.0), full, measured(report.NOT_RUN), plan=plan)
-    assert asked == [(CASE, "h200-141gb")] * 2
+    assert planned == [(CASE, "h200-141gb")] * 2
     assert code == 0
     assert [case["peak_gib"] for case in found["cases"]] == [29.0, None]
     assert re.search(messages.holding("1.034", "1.034", "10 %"), found["summary"])
 
 
-def test_a_plan_that_is_far_off_or_missing_fails(run, capsys):
+def test_a_large_error_or_a_missing_plan_fails_the_command(run, capsys):
     assert run(measured(peak_gib=40.0))[0] == 1
     assert run(measured(report.OUT_OF_MEMORY))[0] == 1, "nothing was compared"
     assert run(measured(peak_gib=29.0), words=["--seconds", "-1"])[0] == 1
     assert re.search(messages.holding("tiny 1,024 packed", "time"), capsys.readouterr().out)
 
-    def plan(case, kind):
+    def plan(case, gpu):
         if case.documents == "one":
             raise UserError("no such attention")
-        return planned()
+        return make_plan()
 
     other = measured(peak_gib=29.0) | {"documents": "one"}
     code, found = run(measured(peak_gib=29.0), other, plan=plan)
     assert (code, len(found["cases"])) == (1, 1)
-    says = messages.holding("tiny 1,024 one", "no such attention")
-    assert re.search(says, capsys.readouterr().out)
+    expected = messages.holding("tiny 1,024 one", "no such attention")
+    assert re.search(expected, capsys.readouterr().out)
 
 
-def test_a_device_that_plans_do_not_know_is_refused(run, capsys):
+def test_an_unknown_device_is_refused(run, capsys):
     assert run(measured(), device="cpu") == (2, None)
     assert re.search(messages.holding("cpu", "H100"), capsys.readouterr().err)
 
 
 @pytest.mark.slow
-def test_a_case_is_planned():
+def test_a_case_is_make_plan():
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    plan = plan_error.planned(CASE, "h200-141gb")
+    plan = plan_error.make_plan(CASE, "h200-141gb")
     assert (plan.device_type, plan.num_devices, plan.document_tokens) == ("h200-141gb", 1, 64)

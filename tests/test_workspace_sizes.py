@@ -1,4 +1,7 @@
-"""scripts/bench/workspace.py compares cuDNN's workspace with the formula; without a GPU there is no size to compare."""
+"""scripts/bench/workspace.py compares cuDNN's workspace with the formula.
+
+Without a GPU, there is only the formula.
+"""
 
 import dataclasses
 import json
@@ -24,12 +27,9 @@ def h100():
     return compiled.make_devices("h100-80gb", 1)[0]
 
 
-def test_every_case_is_one_that_cudnn_can_do(h100):
-    assert [
-        case
-        for case in workspace.CASES
-        if cudnn_limits.unsupported_reasons(case.work, devices=[h100])
-    ] == []
+def test_cudnn_supports_every_case(h100):
+    for case in workspace.CASES:
+        assert not cudnn_limits.unsupported_reasons(case.work, devices=[h100])
 
 
 def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
@@ -39,7 +39,7 @@ def test_the_workspace_is_compared_with_the_formula(h100, monkeypatch):
     assert (found.status, found.head_chunks, found.ratio) == (report.OK, 1, 0.5)
     assert found.workspace_gib == found.formula_gib / 2 == formula / 2**31
     sizes = (f"{found.workspace_gib:.3f} GiB", f"{found.formula_gib:.3f} GiB", "0.500")
-    assert re.search(messages.holding("4/2", 128, 8, *sizes), workspace.line(CASE, found))
+    assert re.search(messages.holding("4/2", 128, 8, *sizes), workspace.format_case(CASE, found))
 
 
 def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
@@ -51,17 +51,19 @@ def test_without_a_gpu_there_is_a_formula_and_no_workspace(h100):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_case_is_compiled_as_one(deterministic, h100):
     case = dataclasses.replace(CASE, max_segments=1, deterministic=deterministic)
-    text = workspace.compiled(case, h100, split=CallSplit(1, cudnn_slots.CAPACITY_FACTOR)).as_text()
+    text = workspace.compile_case(
+        case, h100, split=CallSplit(1, cudnn_slots.CAPACITY_FACTOR)
+    ).as_text()
     assert text.count('"force_deterministic": true') == (1 if deterministic else 0)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the command on a GPU that is made up; returns its exit code and file."""
+    """Runs the command on a made-up GPU. Returns: exit code and file."""
 
     def run_command(measure, *words):
         device = types.SimpleNamespace(device_kind="NVIDIA H200")
-        monkeypatch.setattr(machine, "missing", lambda: None)
+        monkeypatch.setattr(machine, "find_gpu_problem", lambda: None)
         monkeypatch.setattr(jax, "devices", lambda: [device])
         monkeypatch.setattr(workspace, "measure", measure)
         out = tmp_path / "workspace.json"
@@ -83,16 +85,16 @@ def test_a_case_that_fails_fails_the_command_after_the_others(run):
     assert re.search(messages.holding(*numbers), found["summary"])
 
 
-def test_an_error_of_the_compiler_is_the_case_s(h100, monkeypatch):
+def test_a_compile_error_fails_the_case(h100, monkeypatch):
     def fail(case, device, split):
         raise jax.errors.JaxRuntimeError("no execution plan\nstack")
 
-    monkeypatch.setattr(workspace, "compiled", fail)
+    monkeypatch.setattr(workspace, "compile_case", fail)
     found = workspace.measure(CASE, h100)
     assert (found.status, found.message) == (report.FAILED, "no execution plan")
 
 
-def test_cases_beyond_the_time_are_not_run(run):
+def test_cases_after_the_time_limit_are_not_run(run):
     code, found = run(None, "--seconds", "-1")
     assert (code, {case["status"] for case in found["cases"]}) == (0, {report.NOT_RUN})
 

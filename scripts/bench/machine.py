@@ -1,23 +1,21 @@
-"""What a measurement depends on: python -m scripts.bench.machine prints it, or what keeps JAX from an NVIDIA GPU (exit 2)."""
+"""Facts about the machine that a measurement depends on: processor, GPU, driver and versions.
 
-import datetime
+`python -m scripts.bench.machine` prints them, or why JAX cannot use an NVIDIA GPU here (exit 2).
+"""
+
 import importlib.metadata
-import json
 import os
 import pathlib
 import platform
-import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """The command."""
-    problem = missing()
+    """Runs the command."""
+    problem = find_gpu_problem()
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
@@ -30,96 +28,88 @@ def main() -> int:
     facts = {
         "device": device.device_kind,
         "runtime": " ".join(device.client.platform_version.split()),
-        **versions(),
+        **read_gpu_versions(),
         "cudnn_loaded": loaded and ".".join(map(str, loaded)),
-        **{name: _installed(name) for name in ("torch", "transformers", "pytest")},
-        "commit": commit(),
+        **{name: find_version(name) for name in ("torch", "transformers", "pytest")},
+        "commit": read_commit(),
     }
     for name, value in facts.items():
         print(f"{name:<12} {value or 'unknown'}")
     return 0
 
 
-def missing() -> str | None:
-    """What this process lacks to run JAX on an NVIDIA GPU; None if it does."""
+def find_gpu_problem() -> str | None:
+    """Returns the reason that this process cannot run JAX on an NVIDIA GPU; None if it can."""
     try:
         import jax
 
         from jaxsp.runtime import hardware
     except ModuleNotFoundError as error:
-        return f"Python has no {error.name}. Install what jaxsp needs: pip install -e '.[cuda13,test]'."
+        return f"Python has no {error.name}. Install jaxsp: pip install -e '.[cuda13,test]'."
     if not hardware.count_gpus({}):
         return "There is no NVIDIA GPU here: /dev/nvidia0 is missing. Use a machine with one."
     try:
         device = jax.devices()[0]
     except RuntimeError as error:
-        return f"JAX cannot use the GPU here: {' '.join(str(error).split())}. Install jax[cuda13], or jax[cuda12]."
+        reason = " ".join(str(error).split())
+        return f"JAX cannot use the GPU here: {reason}. Install jax[cuda13], or jax[cuda12]."
     if not device.device_kind.startswith("NVIDIA"):
-        platforms = jax.config.jax_platforms
-        return f"JAX uses {device.device_kind}, not the NVIDIA GPU here: JAX_PLATFORMS = {platforms}. Use JAX_PLATFORMS=cuda."
+        return (
+            f"JAX uses {device.device_kind}, not the NVIDIA GPU here: "
+            f"JAX_PLATFORMS = {jax.config.jax_platforms}. Use JAX_PLATFORMS=cuda."
+        )
     return None
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of driver and libraries; None for what is not here."""
-    driver = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+def read_gpu_versions() -> dict[str, str | None]:
+    """Versions of the driver and of libraries; None for those that are not installed."""
+    driver = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "driver": driver and driver.splitlines()[0],
-        "cuda": _installed("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
-        "cudnn": _installed("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-        "jax": _installed("jax"),
-        "jaxlib": _installed("jaxlib"),
-        "cuda_plugin": _installed("jax-cuda13-plugin", "jax-cuda12-plugin"),
-        "python": sys.version.split()[0],
+        "cuda": find_version("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu12"),
+        "cudnn": find_version("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
+        "jax": find_version("jax"),
+        "jaxlib": find_version("jaxlib"),
+        "cuda_plugin": find_version("jax-cuda13-plugin", "jax-cuda12-plugin"),
+        "python": platform.python_version(),
     }
 
 
-def cpu() -> str:
-    """The processor's name, as far as the system tells, and how many cores this process may use."""
+def read_cpu_versions(*packages: str) -> dict[str, str | None]:
+    """Processor, number of usable cores, and versions of Python and packages."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+    name = names[0] if names else platform.processor() or platform.machine()
+    return {
+        "cpu": f"{name}, {len(os.sched_getaffinity(0))} cores",
+        "python": platform.python_version(),
+        **{package: find_version(package) for package in packages},
+    }
 
 
-def commit() -> str | None:
-    """The commit that is checked out, with a word if files differ from it; None where this is no git repository."""
-    head = _printed("git", "rev-parse", "--short=12", "HEAD")
-    # results of earlier checks are changes, but not of what is measured
-    differing = _printed(
+def read_commit() -> str | None:
+    """Returns the commit, with `-changed` if files differ from it; None outside of a checkout."""
+    head = _run("git", "rev-parse", "--short=12", "HEAD")
+    # lines that earlier checks added to LOG.md do not change what is measured
+    changes = _run(
         "git", "status", "--porcelain", "--untracked-files=no", "--", ".", ":!scripts/bench/*.md"
     )
-    return head and head + "-changed" * bool(differing)
+    return f"{head}-changed" if head and changes else head
 
 
-def write(
-    path: pathlib.Path, module: str, arguments: Sequence[str], packages: Sequence[str], **found: Any
-) -> None:
-    """Writes what a benchmark of this processor found, with all that it depends on."""
-    head = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "command": shlex.join(["python", "-m", module, *arguments]),
-        "cpu": cpu(),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(head | found, indent=1) + "\n", encoding="utf-8")
-
-
-def _installed(*names: str) -> str | None:
-    """Version of the first of these packages that is here."""
-    for name in names:
+def find_version(*packages: str) -> str | None:
+    """Version of the first of these packages that is installed."""
+    for package in packages:
         try:
-            return importlib.metadata.version(name)
+            return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
 
 
-def _printed(*command: str) -> str | None:
-    """What a command prints; None where there is no such command, or it fails, or prints nothing."""
+def _run(*command: str) -> str | None:
+    """Output of a command; None if it does not exist, fails, or prints nothing."""
     try:
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):

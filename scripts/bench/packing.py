@@ -1,25 +1,22 @@
-"""Times the planning of rows, and says how full they become, beside the packers of grain and TRL on the same lengths.
+"""Times packing, and how full the rows become, compared with grain and TRL on the same lengths.
 
     python -m scripts.bench.packing --out scripts/bench/results/today-packing.json
-    python -m scripts.bench.packing --trl-documents 1000000    # in 10 GB of memory
+    python -m scripts.bench.packing --trl-documents 1000000    # needs 10 GB of memory
 
-First a million documents of a thousand tokens in the mean, then lengths that are harder to pack, 20,000 documents of each.
-Ours plans from the lengths alone, under a cap on the documents of a row, which the others do not have. They move tokens as
-they pack, here of a byte each, which is the least that they can be given; making these is not counted.
-TRL's is left out where it is not installed: pip install trl==1.16.0.
+First a million documents with a mean length of 1,000 tokens, then 20,000 documents each of lengths
+that are harder to pack. jaxsp plans from the lengths, with at most a number of documents in a row,
+a limit that the others do not have. They move tokens as they pack: here one byte each, the least
+that they accept; making these is not timed. Needs trl for TRL's packer: pip install trl==1.16.0.
 """
 
 import argparse
 import dataclasses
-import importlib.metadata
 import importlib.util
 import itertools
-import pathlib
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import datasets
 import grain
@@ -28,56 +25,64 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxsp.data.packing import packing
-from scripts.bench import machine
+from scripts.bench import machine, results
 
-CAPS = (64, 128)
-"""data.max_segments_per_row: its default, and twice that."""
+MODULE = "scripts.bench.packing"
+
+MAX_SEGMENTS = (64, 128)
+"""data.max_segments_per_row: the default, and twice that."""
 
 NUM_BINS = 64
-"""Rows that grain's packers fill at a time."""
+"""Number of rows that grain's packers fill at one time."""
 
 _LINE = "{:<20} {:<31} {:>10} {:>8} {:>8} {:>10} {:>8} {:>8} {:>6}"
 
 HEADER = _LINE.format(
     "lengths", "packer", "documents", "s", "s for 1M", "full %", "rows", "bound", "most"
 )
-"""s for 1M: in proportion, where fewer were packed. bound: no packer makes fewer rows. most: documents in a row, or parts."""
+"""Columns of a case.
+
+s for 1M: in proportion, if fewer were packed. bound: fewest rows possible. most: segments in a row.
+"""
+
+DrawLengths = Callable[[np.random.Generator, int], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Documents to pack: what they are called, the row they go into, and how many tokens so many of them have."""
+    """Document lengths to pack."""
 
     name: str
     row_tokens: int
-    draw: Callable[[np.random.Generator, int], np.ndarray]
+    draw: DrawLengths
+    """Draws a number of lengths."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A packer's work on some documents."""
+    """Packing of some documents by one packer."""
 
     lengths: str
     row_tokens: int
     packer: str
     documents: int
     seconds: float
-    """Of a call; of ours the median."""
+    """Time of a call; for jaxsp the median."""
     fullness: float
-    """Tokens over the tokens that all rows can hold."""
+    """Fraction of the rows' tokens that documents fill."""
     rows: int
     bound: int
-    """No packer makes fewer rows of these pieces, under the same cap."""
+    """Fewest rows that these segments need, with the same limit for segments in a row."""
     most: int
-    """Pieces in a row."""
+    """Largest number of segments in a row."""
 
 
 Packed = tuple[float, np.ndarray]
-"""Seconds, and how many pieces each row holds."""
+"""Seconds, and the number of segments of each row."""
 
 
-def lognormal(mean: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    """Lengths with sigma 1 and, before they are clipped to 1 to 32,768, this mean."""
+def lognormal(mean: float) -> DrawLengths:
+    """Lengths with sigma 1 and, before clipping to 1 to 32,768, this mean."""
     return lambda random, count: np.clip(
         random.lognormal(np.log(mean) - 0.5, 1, count).astype(np.int64), 1, 32768
     )
@@ -98,7 +103,7 @@ HARDER = (
         draw=lambda random, count: random.integers(13108, 22938, count),
     ),
     Lengths(
-        name="50 to 500,000",  # each order of magnitude as often as the next
+        name="50 to 500,000",  # all orders of magnitude equally often
         row_tokens=131072,
         draw=lambda random, count: np.exp(
             random.uniform(np.log(50), np.log(500_000), count)
@@ -108,100 +113,89 @@ HARDER = (
 
 
 def main(arguments: list[str]) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scripts.bench.packing",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--documents", type=int, default=1_000_000, help="of a thousand tokens in the mean"
-    )
-    parser.add_argument(
-        "--grain-documents",
-        type=int,
-        nargs="+",
-        default=[20_000, 100_000],
-        help="as many of these for grain",
-    )
-    parser.add_argument(
-        "--trl-documents", type=int, default=200_000, help="as many of these for TRL"
-    )
-    parser.add_argument(
-        "--harder-documents", type=int, default=20_000, help="of each of the other lengths"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="of ours")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    """Runs the command."""
+    parser = results.make_parser(MODULE, __doc__)
+    add = parser.add_argument
+    add("--documents", type=int, default=1_000_000, help="with a mean of 1,000 tokens")
+    few = [20_000, 100_000]
+    add("--grain-documents", type=int, nargs="+", default=few, help="number of these for grain")
+    add("--trl-documents", type=int, default=200_000, help="number of these for TRL")
+    add("--harder-documents", type=int, default=20_000, help="of each of the other lengths")
+    add("--repeats", type=int, default=5, help="of jaxsp's planning")
     given = parser.parse_args(arguments)
+    packages = ["numpy", "grain"]
+    if has_trl():
+        packages.append("trl")
+    else:
+        print("trl is not installed, and left out")
+    versions = machine.read_cpu_versions(*packages)
+    found = results.open_results(MODULE, arguments, **versions)
     print(HEADER)
-    cases = []
-    for case in run(given):
-        cases.append(dataclasses.asdict(case))
-        print(row(case), flush=True)
-    if not _trl():
-        print("trl is not installed: left out")
-    if given.out:
-        packages = ["numpy", "grain", *["trl"] * _trl()]
-        machine.write(given.out, "scripts.bench.packing", arguments, packages, cases=cases)
+    for case in run_cases(given):
+        print(format_case(case), flush=True)
+        found["cases"].append(dataclasses.asdict(case))
+        results.write(given.out, found)
     return 0
 
 
-def run(given: argparse.Namespace) -> Iterator[Case]:
-    """Every packer on the lengths that it is for."""
-    for kind, count, for_grain, for_trl in [
-        (MANY, given.documents, given.grain_documents, given.trl_documents),
-        *(
-            (kind, given.harder_documents, [given.harder_documents], given.harder_documents)
-            for kind in HARDER
-        ),
-    ]:
-        lengths = kind.draw(np.random.default_rng(0), count)
-        for cap in CAPS:
-            yield measured(
-                kind, lengths, f"jaxsp, {cap} at most", ours, cap, given.repeats, cap=cap
-            )
-        for name, few in itertools.product(("FirstFit", "BestFit"), for_grain):
-            yield measured(kind, lengths[:few], f"grain {name}, {NUM_BINS} rows", grains, name)
-        for name, batch_size in (
-            (("1,000 at a time", 1000), ("all at once", None)) if _trl() else ()
-        ):
-            yield measured(kind, lengths[:for_trl], f"trl best fit, {name}", trls, batch_size)
+def run_cases(given: argparse.Namespace) -> Iterator[Case]:
+    """Runs every packer on its lengths."""
+    harder = given.harder_documents
+    sizes = [(MANY, given.documents, given.grain_documents, given.trl_documents)]
+    sizes += [(drawn, harder, [harder], harder) for drawn in HARDER]
+    for drawn, num_documents, num_grain, num_trl in sizes:
+        lengths = drawn.draw(np.random.default_rng(0), num_documents)
+        for limit in MAX_SEGMENTS:
+            seconds, counts = pack_jaxsp(lengths, drawn.row_tokens, limit, given.repeats)
+            packer = f"jaxsp, {limit} at most"
+            yield make_case(drawn, lengths, packer, seconds, counts, max_segments=limit)
+        for name, num_documents in itertools.product(("FirstFit", "BestFit"), num_grain):
+            part = lengths[:num_documents]
+            seconds, counts = pack_grain(part, drawn.row_tokens, name)
+            yield make_case(drawn, part, f"grain {name}, {NUM_BINS} rows", seconds, counts)
+        if not has_trl():
+            continue
+        for name, batch_size in (("1,000 at a time", 1000), ("all at once", None)):
+            part = lengths[:num_trl]
+            seconds, counts = pack_trl(part, drawn.row_tokens, batch_size)
+            yield make_case(drawn, part, f"trl best fit, {name}", seconds, counts)
 
 
-def measured(
-    kind: Lengths,
+def make_case(
+    drawn: Lengths,
     lengths: np.ndarray,
     packer: str,
-    pack: Callable[..., Packed],
-    *how: Any,
-    cap: int = 0,
+    seconds: float,
+    counts: np.ndarray,
+    *,
+    max_segments: int | None = None,
 ) -> Case:
-    """What comes of `pack(lengths, row_tokens, *how)`."""
-    seconds, counts = pack(lengths, kind.row_tokens, *how)
+    """The case of a packer. Args: counts: number of segments of each row."""
+    segments = split_documents(lengths, drawn.row_tokens)
     return Case(
-        lengths=kind.name,
-        row_tokens=kind.row_tokens,
+        lengths=drawn.name,
+        row_tokens=drawn.row_tokens,
         packer=packer,
         documents=len(lengths),
         seconds=seconds,
-        fullness=int(lengths.sum()) / (len(counts) * kind.row_tokens),
+        fullness=int(lengths.sum()) / (len(counts) * drawn.row_tokens),
         rows=len(counts),
-        bound=bound(pieces(lengths, kind.row_tokens), kind.row_tokens, cap or len(lengths)),
+        bound=min_rows(segments, drawn.row_tokens, max_segments or len(lengths)),
         most=int(counts.max()),
     )
 
 
-def row(case: Case) -> str:
-    """A case as a line under HEADER."""
-    scaled = (
-        "" if case.documents == 1_000_000 else f"~{case.seconds * 1_000_000 / case.documents:.1f}"
-    )
+def format_case(case: Case) -> str:
+    """Formats a case as a line under HEADER."""
+    million_s = ""
+    if case.documents != 1_000_000:
+        million_s = f"~{case.seconds * 1_000_000 / case.documents:.1f}"
     return _LINE.format(
         case.lengths,
         case.packer,
         f"{case.documents:,}",
         f"{case.seconds:.2f}",
-        scaled,
+        million_s,
         f"{100 * case.fullness:.3f}",
         f"{case.rows:,}",
         f"{case.bound:,}",
@@ -209,25 +203,24 @@ def row(case: Case) -> str:
     )
 
 
-def ours(lengths: np.ndarray, row_tokens: int, cap: int, repeats: int) -> Packed:
-    """jaxsp's plan."""
+def pack_jaxsp(lengths: np.ndarray, row_tokens: int, max_segments: int, repeats: int) -> Packed:
+    """Packs with jaxsp."""
     seconds = []
     for _ in range(repeats):
         began = time.perf_counter()
-        plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=cap, seed=0)
+        plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=0)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds), np.diff(plan.row_starts)
 
 
-def grains(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
-    """grain's packer of that name. It cuts no documents: it is given pieces."""
+def pack_grain(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
+    """Packs with the packer of grain that has this name. It gets segments, as it splits nothing."""
     zeros = np.zeros(row_tokens, np.int8)
-    source = grain.MapDataset.source(pieces(lengths, row_tokens).tolist()).map(
-        lambda length: {"tokens": zeros[:length]}
-    )
-    packer = getattr(grain.experimental, f"{name}PackIterDataset")
-    rows = packer(
-        source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
+    segments = split_documents(lengths, row_tokens).tolist()
+    source = grain.MapDataset.source(segments).map(lambda length: {"tokens": zeros[:length]})
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    rows = getattr(grain.experimental, f"{name}PackIterDataset")(
+        source.to_iter_dataset(options),
         length_struct={"tokens": row_tokens},
         num_packing_bins=NUM_BINS,
     )
@@ -236,66 +229,61 @@ def grains(lengths: np.ndarray, row_tokens: int, name: str) -> Packed:
     return time.perf_counter() - began, np.array(counts)
 
 
-def trls(lengths: np.ndarray, row_tokens: int, batch_size: int | None) -> Packed:
-    """TRL's best fit, of so many documents at a time; 1,000 is what it takes unless told."""
+def pack_trl(lengths: np.ndarray, row_tokens: int, batch_size: int | None) -> Packed:
+    """Packs with TRL's best fit. Args: batch_size: documents at a time; TRL's default is 1,000."""
     import trl
 
     datasets.disable_progress_bars()
-    strategy = "bfd_split" if lengths.max() > row_tokens else "bfd"  # which cuts long documents off
-    how = {"batch_size": batch_size, "keep_in_memory": True, "load_from_cache_file": False}
-    documents = _zeros(lengths)
-    trl.pack_dataset(
-        _zeros(lengths[:10]), row_tokens, strategy, how
-    )  # it imports what it needs when it is first called
+    # bfd would truncate documents that are longer than a row
+    strategy = "bfd_split" if lengths.max() > row_tokens else "bfd"
+    options = {"batch_size": batch_size, "keep_in_memory": True, "load_from_cache_file": False}
+    documents = make_zeros(lengths)
+    # the first call imports modules
+    trl.pack_dataset(make_zeros(lengths[:10]), row_tokens, strategy, options)
     began = time.perf_counter()
-    rows = trl.pack_dataset(documents, row_tokens, strategy, how)
+    rows = trl.pack_dataset(documents, row_tokens, strategy, options)
     seconds = time.perf_counter() - began
-    return seconds, np.concatenate(
-        [pc.list_value_length(chunk) for chunk in rows.data["seq_lengths"].chunks]
-    )
+    chunks = rows.data["seq_lengths"].chunks
+    return seconds, np.concatenate([pc.list_value_length(chunk) for chunk in chunks])
 
 
-def _zeros(lengths: np.ndarray) -> datasets.Dataset:
+def make_zeros(lengths: np.ndarray) -> datasets.Dataset:
+    """Documents of zeros with these lengths."""
     offsets = np.cumsum([0, *lengths])
     tokens = pa.LargeListArray.from_arrays(offsets, np.zeros(offsets[-1], np.int8))
-    if offsets[-1] < 2**31:  # as `datasets` makes them of lists
+    if offsets[-1] < 2**31:  # the type that `datasets` gives to lists
         tokens = tokens.cast(pa.list_(pa.int8()))
     return datasets.Dataset(pa.table({"input_ids": tokens}))
 
 
-def pieces(lengths: np.ndarray, row_tokens: int) -> np.ndarray:
-    """Lengths of documents cut so that each part fits into a row."""
-    whole, rest = np.divmod(lengths, row_tokens)
-    return np.concatenate([np.full(whole.sum(), row_tokens), rest[rest > 0]])
+def split_documents(lengths: np.ndarray, row_tokens: int) -> np.ndarray:
+    """Lengths of segments: documents are split so that each segment fits into a row."""
+    num_whole, rest = np.divmod(lengths, row_tokens)
+    return np.concatenate([np.full(num_whole.sum(), row_tokens), rest[rest > 0]])
 
 
-def bound(lengths: np.ndarray, row_tokens: int, cap: int) -> int:
-    """Rows that these pieces need at least, whoever packs them.
+def min_rows(lengths: np.ndarray, row_tokens: int, max_segments: int) -> int:
+    """A lower bound for the number of rows that segments need.
 
-    Source: Martello and Toth 1990, Knapsack Problems, sec. 8.3.2, L2. For any size s up to half a row: no row holds two of the
-        pieces longer than half a row, those longer than a row less s share theirs with none of s or longer, and what the others
-        leave is all that those from s to half a row have besides rows of their own.
+    Source: Martello and Toth 1990, Knapsack Problems, section 8.3.2, bound L2. Take a size s of at
+        most half a row. No row holds two segments longer than half a row. A segment longer than a
+        row minus s shares its row with none of at least s. So segments from s to half a row have
+        only the space that the other long ones leave, and more rows.
     """
     lengths = np.sort(lengths)
     sums = np.concatenate([[0], np.cumsum(lengths)])
-    best = max(-(-int(sums[-1]) // row_tokens), -(-len(lengths) // cap))
+    best = max(-(-int(sums[-1]) // row_tokens), -(-len(lengths) // max_segments))
     half = np.searchsorted(lengths, row_tokens // 2, side="right")
     for size in np.unique(np.linspace(1, row_tokens // 2, 1000).astype(int)):
-        small, large = (
-            np.searchsorted(lengths, size),
-            np.searchsorted(lengths, row_tokens - size, side="right"),
-        )
-        left = (large - half) * row_tokens - (sums[large] - sums[half])
-        best = max(
-            best,
-            len(lengths)
-            - int(half)
-            + max(0, -(-int(sums[half] - sums[small] - left) // row_tokens)),
-        )
+        small = np.searchsorted(lengths, size)
+        large = np.searchsorted(lengths, row_tokens - size, side="right")
+        space = (large - half) * row_tokens - (sums[large] - sums[half])
+        num_more = max(0, -(-int(sums[half] - sums[small] - space) // row_tokens))
+        best = max(best, len(lengths) - int(half) + num_more)
     return best
 
 
-def _trl() -> bool:
+def has_trl() -> bool:
     return importlib.util.find_spec("trl") is not None
 
 

@@ -9,7 +9,6 @@ on any machine with the plan extra. A plan contains an allowance for cuDNN's wor
 also shows the allowance that would have been right.
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -18,14 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from jaxsp.core.errors import UserError
-from jaxsp.hf import families
-from jaxsp.planner import planning
-from jaxsp.planner.compile import compiled, gpus, memory
+from jaxsp.planner.compile import gpus, memory
 from jaxsp.planner.planning import Plan
-from scripts.bench import report, step
+from scripts.bench import cases, configs, report, results
+from scripts.bench.cases import Case
 
 MODULE = "scripts.bench.plan_error"
 
@@ -34,8 +30,8 @@ WITHIN = 0.10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Error:
-    """A case, planned and measured: GiB on the device, seconds of a step."""
+class PlanError:
+    """A case, planned and measured: GiB on the device and seconds of a step."""
 
     shape: str
     row_tokens: int
@@ -61,92 +57,82 @@ def main(arguments: list[str]) -> int:
 
     Returns: 1 if a plan is missing or off by more than WITHIN, 2 for a GPU that plans do not know.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = results.make_parser(MODULE, __doc__)
     parser.add_argument("measured", type=pathlib.Path, metavar="MEASURED.json")
-    parser.add_argument(
-        "--seconds", type=float, default=3600, help="no plan starts after this time"
-    )
-    parser.add_argument("--commit", help="commit to record, outside of a git checkout")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    results.add_limits(parser, case="plan")
     given = parser.parse_args(arguments)
     measured = json.loads(given.measured.read_text(encoding="utf-8"))
-    kind = gpu_kind(measured["device"])
-    if kind is None:
-        known = ", ".join(gpu.name for gpu in gpus.GPUS.values())
-        device = measured["device"]
+    device = measured["device"]
+    gpu = find_gpu(device)
+    if gpu is None:
+        known = ", ".join(known_gpu.name for known_gpu in gpus.GPUS.values())
         print(f"{given.measured} is from {device}. Plans know {known}.", file=sys.stderr)
         return 2
-    # planning must not take the memory of a GPU that is here
-    jax.config.update("jax_platforms", "cpu")
-    # it reads files that XLA writes while it compiles: a program from the cache has none
-    jax.config.update("jax_enable_compilation_cache", False)
-    found = step.opened(MODULE, arguments, given.commit) | {"device": measured["device"]}
-    ended = [case for case in measured["cases"] if case["status"] in report.FINAL]
-    results: list[Error] = []
+    configs.prepare_to_plan()
+    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
+    found["device"] = device
+    records = [record for record in measured["cases"] if record["status"] in report.FINAL]
+    errors: list[PlanError] = []
     began = time.monotonic()
-    for came in ended:
+    for record in records:
         is_late = time.monotonic() - began > given.seconds
-        result = "not planned: out of time" if is_late else plan_case(came, kind)
+        result = "not planned: out of time" if is_late else plan_case(record, gpu)
         if isinstance(result, str):
-            print(f"{came['shape']} {came['row_tokens']:,} {came['documents']}: {result}")
+            print(f"{record['shape']} {record['row_tokens']:,} {record['documents']}: {result}")
             continue
-        results.append(result)
+        errors.append(result)
         found["cases"].append(dataclasses.asdict(result))
-        found["summary"] = summary(results)
-        print(line(result), flush=True)
-        step.write(given.out, found)
-    print(summary(results))
-    near = [abs(error.ratio - 1) <= WITHIN for error in results if error.ratio is not None]
-    return int(len(results) < len(ended) or not near or not all(near))
+        found["summary"] = summarize(errors)
+        print(format_error(result), flush=True)
+        results.write(given.out, found)
+    print(summarize(errors))
+    is_within = [abs(error.ratio - 1) <= WITHIN for error in errors if error.ratio is not None]
+    return int(len(errors) < len(records) or not is_within or not all(is_within))
 
 
-def plan_case(came: dict[str, Any], kind: str) -> Error | str:
+def plan_case(record: dict[str, Any], gpu: str) -> PlanError | str:
     """Plans a measured case. Returns: the error of the plan, or the reason that there is none."""
     try:
-        return compared(came, planned(case_of(came), kind))
+        return compare(record, make_plan(restore_case(record), gpu))
     except UserError as error:
         return f"no plan: {error}"
 
 
-def gpu_kind(device: str | None) -> str | None:
-    """The planner's name of a GPU by JAX's; None if it cannot be planned for."""
+def find_gpu(device: str | None) -> str | None:
+    """The planner's name for a GPU with this name in JAX; None if it cannot be planned for."""
     gpu = gpus.find_by_device_kind(device) if device else None
-    return next((name for name, other in gpus.GPUS.items() if other is gpu), None)
+    return next((name for name, known in gpus.GPUS.items() if known is gpu), None)
 
 
-def case_of(came: dict[str, Any]) -> step.Case:
-    """Restores the case of a record."""
-    names = [field.name for field in dataclasses.fields(step.Case)]
-    return step.Case(**{name: came[name] for name in names if name in came})
+def restore_case(record: dict[str, Any]) -> Case:
+    """The case of a record."""
+    names = [field.name for field in dataclasses.fields(Case)]
+    return Case(**{name: record[name] for name in names if name in record})
 
 
-def planned(case: step.Case, kind: str) -> Plan:
-    """Plans a case on one GPU of a kind."""
-    nowhere = pathlib.Path("unused")
-    config = step.settings_of(case, source=nowhere, directory=nowhere)
-    model = families.parse_model_config(step.SHAPES[case.shape], field=case.shape)
-    return planning.plan_step(
-        config,
-        model=model,
-        cluster=compiled.make_cluster(kind, 1),
-        document_tokens=case.row_tokens // step.NUM_PIECES[case.documents],
+def make_plan(case: Case, gpu: str) -> Plan:
+    """Plans a case on one GPU."""
+    unused = pathlib.Path("unused")
+    return configs.plan_config(
+        cases.make_config(case, source=unused, directory=unused),
+        device=gpu,
+        num_devices=1,
+        document_tokens=case.row_tokens // cases.NUM_DOCUMENTS[case.documents],
     )
 
 
-def compared(came: dict[str, Any], plan: Plan) -> Error:
+def compare(record: dict[str, Any], plan: Plan) -> PlanError:
     """Compares a plan with a measured case."""
-    allowance, peak = plan.memory[memory.CUDNN_WORKSPACE], came["peak_gib"]
-    estimate, seconds = plan.step_s_estimate, came["step_s"]
-    return Error(
-        shape=came["shape"],
-        row_tokens=came["row_tokens"],
-        documents=came["documents"],
-        status=came["status"],
-        message=came["message"],
+    allowance = plan.memory[memory.CUDNN_WORKSPACE]
+    peak = record["peak_gib"]
+    estimate = plan.step_s_estimate
+    seconds = record["step_s"]
+    return PlanError(
+        shape=record["shape"],
+        row_tokens=record["row_tokens"],
+        documents=record["documents"],
+        status=record["status"],
+        message=record["message"],
         planned_gib=plan.device_gib,
         allowance_gib=allowance,
         implied_gib=None if peak is None else peak - (plan.device_gib - allowance),
@@ -158,7 +144,7 @@ def compared(came: dict[str, Any], plan: Plan) -> Error:
     )
 
 
-def line(error: Error) -> str:
+def format_error(error: PlanError) -> str:
     """Formats a case as a line of text."""
     words = f"{error.shape:<16} {error.row_tokens:>7,} {error.documents:<6}"
     words += f"  planned {error.planned_gib:6.2f} GiB"
@@ -173,20 +159,20 @@ def line(error: Error) -> str:
     return words
 
 
-def summary(found: Sequence[Error]) -> str:
+def summarize(errors: Sequence[PlanError]) -> str:
     """Summarizes all cases in one line."""
-    ratios = [error.ratio for error in found if error.ratio is not None]
+    ratios = [error.ratio for error in errors if error.ratio is not None]
     if not ratios:
         return "no case has both a plan and a measured peak"
     worst = max(ratios, key=lambda ratio: abs(ratio - 1))
     verdict = "within" if abs(worst - 1) <= WITHIN else "NOT within"
     words = f"planned over measured peak {min(ratios):.3f} to {max(ratios):.3f}"
     words += f": {verdict} {100 * WITHIN:.0f} %"
-    seconds = [error.ratio_s for error in found if error.ratio_s is not None]
+    seconds = [error.ratio_s for error in errors if error.ratio_s is not None]
     if seconds:
         words += f"; estimated over measured time {min(seconds):.2f} to {max(seconds):.2f}"
-    missing = len(found) - len(ratios)
-    return f"{words}; {missing} of {len(found)} cases not measured" if missing else words
+    missing = len(errors) - len(ratios)
+    return f"{words}; {missing} of {len(errors)} cases not measured" if missing else words
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Results of step.py as text: a table's rows, ratios to earlier results, and, as a command, one line for LOG.md.
+"""Text of benchmark results: lines of tables, ratios to earlier results, and summaries.
 
-Results of peer_transformers.py are step.py's, in each case with "transformers": what came of the peer.
+`python -m scripts.bench.report RESULTS.json` prints one line for LOG.md. Results of
+peer_transformers.py are those of step.py, with the result of the peer under "transformers".
 """
 
 import dataclasses
@@ -10,24 +11,30 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-OK, OUT_OF_MEMORY, REFUSED, FAILED, TIMED_OUT, NOT_RUN = (
-    "ok",
-    "out of memory",
-    "refused",
-    "failed",
-    "timed out",
-    "not run",
-)
-"""What can come of a case. Refused: jaxsp says that it cannot be done."""
+OK = "ok"
+OUT_OF_MEMORY = "out of memory"
+REFUSED = "refused"
+FAILED = "failed"
+TIMED_OUT = "timed out"
+NOT_RUN = "not run"
+"""Statuses of a case. Refused: jaxsp printed the reason that it cannot run the case."""
 
 FINAL = (OK, OUT_OF_MEMORY, REFUSED)
-"""Results that another run of the same case would not change."""
+"""Statuses that another run of the same case would not change."""
+
+FAILURES = (FAILED, TIMED_OUT)
 
 AUTO = "auto"
 """Default tile size of the config."""
 
 TILES = ("mlp_tile_tokens", "loss_tile_tokens")
-"""Tile sizes, fields of the config's group `memory`."""
+"""Tile sizes, fields of the config's section `memory`."""
+
+MEMORY_OPTIONS = ("remat", "offload_activations", "offload_optimizer")
+"""Other fields of the config's section `memory` in which cases differ."""
+
+SIDES = ("jaxsp", "transformers")
+"""The two programs that peer_transformers.py compares."""
 
 _COLUMNS = (
     *("{:<16}", "{:>9}", "{:<9}", "{:<9}", "{:<18}"),
@@ -40,20 +47,16 @@ HEADER = _LINE.format(
     *("compile s", "step s", "tokens/s", "TFLOP/s", "MFU %", "peak GiB", "host GiB", "loss"),
 )
 
-SIDES = ("jaxsp", "transformers")
-"""Of a case of peer_transformers.py."""
-
 _SIDE = "{:>14}  {:>5}  {:>8}  {:>8}"
+_PAIR = f"{{:<16}}  {{:>9}}  {{:<9}}  {_SIDE}  {_SIDE}  {{:>7}}  {{:>8}}  {{}}"
 
-_BOTH = f"{{:<16}}  {{:>9}}  {{:<9}}  {_SIDE}  {_SIDE}  {{:>7}}  {{:>8}}  {{}}"
-
-BOTH = _BOTH.format(
+PAIR_HEADER = _PAIR.format(
     *("shape", "row", "documents"),
     *("jaxsp tokens/s", "MFU %", "peak GiB", "loss"),
     *("HF tokens/s", "MFU %", "peak GiB", "loss"),
     *("speed x", "memory x", "HF attention"),
 )
-"""speed x, memory x: jaxsp's number over that of transformers."""
+"""speed x, memory x: jaxsp's figure over that of transformers."""
 
 _ON_HOST = {
     "layer_inputs": "inputs",
@@ -61,198 +64,204 @@ _ON_HOST = {
     "state": "optimizer",
     "state_and_gradients": "optimizer+gradients",
 }
-"""Short for what memory.offload_activations and memory.offload_optimizer say."""
+"""Short names for values of memory.offload_activations and memory.offload_optimizer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Longest:
-    """The longest rows of a shape that had numbers, of those that were tried."""
+    """The longest rows of a model that each side could train, of those that were tried."""
 
     shape: str
     documents: str
     jaxsp: int | None
-    """Tokens; null where no row had numbers."""
+    """Tokens; None if no row succeeded."""
     jaxsp_is_limit: bool
-    """Whether a longer one ran out of memory; otherwise it can do this at least."""
+    """True if a longer row ran out of memory; otherwise longer rows may work."""
     transformers: int | None
     transformers_is_limit: bool
     ratio: float | None
 
 
-def row(case: dict[str, Any]) -> str:
-    """A case as a line under HEADER, with what went wrong behind it."""
-    numbers = (
-        number(case["compile_s"], "{:.1f}"),
-        number(case["step_s"], "{:.4f}"),
-        number(case["tokens_per_s"], "{:,.0f}"),
-        number(case["tflops_per_device"], "{:.4g}"),
-        number(case["mfu"], "{:.1f}", times=100),
-        number(case["peak_gib"], "{:.2f}"),
-        number(case["host_gib"], "{:.2f}"),
-        number(case["loss"], "{:.4f}"),
+def format_case(case: dict[str, Any]) -> str:
+    """Formats a case as a line under HEADER, with its problems at the end."""
+    figures = (
+        format_number(case["compile_s"], "{:.1f}"),
+        format_number(case["step_s"], "{:.4f}"),
+        format_number(case["tokens_per_s"], "{:,.0f}"),
+        format_number(case["tflops_per_device"], "{:.4g}"),
+        format_number(case["mfu"], "{:.1f}", scale=100),
+        format_number(case["peak_gib"], "{:.2f}"),
+        format_number(case["host_gib"], "{:.2f}"),
+        format_number(case["loss"], "{:.4f}"),
     )
-    kernel = case["kernel_used"] or case["kernel"]
     line = _LINE.format(
-        case["shape"], case["row_tokens"], case["documents"], kernel, _levers(case), *numbers
+        *(case["shape"], case["row_tokens"], case["documents"]),
+        *(case["kernel_used"] or case["kernel"], _format_memory(case)),
+        *figures,
     )
-    not_finite = "loss is not finite" * (case["loss_finite"] is False)
-    status = case["status"] * (case["status"] != OK)
-    words = [
-        word
-        for word in (*_settings(case), status, case["message"], not_finite, case["why_not_cudnn"])
-        if word
-    ]
-    return f"{line}  {': '.join(words)}".rstrip()
+    notes = [*_changed_fields(case), *_problems(case), case["why_not_cudnn"]]
+    return f"{line}  {', '.join(filter(None, notes))}".rstrip()
 
 
-def comparison(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """For each case with numbers in both files, how many times faster it became, and the ratio of memory."""
-    before = {_key(case): case for case in old["cases"] if case["status"] == OK}
-    lines = [f"against {old['commit']} of {old['date']} on {old['device']}:"]
-    for case in new["cases"]:
-        was = before.get(_key(case))
-        if was is None or case["status"] != OK:
-            continue
-        faster = f"{was['step_s']:.4f} s -> {case['step_s']:.4f} s, {was['step_s'] / case['step_s']:.2f} times as fast"
-        memory = (
-            f", {case['peak_gib'] / was['peak_gib']:.2f} times the memory"
-            if case["peak_gib"] and was["peak_gib"]
-            else ""
-        )
-        lines.append(f"{' '.join(_key(case))}: {faster}{memory}")
-    return "\n".join(lines if len(lines) > 1 else [*lines, "no case has numbers in both"])
-
-
-def summary(results: dict[str, Any]) -> str:
-    """Figures of each shape's longest rows, in one line; of all cases if both sides were run."""
-    if all("transformers" in case for case in results["cases"]):
-        return "; ".join(_figures(case) for case in results["cases"] if case["status"] != NOT_RUN)
-    longest = {
-        case["shape"]: max(c["row_tokens"] for c in results["cases"] if c["shape"] == case["shape"])
-        for case in results["cases"]
-    }
-    return "; ".join(
-        _figures(case) for case in results["cases"] if case["row_tokens"] == longest[case["shape"]]
-    )
-
-
-def both(case: dict[str, Any]) -> str:
-    """A case of both sides as a line under BOTH, with what went wrong behind it."""
-    forms = {"tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
-    numbers = [
-        number(of(case, side)[name], form).rstrip("%")
+def format_pair(case: dict[str, Any]) -> str:
+    """Formats a case of both sides as a line under PAIR_HEADER, with its problems at the end."""
+    formats = {"tokens_per_s": "{:,.0f}", "mfu": "{:.1%}", "peak_gib": "{:.2f}", "loss": "{:.4f}"}
+    figures = [
+        format_number(get_side(case, side)[name], text).rstrip("%")
         for side in SIDES
-        for name, form in forms.items()
+        for name, text in formats.items()
     ]
-    ratios = [number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
-    used = case["transformers"]["attention"] or "-"
-    line = _BOTH.format(
-        case["shape"], case["row_tokens"], case["documents"], *numbers, *ratios, used
+    ratios = [format_number(case[name], "{:.2f}") for name in ("speed_ratio", "memory_ratio")]
+    attention = case["transformers"]["attention"] or "-"
+    line = _PAIR.format(
+        case["shape"], case["row_tokens"], case["documents"], *figures, *ratios, attention
     )
     for side in SIDES:
-        came = of(case, side)
-        wrong = (
-            came["status"]
-            if came["status"] != OK
-            else "loss is not finite" * (came["loss_finite"] is False)
-        )
-        line += f"  {': '.join(filter(None, (side, wrong, came['message'])))}" * bool(wrong)
+        problems = _problems(get_side(case, side))
+        if problems:
+            line += f"  {', '.join([side, *problems])}"
     return line
 
 
-def of(case: dict[str, Any], side: str) -> dict[str, Any]:
-    """What came of a case on a side."""
+def _problems(result: dict[str, Any]) -> list[str]:
+    """Status and message of a side that did not succeed, and a loss that is not finite."""
+    problems = []
+    if result["status"] != OK:
+        problems.append(result["status"])
+    if result["message"]:
+        problems.append(result["message"])
+    if result["loss_finite"] is False:
+        problems.append("loss is not finite")
+    return problems
+
+
+def compare_results(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Formats speedup and memory ratio of each case that succeeded in both files."""
+    before = {_key(case): case for case in old["cases"] if case["status"] == OK}
+    lines = []
+    for case in new["cases"]:
+        earlier = before.get(_key(case))
+        if earlier is None or case["status"] != OK:
+            continue
+        speedup = earlier["step_s"] / case["step_s"]
+        line = f"{' '.join(_key(case))}: {earlier['step_s']:.4f} s -> {case['step_s']:.4f} s"
+        line += f", {speedup:.2f} times as fast"
+        memory = divide(case["peak_gib"], earlier["peak_gib"])
+        if memory:
+            line += f", {memory:.2f} times the memory"
+        lines.append(line)
+    head = f"against {old['commit']} of {old['date']} on {old['device']}:"
+    return "\n".join([head, *(lines or ["no case has figures in both files"])])
+
+
+def summarize(results: dict[str, Any]) -> str:
+    """Figures of each model's longest rows in one line; of all cases if they have two sides."""
+    cases = results["cases"]
+    if all("transformers" in case for case in cases):
+        return "; ".join(_figures(case) for case in cases if case["status"] != NOT_RUN)
+    longest: dict[str, int] = {}
+    for case in cases:
+        longest[case["shape"]] = max(case["row_tokens"], longest.get(case["shape"], 0))
+    return "; ".join(
+        _figures(case) for case in cases if case["row_tokens"] == longest[case["shape"]]
+    )
+
+
+def get_side(case: dict[str, Any], side: str) -> dict[str, Any]:
+    """Result of a case on a side."""
     return case if side == "jaxsp" else case[side]
 
 
-def longest(cases: Sequence[dict[str, Any]]) -> list[Longest]:
-    """The longest rows of both sides, of each shape and kind of documents."""
-    found = []
+def find_longest(cases: Sequence[dict[str, Any]]) -> list[Longest]:
+    """The longest rows of both sides, for each model, with one and with several documents."""
+    longest = []
     for shape, documents in dict.fromkeys((case["shape"], case["documents"]) for case in cases):
-        did: dict[str, int | None] = {}
+        rows: dict[str, int | None] = {}
         limits = {}
         for side in SIDES:
-            own = [
-                case for case in cases if (case["shape"], case["documents"]) == (shape, documents)
+            statuses = [
+                (get_side(case, side)["status"], case["row_tokens"])
+                for case in cases
+                if (case["shape"], case["documents"]) == (shape, documents)
             ]
-            ends = [(of(case, side)["status"], case["row_tokens"]) for case in own]
-            did[side] = max((tokens for end, tokens in ends if end == OK), default=None)
+            rows[side] = max((tokens for status, tokens in statuses if status == OK), default=None)
             limits[f"{side}_is_limit"] = any(
-                end == OUT_OF_MEMORY and tokens > (did[side] or 0) for end, tokens in ends
+                status == OUT_OF_MEMORY and tokens > (rows[side] or 0)
+                for status, tokens in statuses
             )
-        found.append(
-            Longest(shape=shape, documents=documents, **did, **limits, ratio=ratio(*did.values()))
-        )
-    return found
+        ratio = divide(rows["jaxsp"], rows["transformers"])
+        longest.append(Longest(shape=shape, documents=documents, **rows, **limits, ratio=ratio))
+    return longest
 
 
-def words(one: Longest) -> str:
-    """The longest rows of a shape as a line."""
-    sides = ((one.jaxsp, one.jaxsp_is_limit), (one.transformers, one.transformers_is_limit))
-    ours, peers = (
-        f"{tokens:,} tokens{'' if limit else ' or more'}" if tokens else "none"
-        for tokens, limit in sides
-    )
-    times = f", {one.ratio:.2f} times as long" if one.ratio else ""
-    return f"longest row, {one.shape} {one.documents}: jaxsp {ours}, transformers {peers}{times}"
+def format_longest(longest: Longest) -> str:
+    """Formats the longest rows of a model as a line."""
+    jaxsp = _format_row(longest.jaxsp, longest.jaxsp_is_limit)
+    peer = _format_row(longest.transformers, longest.transformers_is_limit)
+    times = f", {longest.ratio:.2f} times as long" if longest.ratio else ""
+    case = f"{longest.shape} {longest.documents}"
+    return f"longest row, {case}: jaxsp {jaxsp}, transformers {peer}{times}"
 
 
-def ratio(ours: float | None, peers: float | None) -> float | None:
-    """None where one of them is missing."""
+def _format_row(tokens: int | None, is_limit: bool) -> str:
+    if not tokens:
+        return "none"
+    return f"{tokens:,} tokens" if is_limit else f"{tokens:,} tokens or more"
+
+
+def divide(ours: float | None, peers: float | None) -> float | None:
+    """Ratio of two figures; None if one is missing."""
     return ours / peers if ours and peers else None
 
 
+def format_number(value: float | None, text: str, *, scale: int = 1) -> str:
+    """Formats a number, or a dash if it is missing."""
+    return "-" if value is None else text.format(scale * value)
+
+
 def _figures(case: dict[str, Any]) -> str:
-    asked = f"{case['shape']} {case['row_tokens']} {case['documents']}"
+    name = f"{case['shape']} {case['row_tokens']} {case['documents']}"
     if case["status"] != OK:
-        return f"{asked} {case['status']}"
-    mfu = "" if case["mfu"] is None else f" (MFU {100 * case['mfu']:.1f} %)"
-    peak = "" if case["peak_gib"] is None else f", {case['peak_gib']:.1f} GiB"
-    how = f"{case['kernel_used']} {', '.join([_levers(case), *_settings(case)])}"
-    figures = (
-        f"{asked} {how} {case['step_s']:.3f} s, {case['tflops_per_device']:.4g} TFLOP/s{mfu}{peak}"
-    )
-    return f"{figures}, {_against_peer(case)}" if "transformers" in case else figures
+        return f"{name} {case['status']}"
+    options = ", ".join([_format_memory(case), *_changed_fields(case)])
+    figures = f"{name} {case['kernel_used']} {options} {case['step_s']:.3f} s"
+    figures += f", {case['tflops_per_device']:.4g} TFLOP/s"
+    if case["mfu"] is not None:
+        figures += f" (MFU {100 * case['mfu']:.1f} %)"
+    if case["peak_gib"] is not None:
+        figures += f", {case['peak_gib']:.1f} GiB"
+    if "transformers" in case:
+        figures += f", {_format_ratios(case)}"
+    return figures
 
 
-def _against_peer(case: dict[str, Any]) -> str:
+def _format_ratios(case: dict[str, Any]) -> str:
     if case["transformers"]["status"] != OK:
         return f"transformers {case['transformers']['status']}"
     memory = f", {case['memory_ratio']:.2f} times the memory" if case["memory_ratio"] else ""
     return f"{case['speed_ratio']:.2f} times as fast as transformers{memory}"
 
 
-def _levers(case: dict[str, Any]) -> str:
-    """What is computed again, and what lies on the host."""
-    pulled = (_ON_HOST.get(case[name]) for name in ("offload_activations", "offload_optimizer"))
-    return ", ".join([case["remat_used"] or case["remat"], *filter(None, pulled)])
+def _format_memory(case: dict[str, Any]) -> str:
+    """Rematerialization, and what is in host memory."""
+    offloaded = (_ON_HOST.get(case[name]) for name in ("offload_activations", "offload_optimizer"))
+    return ", ".join([case["remat_used"] or case["remat"], *filter(None, offloaded)])
 
 
-def _settings(case: dict[str, Any]) -> list[str]:
-    """Tile sizes and XLA options that differ from the defaults, as field=value; files before 2026-11-23 have none."""
-    tiles = {name: case.get(name, AUTO) for name in TILES}
-    config = {name: value for name, value in tiles.items() if value != AUTO} | case.get(
-        "xla_options", {}
-    )
-    return [f"{name}={str(value).lower()}" for name, value in config.items()]
+def _changed_fields(case: dict[str, Any]) -> list[str]:
+    """Tile sizes and XLA options that differ from the defaults, as field=value.
+
+    Files before 2026-11-23 have neither.
+    """
+    tiles = {name: case[name] for name in TILES if case.get(name, AUTO) != AUTO}
+    fields = tiles | case.get("xla_options", {})
+    return [f"{name}={str(value).lower()}" for name, value in fields.items()]
 
 
 def _key(case: dict[str, Any]) -> tuple[str, ...]:
-    levers = (case[name] for name in ("remat", "offload_activations", "offload_optimizer"))
-    return (
-        case["shape"],
-        str(case["row_tokens"]),
-        case["documents"],
-        case["kernel"],
-        *levers,
-        *_settings(case),
-    )
-
-
-def number(value: float | None, form: str, *, times: int = 1) -> str:
-    """A number as text, and a dash for one that is missing."""
-    return "-" if value is None else form.format(times * value)
+    names = ("shape", "row_tokens", "documents", "kernel", *MEMORY_OPTIONS)
+    return (*(str(case[name]) for name in names), *_changed_fields(case))
 
 
 if __name__ == "__main__":
-    print(summary(json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    print(summarize(json.loads(pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"))))

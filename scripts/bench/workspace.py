@@ -2,15 +2,13 @@
 
     python -m scripts.bench.workspace --out scripts/bench/results/today-workspace.json
 
-The formula is `cudnn_memory.workspace_bytes`; plans and the memory check before training rely on it. Each
-case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled on a GPU,
-the program contains the workspace of each call. Deterministic cases are compiled as with
+The formula is `cudnn_memory.workspace_bytes`; plans and the memory check before training rely on
+it. Each case compiles attention, forward and backward, in bfloat16, and runs nothing: if compiled
+on a GPU, the program contains the workspace of each call. Deterministic cases are compiled as with
 run.deterministic; on most GPUs their memory grows with the square of the row.
 """
 
-import argparse
 import dataclasses
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from jaxsp.attention.kernels.cudnn_memory import CallSplit
 from jaxsp.attention.kernels.workload import KernelWorkload
 from jaxsp.training import compile_options
 from jaxsp.training.compile_options import CompileOptions
-from scripts.bench import machine, report, step
+from scripts.bench import machine, report, results
 
 MODULE = "scripts.bench.workspace"
 
@@ -60,7 +58,9 @@ class Case:
         )
 
 
-LLAMA_8B, LLAMA_8B_ON_8, QWEN3_06B = (32, 8), (4, 1), (16, 8)
+LLAMA_8B = (32, 8)
+LLAMA_8B_ON_8 = (4, 1)
+QWEN3_06B = (16, 8)
 """Query and K/V heads of a device; LLAMA_8B_ON_8 shares a row among 8 devices with Ulysses."""
 
 _HEADS = (
@@ -106,31 +106,24 @@ class Result:
 
 def main(arguments: list[str]) -> int:
     """Runs the command. Returns: 1 if a case failed, 2 without a GPU."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=3600, help="no case starts after this time"
-    )
-    parser.add_argument("--commit", help="commit to record, outside of a git checkout")
-    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.json")
+    parser = results.make_parser(MODULE, __doc__)
+    results.add_limits(parser, case="case")
     given = parser.parse_args(arguments)
-    problem = machine.missing()
+    problem = machine.find_gpu_problem()
     if problem is not None:
         print(problem, file=sys.stderr)
         return 2
     device = jax.devices()[0]
-    found = step.opened(MODULE, arguments, given.commit) | {"device": device.device_kind}
+    found = results.open_gpu_results(MODULE, arguments, commit=given.commit)
+    found["device"] = device.device_kind
     began = time.monotonic()
     for case in CASES:
-        in_time = time.monotonic() - began < given.seconds
-        result = measure(case, device) if in_time else Result(status=report.NOT_RUN)
+        is_in_time = time.monotonic() - began < given.seconds
+        result = measure(case, device) if is_in_time else Result(status=report.NOT_RUN)
         found["cases"].append(dataclasses.asdict(case) | dataclasses.asdict(result))
-        found["summary"] = summary(found["cases"])
-        print(line(case, result), flush=True)
-        step.write(given.out, found)
+        found["summary"] = summarize(found["cases"])
+        print(format_case(case, result), flush=True)
+        results.write(given.out, found)
     print(found["summary"])
     return int(any(case["status"] == report.FAILED for case in found["cases"]))
 
@@ -146,7 +139,7 @@ def measure(case: Case, device: Any) -> Result:
     split = cudnn_memory.choose_split(work)
     began = time.monotonic()
     try:
-        program = compiled(case, device, split=split)
+        program = compile_case(case, device, split=split)
     except jax.errors.JaxRuntimeError as error:
         return Result(
             status=report.FAILED, message=str(error).splitlines()[0], head_chunks=split.head_chunks
@@ -164,7 +157,7 @@ def measure(case: Case, device: Any) -> Result:
     )
 
 
-def compiled(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compiled:
+def compile_case(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compiled:
     """Compiles the attention of a case, forward and backward, for a device."""
     attend = attention.make_attend(kernel="cudnn", settings=KernelSettings(**split._asdict()))
 
@@ -177,30 +170,29 @@ def compiled(case: Case, device: Any, *, split: CallSplit) -> jax.stages.Compile
     shapes = [(1, case.row_tokens, heads, case.head_dim) for heads in num_heads]
     q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here) for shape in shapes)
     segments = jax.ShapeDtypeStruct((1, case.max_segments), jnp.int32, sharding=here)
-    options = (
-        compile_options.DETERMINISTIC | compile_options.NO_TRITON if case.deterministic else {}
-    )
-    told = CompileOptions(options=options, description="", is_deterministic=case.deterministic)
-    return compile_options.compile_lowered(
-        jax.jit(gradients).lower(q, k, k, q, segments, segments), told
-    )
+    options = CompileOptions(options={}, description="")
+    if case.deterministic:
+        flags = compile_options.DETERMINISTIC | compile_options.NO_TRITON
+        options = CompileOptions(options=flags, description="", is_deterministic=True)
+    lowered = jax.jit(gradients).lower(q, k, k, q, segments, segments)
+    return compile_options.compile_lowered(lowered, options)
 
 
-def line(case: Case, result: Result) -> str:
+def format_case(case: Case, result: Result) -> str:
     """Formats a case as a line of text."""
     kind = f"up to {case.max_segments} documents" if case.max_segments > 1 else "one document"
     kind += ", deterministic" if case.deterministic else ""
     heads = f"{case.num_heads}/{case.num_kv_heads} heads of {case.head_dim}"
-    asked = f"{case.row_tokens:>7,} tokens, {heads}, {kind}"
+    text = f"{case.row_tokens:>7,} tokens, {heads}, {kind}"
     if result.status != report.OK:
-        return f"{asked}: {result.status}{f': {result.message}' if result.message else ''}"
+        return ": ".join(filter(None, [text, result.status, result.message]))
     chunks = f" in {result.head_chunks} head chunks" if result.head_chunks != 1 else ""
     figures = (result.workspace_gib, result.formula_gib, result.ratio)
-    workspace, formula, ratio = (report.number(figure, "{:.3f}") for figure in figures)
-    return f"{asked}{chunks}: workspace {workspace} GiB, formula {formula} GiB, ratio {ratio}"
+    workspace, formula, ratio = (report.format_number(figure, "{:.3f}") for figure in figures)
+    return f"{text}{chunks}: workspace {workspace} GiB, formula {formula} GiB, ratio {ratio}"
 
 
-def summary(cases: Sequence[dict[str, Any]]) -> str:
+def summarize(cases: Sequence[dict[str, Any]]) -> str:
     """Summarizes all cases in one line, deterministic ones separately."""
     words = []
     for kind in (False, True):
@@ -209,8 +201,10 @@ def summary(cases: Sequence[dict[str, Any]]) -> str:
         if ratios:
             name = "deterministic" if kind else "cuDNN's workspace over the formula"
             words.append(f"{name} {min(ratios):.3f} to {max(ratios):.3f} in {len(ratios)} cases")
-    without = sum(case["ratio"] is None for case in cases)
-    return ", ".join([*words, *([f"{without} without a size"] if without else [])])
+    num_unknown = sum(case["ratio"] is None for case in cases)
+    if num_unknown:
+        words.append(f"{num_unknown} without a size")
+    return ", ".join(words)
 
 
 if __name__ == "__main__":

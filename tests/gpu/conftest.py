@@ -1,7 +1,8 @@
-"""Tests that need an NVIDIA GPU; where JAX has none, each is skipped with a reason that names what is missing.
+"""Tests that need an NVIDIA GPU; without one, each is skipped with the reason.
 
-`python -m pytest tests/gpu` runs on the GPU where there is one (tests/conftest.py chooses it), `JAX_PLATFORMS=cuda python -m
-pytest tests/gpu` always asks for it. In a run of the whole suite, which uses the CPU, these tests are skipped.
+`python -m pytest tests/gpu` uses the GPU if there is one (tests/conftest.py), and
+`JAX_PLATFORMS=cuda python -m pytest tests/gpu` requires it. These tests are skipped in a run of the
+whole suite, which uses the CPU.
 """
 
 import functools
@@ -12,15 +13,15 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def gpu() -> jax.Device:
-    """The GPU that JAX uses in this process; every test of this folder asks for it."""
-    reason = _missing()
+    """The GPU that JAX uses in this process; every test of this folder needs it."""
+    reason = _find_gpu_problem()
     if reason is not None:
         pytest.skip(reason)
     return jax.devices()[0]
 
 
 @functools.cache
-def _missing() -> str | None:
+def _find_gpu_problem() -> str | None:
     from scripts.bench import machine
 
-    return machine.missing()
+    return machine.find_gpu_problem()

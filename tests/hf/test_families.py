@@ -7,11 +7,11 @@ import pytest
 from jaxsp.core.errors import UserError
 from jaxsp.hf import families
 from jaxsp.model.config import Llama3Rope, ModelConfig
-from scripts.bench import memory
+from scripts.bench import configs
 from tests.messages import assert_names
 
 LLAMA: dict[str, Any] = {
-    name: value for name, value in memory.MODEL.items() if name != "rope_theta"
+    name: value for name, value in configs.LLAMA_8B.items() if name != "rope_theta"
 }
 
 SCALING = {
