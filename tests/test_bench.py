@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import pathlib
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -16,9 +13,7 @@ from jaxsp.model import flops
 from jaxsp.runtime import hardware
 from scripts.bench import cases, isolation, machine, report, step
 from scripts.bench.cases import Case
-from tests import messages
-
-REPO = pathlib.Path(__file__).parent.parent
+from tests import commands, messages
 
 CASE = Case(shape="tiny", row_tokens=256, documents="one", kernel="auto", steps=1)
 
@@ -28,8 +23,7 @@ def benchmark(tmp_path_factory):
     """Results and output of a benchmark of a model that fits nowhere and of one that fits."""
     out = tmp_path_factory.mktemp("bench") / "new" / "results.json"
     options = "--shapes too-big tiny --lengths 256 --documents packed --steps 3 --remat full"
-    command = [sys.executable, "-m", "scripts.bench.step", *options.split(), "--out", str(out)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    done = commands.run_python("-m", step.MODULE, *options.split(), "--out", out)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 

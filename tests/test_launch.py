@@ -1,12 +1,9 @@
 """python -m jaxsp.launch: results of several processes, their errors, their end, and restarts."""
 
-import json
 import os
 import pathlib
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import jax
@@ -21,22 +18,9 @@ from jaxsp.run import build, trainer
 from jaxsp.runtime import child_processes, hardware
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
-from tests import messages, noise, tolerances
+from tests import commands, messages, noise, tolerances
 
 pytestmark = pytest.mark.usefixtures("hearing")
-
-REPO = pathlib.Path(__file__).parent.parent
-
-COUNTS = (
-    "step",
-    "epoch",
-    "num_rows",
-    "num_tokens",
-    "num_loss_tokens",
-    "num_tokens_total",
-    "padding_fraction",
-    "learning_rate",
-)
 
 ENDS_WITHIN_S = 30
 """Time limit from the failure of one process to the end of the launch."""
@@ -67,17 +51,11 @@ def log(*lines):
 """First lines of the program of each of the three."""
 
 
-def start_python(*arguments, **options):
-    """Starts Python in the repository, and captures its output."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([sys.executable, *map(str, arguments)], cwd=REPO, **pipes)
-
-
 def run_three(program, *, launcher_program=THREE_PROCESSES):
     """Exit code, stdout and stderr of a launcher of three processes, and the seconds it took."""
     start_s = time.monotonic()
     # Not as text, which would replace \r by \n
-    launcher = start_python("-c", launcher_program, PREAMBLE + program, text=False)
+    launcher = commands.start_python("-c", launcher_program, PREAMBLE + program, text=False)
     stdout, stderr = (output.decode() for output in launcher.communicate(timeout=60))
     return launcher.returncode, stdout, stderr, time.monotonic() - start_s
 
@@ -121,10 +99,6 @@ def write_config(folder, *, name, data, seq, steps=3, devices=8):
     return folder / f"{name}.yaml", folder / name / "metrics.jsonl"
 
 
-def read_lines(metrics):
-    return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-
-
 @pytest.mark.e2e
 def test_two_processes_give_the_numbers_of_one(tmp_path):
     """Devices of both processes share each row."""
@@ -150,20 +124,20 @@ def check_two_processes_against_one(tmp_path, meshes):
         change = f"run.resume={tmp_path}/{first}/checkpoints/2"
         if name == first:
             change = "run.save_every=2"
-        launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config, change)
+        launcher = commands.start_python("-m", "jaxsp.launch", "--processes", 2, config, change)
         _, stderr = launcher.communicate(timeout=300)
         assert launcher.returncode == 0, stderr
-        lines_by_mesh[name] = read_lines(metrics)
+        lines_by_mesh[name] = commands.read_lines(metrics)
         assert "Tokenizing" not in stderr, "a progress bar without a terminal"
     config, metrics = write_config(tmp_path, name="one", data=1, seq=8)
     program, inputs = build.build_training(config_file.load(config, []), devices=jax.devices())
     trainer.train(program, inputs, rich.console.Console(quiet=True))
-    expected = read_lines(metrics)
+    expected = commands.read_lines(metrics)
     assert [line["step"] for line in expected] == [1, 2, 3]
     for name, lines in lines_by_mesh.items():
         expected_lines = expected if name == first else expected[2:]
         for line, expected_line in zip(lines, expected_lines, strict=True):
-            for field in COUNTS:
+            for field in (*commands.COUNTS, "learning_rate"):
                 assert line[field] == expected_line[field], (name, field)
             for field in ("loss", "grad_norm", "token_accuracy"):
                 value = pytest.approx(expected_line[field], rel=tolerances.MESH)
@@ -185,7 +159,7 @@ def test_torchrun_starts_a_job(tmp_path):
     program = tmp_path / "job.py"
     program.write_text(TORCHRUN_JOB)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", 2, "--standalone")
-    job = start_python(*torchrun, program, tmp_path, env=os.environ | {"XLA_FLAGS": ""})
+    job = commands.start_python(*torchrun, program, tmp_path, env={"XLA_FLAGS": ""})
     _, stderr = job.communicate(timeout=120)
     assert job.returncode == 0, stderr
     assert {path.name for path in tmp_path.iterdir()} == {"job.py", "0 of 2", "1 of 2"}
@@ -195,7 +169,7 @@ def test_torchrun_starts_a_job(tmp_path):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
     config, metrics = write_config(tmp_path, name="run", data=2, seq=4, steps=100_000)
-    launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config)
+    launcher = commands.start_python("-m", "jaxsp.launch", "--processes", 2, config)
     try:
         deadline = time.monotonic() + 200
         while not (metrics.exists() and metrics.read_text()):
@@ -212,7 +186,7 @@ def test_a_process_that_is_killed_ends_the_launch(tmp_path, victim):
     assert launcher.returncode == 128 + signal.SIGKILL
     assert re.search(messages.holding(f"process {victim}", "SIGKILL"), stderr)
     assert not any(is_alive(pid) for pid in pids.values())
-    steps = [line["step"] for line in read_lines(metrics)]
+    steps = [line["step"] for line in commands.read_lines(metrics)]
     assert steps == list(range(1, len(steps) + 1)), "each step once"
 
 
@@ -238,7 +212,7 @@ def is_alive(pid):
 @pytest.mark.e2e
 def test_an_error_that_all_processes_find_is_printed_once(tmp_path):
     config, _ = write_config(tmp_path, name="run", data=2, seq=4)
-    launcher = start_python("-m", "jaxsp.launch", "--processes", 2, config, "mesh.data=3")
+    launcher = commands.start_python("-m", "jaxsp.launch", "--processes", 2, config, "mesh.data=3")
     stdout, stderr = launcher.communicate(timeout=100)
     assert launcher.returncode == 2, stderr
     error, end = noise.without(stderr)
@@ -285,7 +259,7 @@ if rank == "1":
 def test_one_of_several_processes_that_fails_prints_its_index_and_ends_immediately():
     # A running thread stands for JAX, which would wait for the others
     start_s = time.monotonic()
-    failing = start_python(
+    failing = commands.start_python(
         "-c",
         """
 import threading, time
@@ -356,7 +330,7 @@ print(cluster.detect_process(os.environ))
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
 def test_no_process_is_left_when_the_launcher_is_gone(number):
-    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + "time.sleep(100)")
+    launcher = commands.start_python("-c", THREE_PROCESSES, PREAMBLE + "time.sleep(100)")
     pids = wait_for_three(launcher)
     launcher.send_signal(number)
     launcher.communicate(timeout=10)
@@ -383,7 +357,7 @@ def test_a_signal_to_the_launcher_reaches_the_processes(tmp_path, number, code):
 signal.signal({number:d}, lambda *_: (Path("{tmp_path}", rank).touch(), sys.exit({code})))
 time.sleep(100)
 """
-    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    launcher = commands.start_python("-c", THREE_PROCESSES, PREAMBLE + program)
     pids = wait_for_three(launcher)
     time.sleep(0.5)
     launcher.send_signal(number)
@@ -406,7 +380,7 @@ if rank != "0":
 Path("{tmp_path}", "ready" + rank).touch()
 time.sleep(100)
 """
-    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    launcher = commands.start_python("-c", THREE_PROCESSES, PREAMBLE + program)
     wait_until(lambda: len([*tmp_path.iterdir()]) == 3)
     launcher.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -423,7 +397,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 Path("{tmp_path}", rank).touch()
 time.sleep(100)
 """
-    launcher = start_python("-c", THREE_PROCESSES, PREAMBLE + program)
+    launcher = commands.start_python("-c", THREE_PROCESSES, PREAMBLE + program)
     pids = wait_for_three(launcher)
     wait_until(lambda: len([*tmp_path.iterdir()]) == 3)
     launcher.send_signal(signal.SIGTERM)
@@ -457,11 +431,11 @@ def test_only_a_job_that_hangs_is_to_be_started_again(program, is_hung):
 
 
 def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkeypatch, capfd):
-    commands = []
+    launched = []
 
     def run_processes(command, processes, signals):
-        commands.append(command)
-        if len(commands) == 3:
+        launched.append(command)
+        if len(launched) == 3:
             (tmp_path / "run/checkpoints/7").mkdir(parents=True)
         return True
 
@@ -472,8 +446,8 @@ def test_restarts_in_a_row_without_a_new_checkpoint_are_counted(tmp_path, monkey
     with pytest.raises(SystemExit) as error:
         launch.main([*options, "configs/quickstart.yaml", *changes])
     assert error.value.code == exit_codes.HUNG
-    assert len(commands) == 5, "once, two restarts, and two after the new checkpoint"
-    assert ["run.resume=auto" in command for command in commands] == [False, True, True, True, True]
+    assert len(launched) == 5, "once, two restarts, and two after the new checkpoint"
+    assert ["run.resume=auto" in command for command in launched] == [False, True, True, True, True]
     restart, end = capfd.readouterr().err.splitlines()[-2:]
     assert re.search(messages.holding("checkpoint", "step 7"), restart)
     assert re.search(messages.holding("2 restarts"), end)

@@ -5,11 +5,8 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import os
-import pathlib
 import re
 import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -18,15 +15,13 @@ from jaxsp.hf import families
 from jaxsp.model import flops
 from scripts.bench import cases, isolation, report, step
 from scripts.bench import peer_transformers as peer
-from tests import messages
+from tests import commands, messages
 
 torch = pytest.importorskip(
     "torch", reason="torch is not installed: it is what transformers computes with (extra `test`)"
 )
 
 from transformers import utils  # noqa: E402 - warns if torch is not installed
-
-REPO = pathlib.Path(__file__).parent.parent
 
 CPU = torch.device("cpu")
 
@@ -50,11 +45,9 @@ def benchmark(tmp_path_factory):
     """Results and output of a run on the CPU."""
     out = tmp_path_factory.mktemp("peer") / "new" / "results.json"
     options = "--shapes tiny --lengths 64 --documents one packed --steps 1".split()
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", peer.MODULE, *options, "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=REPO, env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    words = ("-m", peer.MODULE, *options, "--out", out)
+    done = commands.run_python(*words, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 

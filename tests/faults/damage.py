@@ -9,7 +9,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import json
 import pathlib
 import re
 import sys
@@ -26,7 +25,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.run import build, trainer
 from jaxsp.training import sharding, train_state
 from jaxsp.training.program import Program
-from tests import batches
+from tests import batches, commands
 
 NOTICED = "noticed"
 HARMLESS = "harmless"
@@ -66,9 +65,7 @@ class SavedRun:
     """A checkpoint of a small run, and its content."""
 
     def __init__(self, folder: pathlib.Path):
-        rng = np.random.default_rng(0)
-        records = [json.dumps({"input_ids": rng.integers(0, 257, 64).tolist()}) for _ in range(8)]
-        (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+        commands.write_documents(folder / "data.jsonl", [64] * 8)
         fields = {
             "run": {"directory": str(folder / "run"), "steps": 2, "save_every": None},
             "model": {

@@ -11,7 +11,6 @@ equal to rounding if the mesh changes between two parts of the run.
 import argparse
 import collections
 import dataclasses
-import json
 import os
 import pathlib
 import random
@@ -29,9 +28,7 @@ import yaml
 
 from jaxsp.checkpoint import files
 from jaxsp.runtime import run_paths
-from tests import batches, tolerances
-
-REPO = pathlib.Path(__file__).parent.parent.parent
+from tests import batches, commands, tolerances
 
 KINDS = {
     "kill": "SIGKILL at any time, also at start and while compiling",
@@ -45,16 +42,7 @@ KINDS = {
 SAVE_EVERY = 3
 EVAL_EVERY = 10
 
-EXACT = (
-    "step",
-    "epoch",
-    "num_rows",
-    "num_tokens",
-    "num_loss_tokens",
-    "num_tokens_total",
-    "padding_fraction",
-    "learning_rate",
-)
+EXACT = (*commands.COUNTS, "learning_rate")
 ROUNDED = ("loss", "grad_norm", "token_accuracy")
 
 
@@ -88,9 +76,9 @@ class Run:
             f"mesh.seq={seq}",
             f"mesh.virtual_cpu_devices={data * seq}",
         ]
-        command = [sys.executable, "-m", "jaxsp.train", str(self.config), *changes]
         with self._log.open("ab") as log:
-            return subprocess.Popen(command, cwd=REPO, stdout=log, stderr=log)
+            words = ("-m", "jaxsp.train", self.config, *changes)
+            return commands.start_python(*words, stdout=log, stderr=log)
 
     def read_log(self) -> str:
         """Last output of its processes."""
@@ -109,8 +97,7 @@ class Run:
         return {name for name in names if name.endswith(files.PARTIAL_SUFFIX)}
 
     def read_lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        text = (self.directory / file).read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
+        return commands.read_lines(self.directory / file)
 
 
 class Case:
@@ -128,13 +115,9 @@ class Case:
         config = folder / "config.yaml"
         self.undisturbed = Run(config, "undisturbed")
         self.faulty = Run(config, "faulty")
-        rng = np.random.default_rng(0)
-        for name, lengths in (("train", [*rng.integers(1, 60, 120), 300]), ("eval", [40, 20, 17])):
-            records = [
-                json.dumps({"input_ids": rng.integers(0, 257, length).tolist()})
-                for length in lengths
-            ]
-            (folder / f"{name}.jsonl").write_text("\n".join(records), encoding="utf-8")
+        lengths = [*np.random.default_rng(0).integers(1, 60, 120), 300]
+        commands.write_documents(folder / "train.jsonl", lengths)
+        commands.write_documents(folder / "eval.jsonl", [40, 20, 17], seed=1)
         train = {"source": str(folder / "train.jsonl"), "format": "tokens"}
         evaluation = {
             "source": str(folder / "eval.jsonl"),

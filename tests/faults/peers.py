@@ -16,14 +16,14 @@ import tempfile
 import time
 
 from jaxsp import launch
-from tests import test_launch
+from tests import commands, test_launch
 
 NUM_STEPS = 14
 
 FAULT_STEP = 7
 """Step after which the fault happens."""
 
-DETERMINISTIC = (*test_launch.COUNTS, "loss", "grad_norm", "token_accuracy")
+DETERMINISTIC = (*commands.COUNTS, "learning_rate", "loss", "grad_norm", "token_accuracy")
 """Fields of metrics.jsonl that do not depend on time."""
 
 NO_FAULT = "slow:0:0:none"
@@ -84,30 +84,24 @@ class Job:
 
     def start(self, *changes: str, launched: bool, fault: str = NO_FAULT) -> list[subprocess.Popen]:
         """Starts the launcher, or both processes."""
-        train = (sys.executable, "-m", "tests.faults.faulty", fault)
+        train = ("-m", "tests.faults.faulty", fault)
         if launched:
             python = self.folder / "python"
-            python.write_text(f'#!/bin/sh\nexec {" ".join(train)} "$@"\n')
+            python.write_text(f'#!/bin/sh\nexec {sys.executable} {" ".join(train)} "$@"\n')
             python.chmod(python.stat().st_mode | stat.S_IXUSR)
-            launcher = (sys.executable, "-c", LAUNCH.format(str(python)), "--processes", "2")
+            launcher = ("-c", LAUNCH.format(str(python)), "--processes", "2")
             return [self._start(*launcher, self.config, *changes)]
         coordinator = f"127.0.0.1:{launch.free_port()}"
         job = ("--coordinator", coordinator, "--num-processes", "2", "--process-id")
         return [self._start(*train, self.config, *changes, *job, index) for index in range(2)]
 
     def _start(self, *command: object) -> subprocess.Popen:
-        return subprocess.Popen(
-            [str(word) for word in command],
-            cwd=test_launch.REPO,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        env = {"JAX_PLATFORMS": "cpu"}
+        return commands.start_python(*command, env=env, stderr=subprocess.STDOUT)
 
     def read_lines(self) -> list[dict]:
         """Lines of metrics.jsonl so far."""
-        return test_launch.read_lines(self.metrics) if self.metrics.exists() else []
+        return commands.read_lines(self.metrics) if self.metrics.exists() else []
 
     def wait_for_step(self, step: int, processes: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + 400

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 
-import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
@@ -18,7 +17,7 @@ from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import run_paths
 from jaxsp.training import sharding
-from tests import batches, messages, noise
+from tests import batches, commands, messages, noise
 from tests.faults import damage
 from tests.faults.damage import NOTICED, SILENT, Damage
 
@@ -106,9 +105,7 @@ def arguments(folder, *changes):
 def finished(tmp_path_factory):
     """A run of six steps, with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
-    rng = np.random.default_rng(0)
-    records = [json.dumps({"input_ids": rng.integers(0, 257, 64).tolist()}) for _ in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
+    commands.write_documents(folder / "data.jsonl", [64] * 8)
     fields = {
         "run": {"directory": "elsewhere", "steps": 6, "save_every": 2},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},

@@ -11,7 +11,6 @@ import subprocess
 import time
 
 import jax
-import numpy as np
 import pytest
 import rich.console
 
@@ -24,7 +23,7 @@ from jaxsp.reporting.progress import Progress
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.runtime.jsonl import AppendFile
-from tests import batches, messages
+from tests import batches, commands, messages
 
 pytestmark = pytest.mark.e2e
 
@@ -32,11 +31,9 @@ NUM_STEPS = 16
 
 
 def make_config(folder, directory, *changes):
-    rng = np.random.default_rng(0)
-    records = [json.dumps({"input_ids": rng.integers(0, 257, 64).tolist()}) for _ in range(8)]
     source = folder / "data.jsonl"
     if not source.exists():  # a file that is written again is tokenized again
-        source.write_text("\n".join(records), encoding="utf-8")
+        commands.write_documents(source, [64] * 8)
     fields = {
         "run": {"directory": str(directory), "steps": NUM_STEPS, "save_every": 2},
         "model": {"config": batches.SMALL_LLAMA, "compute_dtype": "float32"},

@@ -1,14 +1,11 @@
 """A disk that fails for one of two processes fails for both, and neither waits for the other."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from jaxsp import launch
-from tests import messages
+from tests import commands, messages
 
 pytestmark = pytest.mark.e2e
 
@@ -97,16 +94,8 @@ distributed.shutdown()
 def test_a_failure_of_one_process_fails_both_and_the_next_save_succeeds(fault, tmp_path):
     port = launch.free_port()
     folder = tmp_path / "checkpoints"
-    command = [sys.executable, "-c", SCRIPT, fault, str(folder), str(port)]
     processes = [
-        subprocess.Popen(
-            [*command, str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ,
-        )
-        for index in (0, 1)
+        commands.start_python("-c", SCRIPT, fault, folder, port, index) for index in (0, 1)
     ]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
