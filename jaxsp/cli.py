@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -18,7 +17,7 @@ from jaxsp.runtime.cluster import Process
 
 _LOST_PEER = re.compile(r"Connection (reset|closed) by peer|Broken pipe|remote process exit")
 """Text in the errors of Gloo and NCCL when another process has ended. The traceback shows only
-which computation ran, so it is printed with --verbose, which only jaxsp.train has."""
+which computation ran, so it is printed only with --verbose."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,6 +54,12 @@ def make_parser(
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--verbose",
+        action="store_true",
+        help="also prints the traceback of an error (jaxsp.train: and the rows of each device in the "
+        "first step)",
     )
     if is_multi_process:
         group = parser.add_argument_group(
@@ -99,51 +104,44 @@ def check_file(file: pathlib.Path, *, flag: str) -> None:
 def run_command(main: Callable[[list[str]], None]) -> None:
     """Runs a command and ends the process with its exit code.
 
-    Invalid input is one line per problem, never a traceback. If one of several processes fails, it
-    ends all of them; its lines carry its index, except for process 0.
+    Invalid input is one line per problem, without a traceback unless --verbose is given. If one of
+    several processes fails, it ends all of them; its lines carry its index, except for process 0.
     """
     code = exit_codes.OK
-    message = ""
     try:
         main(sys.argv[1:])
         distributed.shutdown()
-    except UserError as error:
-        code = exit_codes.USER_ERROR
-        message = "\n".join(error.problems)
-    except NeedsAttentionError as error:
-        code = exit_codes.NEEDS_ATTENTION
-        message = str(error)
-    except KeyboardInterrupt as error:
-        code = exit_codes.INTERRUPTED
-        message = str(error) or "interrupted"
-    except Exception as error:  # anything else is a bug in jaxsp: print everything
-        code, message = _explain_crash(error)
-    process = distributed.this_process()
-    if message:
-        if process.index > 0:
-            message = textwrap.indent(message, distributed.line_prefix(process.index))
-        with distributed.ignore_broken_pipe():
-            print(message, file=sys.stderr, flush=True)
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = _explain(error)
+        if "--verbose" in sys.argv and message is not None:
+            message = f"{traceback.format_exc()}{message}"
+        distributed.log(message or traceback.format_exc())
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:  # Python would flush again at exit, and exit with 120
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if code != exit_codes.OK and process.num_processes > 1:
+    if code != exit_codes.OK and distributed.this_process().num_processes > 1:
         distributed.abort_job(code)
     sys.exit(code)
 
 
-def _explain_crash(error: Exception) -> tuple[int, str]:
-    """Exit code and message for an error that is not the user's. Call while it is handled."""
+def _explain(error: BaseException) -> tuple[int, str | None]:
+    """Exit code and message of an error; no message for a bug, of which the traceback is needed."""
+    match error:
+        case UserError():
+            return exit_codes.USER_ERROR, "\n".join(error.problems)
+        case NeedsAttentionError():
+            return exit_codes.NEEDS_ATTENTION, str(error)
+        case KeyboardInterrupt():
+            return exit_codes.INTERRUPTED, str(error) or "interrupted"
     failed_peer = distributed.find_failed_peer()
     if failed_peer is not None:
         # this error follows from the peer's, and its traceback would hide the cause
         index, code = failed_peer
         return code, f"ends because process {index} failed with exit code {code}"
-    has_peers = distributed.this_process().num_processes > 1
-    if has_peers and _LOST_PEER.search(str(error)) and "--verbose" not in sys.argv:
+    message = None
+    if distributed.this_process().num_processes > 1 and _LOST_PEER.search(str(error)):
         reason = str(error).splitlines()[0]
         message = f"cannot reach another process of this run, which may have been killed: {reason}"
-        return exit_codes.INTERNAL_ERROR, message
-    return exit_codes.INTERNAL_ERROR, traceback.format_exc().rstrip()
+    return exit_codes.INTERNAL_ERROR, message

@@ -7,7 +7,6 @@ which write a checkpoint if there is time; a second one kills them.
 
 import argparse
 import os
-import pathlib
 import socket
 import sys
 
@@ -16,7 +15,7 @@ from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import exit_codes
 from jaxsp.core.errors import ProblemCollector
-from jaxsp.runtime import child_processes, cluster, hardware
+from jaxsp.runtime import child_processes, cluster, hardware, run_paths
 from jaxsp.runtime.child_processes import SignalForwarder
 from jaxsp.runtime.cluster import Process
 
@@ -74,6 +73,8 @@ def _run_with_restarts(
 ) -> None:
     """Trains, and starts again after a hang. Raises: SystemExit after any other failure."""
     train = [sys.executable, "-m", "jaxsp.train", args.config, *args.changes]
+    if args.verbose:
+        train.append("--verbose")
     command = train
     restarts_left = args.restarts
     latest_step = _latest_step(config)
@@ -97,12 +98,9 @@ def _run_with_restarts(
 
 
 def _latest_step(config: RunConfig) -> int:
-    """Step of the latest checkpoint in the run's directory; 0 if there is none.
-
-    Not taken from jaxsp.checkpoint, because importing that starts threads, and the launcher forks.
-    """
-    paths = pathlib.Path(config.directory, "checkpoints").glob("*")
-    return max((int(path.name) for path in paths if path.name.isdecimal()), default=0)
+    """Step of the latest checkpoint in the run's directory; 0 if there is none."""
+    checkpoint = run_paths.find_latest_in_run(config.directory)
+    return 0 if checkpoint is None else int(checkpoint.name)
 
 
 def _plan_processes(args: argparse.Namespace) -> list[Process]:

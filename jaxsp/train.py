@@ -85,12 +85,6 @@ def _make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="prints what is learned of each source's first record, and trains nothing",
     )
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="prints the assignment of the first step's rows to devices, and the traceback when "
-        "another process is lost",
-    )
     return parser
 
 

@@ -28,6 +28,22 @@ _TYPE_NAMES: dict[Any, str] = {
 """Names of types in --help; other types have their Python name."""
 
 
+_MAPPING_RULE = "must be a mapping of fields"
+
+_RULES = {
+    "value_error": "{error}",
+    "dict_type": _MAPPING_RULE,
+    "model_type": _MAPPING_RULE,
+    "tuple_type": "must be a list",
+    "too_short": "must have at least 1 entry",
+    "string_type": "must be text; quote text that looks like another type",
+    "string_too_short": "must not be empty",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than_equal": "must be at most {le}",
+}
+"""Rules by pydantic's type of error; other types have pydantic's message."""
+
+
 def describe_fields() -> str:
     """Describes every field with type, default and meaning, for --help."""
     lines = []
@@ -56,11 +72,9 @@ def _type_name(annotation: Any) -> str:
         return _type_name(get_args(annotation)[0])
     if origin is Literal:
         return " | ".join(get_args(annotation))
-    name = _TYPE_NAMES.get(origin or annotation)
-    if name is not None:
-        return name
-    names = [_type_name(arg) for arg in get_args(annotation)]
-    return " | ".join(names) or annotation.__name__
+    if (origin or annotation) in _TYPE_NAMES:
+        return _TYPE_NAMES[origin or annotation]
+    return " | ".join(map(_type_name, get_args(annotation))) or annotation.__name__
 
 
 def explain_errors(findings: Iterable[Any]) -> Iterator[str]:
@@ -158,23 +172,18 @@ def suggest_override(name: str) -> str | None:
 
 def coerce_value(field: str, value: Any) -> Any:
     """Returns a value as the field accepts it (3 for 3.0), or None if it does not."""
-    path = field.split(".")
+    *_, name = path = field.split(".")
     section = _find_section(path)
-    candidates = [value]
-    if isinstance(value, float) and value.is_integer():
-        candidates.append(int(value))
-    for candidate in candidates:
-        if section is not None and _accepts(section, path[-1], candidate):
-            return candidate
+    is_whole = isinstance(value, float) and value.is_integer()
+    for candidate in (value, int(value)) if is_whole else (value,):
+        try:
+            if section is not None:
+                section.model_validate({name: candidate})
+        except pydantic.ValidationError as error:
+            if any(finding["loc"][0] == name for finding in error.errors()):
+                continue
+        return candidate if section is not None else None
     return None
-
-
-def _accepts(section: Section, name: str, value: Any) -> bool:
-    try:
-        section.model_validate({name: value})
-    except pydantic.ValidationError as error:
-        return all(finding["loc"][0] != name for finding in error.errors())
-    return True
 
 
 def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
@@ -199,38 +208,23 @@ def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
 def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
     """One line for a finding about a field that exists."""
     name = ".".join(path)
-    value = finding["input"]
     if finding["type"] == "missing":
         return f"{name}: missing.{_describe_meaning(path)}"
+    value = finding["input"]
     rule = _find_rule(name, finding)
     return f"{_format_setting(name, value)}: {rule}.{_describe_meaning(path, value)}"
 
 
 def _find_rule(name: str, finding: Mapping[str, Any]) -> str:
     """The rule that a finding's value breaks."""
-    match finding["type"]:
-        case "value_error":
-            return str(finding["ctx"]["error"])
-        case "dict_type" | "model_type":
-            counterpart = foreign_names.find(name)
-            if counterpart is None:
-                return "must be a mapping of fields"
-            override = format_override(counterpart, finding["input"]) or counterpart.field_name
-            return f"must be a mapping of fields; to keep this value, set {override}"
-        case "tuple_type":
-            return "must be a list"
-        case "too_short":
-            return "must have at least 1 entry"
-        case "string_type":
-            return "must be text; quote text that looks like another type"
-        case "string_too_short":
-            return "must not be empty"
-        case "greater_than_equal":
-            return f"must be at least {finding['ctx']['ge']}"
-        case "less_than_equal":
-            return f"must be at most {finding['ctx']['le']}"
-        case _:
-            return finding["msg"].replace("Input should be", "must be")
+    if finding["type"] not in _RULES:
+        return finding["msg"].replace("Input should be", "must be")
+    rule = _RULES[finding["type"]].format_map(finding.get("ctx", {}))
+    counterpart = foreign_names.find(name)
+    if rule == _MAPPING_RULE and counterpart is not None:
+        override = format_override(counterpart, finding["input"]) or counterpart.field_name
+        rule += f"; to keep this value, set {override}"
+    return rule
 
 
 def _format_setting(name: str, value: Any) -> str:

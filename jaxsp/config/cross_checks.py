@@ -18,31 +18,27 @@ _EVAL_SUGGESTION = (
     "Name a data set: data.eval='[{source: held-out/*.txt, format: text}]', "
     "or hold out training documents: data.eval_fraction=0.05."
 )
-"""Suggestion if an option needs an evaluation."""
 
 
 def check(fields: dict[str, Any]) -> list[str]:
     """Returns all problems of nested fields."""
-    sections: Sections = {}
-    for name in Config.model_fields:
-        value = fields.get(name)
-        sections[name] = value if isinstance(value, dict) else {}
-    problems: list[str] = []
-    if isinstance(fields.get("run"), dict):
-        problems += _check_exactly_one(
-            sections, "run", ("steps", "epochs"), "the length of training", "run.epochs=1"
-        )
-    if isinstance(fields.get("model"), dict):
-        problems += _check_exactly_one(
-            sections, "model", ("source", "config"), "the model", "model.source=Qwen/Qwen3-0.6B"
-        )
+    sections: Sections = {name: {} for name in Config.model_fields}
+    sections |= {name: value for name, value in fields.items() if isinstance(value, dict)}
     return [
-        *problems,
+        *_check_exactly_one(
+            fields.get("run"), "run", ("steps", "epochs"), "the length of training", "run.epochs=1"
+        ),
+        *_check_exactly_one(
+            fields.get("model"),
+            "model",
+            ("source", "config"),
+            "the model",
+            "model.source=Qwen/Qwen3-0.6B",
+        ),
         *_check_weights(sections),
         *_check_chat_template(sections),
         *_check_memory(sections),
         *_check_max_segments(sections),
-        *_check_nul(fields, ""),
         *_check_best(sections),
         *_check_warmup(sections),
         *_check_eval_sets(sections),
@@ -52,10 +48,11 @@ def check(fields: dict[str, Any]) -> list[str]:
 
 
 def _check_exactly_one(
-    sections: Sections, section: str, names: tuple[str, str], role: str, example: str
+    fields: Any, section: str, names: tuple[str, str], role: str, example: str
 ) -> Iterator[str]:
-    """Checks that exactly one of two fields is set."""
-    fields = sections[section]
+    """Checks that exactly one of two fields of a section is set."""
+    if not isinstance(fields, dict):
+        return
     given = [name for name in names if fields.get(name) is not None]
     first, second = (f"{section}.{name}" for name in names)
     if not given:
@@ -141,20 +138,6 @@ def _check_max_segments(sections: Sections) -> Iterator[str]:
             f"data.max_segments_per_row = {max_segments}: must be at most {longest}, "
             f"the tokens of a row. Use {min(default, longest)}, or the number your documents need."
         )
-
-
-def _check_nul(value: Any, name: str) -> Iterator[str]:
-    """Checks that no text contains NUL, which file names cannot contain."""
-    if isinstance(value, str) and "\0" in value:
-        text = yaml_io.format_value(value)
-        yield f"{name} = {text}: must not contain a NUL character. Remove it."
-    entries: Any = ()
-    if isinstance(value, dict):
-        entries = value.items()
-    elif isinstance(value, list | tuple):
-        entries = enumerate(value)
-    for key, entry in entries:
-        yield from _check_nul(entry, f"{name}.{key}" if name else str(key))
 
 
 def _list_eval_names(sections: Sections) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import pathlib
 import platform
+import textwrap
 from collections.abc import Sequence
 
 import jax
@@ -31,15 +32,21 @@ def describe_run(program: Program, inputs: RunInputs) -> list[tuple[str, str]]:
         ("batch", _describe_batch(program)),
         ("steps", _describe_steps(program, inputs)),
         *summary.describe_data(inputs.train_set, program.config, inputs.schedule),
-        ("attention", attention.describe(inputs.attention_choice, program.model)),
-        ("memory", memory_options.describe(program)),
-        ("XLA", program.compile_options.description),
+        *_fold("attention", attention.describe(inputs.attention_choice, program.model)),
+        *_fold("memory", memory_options.describe(program)),
+        *_fold("XLA", program.compile_options.description),
         ("optimizer", _describe_optimizer(program)),
         ("evaluation", _describe_evaluation(program, inputs)),
         ("note", _describe_long_documents(inputs)),
         ("output", _describe_output(program, inputs)),
     ]
     return [(label, text) for label, text in entries if text]
+
+
+def _fold(label: str, text: str) -> list[tuple[str, str]]:
+    """Splits a long text into lines of at most 100 columns; only the first has the label."""
+    first, *others = textwrap.wrap(text, width=89, break_on_hyphens=False) or [""]
+    return [(label, first), *(("", line) for line in others)]
 
 
 def _describe_devices(program: Program) -> str:

@@ -333,7 +333,11 @@ def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     for field in before | now:
         if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
             continue
-        change = f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
+        old, new = (
+            yaml_io.shorten(yaml_io.format_value(fields.get(field)), _MAX_VALUE_CHARS)
+            for fields in (before, now)
+        )
+        change = f"{field} {old} -> {new}"
         if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS:
             neutral.append(change)
         else:
@@ -354,11 +358,3 @@ def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
         yield from _flatten(value, f"{field}.{name}" if field else str(name))
     if not isinstance(fields, dict | list):
         yield field, fields
-
-
-def _shorten(value: Any) -> str:
-    """A value on one line."""
-    text = yaml_io.format_value(value)
-    if len(text) <= _MAX_VALUE_CHARS:
-        return text
-    return f"{text[: _MAX_VALUE_CHARS - 3]}..."

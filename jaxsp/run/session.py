@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import enum
 import pathlib
 import time
 from collections.abc import Iterator
@@ -32,18 +31,6 @@ from jaxsp.training.inputs import RunInputs
 from jaxsp.training.program import Program
 from jaxsp.training.train_state import TrainState
 from jaxsp.training.train_step import StepMetrics
-
-
-class Outcome(enum.Enum):
-    """Ends of a session."""
-
-    COMPLETE = enum.auto()
-    STOPPED_EARLY = enum.auto()
-    """Early stopping ended it after a step."""
-    NO_STEP = enum.auto()
-    """Early stopping ended it before its first step."""
-    PREEMPTED = enum.auto()
-    NONFINITE = enum.auto()
 
 
 class BatchReader:
@@ -182,9 +169,7 @@ class Session:
                     early_stopping=self._early_stopping.state,
                 )
         if self._early_stopping.should_stop():
-            self._progress.print_line(
-                f"stopped early after step {self._start.step}: {self._early_stopping.reason}"
-            )
+            self._print_early_stop(self._start.step)
             return False
         self._is_training = True
         self._log = StepLog(
@@ -265,54 +250,37 @@ class Session:
         self._has_pending_evaluation |= self._config.checkpoint.keep_best > 0
         self._checkpoints.finish(state, self._build_meta())
 
-    @property
-    def outcome(self) -> Outcome:
-        """End of the session; read after the last step."""
-        if not self._is_training:
-            return Outcome.NO_STEP
-        if not self._log.can_continue:
-            return Outcome.NONFINITE
-        if self._checkpoints.last_saved_step < self._program.num_steps:
-            if self._is_stopped_early:
-                return Outcome.STOPPED_EARLY
-            if self._preemption.reason is not None:
-                return Outcome.PREEMPTED
-        return Outcome.COMPLETE
-
     def print_outcome(self) -> None:
         """Prints why the run ended, and the summary of a run that is done.
 
         Raises: NeedsAttentionError after steps that were not finite.
         """
-        outcome = self.outcome
-        if outcome is Outcome.NO_STEP:
+        if not self._is_training:
             return
         step = self._checkpoints.last_saved_step
-        if outcome is Outcome.NONFINITE:
+        if not self._log.can_continue:
             raise NeedsAttentionError(self._log.nonfinite.stop_message(saved_step=step))
-        with distributed.ignore_broken_pipe():
-            if outcome is Outcome.PREEMPTED:
-                self._console.print(
-                    f"stopped by {self._preemption.reason} after step {step}; "
-                    "the same command resumes from there"
-                )
-                return
-            if outcome is Outcome.STOPPED_EARLY:
-                self._console.print(
-                    f"stopped early after step {step}: {self._early_stopping.reason}",
-                    soft_wrap=True,
-                    highlight=False,
-                )
-            output.print_pairs(
-                self._console,
-                banner.summarize_run(
-                    self._program,
-                    self._log.first_line,
-                    self._log.last_line,
-                    recent_losses=self._log.recent_losses,
-                    seconds=self._log.elapsed_s,
-                ),
+        is_complete = step >= self._program.num_steps
+        if self._is_stopped_early and not is_complete:
+            self._print_early_stop(step)
+        elif self._preemption.reason is not None and not is_complete:
+            self._progress.print_line(
+                f"stopped by {self._preemption.reason} after step {step}; "
+                "the same command resumes from there"
             )
+            return
+        summary_pairs = banner.summarize_run(
+            self._program,
+            self._log.first_line,
+            self._log.last_line,
+            recent_losses=self._log.recent_losses,
+            seconds=self._log.elapsed_s,
+        )
+        with distributed.ignore_broken_pipe():
+            output.print_pairs(self._console, summary_pairs)
+
+    def _print_early_stop(self, step: int) -> None:
+        self._progress.print_line(f"stopped early after step {step}: {self._early_stopping.reason}")
 
     def _find_due(self, step: int, *, is_last: bool) -> tuple[bool, bool]:
         """Returns whether a checkpoint and an evaluation are due after a step.

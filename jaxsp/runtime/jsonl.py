@@ -1,12 +1,14 @@
 """JSON Lines files that lose no record to a full disk or a killed process."""
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import pathlib
-import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING
 
 from jaxsp.runtime import distributed
 
@@ -47,47 +49,62 @@ class AppendFile:
         """Writes the remaining records, and prints how much is lost if the disk is still full."""
         self._write()
         if self._pending:
-            _print_error(
+            distributed.log(
                 f"{self._path}: {len(self._pending):,} bytes ARE LOST, since the disk is still full"
             )
         self._file.close()
 
     def _write(self) -> None:
-        num_written = 0
-        end = self._file.seek(0, os.SEEK_END)  # jaxsp.eval appends lines too
         try:
-            while num_written < len(self._pending):
-                num_written += self._file.write(self._pending[num_written:])
+            with _lock(self._file):
+                self._write_or_truncate()
         except OSError as error:
             if error.errno not in _DISK_FULL_ERRNOS:
                 raise
-            self._file.truncate(end)  # removes a partial record
             if not self._is_full:
-                _print_error(
+                distributed.log(
                     f"{self._path} CANNOT BE WRITTEN: {error.strerror}. "
                     "Records wait in memory until there is space"
                 )
             self._is_full = True
             return
         if self._is_full:
-            _print_error(f"{self._path} is written again, and no record is missing")
+            distributed.log(f"{self._path} is written again, and no record is missing")
         self._is_full = False
+
+    def _write_or_truncate(self) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        num_written = 0
+        try:
+            while num_written < len(self._pending):
+                num_written += self._file.write(self._pending[num_written:])
+        except OSError:
+            self._file.truncate(end)  # removes a partial record
+            raise
         self._pending.clear()
 
 
-def _print_error(text: str) -> None:
-    with distributed.ignore_broken_pipe():
-        print(text, file=sys.stderr, flush=True)
+@contextlib.contextmanager
+def _lock(file: IO[bytes]) -> Iterator[None]:
+    """Context in which no other process appends: jaxsp.eval writes to the files of a run too."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
     """Appends a record as a line to a file, which may be new or end in the middle of a line."""
-    with path.open("ab+") as file:
-        if file.tell():
+    line = json.dumps(dataclasses.asdict(record), allow_nan=False).encode() + b"\n"
+    with path.open("ab+", buffering=0) as file, _lock(file):
+        if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
-                file.write(b"\n")
-        file.write(json.dumps(dataclasses.asdict(record), allow_nan=False).encode() + b"\n")
+                line = b"\n" + line
+        file.write(line)
 
 
 def truncate_after(path: pathlib.Path, step: int) -> None:

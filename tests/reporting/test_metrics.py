@@ -1,8 +1,11 @@
 """FLOPs, metrics.jsonl and eval.jsonl, and the heads in the banner."""
 
 import dataclasses
+import errno
+import io
 import json
 import re
+import threading
 import types
 
 import numpy as np
@@ -15,6 +18,7 @@ from jaxsp.attention.ulysses import Ulysses
 from jaxsp.model import flops
 from jaxsp.reporting.metrics import MetricsLine, MetricsWriter
 from jaxsp.runtime import jsonl
+from jaxsp.runtime.jsonl import AppendFile
 from tests import batches, messages
 
 
@@ -123,3 +127,24 @@ def test_banner_has_the_number_of_heads_per_device(num_heads, num_kv_heads, seq,
     said = attention.describe(choice, model)
     assert re.search(messages.holding(*heads), said)
     assert bool(re.search(r"\d", said)) == bool(heads)
+
+
+def test_a_line_that_another_process_appends_survives_a_partial_write(tmp_path, monkeypatch):
+    """Removing the part of a record that a full disk took must not remove that line too."""
+    path = tmp_path / "eval.jsonl"
+    file = AppendFile(path)
+    appending = threading.Thread(target=jsonl.append_record, args=(path, line(1)))
+
+    class FullDisk(io.FileIO):
+        def write(self, data):
+            super().write(data[:3])
+            appending.start()
+            appending.join(timeout=1)
+            raise OSError(errno.ENOSPC, "full")
+
+    file.close()
+    with FullDisk(path, "a") as full_disk:
+        monkeypatch.setattr(file, "_file", full_disk)
+        file.add(b"a record\n")
+    appending.join()
+    assert [json.loads(text)["step"] for text in path.read_text().splitlines()] == [1]
