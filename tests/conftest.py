@@ -1,4 +1,4 @@
-"""Settings of all tests: eight virtual CPU devices, no network, private caches, warnings as errors, four tiers.
+"""Settings of all tests: virtual CPU devices, no network, private caches, strict warnings, tiers.
 
 Tiers, by marker (pyproject.toml): default, `e2e`, `slow`, `gpu`.
 
@@ -9,9 +9,9 @@ Tiers, by marker (pyproject.toml): default, `e2e`, `slow`, `gpu`.
 - A test without a marker must take at most 10 s (`LIMIT_S`); otherwise it fails.
 
 `JAX_PLATFORMS=cuda python -m pytest` runs the same tests on an accelerator, and `python -m pytest
-tests/gpu` takes the NVIDIA GPU where there is one. Imports nothing from jaxsp, so that pytest's
-jaxtyping hook (pyproject.toml) is there first and checks the shapes and dtypes of every annotated
-function.
+tests/gpu` uses the NVIDIA GPU if there is one. This file imports jaxsp only inside functions, so
+that pytest's jaxtyping hook (pyproject.toml) is installed before and checks the shapes and dtypes
+of every annotated function.
 """
 
 import gc
@@ -26,14 +26,15 @@ import pytest
 
 _caches = tempfile.TemporaryDirectory(prefix="jaxsp-tests-", ignore_cleanup_errors=True)
 
-# Read when jax, datasets, transformers and huggingface_hub are imported, here and in the processes that tests start
+# jax, datasets, transformers and huggingface_hub read these when they are imported, here and in the
+# processes that tests start
 os.environ["HF_HOME"] = _caches.name
 os.environ["HF_HUB_CACHE"] = f"{_caches.name}/hub"
 os.environ["HF_DATASETS_CACHE"] = f"{_caches.name}/datasets"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-import jax  # noqa: E402 - the environment is set before
+import jax  # noqa: E402 - reads the environment that is set above
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -72,7 +73,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
-    choose_platform(gpu_if_there=all(path.is_relative_to(GPU_TESTS) for path in _paths(config)))
+    choose_platform(prefers_gpu=all(path.is_relative_to(GPU_TESTS) for path in _paths(config)))
 
 
 def _paths(config: pytest.Config) -> list[pathlib.Path]:
@@ -101,52 +102,60 @@ _STARTED = pytest.StashKey[tuple[float, float]]()
 
 
 def _clocks() -> tuple[float, float]:
-    """Elapsed time, and processor time of this process and its children; a busy machine adds to the first only."""
+    """Elapsed time, and processor time of this process and its children.
+
+    On a busy machine only the first grows.
+    """
     times = os.times()
     return times.elapsed, times.user + times.system + times.children_user + times.children_system
 
 
-def choose_platform(*, gpu_if_there: bool) -> None:
-    """Settles where JAX runs, here and in the processes that tests start, before it looks for devices."""
+def choose_platform(*, prefers_gpu: bool) -> None:
+    """Selects the platform of JAX, here and in the processes that tests start.
+
+    Must run before JAX looks for devices.
+    """
     from jaxsp.runtime import hardware
 
-    os.environ.setdefault(
-        "JAX_PLATFORMS", "cuda" if gpu_if_there and hardware.count_gpus(os.environ) else "cpu"
-    )
+    has_gpu = prefers_gpu and hardware.count_gpus(os.environ) > 0
+    os.environ.setdefault("JAX_PLATFORMS", "cuda" if has_gpu else "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] != "cpu":
-        # tests start processes on the same GPU, of which the first would take three quarters
+        # tests start several processes on a GPU; the first would take three quarters of its memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return
-    # Compiling is most of what the tests do: a step takes 1.4 s of CPU with these instead of 6.2 (jax 0.10.1, 2 cores)
+    # Tests spend most time compiling: with these flags, a step takes 1.4 s of processor time
+    # instead of 6.2 (jax 0.10.1, 2 cores)
     flags = ["--xla_backend_optimization_level=0"]
     if importlib.metadata.version("jaxlib").startswith("0.10."):
-        flags.append(
-            "--xla_cpu_use_fusion_emitters=false"
-        )  # later versions know no such flag, and end the process over it
+        # later versions do not have this flag, and end a process that uses it
+        flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cleared_caches() -> Iterator[None]:
-    """Compiled programs of a file are freed at its end: 2 GB of memory in each process otherwise."""
+    """Frees the compiled programs of a file at its end, which would fill 2 GB in each process."""
     yield
     jax.clear_caches()
     gc.collect()
 
 
 @pytest.fixture
-def hearing() -> Iterator[None]:
-    """Commands in the background of a shell, and of nohup, are begun deaf to these; processes begun here shall not be."""
-    deaf = [
+def default_signals() -> Iterator[None]:
+    """Restores the default actions of SIGINT and SIGHUP, also for processes that tests start.
+
+    nohup, and shells for commands in the background, set them to be ignored.
+    """
+    ignored = [
         number
         for number in (signal.SIGINT, signal.SIGHUP)
         if signal.getsignal(number) is signal.SIG_IGN
     ]
-    for number in deaf:
+    for number in ignored:
         signal.signal(number, signal.SIG_DFL)
     yield
-    for number in deaf:
+    for number in ignored:
         signal.signal(number, signal.SIG_IGN)
 
 

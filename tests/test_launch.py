@@ -20,7 +20,7 @@ from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S
 from tests import commands, messages, noise, tolerances
 
-pytestmark = pytest.mark.usefixtures("hearing")
+pytestmark = pytest.mark.usefixtures("default_signals")
 
 ENDS_WITHIN_S = 30
 """Time limit from the failure of one process to the end of the launch."""

@@ -147,7 +147,7 @@ def test_every_strategy_gives_what_one_device_gives(name, record_property):
         key: batches.difference(value, expected(H, G)[key]) for key, value in actual.items()
     }
     record_property("largest relative difference", max(differences.values()))
-    assert max(differences.values()) < tolerances.KINDS, differences
+    assert max(differences.values()) < tolerances.STRATEGIES, differences
 
 
 def test_all_quick_cases_exist():

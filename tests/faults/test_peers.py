@@ -11,7 +11,7 @@ from jaxsp.core import exit_codes
 from tests import messages, test_launch
 from tests.faults import peers
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from jaxsp.runtime.preemption import Preemption
 from jaxsp.runtime.run_status import RunStatus
 from tests import messages
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("hearing")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("default_signals")]
 
 PROGRAM = """
 import json, sys, time
