@@ -39,6 +39,7 @@ def check(fields: dict[str, Any]) -> list[str]:
         *_check_chat_template(sections),
         *_check_memory(sections),
         *_check_max_segments(sections),
+        *_check_nul(fields, ""),
         *_check_best(sections),
         *_check_warmup(sections),
         *_check_eval_sets(sections),
@@ -138,6 +139,20 @@ def _check_max_segments(sections: Sections) -> Iterator[str]:
             f"data.max_segments_per_row = {max_segments}: must be at most {longest}, "
             f"the tokens of a row. Use {min(default, longest)}, or the number your documents need."
         )
+
+
+def _check_nul(value: Any, name: str) -> Iterator[str]:
+    """Checks that no text contains NUL, which file names cannot contain."""
+    if isinstance(value, str) and "\0" in value:
+        text = yaml_io.format_value(value)
+        yield f"{name} = {text}: must not contain a NUL character. Remove it."
+    entries: Any = ()
+    if isinstance(value, dict):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    for key, entry in entries:
+        yield from _check_nul(entry, f"{name}.{key}" if name else str(key))
 
 
 def _list_eval_names(sections: Sections) -> list[Any]:

@@ -8,6 +8,11 @@ import yaml
 
 from jaxsp.core import durations
 
+_MAX_VALUES = 100_000
+"""Maximum number of values in a config, each counted as often as aliases repeat it.
+
+15 lines of `b: [*a, *a, ...]` can stand for 10**14 values."""
+
 _INT = "tag:yaml.org,2002:int"
 _FLOAT = "tag:yaml.org,2002:float"
 
@@ -24,8 +29,7 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                problem = f"{key.value} occurs twice"
-                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                raise _error(f"{key.value} occurs twice", key)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
@@ -65,10 +69,52 @@ def load(text: str) -> Any:
     """Returns the value of a text.
 
     Raises:
-        yaml.YAMLError: not YAML.
+        yaml.YAMLError: not YAML, or too large.
         ValueError: a date that does not exist (2026-13-01).
     """
-    return yaml.load(text, Loader=_Loader)
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _count_values(node, {})
+        return loader.construct_document(node)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    finally:
+        loader.dispose()
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Counts the values in a node, itself included.
+
+    Args:
+        counts: results by node id; None for a node that is being counted.
+
+    Raises:
+        yaml.YAMLError: too many values, or a node inside itself.
+    """
+    if id(node) in counts:
+        known_count = counts[id(node)]
+        if known_count is None:
+            raise _error("an alias is inside the value that it stands for", node)
+        return known_count
+    counts[id(node)] = None
+    count = 1
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            count += _count_values(key, counts) + _count_values(value, counts)
+    elif isinstance(node, yaml.SequenceNode):
+        for entry in node.value:
+            count += _count_values(entry, counts)
+    if count > _MAX_VALUES:
+        raise _error(f"its aliases stand for more than {_MAX_VALUES:,} values", node)
+    counts[id(node)] = count
+    return count
+
+
+def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def dump(value: Any) -> str:
