@@ -107,9 +107,7 @@ def _pinned_pool_bytes(config: Config, process: Process) -> int | None:
     num_local = cluster.count_local_processes(process, os.environ)
     num_devices = process.num_processes * max(1, num_gpus // num_local)
     num_shards = max(1, num_devices // config.mesh.replica)
-    offloaded = memory_formula.offloaded_bytes(
-        model, config, num_shards=num_shards, seq=config.mesh.seq
-    )
+    offloaded = memory_formula.offloaded_bytes(model, config, num_shards=num_shards)
     return memory_formula.pool_bytes(offloaded)
 
 

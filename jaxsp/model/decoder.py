@@ -13,7 +13,7 @@ from jaxsp.attention import Attend
 from jaxsp.core.batch import Batch
 from jaxsp.model import layers, remat, tiling
 from jaxsp.model.config import ModelConfig
-from jaxsp.model.layers import DecoderLayer, EmbedNormHead, Gather, Parameter
+from jaxsp.model.layers import Decoder, Gather, Parameter
 from jaxsp.model.remat import RematPolicy
 
 
@@ -21,17 +21,19 @@ from jaxsp.model.remat import RematPolicy
 def param_table(config: ModelConfig) -> layers.Weights:
     """The parameter table: a nested dict like that of the weights, with a `Parameter` per leaf.
 
-    Example: {"embedding": ..., "head": ..., "layers": {"post_attention": ..., "pre_attention":
-    {"q":
-        {"weight": ...}, ...}}, "norm": {"weight": ...}}.
+    Example: {"embedding": ..., "head": ..., "norm": {"weight": ...},
+        "layers": {"pre_attention": {"q": {"weight": ...}, ...}, "post_attention": ...}}.
     """
 
     def stack(param: Parameter) -> Parameter:
         hf_name = "model.layers.{layer}." + param.hf_name
         return dataclasses.replace(param, hf_name=hf_name, num_layers=config.num_layers)
 
-    layer_params = jax.tree.map(stack, _declared_params(DecoderLayer(config)))
-    return {**_declared_params(EmbedNormHead(config)), "layers": layer_params}
+    state = nnx.split(Decoder(config))[1]
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    params = jax.tree.map(lambda leaf: leaf.param, state, is_leaf=is_variable)
+    table = nnx.to_pure_dict(params)
+    return table | {"layers": jax.tree.map(stack, table["layers"])}
 
 
 def lm_head(weights: layers.Weights) -> Any:
@@ -54,17 +56,16 @@ def hidden_states(
 
     Args:
         shards: this device's shards of the weights, in the structure of `param_table`. Whole
-        weights
-            exist for one layer at a time.
+            weights exist for one layer at a time.
         batch: this device's shard of a microbatch.
-        policy: what the backward pass keeps of each layer.
+        policy: activations that are saved for the backward pass.
         tile_tokens: tokens that go through the parts of a layer before and after attention at a
-        time.
+            time.
     """
     params = param_table(config)
     x_BlD = embed_tokens(gather, params["embedding"], shards["embedding"], batch.tokens_BL, dtype)
     apply = functools.partial(tiling.apply_in_tiles, gather=gather, tile_tokens=tile_tokens)
-    pre_attention, post_attention = _layer_graphdefs(config)
+    pre_attention, post_attention, last_norm = _graphdefs(config)
     tables = attend.make_segment_tables(
         batch.starts_BM, batch.lengths_BM, tokens_per_device=batch.tokens_BL.shape[1]
     )
@@ -87,8 +88,7 @@ def hidden_states(
         return x_BlD, None
 
     x_BlD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_BlD, shards["layers"])
-    norm = nnx.merge(_norm_graphdef(config), gather(params["norm"], shards["norm"]))
-    return norm(x_BlD)
+    return nnx.merge(last_norm, gather(params["norm"], shards["norm"]))(x_BlD)
 
 
 def embed_tokens(
@@ -116,18 +116,8 @@ def embed_tokens(
 
 
 @functools.lru_cache(maxsize=4)
-def _layer_graphdefs(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.GraphDef]:
-    layer = DecoderLayer(config)
-    return nnx.split(layer.pre_attention)[0], nnx.split(layer.post_attention)[0]
-
-
-@functools.lru_cache(maxsize=4)
-def _norm_graphdef(config: ModelConfig) -> nnx.GraphDef:
-    return nnx.split(EmbedNormHead(config).norm)[0]
-
-
-def _declared_params(module: nnx.Module) -> layers.Weights:
-    """The parameters that a module's constructor declares."""
-    state = nnx.split(module)[1]
-    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
-    return nnx.to_pure_dict(jax.tree.map(lambda leaf: leaf.param, state, is_leaf=is_variable))
+def _graphdefs(config: ModelConfig) -> list[nnx.GraphDef]:
+    """Modules without weights: the parts of a layer before and after attention, the last norm."""
+    decoder = Decoder(config)
+    modules = (decoder.layers.pre_attention, decoder.layers.post_attention, decoder.norm)
+    return [nnx.graphdef(module) for module in modules]

@@ -197,8 +197,8 @@ class DecoderLayer(nnx.Module):
         self.post_attention = PostAttention(config)
 
 
-class EmbedNormHead(nnx.Module):
-    """Weights outside the layers: embedding, last norm and head."""
+class Decoder(nnx.Module):
+    """All weights: embedding, one layer, last norm and head."""
 
     def __init__(self, config: ModelConfig):
         matrix = Parameter(
@@ -207,6 +207,7 @@ class EmbedNormHead(nnx.Module):
             std=config.initializer_range,
         )
         self.embedding = _declare_param(matrix)
+        self.layers = DecoderLayer(config)
         self.norm = RMSNorm(config.hidden_size, hf_name="model.norm", eps=config.rms_norm_eps)
         head = dataclasses.replace(matrix, hf_name="lm_head.weight")
         self.head = None if config.tie_embeddings else _declare_param(head)

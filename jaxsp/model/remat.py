@@ -28,7 +28,7 @@ from jaxtyping import Array
 from jaxsp import attention
 from jaxsp.model import layers
 
-LAYER_INPUT = "layer_input"
+_LAYER_INPUT = "layer_input"
 
 _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 """Names of the JAX primitives whose results `none` keeps."""
@@ -36,14 +36,29 @@ _SAVED_PRIMITIVES = ("dot_general", "all_to_all")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RematPolicy:
-    """Options for saved and offloaded activations, as in `config.schema.MemoryConfig`."""
+    """Saved and offloaded activations, as in `config.schema.MemoryConfig`.
+
+    The values of both fields are compared only here.
+    """
 
     remat: str = "save_attention"
     offload_activations: str = "none"
 
     @property
+    def are_products_saved(self) -> bool:
+        return self.remat == "none"
+
+    @property
+    def is_mlp_saved(self) -> bool:
+        return self.remat == "save_attention_and_mlp"
+
+    @property
     def is_attention_saved(self) -> bool:
         return self.remat != "full"
+
+    @property
+    def is_input_offloaded(self) -> bool:
+        return self.offload_activations != "none"
 
     @property
     def is_attention_offloaded(self) -> bool:
@@ -56,7 +71,7 @@ def name_layer_input(x: Array) -> Array:
     Only a layer's input can be offloaded. JAX silently ignores the name of a layer's output, and
     offloading any other value leaves the input on the device too.
     """
-    return checkpoint_name(x, LAYER_INPUT)
+    return checkpoint_name(x, _LAYER_INPUT)
 
 
 def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Callable[..., Any]:
@@ -66,10 +81,10 @@ def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Calla
     offloaded: set[str] = set()
     if policy.is_attention_saved:
         kept.update(attention.CHECKPOINT_NAMES)
-    if policy.remat == "save_attention_and_mlp":
+    if policy.is_mlp_saved:
         kept.update(layers.MLP_CHECKPOINT_NAMES)
-    if policy.offload_activations != "none":
-        offloaded.add(LAYER_INPUT)
+    if policy.is_input_offloaded:
+        offloaded.add(_LAYER_INPUT)
     if policy.is_attention_offloaded:
         offloaded.update(attention.CHECKPOINT_NAMES)
     named: Callable[..., Any] = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -80,7 +95,7 @@ def checkpoint_layer(function: Callable[..., Any], policy: RematPolicy) -> Calla
     )
 
     def should_save(primitive: Any, *avals: Any, **params: Any) -> Any:
-        if policy.remat == "none" and primitive.name in _SAVED_PRIMITIVES:
+        if policy.are_products_saved and primitive.name in _SAVED_PRIMITIVES:
             return True
         return named(primitive, *avals, **params)
 

@@ -21,29 +21,14 @@ TILE_MULTIPLE = 128
 """Preferred divisor of a tile's tokens."""
 
 
-def floor_power_of_two(limit: int) -> int:
-    """The largest power of two up to `limit`.
+def choose_tile(num_tokens: int, *, bytes_per_token: int, max_bytes: int) -> int:
+    """Tokens of a tile that takes at most `max_bytes`.
 
-    As the size of a tile it divides most numbers of tokens per device, which then need no padding.
+    At most a power of two, which divides most numbers of tokens per device, so that they need no
+    padding.
     """
-    return 1 << (max(1, limit).bit_length() - 1)
-
-
-def choose_mlp_tile(
-    *,
-    num_tokens: int,
-    intermediate_size: int,
-    hidden_size: int,
-    itemsize: int,
-    max_bytes: int = MLP_TILE_BYTES[0],
-) -> int:
-    """Tokens of a tile of a layer's projections and MLP whose activations take at most `max_bytes`.
-
-    Per token, the backward pass holds about six numbers for each feed-forward dim in the compute
-    dtype, and five for each model dim in float32.
-    """
-    bytes_per_token = 6 * intermediate_size * itemsize + 20 * hidden_size
-    return choose_dividing_tile(num_tokens, floor_power_of_two(max_bytes // bytes_per_token))
+    max_tokens = max(1, max_bytes // bytes_per_token)
+    return choose_dividing_tile(num_tokens, 1 << (max_tokens.bit_length() - 1))
 
 
 def choose_dividing_tile(num_tokens: int, max_tile: int) -> int:
@@ -85,8 +70,8 @@ def apply_in_tiles(
     if math.prod(lead) <= tile_tokens:
         return function(gather(params, shards), *arrays)
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-    split = functools.partial(_split_tiles, tile_tokens=tile_tokens)
-    join = functools.partial(_join_tiles, lead=lead)
+    split = functools.partial(split_tiles, tile_shape=(1, tile_tokens))
+    join = functools.partial(join_tiles, tile_ndim=2, lead=lead)
 
     @jax.custom_vjp
     def apply(shards: Any, arrays: tuple[Array, ...]) -> Any:
@@ -124,21 +109,19 @@ def apply_in_tiles(
     return apply(shards, arrays)
 
 
-def _split_tiles(x_Bl: Array, *, tile_tokens: int) -> Array:
-    """Splits [B, l, ...] into [tiles, 1, tile_tokens, ...], with zeros after the last token."""
-    num_tokens = math.prod(x_Bl.shape[:2])
-    num_tiles = -(-num_tokens // tile_tokens)
-    flat = x_Bl.reshape(num_tokens, *x_Bl.shape[2:])
-    padding = num_tiles * tile_tokens - num_tokens
-    flat = jnp.pad(flat, ((0, padding), *[(0, 0)] * (flat.ndim - 1)))
-    return flat.reshape(num_tiles, 1, tile_tokens, *flat.shape[1:])
+def split_tiles(x_Bl: Array, *, tile_shape: tuple[int, ...], pad_value: int = 0) -> Array:
+    """Splits [B, l, ...] into [tiles, *tile_shape, ...], with `pad_value` after the last token."""
+    flat = x_Bl.reshape(-1, *x_Bl.shape[2:])
+    padding = -len(flat) % math.prod(tile_shape)
+    widths = [(0, padding)] + [(0, 0)] * (flat.ndim - 1)
+    padded = jnp.pad(flat, widths, constant_values=pad_value)
+    return padded.reshape(-1, *tile_shape, *flat.shape[1:])
 
 
-def _join_tiles(tiles: Array, *, lead: tuple[int, ...]) -> Array:
-    """Inverse of `_split_tiles`. Args: lead: B and l."""
-    num_tiles, _, tile_tokens, *rest = tiles.shape
-    flat = tiles.reshape(num_tiles * tile_tokens, *rest)
-    return flat[: math.prod(lead)].reshape(*lead, *rest)
+def join_tiles(tiles: Array, *, tile_ndim: int, lead: tuple[int, ...]) -> Array:
+    """Inverse of `split_tiles`. Args: tile_ndim: dims of a tile's shape. lead: B and l."""
+    rest = tiles.shape[1 + tile_ndim :]
+    return tiles.reshape(-1, *rest)[: math.prod(lead)].reshape(*lead, *rest)
 
 
 def _scan_tiles(

@@ -46,6 +46,15 @@ def should_offload(param: Parameter) -> bool:
     return param.size >= MIN_OFFLOAD_SIZE
 
 
+def should_offload_gradient(param: Parameter) -> bool:
+    """True if a weight's gradient is offloaded too.
+
+    Only stacked weights: a tied embedding has two gradients in a microbatch, and they are added on
+    the device.
+    """
+    return param.num_layers is not None and should_offload(param)
+
+
 def is_on_host(x: Array) -> bool:
     """True if an array is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -1,6 +1,5 @@
 """Token losses from hidden states, in tiles: logits exist for one tile of tokens at a time."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,12 +44,6 @@ class LossSums(NamedTuple):
     """Number of tokens whose label has the largest logit."""
 
 
-def tile_tokens(*, num_tokens: int, vocab_size: int, max_bytes: int = MAX_LOGIT_BYTES[-1]) -> int:
-    """Tokens of a tile whose logits take at most `max_bytes`."""
-    max_tokens = tiling.floor_power_of_two(max_bytes // (4 * vocab_size))
-    return min(num_tokens, tiling.choose_dividing_tile(num_tokens, max_tokens))
-
-
 def sum_token_losses(
     hidden_BlD: Float[Array, "B l D"],
     labels_Bl: Int32[Array, "B l"],
@@ -73,15 +66,15 @@ def sum_token_losses(
         and cast only then (summed over 256 tiles in bfloat16, it is off by 3 %).
     Memory: the backward pass recomputes a tile's logits. One number per token is saved.
     """
-    tiles = _Tiles(num_tokens=labels_Bl.size, tile=tile)
-    labels_TX = tiles.split(labels_Bl, pad_value=NO_LABEL)
-    weights_TX = None if weights_Bl is None else tiles.split(weights_Bl)
+    split = functools.partial(tiling.split_tiles, tile_shape=(tile,))
+    labels_TX = split(labels_Bl, pad_value=NO_LABEL)
+    weights_TX = None if weights_Bl is None else split(weights_Bl)
 
     def forward(hidden_BlD: Array, shard: Any) -> tuple[LossSums, Array | None]:
         head_VD = gather.all_gather(head, shard)
         add_tile = functools.partial(_forward_tile, head_VD, token_loss)
         zeros = LossSums(jnp.float32(0), jnp.int32(0))
-        return jax.lax.scan(add_tile, zeros, (tiles.split(hidden_BlD), labels_TX, weights_TX))
+        return jax.lax.scan(add_tile, zeros, (split(hidden_BlD), labels_TX, weights_TX))
 
     @jax.custom_vjp
     def sum_losses(hidden_BlD: Array, shard: Any) -> LossSums:
@@ -99,36 +92,15 @@ def sum_token_losses(
         hidden_BlD, shard, lse_TX = residuals
         head_VD = gather.all_gather(head, shard)
         add_tile = functools.partial(_backward_tile, head_VD, dsums.loss, token_loss)
-        inputs = (tiles.split(hidden_BlD), labels_TX, weights_TX, lse_TX)
+        inputs = (split(hidden_BlD), labels_TX, weights_TX, lse_TX)
         dhead_VD, dhidden_TXD = jax.lax.scan(add_tile, jnp.zeros(head.shape, jnp.float32), inputs)
-        dhidden_BlD = tiles.join(dhidden_TXD, hidden_BlD.shape)
+        dhidden_BlD = tiling.join_tiles(dhidden_TXD, tile_ndim=1, lead=labels_Bl.shape)
         # Without the barrier, XLA may keep the whole gradient of the head (2 GiB for a vocabulary
         # of 128,256) until the layers are done.
         return jax.lax.optimization_barrier((dhidden_BlD, gather.reduce_scatter(head, dhead_VD)))
 
     sum_losses.defvjp(sum_losses_fwd, sum_losses_bwd)
     return sum_losses(hidden_BlD, shard)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """Division of a device's tokens into tiles, the last of which is padded."""
-
-    num_tokens: int
-    tile: int
-
-    def split(self, x_Bl: Array, *, pad_value: int = 0) -> Array:
-        """Tiles of an array. Shapes: [B, l, ...] -> [tiles, tile, ...]."""
-        dims = x_Bl.shape[2:]
-        num_tiles = -(-self.num_tokens // self.tile)
-        widths = [(0, num_tiles * self.tile - self.num_tokens)] + [(0, 0)] * len(dims)
-        flat = x_Bl.reshape(self.num_tokens, *dims)
-        padded = jnp.pad(flat, widths, constant_values=pad_value)
-        return padded.reshape(num_tiles, self.tile, *dims)
-
-    def join(self, x_TX: Array, shape: tuple[int, ...]) -> Array:
-        """Array of this shape from its tiles. Shapes: [tiles, tile, ...] -> [B, l, ...]."""
-        return x_TX.reshape(-1, *x_TX.shape[2:])[: self.num_tokens].reshape(shape)
 
 
 def _forward_tile(

@@ -6,6 +6,7 @@ GPU. For the others, the memory of the compiled program decides.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxsp.attention.kernels.kernel import Kernel
+from jaxsp.model.remat import RematPolicy
 from jaxsp.training import memory_formula
 from jaxsp.training.available_memory import MemoryLimit
 from jaxsp.training.memory_formula import GIB
@@ -93,14 +95,13 @@ def fit(
         shortage = describe_shortage(memory_use, limit)
         # All candidates offload the same arrays: no other one helps if host memory is short
         if memory_use.device_total <= limit.device or is_last:
-            is_choice = not saves_attention and program.config.memory.remat != "full"
             return CompiledStep(
                 program=candidate,
                 executable=executable,
                 memory_use=memory_use,
                 memory_limit=limit,
                 shortage=shortage,
-                full_remat_reason=reason if is_choice else "",
+                full_remat_reason="" if saves_attention else reason,
             )
         if saves_attention:
             reason = f"keeping attention's output needs {shortage}"
@@ -115,25 +116,24 @@ def list_candidates(program: Program, *, is_memory_known: bool) -> Iterator[Prog
         is_memory_known: True if the devices' memory is known. If not, tiles have a safe size.
     """
     loss_tiles = program.loss_tiles if is_memory_known else [program.loss_tile]
-    for remat in _remat_candidates(program, is_memory_known=is_memory_known):
+    for remat in list_remats(program, is_memory_known=is_memory_known):
         mlp_tiles = program.mlp_tiles if is_memory_known else [program.mlp_tile]
-        if remat == "save_attention_and_mlp":  # activations of tiles cannot be saved
+        if RematPolicy(remat=remat).is_mlp_saved:  # activations of tiles cannot be saved
             mlp_tiles = [tile for tile in program.mlp_tiles if tile == program.tokens_per_device]
-        for mlp_tile in mlp_tiles:
-            for loss_tile in loss_tiles:
-                yield replace_memory(
-                    program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile
-                )
+        for mlp_tile, loss_tile in itertools.product(mlp_tiles, loss_tiles):
+            yield replace_memory(
+                program, remat=remat, mlp_tile_tokens=mlp_tile, loss_tile_tokens=loss_tile
+            )
 
 
-def _remat_candidates(program: Program, *, is_memory_known: bool) -> list[str]:
+def list_remats(program: Program, *, is_memory_known: bool) -> list[str]:
     """Values of memory.remat in the order in which they are tried."""
     memory = program.config.memory
     if memory.remat != "auto":
         return [memory.remat]
     if program.remat_policy.is_attention_offloaded:
         return ["save_attention"]
-    frees_memory = memory.offload_activations != "none" or memory.offload_optimizer != "none"
+    frees_memory = program.remat_policy.is_input_offloaded or program.has_offloaded_state
     if frees_memory or not is_memory_known:
         return ["save_attention", "full"]
     return ["save_attention_and_mlp", "save_attention", "full"]

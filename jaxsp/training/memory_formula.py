@@ -1,5 +1,6 @@
 """Formulas for a step's memory on the device and on the host."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -7,12 +8,12 @@ import numpy as np
 
 from jaxsp.attention import LayerWorkload
 from jaxsp.config.schema import Config
-from jaxsp.core import axes
-from jaxsp.model import decoder
+from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 from jaxsp.model.layers import Parameter
+from jaxsp.model.remat import RematPolicy
 from jaxsp.runtime import device_mesh
-from jaxsp.training import host_offload, sharding
+from jaxsp.training import host_offload, optimizer, sharding
 from jaxsp.training.program import Program
 
 GIB = 2**30
@@ -28,14 +29,15 @@ def predict_bytes(program: Program, *, workspace_bytes: int = 0) -> int:
     Args:
         workspace_bytes: estimate of the attention kernel's workspace.
     """
+    model = program.model
     state, gradients = _state_bytes(program)
-    saved = program.model.num_layers * _saved_bytes(program)
-    prefetched = 2 * _offloaded_layer_bytes(program)
+    saved = model.num_layers * _saved_bytes(program)
+    prefetched = 2 * program_offloaded_bytes(program).activations // model.num_layers
     stream = _stream_bytes(program)
     in_layer = saved + gradients + prefetched
     # Before the loss there are no gradients of this step's first microbatch
     loss_gradients = gradients if program.num_microbatches > 1 else 0
-    embedding = 4 * program.model.vocab_size * program.model.hidden_size
+    embedding = 4 * model.vocab_size * model.hidden_size
     phases = (
         in_layer + _mlp_bytes(program),
         in_layer + _attention_bytes(program) + workspace_bytes,
@@ -50,40 +52,29 @@ def _stream_bytes(program: Program) -> int:
     return program.tokens_per_device * program.model.hidden_size * program.dtype.itemsize
 
 
-def _attention_output_bytes(program: Program) -> int:
-    """Bytes of attention's output and log-sum-exp in a layer."""
-    model = program.model
-    per_head = model.head_dim * program.dtype.itemsize + 4
-    return program.tokens_per_device * model.num_heads * per_head
-
-
-def _offloaded_layer_bytes(program: Program) -> int:
-    """Bytes of a layer's offloaded activations."""
-    if program.config.memory.offload_activations == "none":
-        return 0
-    if program.remat_policy.is_attention_offloaded:
-        return _stream_bytes(program) + _attention_output_bytes(program)
-    return _stream_bytes(program)
-
-
 def _saved_bytes(program: Program) -> int:
     """Bytes of a layer's activations that are saved on the device for the backward pass."""
     model = program.model
     policy = program.remat_policy
     tokens = program.tokens_per_device
     itemsize = program.dtype.itemsize
-    saved = 0
-    if program.config.memory.offload_activations == "none":
-        saved += _stream_bytes(program)
+    per_token = 0
+    if not policy.is_input_offloaded:
+        per_token += model.hidden_size * itemsize
     if policy.is_attention_saved and not policy.is_attention_offloaded:
-        saved += _attention_output_bytes(program)
+        per_token += _attention_output_bytes(model, itemsize)
     # Activations of tiles are not saved
-    if policy.remat in ("save_attention_and_mlp", "none") and program.mlp_tile >= tokens:
-        saved += 2 * tokens * model.intermediate_size * itemsize
-    if policy.remat == "none":
+    if (policy.is_mlp_saved or policy.are_products_saved) and program.mlp_tile >= tokens:
+        per_token += 2 * model.intermediate_size * itemsize
+    if policy.are_products_saved:
         heads = model.num_heads + 2 * model.num_kv_heads
-        saved += tokens * (heads * model.head_dim + model.hidden_size) * itemsize
-    return saved
+        per_token += (heads * model.head_dim + model.hidden_size) * itemsize
+    return tokens * per_token
+
+
+def _attention_output_bytes(model: ModelConfig, itemsize: int) -> int:
+    """Bytes of attention's output and log-sum-exp, for each token of a layer."""
+    return model.num_heads * (model.head_dim * itemsize + 4)
 
 
 def _mlp_bytes(program: Program) -> int:
@@ -126,30 +117,25 @@ def _loss_bytes(program: Program) -> int:
 
 def _state_bytes(program: Program) -> tuple[int, int]:
     """Bytes of a device's weights, optimizer state and working copies; and of its gradients."""
-    per_weight = bytes_per_weight(program)
-    has_working_copy = program.has_offloaded_state and not program.has_offloaded_gradients
-    state = 0
-    gradients = 0
-    for param in jax.tree.leaves(program.table):
-        shard = shard_size(param, program)
-        is_offloaded = program.has_offloaded_state and host_offload.should_offload(param)
-        if not is_offloaded:
-            state += per_weight * shard
-        elif param.num_layers and has_working_copy:
-            state += program.dtype.itemsize * shard
-        if not (is_offloaded and param.num_layers and program.has_offloaded_gradients):
-            gradients += 4 * shard
+    num_shards = device_mesh.num_shards(program.mesh)
+    stacked = _num_held(program.table, num_shards, host_offload.should_offload_gradient)
+    state = checkpoint_bytes(program)
+    gradients = 4 * _num_held(program.table, num_shards)
+    if program.has_offloaded_gradients:
+        return state, gradients - 4 * stacked
+    if program.has_offloaded_state:
+        state += program.dtype.itemsize * stacked
     return state, gradients
 
 
-def bytes_per_weight(program: Program) -> int:
-    """Bytes of a float32 weight and, with AdamW, of two moments."""
-    return 12 if program.config.optimizer.name == "adamw" else 4
-
-
-def shard_size(param: Parameter, program: Program) -> int:
-    """Elements of a weight that a device holds, all layers together."""
-    return sharding.shard_size(param, device_mesh.num_shards(program.mesh))
+def _num_held(
+    table: layers.Weights,
+    num_shards: int,
+    is_counted: Callable[[Parameter], bool] = lambda param: True,
+) -> int:
+    """Elements of weights that a device holds."""
+    params = filter(is_counted, jax.tree.leaves(table))
+    return sum(sharding.shard_size(param, num_shards) for param in params)
 
 
 def checkpoint_bytes(program: Program) -> int:
@@ -157,11 +143,11 @@ def checkpoint_bytes(program: Program) -> int:
 
     In bytes per device.
     """
-    return sum(
-        bytes_per_weight(program) * shard_size(param, program)
-        for param in jax.tree.leaves(program.table)
-        if not (program.has_offloaded_state and host_offload.should_offload(param))
-    )
+    num_shards = device_mesh.num_shards(program.mesh)
+    num_weights = _num_held(program.table, num_shards)
+    if program.has_offloaded_state:
+        num_weights -= _num_held(program.table, num_shards, host_offload.should_offload)
+    return num_weights * (4 + optimizer.state_bytes_per_weight(program.config.optimizer))
 
 
 class OffloadedBytes(NamedTuple):
@@ -170,7 +156,7 @@ class OffloadedBytes(NamedTuple):
     activations: int
     weights: int
     moments: int
-    """AdamW's moments."""
+    """Bytes of the optimizer state."""
     gradients: int
 
     @property
@@ -179,52 +165,43 @@ class OffloadedBytes(NamedTuple):
         return sum(self)
 
 
-def offloaded_bytes(
-    model: ModelConfig, config: Config, *, num_shards: int, seq: int
-) -> OffloadedBytes:
+def offloaded_bytes(model: ModelConfig, config: Config, *, num_shards: int) -> OffloadedBytes:
     """Arrays in host memory with a config.
 
-    Args:
-        num_shards: number of devices that weights are sharded over.
-        seq: number of devices that rows are sharded over.
+    Args: num_shards: number of devices that weights are sharded over.
     """
     memory = config.memory
+    policy = RematPolicy(offload_activations=memory.offload_activations)
     itemsize = np.dtype(config.model.compute_dtype).itemsize
-    per_token = 0
-    if memory.offload_activations != "none":
-        per_token += model.hidden_size * itemsize
-    if memory.offload_activations == "layer_inputs_and_attention":
-        per_token += model.num_heads * (model.head_dim * itemsize + 4)
     rows_per_microbatch = config.batch.rows_per_microbatch
-    tokens = config.data.max_row_tokens * rows_per_microbatch // seq
-    weights = 0
-    gradients = 0
-    for param in jax.tree.leaves(decoder.param_table(model)):
-        if memory.offload_optimizer == "none" or not host_offload.should_offload(param):
-            continue
-        shard_bytes = 4 * sharding.shard_size(param, num_shards)
-        weights += shard_bytes
-        if param.num_layers and memory.offload_optimizer == "state_and_gradients":
-            gradients += shard_bytes
-    global_rows = rows_per_microbatch * config.mesh.replica * max(1, num_shards // seq)
+    per_token = 0
+    if policy.is_input_offloaded:
+        per_token += model.hidden_size * itemsize
+    if policy.is_attention_offloaded:
+        per_token += _attention_output_bytes(model, itemsize)
+    tokens = config.data.max_row_tokens * rows_per_microbatch // config.mesh.seq
+    table = decoder.param_table(model)
+    num_weights = 0
+    if memory.offload_optimizer != "none":
+        num_weights = _num_held(table, num_shards, host_offload.should_offload)
+    num_gradients = 0
+    if memory.offload_optimizer == "state_and_gradients":
+        num_gradients = _num_held(table, num_shards, host_offload.should_offload_gradient)
+    global_rows = rows_per_microbatch * config.mesh.replica * max(1, num_shards // config.mesh.seq)
     if config.batch.rows_per_step > global_rows:
-        gradients *= 2  # the gradients of a microbatch, and their sums
+        num_gradients *= 2  # the gradients of a microbatch, and their sums
     return OffloadedBytes(
         activations=model.num_layers * tokens * per_token,
-        weights=weights,
-        moments=2 * weights if config.optimizer.name == "adamw" else 0,
-        gradients=gradients,
+        weights=4 * num_weights,
+        moments=optimizer.state_bytes_per_weight(config.optimizer) * num_weights,
+        gradients=4 * num_gradients,
     )
 
 
 def program_offloaded_bytes(program: Program) -> OffloadedBytes:
     """Arrays that a program keeps in host memory."""
-    return offloaded_bytes(
-        program.model,
-        program.config,
-        num_shards=device_mesh.num_shards(program.mesh),
-        seq=program.mesh.shape[axes.SEQ],
-    )
+    num_shards = device_mesh.num_shards(program.mesh)
+    return offloaded_bytes(program.model, program.config, num_shards=num_shards)
 
 
 def pool_bytes(offloaded: OffloadedBytes) -> int:

@@ -1,6 +1,5 @@
 """Learning-rate schedule and optimizer update: an optax transform per weight, layer by layer."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +47,15 @@ def build_transform(config: OptimizerConfig, param: Parameter) -> optax.Gradient
     return optax.chain(optax.scale_by_adam(config.beta1, config.beta2, config.eps), decay)
 
 
+def state_bytes_per_weight(config: OptimizerConfig) -> int:
+    """Bytes of optimizer state for each element of a matrix. Example: 8 for AdamW's two moments."""
+    matrix = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+    state = jax.eval_shape(
+        build_transform(config, Parameter(shape=(2, 2), hf_name="")).init, matrix
+    )
+    return sum(x.dtype.itemsize for x in jax.tree.leaves(state) if x.shape == matrix.shape)
+
+
 def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
     """Optimizer state of every weight of a tree, or of one weight.
 
@@ -61,14 +69,6 @@ def init(config: OptimizerConfig, table: Any, master: Any) -> Any:
     return jax.tree.map(init_param, table, master)
 
 
-@dataclasses.dataclass(frozen=True)
-class _WeightAndState:
-    """A weight and its state: one leaf, not a tree."""
-
-    weight: Any
-    state: Any
-
-
 def map_weights_and_state(
     table: layers.Weights, function: Callable[..., tuple[Any, Any]], *trees: Any
 ) -> tuple[Any, Any]:
@@ -77,11 +77,10 @@ def map_weights_and_state(
     Args:
         function: receives a parameter and its part of each tree.
     """
-    pairs = jax.tree.map(
-        lambda param, *parts: _WeightAndState(*function(param, *parts)), table, *trees
-    )
-    weights = jax.tree.map(lambda pair: pair.weight, pairs)
-    return weights, jax.tree.map(lambda pair: pair.state, pairs)
+    structure: Any = jax.tree.structure(table)
+    parts = map(structure.flatten_up_to, (table, *trees))
+    weights, states = zip(*map(function, *parts), strict=True)
+    return structure.unflatten(weights), structure.unflatten(states)
 
 
 def update(

@@ -1,7 +1,7 @@
 """A program: everything that determines a compiled training step."""
 
 import dataclasses
-from collections.abc import Iterable
+import functools
 from typing import Literal
 
 import jax.numpy as jnp
@@ -99,32 +99,28 @@ class Program:
         In tokens of a device, the largest first.
         """
 
-        def choose_tile(max_bytes: int) -> int:
-            return tiling.choose_mlp_tile(
-                num_tokens=self.tokens_per_device,
-                hidden_size=self.model.hidden_size,
-                intermediate_size=self.model.intermediate_size,
-                itemsize=self.dtype.itemsize,
-                max_bytes=max_bytes,
-            )
-
+        # About six numbers for each feed-forward dim, in the compute dtype, and five for each model
+        # dim in float32, in the backward pass
+        model = self.model
+        per_token = 6 * model.intermediate_size * self.dtype.itemsize + 20 * model.hidden_size
         requested = self.config.memory.mlp_tile_tokens
-        return self._list_tiles(requested, map(choose_tile, tiling.MLP_TILE_BYTES))
+        return self._list_tiles(requested, per_token, tiling.MLP_TILE_BYTES)
 
     @property
     def loss_tiles(self) -> list[int]:
         """Possible tile sizes of the loss, in tokens of a device, the largest first."""
-        sizes = {"num_tokens": self.tokens_per_device, "vocab_size": self.model.vocab_size}
-        tiles = (
-            loss.tile_tokens(**sizes, max_bytes=max_bytes) for max_bytes in loss.MAX_LOGIT_BYTES
-        )
-        return self._list_tiles(self.config.memory.loss_tile_tokens, tiles)
+        requested = self.config.memory.loss_tile_tokens
+        return self._list_tiles(requested, 4 * self.model.vocab_size, loss.MAX_LOGIT_BYTES)
 
-    def _list_tiles(self, requested: int | Literal["auto"], tiles: Iterable[int]) -> list[int]:
+    def _list_tiles(
+        self, requested: int | Literal["auto"], bytes_per_token: int, max_bytes: tuple[int, ...]
+    ) -> list[int]:
         """The requested tile size, or for `auto` all tokens and then the smaller tiles."""
         num_tokens = self.tokens_per_device
         if requested != "auto":
             return [min(requested, num_tokens)]
+        choose = functools.partial(tiling.choose_tile, num_tokens, bytes_per_token=bytes_per_token)
+        tiles = (choose(max_bytes=limit) for limit in max_bytes)
         return [num_tokens, *(tile for tile in tiles if tile < num_tokens)]
 
     @property

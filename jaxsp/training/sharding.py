@@ -51,11 +51,16 @@ def choose_placement(param: Parameter, num_shards: int) -> Placement:
     return Placement(dim=dim, stored_shape=(*param.shape[:dim], padded, *param.shape[dim + 1 :]))
 
 
+def stored_shape(param: Parameter, num_shards: int) -> tuple[int, ...]:
+    """Shape of a weight as stored, all layers together."""
+    shape = choose_placement(param, num_shards).stored_shape
+    return dataclasses.replace(param, shape=shape).stacked_shape
+
+
 def shard_size(param: Parameter, num_shards: int) -> int:
     """Elements of a weight that a device holds, all layers together."""
-    placement = choose_placement(param, num_shards)
-    size = (param.num_layers or 1) * math.prod(placement.stored_shape)
-    return size if placement.dim is None else size // num_shards
+    size = math.prod(stored_shape(param, num_shards))
+    return size if choose_placement(param, num_shards).dim is None else size // num_shards
 
 
 def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
@@ -66,11 +71,6 @@ def partition_spec(param: Parameter, num_shards: int) -> PartitionSpec:
     if param.num_layers is not None:
         dim += 1
     return PartitionSpec(*[None] * dim, axes.SHARDS)
-
-
-def partition_specs(table: layers.Weights, num_shards: int) -> Any:
-    """`partition_spec` of every weight."""
-    return jax.tree.map(lambda param: partition_spec(param, num_shards), table)
 
 
 def named_sharding(param: Parameter, mesh: Mesh, *, is_offloaded: bool = False) -> NamedSharding:
@@ -103,16 +103,11 @@ class Shard:
 
     value: Any
     """Shard of the weight, in any float dtype."""
-    grad_slot: Any
+    grad_slot: Any = None
     """Float32 zeros, never read, which the loss is differentiated with respect to.
 
-    The gradient has their shape, dtype and memory.
+    The gradient has their shape, dtype and memory. None: there is no gradient.
     """
-
-
-def make_shards(values: layers.Weights, slots: layers.Weights) -> layers.Weights:
-    """Tree of Shards from a tree of values and one of slots."""
-    return jax.tree.map(lambda value, slot: Shard(value=value, grad_slot=slot), values, slots)
 
 
 @jax.custom_jvp
@@ -216,21 +211,9 @@ class Gather:
         return gather(shard)
 
     def _move_gradient(self, param: Parameter, gradient: Array) -> Array:
-        # Only stacked weights: a tied embedding has two gradients in a microbatch, and they are
-        # added on the device.
-        is_stacked = param.num_layers is not None
-        if self.gradients_on_host and is_stacked and host_offload.should_offload(param):
+        if self.gradients_on_host and host_offload.should_offload_gradient(param):
             return host_offload.to_host(gradient)
         return gradient
-
-    def accumulate(
-        self, params: list[Parameter], sums: list[Array], gradients: list[Array]
-    ) -> list[Array]:
-        """Adds gradients to `sums` in host memory, in place. Devices hold one layer at a time."""
-        return [
-            host_offload.update_each_layer(param, jnp.add, total, gradient)
-            for param, total, gradient in zip(params, sums, gradients, strict=True)
-        ]
 
     def reduce(
         self, table: layers.Weights, gradients: layers.Weights, divisor: Array
@@ -255,52 +238,27 @@ class Gather:
 
         return jax.tree.map(reduce_param, table, gradients)
 
+    def sent_bytes(
+        self, table: layers.Weights, *, num_replicas: int, num_microbatches: int
+    ) -> dict[str, float]:
+        """Bytes that a device sends in a step for weights and gradients, by collective operation.
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WeightTraffic:
-    """Bytes that a device sends in a step for the weights."""
-
-    all_gathers: float
-    """Bytes for all-gathers of weights."""
-    reduce_scatters: float
-    """Bytes for reduce-scatters of gradients of sharded weights, in all microbatches."""
-    all_reduces: float
-    """Bytes for all-reduces of gradients over the axes that their weights are not sharded on.
-
-    They run once per step.
-    """
-
-
-def weight_traffic(
-    table: layers.Weights,
-    *,
-    num_shards: int,
-    num_replicas: int,
-    compute_dtype: Any,
-    reduce_dtype: Any,
-    num_microbatches: int,
-) -> WeightTraffic:
-    """Bytes that `Gather` sends in a step.
-
-    Stacked weights are gathered in the forward and again in the backward pass, with every remat
-    policy. A weight that is not stacked is gathered, and its gradient scattered, once per
-    microbatch, even a tied embedding: XLA merges gathers of the same shard, and scatters the sum of
-    the two gradients.
-    """
-    all_gathers = 0.0
-    reduce_scatters = 0.0
-    all_reduces = 0.0
-    for param in jax.tree.leaves(table):
-        placement = choose_placement(param, num_shards)
-        size = (param.num_layers or 1) * math.prod(placement.stored_shape)
-        if placement.dim is None:
-            all_reduces += 4 * size * 2 * (1 - 1 / (num_shards * num_replicas))
-            continue
-        sent = num_microbatches * size * (1 - 1 / num_shards)
-        num_gathers = 1 if param.num_layers is None else 2
-        all_gathers += sent * jnp.dtype(compute_dtype).itemsize * num_gathers
-        reduce_scatters += sent * jnp.dtype(reduce_dtype).itemsize
-        all_reduces += 4 * size / num_shards * 2 * (1 - 1 / num_replicas)
-    return WeightTraffic(
-        all_gathers=all_gathers, reduce_scatters=reduce_scatters, all_reduces=all_reduces
-    )
+        Stacked weights are gathered in the forward and again in the backward pass, with every remat
+        policy. A weight that is not stacked is gathered, and its gradient scattered, once per
+        microbatch, even a tied embedding: XLA merges gathers of the same shard, and scatters the
+        sum of the two gradients. Gradients are summed over the axes that their weights are not
+        sharded on (all-reduce) once per step.
+        """
+        sent = {"all-gather": 0.0, "reduce-scatter": 0.0, "all-reduce": 0.0}
+        for param in jax.tree.leaves(table):
+            size = math.prod(stored_shape(param, self.num_shards))
+            if choose_placement(param, self.num_shards).dim is None:
+                num_devices = self.num_shards * num_replicas
+                sent["all-reduce"] += 4 * size * 2 * (1 - 1 / num_devices)
+                continue
+            moved = num_microbatches * size * (1 - 1 / self.num_shards)
+            num_gathers = 1 if param.num_layers is None else 2
+            sent["all-gather"] += moved * self.compute_dtype.itemsize * num_gathers
+            sent["reduce-scatter"] += moved * self.reduce_dtype.itemsize
+            sent["all-reduce"] += 4 * size / self.num_shards * 2 * (1 - 1 / num_replicas)
+        return sent

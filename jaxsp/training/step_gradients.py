@@ -9,6 +9,7 @@ gradients are `seq` times too large with ZeRO 0 to 2.)
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,26 +23,13 @@ from jaxsp.core.batch import NO_LABEL, Batch, Leaf, partition_specs
 from jaxsp.model import decoder, layers
 from jaxsp.training import host_offload, loss, sharding
 from jaxsp.training.program import Program
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepGradients:
-    """Gradients of the step's mean token loss, sharded like the weights, and the step's counts."""
-
-    gradients: layers.Weights
-    loss: Leaf
-    num_correct: Leaf
-    num_rows: Leaf
-    num_tokens: Leaf
-    num_loss_tokens: Leaf
-    loss_weight: Leaf | None = None
+from jaxsp.training.sharding import Shard
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the rows of a step, without gradients."""
+    """Sums over the rows of a step."""
 
     loss: Leaf
     num_correct: Leaf
@@ -49,6 +37,14 @@ class StepTotals:
     num_tokens: Leaf
     num_loss_tokens: Leaf
     loss_weight: Leaf | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepGradients(StepTotals):
+    """Gradients of the step's mean token loss, sharded like the weights; `loss` is the mean."""
+
+    gradients: layers.Weights
 
 
 _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, without type stubs
@@ -57,11 +53,8 @@ _RETURN_GRADIENT = jax.ad.GradValue  # type: ignore[attr-defined]  # public, wit
 
 def compute_gradients(program: Program, master: layers.Weights, batch: Batch) -> StepGradients:
     """Gradients and counts of a step. Call under jit."""
-    weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
     local = functools.partial(_local_gradients, program)
-    return StepGradients(
-        **_run_on_mesh(program, local, master, batch, out_specs={"gradients": weight_specs})
-    )
+    return StepGradients(**_run_on_mesh(program, local, master, batch, has_gradients=True))
 
 
 def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> dict[str, Any]:
@@ -79,12 +72,18 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
         lambda slot: _RETURN_GRADIENT() if host_offload.is_on_host(slot) else jax.new_ref(slot),
         slots,
     )
+    is_on_host = list(map(host_offload.is_on_host, jax.tree.leaves(slots)))
+    host_params = list(itertools.compress(jax.tree.leaves(table), is_on_host))
+    host_slots = list(itertools.compress(jax.tree.leaves(slots), is_on_host))
 
     def run_microbatch(batch: Batch) -> tuple[tuple[Array, Array], list[Array]]:
         """Sums of losses and of correct tokens, and the gradients in host memory."""
 
         def microbatch_loss(slots: layers.Weights) -> tuple[Array, Array]:
-            return _sum_microbatch_loss(program, sharding.make_shards(values, slots), batch)
+            shards = jax.tree.map(
+                lambda value, slot: Shard(value=value, grad_slot=slot), values, slots
+            )
+            return _sum_microbatch_loss(program, shards, batch)
 
         loss_sum, backward, num_correct = jax.vjp(microbatch_loss, slots, has_aux=True)
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
@@ -95,21 +94,26 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
     def add_microbatch(carry: tuple, batch: Batch) -> tuple[tuple, None]:
         sums, host_gradients = carry
         microbatch_sums, gradients = run_microbatch(batch)
-        host_params = _host_leaves(slots, table)
-        host_gradients = gather.accumulate(host_params, host_gradients, gradients)
+        # In place: devices hold one layer at a time
+        host_gradients = [
+            host_offload.update_each_layer(param, jnp.add, total, gradient)
+            for param, total, gradient in zip(host_params, host_gradients, gradients, strict=True)
+        ]
         return (jax.tree.map(jnp.add, sums, microbatch_sums), host_gradients), None
 
     if batch.tokens_BL.shape[0] == 1:
         sums, host_gradients = run_microbatch(jax.tree.map(lambda x: x[0], batch))
     else:
-        zeros = ((jnp.float32(0), jnp.int32(0)), _host_leaves(slots, slots))
+        zeros = ((jnp.float32(0), jnp.int32(0)), host_slots)
         (sums, host_gradients), _ = jax.lax.scan(add_microbatch, zeros, batch)
     remaining = iter(host_gradients)
-
-    def read_gradient(slot: Array, target: Any) -> Array:
-        return next(remaining) if host_offload.is_on_host(slot) else jax.freeze(target)
-
-    gradients = jax.tree.map(read_gradient, slots, targets)
+    gradients = jax.tree.map(
+        lambda slot, target: (
+            next(remaining) if host_offload.is_on_host(slot) else jax.freeze(target)
+        ),
+        slots,
+        targets,
+    )
     totals = _sum_over_mesh(*sums, batch)
     divisor = jnp.maximum(totals["num_loss_tokens"], 1).astype(jnp.float32)
     if "loss_weight" in totals:
@@ -118,20 +122,11 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
     return totals | {"loss": loss, "gradients": gather.reduce(table, gradients, divisor)}
 
 
-def _host_leaves(slots: layers.Weights, tree: Any) -> list[Any]:
-    """Leaves of a tree whose gradients are in host memory."""
-    return [
-        leaf
-        for slot, leaf in zip(jax.tree.leaves(slots), jax.tree.leaves(tree), strict=True)
-        if host_offload.is_on_host(slot)
-    ]
-
-
 def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> StepTotals:
     """Loss and counts of a step's rows, without gradients. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
-        shards = sharding.make_shards(master, program.gather.make_grad_slots(program.table, master))
+        shards = jax.tree.map(lambda value: Shard(value=value), master)
 
         def add_microbatch(sums: tuple, batch: Batch) -> tuple[tuple, None]:
             return jax.tree.map(jnp.add, sums, _sum_microbatch_loss(program, shards, batch)), None
@@ -141,14 +136,13 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
         )
         return _sum_over_mesh(loss_sum, num_correct, batch)
 
-    return StepTotals(**_run_on_mesh(program, local, master, batch, out_specs={}))
+    return StepTotals(**_run_on_mesh(program, local, master, batch, has_gradients=False))
 
 
 def _sum_microbatch_loss(
     program: Program, shards: layers.Weights, batch: Batch
 ) -> tuple[Array, Array]:
     """Sum of the token losses of this device's part of a microbatch, and the correct tokens."""
-    head = decoder.lm_head(program.table)
     hidden_BlD = decoder.hidden_states(
         shards,
         batch,
@@ -159,16 +153,14 @@ def _sum_microbatch_loss(
         policy=program.remat_policy,
         tile_tokens=program.mlp_tile,
     )
-    shard = decoder.lm_head(shards)
-    tile = min(program.loss_tile, batch.tokens_BL.size)
     sums = loss.sum_token_losses(
         hidden_BlD,
         batch.labels_BL,
         batch.weights_BL,
         gather=program.gather,
-        head=head,
-        shard=shard,
-        tile=tile,
+        head=decoder.lm_head(program.table),
+        shard=decoder.lm_head(shards),
+        tile=min(program.loss_tile, batch.tokens_BL.size),
         token_loss=program.loss,
     )
     return sums.loss, sums.num_correct
@@ -201,22 +193,27 @@ def _run_on_mesh(
     master: layers.Weights,
     batch: Batch,
     *,
-    out_specs: dict[str, Any],
+    has_gradients: bool,
 ) -> dict[str, Any]:
-    """Runs `local` on each device's shards and rows.
+    """Runs `local`, which returns the fields of a StepTotals, on each device's shards and rows.
 
-    Its results are the fields of StepTotals, replicated, and those of `out_specs`.
+    Args: has_gradients: True if it returns those of a StepGradients.
     """
-    weight_specs = sharding.partition_specs(program.table, program.gather.num_shards)
-    batch_specs = partition_specs(batch)
-    totals_specs = {field.name: PartitionSpec() for field in dataclasses.fields(StepTotals)}
+    weight_specs = jax.tree.map(
+        lambda param: sharding.partition_spec(param, program.gather.num_shards), program.table
+    )
+    out_specs: dict[str, Any] = {
+        field.name: PartitionSpec() for field in dataclasses.fields(StepTotals)
+    }
     if batch.weights_BL is None:
-        del totals_specs["loss_weight"]
+        del out_specs["loss_weight"]
+    if has_gradients:
+        out_specs["gradients"] = weight_specs
     on_mesh = jax.shard_map(
         local,
         mesh=program.mesh,
-        in_specs=(weight_specs, batch_specs),
-        out_specs=totals_specs | out_specs,
+        in_specs=(weight_specs, partition_specs(batch)),
+        out_specs=out_specs,
         check_vma=False,
     )
     # GPUs would multiply float32 matrices in TF32, with 10 bits of mantissa

@@ -61,9 +61,7 @@ def abstract_weights(program: Program) -> layers.Weights:
     num_shards = device_mesh.num_shards(program.mesh)
 
     def describe(param: Parameter) -> jax.ShapeDtypeStruct:
-        shape = sharding.choose_placement(param, num_shards).stored_shape
-        if param.num_layers is not None:
-            shape = (param.num_layers, *shape)
+        shape = sharding.stored_shape(param, num_shards)
         place = sharding.named_sharding(
             param, program.mesh, is_offloaded=program.has_offloaded_state
         )

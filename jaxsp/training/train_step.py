@@ -129,8 +129,9 @@ def _set_memory_kinds(program: Program, state: TrainState) -> TrainState:
 def compile(program: Program) -> jax.stages.Compiled:
     """Compiles the step. Raises: as `check_collectives` and `compile_options.compile_lowered`."""
     lowered = build_step(program).lower(*train_state.abstract_inputs(program))
-    compiled = compile_options.compile_lowered(lowered, program.compile_options)
-    return check_collectives(program, compiled)
+    return check_collectives(
+        program, compile_options.compile_lowered(lowered, program.compile_options)
+    )
 
 
 def compile_totals(program: Program) -> jax.stages.Compiled:
@@ -139,8 +140,9 @@ def compile_totals(program: Program) -> jax.stages.Compiled:
     replicated = NamedSharding(program.mesh, PartitionSpec())
     totals = functools.partial(step_gradients.compute_totals, program)
     lowered = jax.jit(totals, out_shardings=replicated).lower(state.master, batch)
-    compiled = compile_options.compile_lowered(lowered, program.compile_options)
-    return check_collectives(program, compiled)
+    return check_collectives(
+        program, compile_options.compile_lowered(lowered, program.compile_options)
+    )
 
 
 def check_collectives(program: Program, compiled: jax.stages.Compiled) -> jax.stages.Compiled:

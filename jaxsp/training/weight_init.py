@@ -76,8 +76,7 @@ def load_weights(
     num_shards = device_mesh.num_shards(mesh)
 
     def load(param: Parameter) -> Array:
-        stored = sharding.choose_placement(param, num_shards).stored_shape
-        shape = stored if param.num_layers is None else (param.num_layers, *stored)
+        shape = sharding.stored_shape(param, num_shards)
         place = sharding.named_sharding(param, mesh, is_offloaded=is_offloaded)
         owners: dict[_Spans, list[jax.Device]] = {}
         for device, index in place.addressable_devices_indices_map(shape).items():

@@ -28,6 +28,21 @@ def test_a_tile_divides_the_tokens_if_a_size_from_half_the_maximum_does(
 @pytest.mark.parametrize(("max_bytes", "tile"), [(2 * 2**30, 7168), (2**29, 2048), (1, 1)])
 def test_the_activations_of_a_tile_take_at_most_max_bytes(max_bytes, tile):
     """Llama-3.1-8B takes 253,952 bytes per token."""
-    sizes = {"intermediate_size": 14336, "hidden_size": 4096, "itemsize": 2}
-    assert tiling.choose_mlp_tile(num_tokens=28672, max_bytes=max_bytes, **sizes) == tile
+    assert tiling.choose_tile(28672, bytes_per_token=253_952, max_bytes=max_bytes) == tile
     assert tile == 1 or 253_952 * tile <= max_bytes
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "vocab_size", "max_bytes", "tile"),
+    [
+        (100, 128_256, 2**28, 100),
+        (100_000, 128_256, 2**28, 500),  # 523 would fit; 500 divides them
+        (100_000, 128_256, 2**30, 2000),  # 2,093 would fit
+        (32, 128_256, 2**30, 32),
+        (9, 10**9, 2**28, 1),
+    ],
+)
+def test_the_logits_of_a_tile_take_at_most_max_bytes(num_tokens, vocab_size, max_bytes, tile):
+    chosen = tiling.choose_tile(num_tokens, bytes_per_token=4 * vocab_size, max_bytes=max_bytes)
+    assert min(num_tokens, chosen) == tile
+    assert tile == 1 or 4 * tile * vocab_size <= max_bytes

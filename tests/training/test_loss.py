@@ -140,25 +140,3 @@ def test_a_token_without_a_label_adds_nothing_even_if_its_custom_loss_is_infinit
 def test_a_custom_loss_must_return_one_float32_per_token(token_loss):
     with pytest.raises(UserError, match=messages.holding("Program.loss", "float32[7]")):
         tiled(*inputs(), 7, "float32", token_loss)
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "vocab_size", "max_bytes", "tile"),
-    [
-        (100, 128_256, 2**28, 100),
-        (100_000, 128_256, 2**28, 500),  # 523 would fit; 500 divides them
-        (100_000, 128_256, 2**30, 2000),  # 2,093 would fit
-        (32, 128_256, 2**30, 32),
-        (9, 10**9, 2**28, 1),
-    ],
-)
-def test_the_logits_of_a_tile_take_at_most_max_bytes(num_tokens, vocab_size, max_bytes, tile):
-    assert (
-        loss.tile_tokens(num_tokens=num_tokens, vocab_size=vocab_size, max_bytes=max_bytes) == tile
-    )
-    assert tile == 1 or 4 * tile * vocab_size <= max_bytes
-
-
-def test_tiles_of_logits_take_256_mib_unless_another_size_is_given():
-    sizes = {"num_tokens": 100_000, "vocab_size": 128_256}
-    assert loss.tile_tokens(**sizes) == loss.tile_tokens(**sizes, max_bytes=2**28) == 500

@@ -469,6 +469,13 @@ def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
     says = messages.holding("4.0 GiB", "3.0 GiB", "memory.offload_activations=none")
     with pytest.raises(UserError, match=says):
         ready(monkeypatch, node, memory={"offload_activations": "layer_inputs"})
+    # The device lacks only its margin
+    with pytest.raises(UserError, match=says):
+        ready(
+            monkeypatch,
+            dataclasses.replace(node, room=0.9),
+            memory={"offload_activations": "layer_inputs"},
+        )
 
 
 @pytest.mark.parametrize(

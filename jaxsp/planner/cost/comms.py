@@ -20,8 +20,6 @@ from jaxsp import attention
 from jaxsp.core import axes
 from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.hlo import Instruction
-from jaxsp.runtime import device_mesh
-from jaxsp.training import sharding
 from jaxsp.training.program import Program
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-to-all", "all-reduce", "collective-permute")
@@ -145,25 +143,15 @@ def compute_formula_bytes(program: Program) -> dict[str, float]:
     """
     config = program.config
     model = program.model
-    sizes = program.mesh.shape
     num_microbatches = program.num_microbatches
-    weights = sharding.weight_traffic(
+    weight_bytes = program.gather.sent_bytes(
         program.table,
-        num_shards=device_mesh.num_shards(program.mesh),
-        num_replicas=sizes[axes.REPLICA],
-        compute_dtype=program.dtype,
-        reduce_dtype=config.memory.grad_reduce_dtype,
+        num_replicas=program.mesh.shape[axes.REPLICA],
         num_microbatches=num_microbatches,
     )
     layer = attention.LayerWorkload.from_config(config, model, remat=program.remat_policy.remat)
     layer_bytes = program.attend.strategy.sent_bytes(layer)
-    totals = collections.Counter(
-        {
-            "all-gather": weights.all_gathers,
-            "reduce-scatter": weights.reduce_scatters,
-            "all-reduce": weights.all_reduces,
-        }
-    )
+    totals = collections.Counter(weight_bytes)
     totals.update(
         {
             operation: num_microbatches * model.num_layers * size

@@ -112,7 +112,7 @@ def estimate_step(
     forward = flops.attention_flops(model, segment_lengths) / program.mesh.size
     # Five products where forward has two: the scores again, and the gradients of both sides of both products
     backward = 2.5 * forward
-    forward *= 2 if program.remat_policy.remat == "full" else 1
+    forward *= 1 if program.remat_policy.is_attention_saved else 2
     kernels, text = (
         hlo_cost.read_kernel_costs(step.dump.hlo_text),
         hlo.parse_module(step.dump.hlo_text),
