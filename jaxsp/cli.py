@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -115,7 +116,11 @@ def run_command(main: Callable[[list[str]], None]) -> None:
         code, message = _explain(error)
         if "--verbose" in sys.argv and message is not None:
             message = f"{traceback.format_exc()}{message}"
-        distributed.log(message or traceback.format_exc())
+        message = message or traceback.format_exc().rstrip()
+        if (index := distributed.this_process().index) > 0:
+            message = textwrap.indent(message, distributed.line_prefix(index))
+        with distributed.ignore_broken_pipe():
+            print(message, file=sys.stderr, flush=True)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -30,10 +30,10 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("error", "code", "words"), ENDS)
-def test_each_kind_of_error_has_its_exit_code_and_message(error, code, words, capfd):
+def test_each_kind_of_error_has_its_exit_code_and_message(error, code, words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run_command(fails(error))
-    assert (ended.value.code, capfd.readouterr().err) == (code, words)
+    assert (ended.value.code, capsys.readouterr().err) == (code, words)
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_the_message_for_an_option_of_another_system_names_a_field(words, field,
     assert "=" not in capsys.readouterr().err.partition("error: ")[2]
 
 
-def test_an_internal_error_prints_its_traceback(capfd):
+def test_an_internal_error_prints_its_traceback(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.run_command(fails(ZeroDivisionError("ours")))
     assert ended.value.code == 1
-    printed = capfd.readouterr().err
+    printed = capsys.readouterr().err
     assert "Traceback" in printed
     assert printed.endswith("ZeroDivisionError: ours\n")
 
@@ -73,14 +73,14 @@ CLOSED = "UNKNOWN: Gloo AllGather failed: [pair.cc:547] Connection closed by pee
     [(2, [], True), (2, ["--verbose"], False), (1, [], False)],
 )
 def test_a_lost_connection_to_another_process_is_one_line(
-    monkeypatch, capfd, num_processes, flags, is_short
+    monkeypatch, capsys, num_processes, flags, is_short
 ):
     monkeypatch.setattr(distributed, "_this_process", Process(index=0, num_processes=num_processes))
     monkeypatch.setattr(distributed, "abort_job", sys.exit)
     monkeypatch.setattr(sys, "argv", ["train", *flags])
     with pytest.raises(SystemExit) as ended:
         cli.run_command(fails(ValueError(CLOSED)))
-    printed = capfd.readouterr().err
+    printed = capsys.readouterr().err
     assert ended.value.code == 1
     assert CLOSED in printed
     assert ("Traceback" in printed, len(printed.splitlines()) == 1) == (not is_short, is_short)

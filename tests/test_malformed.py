@@ -43,13 +43,13 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def says(capfd, monkeypatch, *words):
+def says(capsys, monkeypatch, *words):
     """What the command prints to stderr before it ends with exit code 2."""
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     monkeypatch.setattr(sys, "argv", ["train", "config.yaml", *words])
     with pytest.raises(SystemExit) as ended:
         cli.run_command(train.main)
-    written = capfd.readouterr()
+    written = capsys.readouterr()
     assert ended.value.code == 2, written.err
     assert "Traceback" not in written.err + written.out
     return written.err
@@ -498,11 +498,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_broken_is_one_line_that_names_it(here, capfd, monkeypatch, name):
+def test_what_is_broken_is_one_line_that_names_it(here, capsys, monkeypatch, name):
     make, words, expected = CASES[name]
     if make is not None:
         make()
-    said = says(capfd, monkeypatch, *words)
+    said = says(capsys, monkeypatch, *words)
     assert re.search(messages.holding(*expected.split(" ... ")), said), said
     assert len(said.splitlines()) <= 3, said
     assert max(map(len, said.splitlines())) < 1000, said

@@ -28,7 +28,6 @@ those of xxHash.
 """
 
 _BLOCK_ELEMENTS = 4 * 1024 * 1024
-"""Number of elements of an array in host memory that are mixed together."""
 
 
 def unpadded_shapes(table: layers.Weights, master: layers.Weights, opt: Any) -> dict[str, Any]:

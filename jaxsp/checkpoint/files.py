@@ -19,7 +19,6 @@ PARTIAL_SUFFIX = ".partial"
 """Suffix of a checkpoint, or of its metadata file, while it is being written."""
 
 DELETING_SUFFIX = ".deleting"
-"""Suffix of a checkpoint that is being deleted."""
 
 
 def is_unfinished(path: pathlib.Path) -> bool:

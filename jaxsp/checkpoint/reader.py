@@ -30,7 +30,6 @@ _DAMAGE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, None)
 """errno values that mean a damaged or missing file. Others are treated as machine faults."""
 
 _MACHINE_ERRORS = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""Status codes in tensorstore's messages that mean a machine fault."""
 
 _T = TypeVar("_T")
 
@@ -40,7 +39,6 @@ class CheckpointMeta:
     """Metadata of a checkpoint, stored as JSON."""
 
     config: dict[str, Any]
-    """All fields of the run's config."""
     model: dict[str, Any]
     """Fields of the model's config.json."""
     data: dict[str, Any]

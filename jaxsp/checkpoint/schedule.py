@@ -45,9 +45,7 @@ class CheckpointSchedule:
         self._failed_at = 0.0
         self._meta: CheckpointMeta | None = None
         self._waited_s = 0.0
-        """Seconds that training waited for the last write."""
         self._compile_s = 0.0
-        """Seconds of this wait for compilation."""
         self._retry_waits_s: list[float] | None = None
         """Seconds before each remaining attempt after the last step; None during training."""
         self.last_saved_step = first_step

@@ -79,7 +79,6 @@ class _PendingWrite:
     future: concurrent.futures.Future | None = None
     """Background work of this process in this stage."""
     error: BaseException | None = None
-    """Failure of this process in this stage."""
 
     def check_status(self) -> int:
         if self.future is not None and self.error is None:
@@ -121,7 +120,6 @@ class CheckpointWriter:
         self._num_bytes = 0
         """Bytes of a checkpoint's arrays; known from the first `save`."""
         self._written_mib = 0
-        """MiB written by all processes when they last agreed."""
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         arrays = ocp.type_handlers.ArrayHandler(
@@ -335,16 +333,15 @@ class CheckpointWriter:
         # from here on the checkpoint is complete, whatever happens to older ones
         try:
             files.sync_dir(self._directory)
-            for step in self._steps_to_delete():
+            for step in files.find_superseded(
+                self._directory, self.steps, self._retention, self._eval_set
+            ):
                 files.delete(self._directory / str(step))
         except OSError as error:
             distributed.log(
                 f"checkpoint {meta.step} is complete, but an older one could not be deleted: "
                 f"{reader.describe_error(error)}"
             )
-
-    def _steps_to_delete(self) -> list[int]:
-        return files.find_superseded(self._directory, self.steps, self._retention, self._eval_set)
 
     def _clean_up_failure(self, write: _PendingWrite, first: int) -> str:
         """Returns the reason of a failure. Removes what was written, to free its space.

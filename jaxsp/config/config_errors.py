@@ -16,7 +16,6 @@ from jaxsp.core import errors
 Section = type[ConfigSection]
 
 SECTIONS: dict[str, Any] = {name: field.annotation for name, field in Config.model_fields.items()}
-"""Classes of the config's sections, by name."""
 
 _TYPE_NAMES: dict[Any, str] = {
     dict: "mapping",

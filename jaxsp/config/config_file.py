@@ -8,9 +8,9 @@ from typing import Any
 import pydantic
 import yaml
 
-from jaxsp.config import config_errors, cross_checks, foreign_config, overrides, yaml_io
+from jaxsp.config import config_errors, cross_checks, foreign_config, yaml_io
 from jaxsp.config.schema import Config
-from jaxsp.core import files
+from jaxsp.core import errors, files
 from jaxsp.core.errors import UserError
 
 
@@ -50,7 +50,7 @@ def parse(fields: dict[str, Any], changes: Sequence[str] = ()) -> Config:
     for word in changes:
         name = word.partition("=")[0]
         example = config_errors.suggest_override(name) or "mesh.seq=4"
-        problem = overrides.apply(fields, word, example_override=example)
+        problem = _apply_override(fields, word, example_override=example)
         if problem:
             problems.append(problem)
     problems += cross_checks.check(fields)
@@ -61,6 +61,45 @@ def parse(fields: dict[str, Any], changes: Sequence[str] = ()) -> Config:
     if problems:
         raise UserError(dict.fromkeys(problems))
     return config
+
+
+def _apply_override(fields: dict[str, Any], override: str, *, example_override: str) -> str | None:
+    """Sets one `key.path=value` in nested fields, or returns the problem with it.
+
+    Args:
+        example_override: a valid one, for the error about text that is not key.path=value.
+    """
+    key, equals, text = override.partition("=")
+    path = key.split(".")
+    if not equals or not all(path):
+        return f"{override}: must be key.path=value, for example {example_override}."
+    try:
+        value = yaml_io.load(text)
+    except (yaml.YAMLError, ValueError):
+        return f"{key} = {yaml_io.shorten(text)}: must be a YAML value. Quote it: '{key}=\"...\"'."
+    parent: Any = fields
+    for depth, part in enumerate(path):
+        name = ".".join(path[:depth])
+        index: Any = part
+        if isinstance(parent, list):
+            if not part.isdecimal() or int(part) >= len(parent):
+                problem = f"{key} = {text}: {name} has {len(parent)} entries."
+                return f"{problem} {_suggest_entry(name, parent)}"
+            index = int(part)
+        elif not isinstance(parent, dict):
+            return f"{key} = {text}: {name} = {yaml_io.format_value(parent)} has no fields."
+        if depth == len(path) - 1:
+            parent[index] = value
+            break
+        if isinstance(parent, dict) and parent.get(index) is None:
+            parent[index] = {}
+        parent = parent[index]
+    return None
+
+
+def _suggest_entry(name: str, entries: list[Any]) -> str:
+    names = [f"{name}.{index}" for index in range(len(entries))]
+    return f"Use {errors.format_choices(names) or f'{name}=[...]'}."
 
 
 def save(config: Config, path: pathlib.Path) -> None:

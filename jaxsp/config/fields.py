@@ -42,7 +42,6 @@ Duration = Annotated[
     pydantic.BeforeValidator(durations.parse),
     pydantic.PlainSerializer(durations.to_text),
 ]
-"""A number with a unit: 25s, 110m or 12h."""
 
 PositiveDuration = Annotated[
     timedelta,

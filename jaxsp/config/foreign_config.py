@@ -13,16 +13,12 @@ MIN_FOREIGN_OPTIONS = 5
 """Minimum number of foreign names in a config of another system."""
 
 _MAX_FIELD_LINES = 24
-"""Maximum number of lines about fields."""
 
 _MAX_REASON_LINES = 5
-"""Maximum number of lines about options without a field."""
 
 _WIDTH = 100
-"""Columns of the page."""
 
 _NAMES_WIDTH = 32
-"""Columns of the names in its tables."""
 
 _STARTER = {
     "run": ("directory", "epochs"),

@@ -81,7 +81,6 @@ _TOP_LEVEL_ONLY = ("model", "data", "attention", "optimizer", "scheduler", "devi
 """Names that mean something else inside a section: MaxText's mesh.model is an axis."""
 
 _OFF_VALUES = (False, 0, "no", "none", "off", "false")
-"""Values that turn an option off."""
 
 
 def is_off(value: Any) -> bool:
@@ -321,7 +320,6 @@ def _parse_entry(text: str) -> Counterpart:
 
 
 COUNTERPARTS = tuple(_parse_entry(text) for text in re.split(r"\n(?! )", _TABLE.strip()))
-"""All entries of the table."""
 
 _BY_NAME = {name: counterpart for counterpart in COUNTERPARTS for name in counterpart.names}
 _PREFIXES = tuple(name.removesuffix("*") for name in _BY_NAME if name.endswith("*"))

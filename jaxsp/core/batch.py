@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec
 from jaxsp.core import axes
 
 NO_LABEL = -100
-"""Label of a token without a loss."""
 
 POSITION_LIMIT = 2**25
 """Upper bound of positions: tokens of the longest document (33,554,432). RoPE angles end there."""

@@ -15,4 +15,3 @@ HUNG = 75
 """The process hung; the same command resumes from the checkpoint (EX_TEMPFAIL of sysexits.h)."""
 
 INTERRUPTED = 130
-"""Ctrl-C."""

@@ -3,7 +3,6 @@
 import pathlib
 
 PARTIAL_SUFFIX = ".partial"
-"""Suffix of a file that is being written."""
 
 
 def write_atomic(path: pathlib.Path, text: str) -> None:

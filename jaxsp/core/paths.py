@@ -7,7 +7,6 @@ import stat
 from jaxsp.core.errors import UserError
 
 _MAX_NAME_BYTES = 255
-"""Longest name of a file or folder on Linux."""
 
 
 def expand_user(text: str, *, field: str) -> pathlib.Path:

@@ -21,7 +21,6 @@ class Family:
     architecture: str
     """Class that transformers loads an export with."""
     bias_fields: tuple[str, ...] = ()
-    """Fields of this family for biases."""
     required_fields: tuple[str, ...] = ()
     """Fields whose default is one published size, which a smaller model would silently get."""
     qkv_bias: bool = False
@@ -47,7 +46,6 @@ _SIZE_EXAMPLES = {
     "head_dim": 128,
     "intermediate_size": 14336,
 }
-"""Sizes, each with an example."""
 
 _DERIVED_SIZES = ("num_key_value_heads", "head_dim")
 """Sizes that may be left out if the family derives them from the others."""
@@ -65,7 +63,6 @@ PASSED_FIELDS = (
     "initializer_range",
     "max_position_embeddings",
 )
-"""Fields that are passed to transformers' config class."""
 
 _WHOLE_DOCUMENTS = "layers of this family attend to whole documents"
 _DECODER_ONLY = "jaxsp trains decoder-only models"
@@ -100,7 +97,6 @@ _IGNORED_FIELDS = frozenset(
 """Fields that do not change training, or that are checked separately."""
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""Names of layers without and with a window."""
 
 
 def find_problems(

@@ -1,12 +1,13 @@
 """Finds a model's Hugging Face folder, local or on the hub. No code in it is ever run."""
 
+import contextlib
 import dataclasses
 import json
 import pathlib
 import queue
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import huggingface_hub
@@ -58,7 +59,6 @@ class ModelFolder:
     """Field of the config that has it."""
     path: pathlib.Path
     config_fields: dict[str, Any]
-    """Fields of its config.json."""
     is_on_hub: bool = False
 
     def download_files(self, names: Iterable[str]) -> None:
@@ -95,12 +95,7 @@ def find(
         raise UserError(f"{asked}: {_missing_problem(path)}")
     if is_on_hub:
         try:
-            path = _run_with_deadline(
-                deadline_s,
-                lambda: _download(source, names, field=field, revision=None),
-                cached=lambda: _cached_snapshot(source),
-                asked=asked,
-            )
+            path = _find_snapshot(source, names, field=field, deadline_s=deadline_s)
         except HubError as error:
             if not has_parent(source):
                 raise
@@ -131,22 +126,10 @@ def _missing_problem(path: pathlib.Path) -> str:
     )
 
 
-def _cached_snapshot(source: str) -> pathlib.Path | None:
-    """The snapshot of a model in the hub's cache, or None."""
-    try:
-        return pathlib.Path(huggingface_hub.snapshot_download(source, local_files_only=True))
-    except (OSError, ValueError):
-        return None
-
-
-def _run_with_deadline(
-    deadline_s: float | None,
-    download: Callable[[], pathlib.Path],
-    *,
-    cached: Callable[[], pathlib.Path | None],
-    asked: str,
+def _find_snapshot(
+    source: str, names: tuple[str, ...], *, field: str, deadline_s: float | None
 ) -> pathlib.Path:
-    """Returns the folder that a function downloads, or the cached one if that takes too long.
+    """Returns the folder of the hub's model, or the cached one if the download takes too long.
 
     huggingface_hub sets no timeout for its first request, and no timeout covers a name server that
     does not answer. The thread goes on; the process does not wait for it.
@@ -154,12 +137,12 @@ def _run_with_deadline(
     Raises: HubError if it takes longer and nothing is cached.
     """
     if deadline_s is None:
-        return download()
+        return _download(source, names, field=field, revision=None)
     results: queue.Queue[pathlib.Path | Exception] = queue.Queue()
 
     def run() -> None:
         try:
-            results.put(download())
+            results.put(_download(source, names, field=field, revision=None))
         except Exception as error:  # raised again in the calling thread
             results.put(error)
 
@@ -167,10 +150,14 @@ def _run_with_deadline(
     try:
         result = results.get(timeout=deadline_s)
     except queue.Empty:
-        if (folder := cached()) is not None and (folder / "config.json").is_file():
-            return folder
+        with contextlib.suppress(OSError, ValueError):  # not in the cache
+            cached = huggingface_hub.snapshot_download(source, local_files_only=True)
+            if pathlib.Path(cached, "config.json").is_file():
+                return pathlib.Path(cached)
         reason = f"the hub cannot be reached (no answer in {deadline_s:g} s)"
-        raise HubError(f"{asked}: {reason}. Try again, or give a folder.", reason=reason) from None
+        raise HubError(
+            f"{field} = {source}: {reason}. Try again, or give a folder.", reason=reason
+        ) from None
     if isinstance(result, Exception):
         raise result
     return result
@@ -236,20 +223,20 @@ def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
     if is_missing_in_cache and isinstance(error.__cause__, Exception):
         cause = error.__cause__
     if isinstance(cause, hub.HfHubHTTPError) and cause.response.status_code in (401, 403):
-        reason = f"the hub refuses: {_first_line(cause)}"
+        reason = f"the hub refuses: {errors.first_line(cause)}"
         return HubError(
             f"{asked}: {reason}. Log in with a token that may read it: hf auth login.",
             reason=reason,
         )
     if not is_missing_in_cache:
         problem = (
-            f"{asked}: cannot be downloaded: {_first_line(cause)}. "
+            f"{asked}: cannot be downloaded: {errors.first_line(cause)}. "
             "Try again: completed files are kept."
         )
         if not isinstance(error, hub.HTTPError | hub.XetDownloadError):  # an error of the disk
             return UserError(problem)
-        return HubError(problem, reason=f"the download failed: {_first_line(cause)}")
-    reason = f"the hub cannot be reached ({_first_line(cause)})"
+        return HubError(problem, reason=f"the download failed: {errors.first_line(cause)}")
+    reason = f"the hub cannot be reached ({errors.first_line(cause)})"
     suggestion = "Try again"
     if isinstance(cause, hub.OfflineModeIsEnabled) or huggingface_hub.constants.HF_HUB_OFFLINE:
         reason = "HF_HUB_OFFLINE is set"
@@ -260,9 +247,3 @@ def _download_error(error: Exception, source: str, *, asked: str) -> UserError:
         f"hf download {source} --local-dir FOLDER makes one.",
         reason=reason,
     )
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type."""
-    lines = str(error).strip().splitlines()
-    return lines[0].strip().rstrip(".") if lines else type(error).__name__

@@ -16,7 +16,6 @@ from jaxsp.hf.folder import HubError
 from jaxsp.model.config import ModelConfig
 
 READ_DATE = "2026-11-23"
-"""Day on which the sources were read."""
 
 SOURCE_URLS = {
     "litgpt": "https://github.com/Lightning-AI/litgpt/blob/26857050fe3f/litgpt/config.py",
@@ -135,9 +134,7 @@ class PublishedModel:
     """A published model."""
 
     name: str
-    """Its name on the hub."""
     fields: dict[str, Any]
-    """Fields of its config.json."""
     billion_params: float
     """Published number of parameters."""
     source_url: str
@@ -169,7 +166,6 @@ def _expand_braces(names: str) -> list[str]:
 
 
 MODELS = _parse_table(_TABLE)
-"""Published models by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from jaxsp.model.config import Llama3Rope
 FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 
 FULL_ROTARY_FACTORS = (1,)
-"""Supported values of partial_rotary_factor."""
 
 _LLAMA3_FIELDS = tuple(field.name for field in dataclasses.fields(Llama3Rope))
 

@@ -28,9 +28,7 @@ class StoredTensor:
 
     file: pathlib.Path
     name: str
-    """Its name in the file."""
     dtype: str
-    """Safetensors' name of its dtype."""
     shape: tuple[int, ...]
 
 

@@ -36,7 +36,6 @@ class WeightReader:
     error_prefix: str
     """Field and value of the config that names the folder."""
     tensors: dict[str, StoredTensor]
-    """Stored tensors by their Hugging Face name."""
 
     def read(self, param: Parameter, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
         """Returns a slice of one tensor, float32.

@@ -42,7 +42,6 @@ class ModelFiles:
     folder: ModelFolder | None = None
     """Folder of model.source; None if the model is described by the config or a checkpoint."""
     hf_config: dict[str, Any] | None = None
-    """Fields of the model's config.json."""
     config: ModelConfig | None = None
     """None if the folder or the family has a problem."""
 
@@ -53,9 +52,7 @@ class ResolvedConfig:
 
     program: Program
     hf_config: dict[str, Any]
-    """Fields of the model's config.json."""
     model_folder: ModelFolder | None
-    """Folder of model.source."""
     tokenizer: "transformers.PreTrainedTokenizerBase | None"
     attention_choice: AttentionChoice
     train: PackedDataset | None
@@ -226,7 +223,10 @@ def resolve_config(
     files = _read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
     tokenizer = _load_checked_tokenizer(config, files, opened, run_model_dir, problems)
-    choice = _choose_attention(config, files.config, devices, problems)
+    choice = None
+    if files.config is not None:
+        with problems.collect():
+            choice = attention.choose(config, files.config, devices=devices)
     sizes = _check_step(config, choice, devices, problems, for_training=for_training)
     problems.raise_if_any()
     # what is missing has reported a problem
@@ -300,20 +300,6 @@ def _load_checked_tokenizer(
                 f"vocab_size is {files.config.vocab_size:,}. {suggestion}"
             )
     return tokenizer
-
-
-def _choose_attention(
-    config: Config,
-    model: ModelConfig | None,
-    devices: list[jax.Device],
-    problems: ProblemCollector,
-) -> AttentionChoice | None:
-    """The strategy and kernel for all row lengths; None with a problem, or without a model."""
-    if model is None:
-        return None
-    with problems.collect():
-        return attention.choose(config, model, devices=devices)
-    return None
 
 
 def _check_step(

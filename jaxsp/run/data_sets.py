@@ -25,7 +25,6 @@ class OpenedSources:
     """Training sources; empty if neither training nor data.eval_fraction needs them."""
     evals: dict[str, SourceConfig]
     records: dict[str, Any]
-    """Records of the sources that could be opened."""
 
     @property
     def all(self) -> dict[str, SourceConfig]:

@@ -32,7 +32,6 @@ class Process:
     index: int = 0
     num_processes: int = 1
     coordinator: str = ""
-    """Host and port where process 0 listens."""
     local_index: int | None = None
     """Index among the processes of the node; None: unknown."""
     num_local_processes: int | None = None

@@ -50,7 +50,6 @@ TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
 """Versions of JAX whose key-value store was tested; it has no public name."""
 
 _stdout_fd = 1
-"""File descriptor that Python prints to."""
 
 _ERASE_LINE = "\r\x1b[2K"
 _SHOW_CURSOR = "\x1b[?25h"
@@ -201,11 +200,15 @@ def shutdown() -> None:
 
     Does nothing if this process has already left.
     """
-    if not _disconnect():
-        return
-    import jax
+    global _kv_client
+    with _kv_lock:
+        was_connected = is_connected()
+        _kv_client = None
+    _disconnected.set()
+    if was_connected:
+        import jax
 
-    jax.distributed.shutdown()
+        jax.distributed.shutdown()
 
 
 def abort_job(code: int) -> NoReturn:
@@ -253,26 +256,17 @@ def find_failed_peer() -> tuple[int, int] | None:
     import jax
 
     try:
-        return _read_failed_peer()
+        failed = read_published(_FAILED_KEY)
     except jax.errors.JaxRuntimeError:
-        return None  # process 0 has ended without publishing anything
-
-
-def _read_failed_peer() -> tuple[int, int] | None:
-    failed = read_published(_FAILED_KEY)
+        return None  # process 0 has ended without publishing anything, so JAX ends this one
     peers = [(index, int(code)) for index, code in failed.items() if index != _this_process.index]
     return min(peers, default=None)
 
 
 def _watch_peers() -> None:
     """Ends this process after another has failed."""
-    import jax
-
     while not _disconnected.wait(POLL_INTERVAL_S):
-        try:
-            peer = _read_failed_peer()
-        except jax.errors.JaxRuntimeError:
-            return  # process 0 has ended, so JAX ends this one
+        peer = find_failed_peer()
         if peer is None:
             continue
         index, code = peer
@@ -281,16 +275,6 @@ def _watch_peers() -> None:
         if code == exit_codes.HUNG:  # the stacks show which process is stuck
             log_stacks()
         exit_now(code)
-
-
-def _disconnect() -> bool:
-    """Stops the exchange with other processes; returns whether there was one."""
-    global _kv_client
-    with _kv_lock:
-        was_connected = is_connected()
-        _kv_client = None
-    _disconnected.set()
-    return was_connected
 
 
 def _get_kv_client() -> Any:

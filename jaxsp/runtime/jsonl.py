@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors for a disk, a quota or a file that is full."""
 
 
 class AppendFile:

@@ -25,10 +25,8 @@ processes, and the launcher forwards it."""
 _STOP_AFTER = "run.stop_after"
 
 _STOP_KEY = "stop"
-"""Key under which a process publishes the reason for a stop."""
 
 _PROGRESS_KEY = "progress"
-"""Key under which each process publishes its progress after that."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

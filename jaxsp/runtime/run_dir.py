@@ -22,7 +22,6 @@ from jaxsp.core.errors import UserError
 from jaxsp.runtime.run_paths import CONFIG_FILE
 
 LOCK_FILE = "lock"
-"""File that is locked."""
 
 HOLDER_FILE = "lock.json"
 """File that describes the process that holds the lock."""
@@ -43,10 +42,8 @@ HEARTBEAT_TIMEOUT_S = 15.0
 three heartbeats."""
 
 _NO_LOCK_ERRNOS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL)
-"""Errors of flock on a file system without locks, such as Lustre by default."""
 
 _locked_dirs: set[pathlib.Path] = set()
-"""Folders that this process has locked."""
 
 
 @contextlib.contextmanager

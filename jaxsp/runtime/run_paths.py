@@ -4,22 +4,18 @@ import pathlib
 from collections.abc import Sequence
 
 CHECKPOINTS_DIR = "checkpoints"
-"""Folder of the checkpoints."""
 
 DAMAGED_DIR = "damaged"
-"""Folder that damaged checkpoints are moved to."""
 
 CONFIG_FILE = "config.yaml"
 """File that marks a run directory: once it exists, the run has started."""
 
 MASTER = "master"
-"""Item of a checkpoint with the float32 weights."""
 
 OPT = "opt"
 """Item of a checkpoint with the optimizer state; absent without state (sgd)."""
 
 META = "meta"
-"""Item of a checkpoint with the fields of CheckpointMeta."""
 
 
 def list_steps(folder: pathlib.Path) -> list[int]:

@@ -23,7 +23,6 @@ class Activity:
 
     description: str
     last_progress: float = dataclasses.field(default_factory=time.monotonic)
-    """Time of the last sign of progress."""
     is_watched: bool = True
     """True if the next sign of progress has a time limit."""
     expected_s: float | None = None
@@ -54,7 +53,6 @@ class RunStatus:
         self.checkpoint_s: float | None = None
         """Seconds from the start of the last checkpoint until it was written."""
         self.evaluation_s: float | None = None
-        """Seconds of the last evaluation."""
         self._running: dict[int, int] = {}
         """Row lengths of the steps that are dispatched and not finished."""
         self._durations_s: dict[int, collections.deque[float]] = collections.defaultdict(

@@ -23,7 +23,6 @@ _LOST_PEER_PHRASES = ("from coordination service", "detected fatal errors")
 class _Line:
     text: str
     index: int
-    """Index of the process."""
     time_s: float
 
 

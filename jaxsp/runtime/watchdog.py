@@ -7,7 +7,6 @@ import pathlib
 import platform
 import threading
 import time
-from types import TracebackType
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.core import durations, exit_codes, files
@@ -60,12 +59,7 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -74,11 +68,9 @@ class Watchdog:
 
     def timeout_s(self, activity: Activity) -> float:
         """Seconds without progress that count as a hang."""
-        if not activity.is_watched:
-            return math.inf
-        if self._config.step_timeout is not None:
+        if activity.is_watched and self._config.step_timeout is not None:
             return self._config.step_timeout.total_seconds()
-        if activity.expected_s is None:
+        if not activity.is_watched or activity.expected_s is None:
             return math.inf
         return max(MIN_TIMEOUT_S, TIMEOUT_FACTOR * activity.expected_s)
 
