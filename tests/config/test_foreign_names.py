@@ -22,12 +22,18 @@ SOUND = {
     "optimizer": {"learning_rate": 1e-3},
 }
 
-NOT_NEEDED, NOT_OFFERED = "not needed: ", "not offered: "
+NOT_NEEDED = "not needed: "
+NOT_OFFERED = "not offered: "
 
 ANSWERS = {
-    "data.row_tokens": "seq_len sequence_length sequence_len context_length cutoff_len max_length block_size max_seq_length",
-    "batch.rows_per_microbatch": "micro_batch_size per_device_batch_size per_device_train_batch_size "
-    "train_micro_batch_size_per_gpu",
+    "data.row_tokens": (
+        "seq_len sequence_length sequence_len context_length cutoff_len max_length block_size "
+        "max_seq_length"
+    ),
+    "batch.rows_per_microbatch": (
+        "micro_batch_size per_device_batch_size per_device_train_batch_size "
+        "train_micro_batch_size_per_gpu"
+    ),
     "batch.rows_per_step": "global_batch_size train_batch_size gradient_accumulation_steps",
     "mesh.seq": "context_parallel_degree context_parallel_size cp sp sp_size cp_size "
     "sequence_parallel_degree sequence_parallel_size",

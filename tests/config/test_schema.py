@@ -169,18 +169,30 @@ MESSAGES = {
     "mseh.seq=4": "mseh = {seq: 4}: unknown. Did you mean mesh?",
     "mesh.sep=4": "mesh.sep = 4: unknown. Did you mean mesh.seq?",
     "learning_rate=1": "learning_rate = 1: unknown. Use optimizer.learning_rate=1.",
-    "model.learning_rat=1": "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, compute_dtype.",
-    "memory.xyz=1": "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_optimizer, "
-    "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype.",
+    "model.learning_rat=1": (
+        "model.learning_rat = 1: unknown. Fields of model: source, config, tokenizer, "
+        "compute_dtype."
+    ),
+    "memory.xyz=1": (
+        "memory.xyz = 1: unknown. Fields of memory: remat, offload_activations, offload_optimizer, "
+        "mlp_tile_tokens, loss_tile_tokens, grad_reduce_dtype."
+    ),
     "data.train.0.sourc=x": "data.train.0.sourc = x: unknown. Did you mean data.train.0.source?",
-    "run.steps=0": "run.steps = 0: must be at least 1. Number of optimizer updates. For example run.steps=1000.",
+    "run.steps=0": (
+        "run.steps = 0: must be at least 1. Number of optimizer updates. For example "
+        "run.steps=1000."
+    ),
     "run.steps=null": "run.steps, run.epochs: .*missing.*run.epochs=1.",
     "run.epochs=1": "run.steps = 3, run.epochs = 1: .*run.steps=null or run.epochs=null.",
     "run.save_every=0": "run.save_every = 0: .*duration.*epoch.*null.*=100.",
     "run.save_every=0m": "run.save_every = 0m: .*duration.*epoch.*null.*=100.",
     "run.eval_every=1m": "run.eval_every = 1m: .*epoch.*null.*=100.",
-    "run.early_stopping_patience=2": "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05.",
-    "run.early_stopping_min_delta=0.1": "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0.",
+    "run.early_stopping_patience=2": (
+        "run.early_stopping_patience = 2: .*data.eval=.*eval_fraction=0.05."
+    ),
+    "run.early_stopping_min_delta=0.1": (
+        "run.early_stopping_min_delta = 0.1: .*stopping_patience=3.*=0."
+    ),
     "run.save_every=epoch": "run.save_every = epoch: .*run.epochs=1.*run.save_every=100.",
     "run.eval_every=epoch": "run.eval_every = epoch: .*run.epochs=1.*run.eval_every=100.",
     "run.save_every=1d": "run.save_every = 1d: .*duration.*=100.",
@@ -188,7 +200,9 @@ MESSAGES = {
     "run.shutdown_grace=-1s": "run.shutdown_grace = -1s: .*unit.*run.shutdown_grace=25s.",
     "run.stop_after=999999999h": "run.stop_after = 999999999h: .*at most 240000h.*=110m.",
     "run.step_timeout=0s": "run.step_timeout = 0s: must be longer than 0s.*run.step_timeout=30m.",
-    "model.source=a/b": "model.source = a/b, model.config = .*: .*model.source=null or model.config=null.",
+    "model.source=a/b": (
+        "model.source = a/b, model.config = .*: .*model.source=null or model.config=null."
+    ),
     "model.config=null": "model.source, model.config: .*missing.*model.source=.*.",
     "logging.profile_steps=[4, 2]": "logging.profile_steps = [4, 2]: .*first.*last.*=[3, 5].",
     "run.directory=7": "run.directory = 7: .*text.*quote.*run.directory=runs/first.",
@@ -201,10 +215,16 @@ MESSAGES = {
     "data.train=[]": "data.train = []: .* 1 .*data.train=[{source: .*}].",
     "data.train=a.txt": "data.train = a.txt: .*list.*data.train=[{source: .*}].",
     "data.train=[a.txt]": "data.train.0 = a.txt: .*source, format, name, weight, .*.",
-    "data.train=[{source: a.txt, format: x}]": "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text.",
+    "data.train=[{source: a.txt, format: x}]": (
+        "data.train.0.format = x: .*'text', 'messages', .* or 'tokens'.*=text."
+    ),
     "data.row_tokens=[8, 8]": "data.row_tokens = [8, 8]: .*twice.*data.row_tokens=8192.",
-    "data.row_tokens=[1024, 1000, 300]": "data.row_tokens = [1024, 1000, 300]: the longest .*multiple.* Use [256, 512, 1024]. .*",
-    "data.row_tokens=[7, 2000000000]": "data.row_tokens = .*: the longest .*multiple.* Use [8, 2000000000]. .*",
+    "data.row_tokens=[1024, 1000, 300]": (
+        "data.row_tokens = [1024, 1000, 300]: the longest .*multiple.* Use [256, 512, 1024]. .*"
+    ),
+    "data.row_tokens=[7, 2000000000]": (
+        "data.row_tokens = .*: the longest .*multiple.* Use [8, 2000000000]. .*"
+    ),
     "data.row_tokens=[]": "data.row_tokens = []: must be a number of tokens, or a list of them. .*",
     "data.row_tokens=[8, x]": "data.row_tokens = [8, x]: .*list.*=8192.",
     "data.train.1.weight=1": "data.train.0.weight: .*missing.*data.train.0.weight=1.",
@@ -214,7 +234,9 @@ MESSAGES = {
     "memory.mlp_tile_tokens=0": "memory.mlp_tile_tokens = 0: .*auto.* 1.*=4096.",
     "memory.loss_tile_tokens=null": "memory.loss_tile_tokens = null: .*auto.*=1024.",
     "memory.loss_tile_tokens=true": "memory.loss_tile_tokens = true: .*auto.*=1024.",
-    "data.train.2.source=c.txt": "data.train.2.source = c.txt: .*data.train.* 2.*data.train.0 or data.train.1.",
+    "data.train.2.source=c.txt": (
+        "data.train.2.source = c.txt: .*data.train.* 2.*data.train.0 or data.train.1."
+    ),
     "data.train.²=1": "data.train.² = 1: .*data.train.* 2.*data.train.0 or data.train.1.",
     "run.steps.x=1": "run.steps.x = 1: .*run.steps = 3.*",
     "optimizer.learning_rate=.nan": "optimizer.learning_rate = nan: .*finite.*=1e-05.",
@@ -222,8 +244,11 @@ MESSAGES = {
     "optimizer.learning_rate=true": "optimizer.learning_rate = true: .*number.*=1e-05.",
     "optimizer.eps=.inf": "optimizer.eps = inf: .*finite.*=1e-08.",
     "run.eval_at_start=true": "run.eval_at_start = true: .*data.eval=.*data.eval_fraction=0.05.",
-    "optimizer={learning_rate: 1, warmup_steps: 2, warmup_fraction: 0.1}": "optimizer.warmup_steps = 2, "
-    "optimizer.warmup_fraction = 0.1: .*optimizer.warmup_steps=0 or optimizer.warmup_fraction=null.",
+    "optimizer={learning_rate: 1, warmup_steps: 2, warmup_fraction: 0.1}": (
+        "optimizer.warmup_steps = 2, "
+        "optimizer.warmup_fraction = 0.1: .*optimizer.warmup_steps=0 or "
+        "optimizer.warmup_fraction=null."
+    ),
     "optimizer.beta1=1": "optimizer.beta1 = 1: .* 1.*optimizer.beta1=0.9.",
     "run.directory=2026-13-01": "run.directory = 2026-13-01: .*YAML.*'run.directory=\"...\"'.",
     "run.directory={a}/b": "run.directory = {a}/b: .*YAML.*'run.directory=\"...\"'.",

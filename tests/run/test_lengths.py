@@ -1,4 +1,4 @@
-"""Rows of several lengths: the same loss of each document, one step for each length, stopped and gone on with."""
+"""Rows of several lengths: equal losses of documents, one step per length, and a resumed run."""
 
 import json
 import re
@@ -52,7 +52,8 @@ def folder(tmp_path):
 def losses(chosen):
     """The loss of each document, by its first tokens: all other labels of a step are taken away."""
     program, material = build.build_training(chosen, devices=jax.devices()[:4])
-    master, found = material.make_weights(), {}
+    master = material.make_weights()
+    found = {}
     data = material.train_set
     totals = {
         stream.row_tokens: train_step.compile_totals(
@@ -69,10 +70,13 @@ def losses(chosen):
     for given, counts in data.make_loader(
         chosen, program.mesh, data.make_schedule(chosen, epochs=1), layout_degree=1
     ).batches():
-        tokens, labels = np.asarray(given.tokens_BL), np.asarray(given.labels_BL)
-        starts, lengths = np.asarray(given.starts_BM), np.asarray(given.lengths_BM)
+        tokens = np.asarray(given.tokens_BL)
+        labels = np.asarray(given.labels_BL)
+        starts = np.asarray(given.starts_BM)
+        lengths = np.asarray(given.lengths_BM)
         for turn, slot, piece in np.argwhere(lengths > 0):
-            start, length = starts[turn, slot, piece], lengths[turn, slot, piece]
+            start = starts[turn, slot, piece]
+            length = lengths[turn, slot, piece]
             only = np.full_like(labels, NO_LABEL)
             part = (turn, slot, slice(start, start + length))
             only[part] = labels[part]

@@ -1,4 +1,4 @@
-"""--preview: what is learned of the first record of each training source, as training would learn it."""
+"""--preview: the first record of each training source, with the tokens that have a loss."""
 
 import re
 
@@ -15,7 +15,10 @@ from jaxsp.run import preview
 from tests import messages
 from tests.data.chat import chats
 
-TALK = '{"messages": [{"role": "user", "content": "q [red]"}, {"role": "assistant", "content": "one\\ntwo"}]}\n'
+TALK = (
+    '{"messages": [{"role": "user", "content": "q [red]"}, '
+    '{"role": "assistant", "content": "one\\ntwo"}]}\n'
+)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +103,8 @@ def test_only_the_first_record_is_tokenised_and_no_device_is_asked_for(
     monkeypatch, tmp_path, capsys
 ):
     (tmp_path / "c.yaml").write_text(
-        "{run: {directory: run, steps: 1}, batch: {rows_per_step: 1}, optimizer: {learning_rate: 1}}"
+        "{run: {directory: run, steps: 1}, batch: {rows_per_step: 1}, optimizer: "
+        "{learning_rate: 1}}"
     )
     given = []
     encode = encoding.encode_texts

@@ -1,4 +1,7 @@
-"""A run that was stopped goes on as if it had not been: on the same mesh bit for bit, on others to rounding; evaluation too."""
+"""A stopped run continues as if it had not been stopped, with its evaluations.
+
+The results are equal bit for bit on the same mesh, and to rounding on others.
+"""
 
 import json
 import pathlib
@@ -36,7 +39,8 @@ COUNTS = (
     "num_tokens_total",
     "padding_fraction",
 )
-STEPS, STOPPED = 10, 6
+STEPS = 10
+STOPPED = 6
 
 
 def settings(folder, *words):
@@ -80,7 +84,7 @@ def lines(directory, name="metrics.jsonl"):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """The folder of a run of ten steps that nothing interrupted. It has checkpoints of steps 6, 9 and 10."""
+    """Folder of an uninterrupted run of ten steps, with checkpoints of steps 6, 9 and 10."""
     folder = tmp_path_factory.mktemp("straight")
     write(folder / "train.jsonl", [*np.random.default_rng(1).integers(1, 60, 60), 300], 0)
     write(folder / "short.jsonl", [3, 1, 40, 20, 17], 1)
@@ -91,7 +95,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture
 def stopped(straight, tmp_path):
-    """A copy of the run as it would be, had it been stopped after step 7: the newest checkpoint is that of step 6."""
+    """A copy of the run as if it had been stopped after step 7: its latest checkpoint is step 6."""
     for file in straight.glob("*.jsonl"):
         shutil.copy(file, tmp_path)
     shutil.copytree(straight / "run", tmp_path / "run")
@@ -131,12 +135,15 @@ def test_a_resumed_run_gives_the_numbers_of_one_that_was_not_stopped(straight, s
         reader.read_weights(folder / f"run/checkpoints/{STEPS}", prepare_table(folder))
         for folder in (straight, stopped)
     ]
-    for one, other in zip(*map(jax.tree.leaves, whole), strict=True):
+    for straight_array, stopped_array in zip(*map(jax.tree.leaves, whole), strict=True):
         if exact:
-            assert np.array_equal(one, other)
+            assert np.array_equal(straight_array, stopped_array)
         else:
-            assert np.linalg.norm(one - other) <= tolerances.MESH * np.linalg.norm(one)
-    found, expected = lines(stopped / "run", "eval.jsonl"), lines(straight / "run", "eval.jsonl")
+            assert np.linalg.norm(
+                straight_array - stopped_array
+            ) <= tolerances.MESH * np.linalg.norm(straight_array)
+    found = lines(stopped / "run", "eval.jsonl")
+    expected = lines(straight / "run", "eval.jsonl")
     assert [(line["step"], line["data"]) for line in found] == [
         (n, name) for n in (5, 10) for name in ("short", "long")
     ]
@@ -202,7 +209,7 @@ def test_evaluation_of_a_run_asks_for_what_it_can_do(straight, tmp_path):
 def test_a_checkpoint_outside_a_run_has_no_run(straight, tmp_path, monkeypatch):
     assert run_paths.find_run_dir(straight / "run/checkpoints/9") == straight / "run"
     shutil.copytree(straight / "run/checkpoints/9", tmp_path / "kept/9")
-    (tmp_path / "model").mkdir()  # of somebody else
+    (tmp_path / "model").mkdir()  # of another project
     monkeypatch.chdir(tmp_path)
     evaluation.main(["kept/9"])
     assert not (tmp_path / "eval.jsonl").exists()
@@ -215,7 +222,7 @@ def test_a_run_goes_on_in_another_directory(straight, stopped):
     train(settings(stopped, *words))
     check(lines(stopped / "second"), lines(straight / "run")[STOPPED:], exact=True)
     assert [line["step"] for line in lines(stopped / "run")][-1] == STOPPED + 1, (
-        "the first run's files are left alone"
+        "the first run's files are unchanged"
     )
 
 
@@ -279,7 +286,8 @@ def test_processes_that_see_other_checkpoints_do_not_begin(tmp_path, monkeypatch
     ],
 )
 def test_a_field_that_an_earlier_version_did_not_have_was_at_its_default(tmp_path, words, fields):
-    before, now = settings(tmp_path), settings(tmp_path, *words)
+    before = settings(tmp_path)
+    now = settings(tmp_path, *words)
     documents = test_dataset.data_of([[3, 4]], before)
     written = before.model_dump(mode="json")
     for group, name in (
@@ -355,7 +363,8 @@ def test_a_finished_run_is_left_alone(straight):
 @pytest.mark.e2e
 def test_rows_per_step_may_change_and_no_row_comes_twice_or_never(straight, stopped):
     train(settings(stopped, "batch.rows_per_step=4", "run.steps=14"))
-    found, expected = lines(stopped / "run"), lines(straight / "run")
+    found = lines(stopped / "run")
+    expected = lines(straight / "run")
     assert [line["step"] for line in found] == list(range(1, 15))
     assert found[-1]["num_tokens_total"] == expected[-1]["num_tokens_total"], (
         "8 steps of 4 rows are 4 steps of 8"

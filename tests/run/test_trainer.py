@@ -134,7 +134,9 @@ def test_a_checkpoint_of_a_step_has_the_weights_after_it(folder):
 
 
 def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minute(monkeypatch):
-    now, said, store = 1000.0, [], Recorded()
+    now = 1000.0
+    said = []
+    store = Recorded()
     outcomes = [
         WriteOutcome(step=2, failure="no space left on device"),
         None,
@@ -163,7 +165,9 @@ def test_a_write_that_failed_is_said_at_the_next_step_and_tried_again_in_a_minut
 def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training_does_not_continue(
     monkeypatch,
 ):
-    said, slept, store = [], [], Recorded()
+    said = []
+    slept = []
+    store = Recorded()
     monkeypatch.setattr(Recorded, "poll", lambda self, *, wait=False: outcomes.pop(0))
     monkeypatch.setattr(CheckpointSchedule, "FINAL_RETRY_WAITS_S", (5.0, 10.0))
     monkeypatch.setattr(time, "sleep", slept.append)
@@ -178,7 +182,7 @@ def test_failed_write_is_not_printed_as_success_and_after_the_last_step_training
         store, RunConfig(directory="x", steps=9), first_step=0, print_line=said.append
     )
     save.save(state, meta, is_last=True)
-    assert not said, "nobody knows yet how the write ends"
+    assert not said, "the write has not ended yet"
     with pytest.raises(NeedsAttentionError, match="No space left on device"):
         save.finish(state, meta)
     assert (store.steps, slept, len(said)) == ([9, 9, 9], [5.0, 10.0], 3)
@@ -423,7 +427,10 @@ def test_a_stop_waits_for_no_evaluation(folder, monkeypatch):
 
 @pytest.mark.e2e
 def test_checkpoint_of_a_stop_is_ranked_by_the_evaluation_that_follows(folder, monkeypatch):
-    """A run that gets worse at every step, stopped after step 3: no checkpoint and no evaluation was due there."""
+    """A run that gets worse at every step, stopped after step 3.
+
+    Neither a checkpoint nor an evaluation was due there.
+    """
     words = [
         f"data.eval=[{{source: {folder}/data.jsonl, format: tokens, name: held out}}]",
         "checkpoint.keep_best=1",
@@ -454,7 +461,9 @@ def test_where_nothing_is_evaluated_nothing_is_compiled_for_it(folder, monkeypat
 
 def test_a_step_counts_as_running_before_the_devices_have_it(folder, monkeypatch):
     """A stop that comes while it is being sent has to wait for it too."""
-    compile_, seen, now = preflight.compile_steps, [], RunStatus()
+    compile_ = preflight.compile_steps
+    seen = []
+    now = RunStatus()
 
     def watched(program, material, console):
         compiled = compile_(program, material, console)
@@ -490,7 +499,10 @@ OTHERS = [
 def test_processes_with_different_data_or_configs_do_not_train_together(
     folder, monkeypatch, other, says
 ):
-    """Two files of equal lengths on two nodes would be half rows of one and half rows of the other, with normal losses."""
+    """Two nodes with different files of equal lengths would mix halves of their rows.
+
+    The losses would look normal.
+    """
     one = {"source": f"{folder}/data.jsonl", "format": "tokens"}
     named = [
         f"data.train={json.dumps([{**one, 'name': 'books'}])}",
