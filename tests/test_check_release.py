@@ -14,7 +14,7 @@ def problems(**changes):
     return check_release.find_problems(plan | changes, release="0.11.2")
 
 
-def test_a_plan_that_fits_and_sends_what_it_should_has_no_problem():
+def test_a_plan_that_fits_and_sends_the_right_bytes_has_no_problem():
     assert problems() == []
 
 

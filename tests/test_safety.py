@@ -1,16 +1,14 @@
-"""Safe by default: nothing of a model, a data set or a config is run; nothing foreign is deleted; no secret is written."""
+"""Security: no code of a model, data set or config runs; a user's files and secrets are safe."""
 
 import ast
 import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import datasets
 import jax
-import numpy as np
 import pytest
 
 from jaxsp import cli, export, train
@@ -21,7 +19,7 @@ from jaxsp.data.chat import chat
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import tokenizers
 from jaxsp.run import build
-from tests import batches, messages
+from tests import batches, commands, messages
 
 REPO = pathlib.Path(__file__).parent.parent
 
@@ -37,51 +35,42 @@ FORBIDDEN = {
     "runpy",
     "imp",
 }
-"""Modules that run what they read, or are there to."""
+"""Modules that can run code from the files that they read."""
 
 
-def calls(tree):
-    """Every call in a file: what is called, as written, and its keyword arguments."""
+def find_calls(tree):
+    """Every call of a file: the name as written, and the keyword arguments."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield (
                 ast.unparse(node.func),
-                {word.arg: ast.unparse(word.value) for word in node.keywords},
+                {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords},
             )
 
 
-def unsafe(text):
-    """What a file does that can run foreign code."""
+def find_unsafe(text):
+    """Uses in a source file that can run foreign code."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         yield from (f"imports {name}" for name in names if name.split(".")[0] in FORBIDDEN)
-    for name, words in calls(tree):
+    for name, keywords in find_calls(tree):
         if name in ("eval", "exec", "compile", "__import__") or name in ("os.system", "os.popen"):
             yield f"calls {name}"
-        if words.get("shell") not in (None, "False") or words.get("allow_pickle") not in (
-            None,
-            "False",
-        ):
-            yield f"{name}: shell or allow_pickle"
-        if words.get("trust_remote_code") not in (None, "False"):
-            yield f"{name}: trust_remote_code"
-        if (
-            re.match(r"transformers\.Auto\w+\.from_pretrained$", name)
-            and "trust_remote_code" not in words
-        ):
-            yield f"{name}: may ask to run code, without trust_remote_code=False"
+        for option in ("shell", "allow_pickle", "trust_remote_code"):
+            if keywords.get(option, "False") != "False":
+                yield f"{name}: {option}"
+        is_auto_class = re.match(r"transformers\.Auto\w+\.from_pretrained$", name)
+        if is_auto_class and "trust_remote_code" not in keywords:
+            yield f"{name}: needs trust_remote_code=False"
         if name == "yaml.load" and "Safe" not in text:
-            yield f"{name}: of which loader?"
+            yield f"{name}: needs a safe loader"
 
 
-def test_no_module_can_run_what_it_reads():
-    found = {
-        str(path): list(unsafe(path.read_text(encoding="utf-8")))
-        for path in sorted((REPO / "jaxsp").rglob("*.py"))
-    }
-    assert {path: what for path, what in found.items() if what} == {}
+def test_no_module_can_run_code_that_it_reads():
+    for path in (REPO / "jaxsp").rglob("*.py"):
+        assert not list(find_unsafe(path.read_text(encoding="utf-8"))), path
 
 
 @pytest.mark.parametrize(
@@ -98,8 +87,8 @@ def test_no_module_can_run_what_it_reads():
         "yaml.load(text, yaml.Loader)",
     ],
 )
-def test_what_can_is_found(text):
-    assert list(unsafe(text))
+def test_code_that_can_is_found(text):
+    assert list(find_unsafe(text))
 
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}
@@ -119,7 +108,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant",
         "{{ '{0.__class__.__mro__}'.format(messages) }}",
     ],
 )
-def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
+def test_a_chat_template_stays_in_its_sandbox(template, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="chat template"):
         chat.render_record(
@@ -128,16 +117,18 @@ def test_a_chat_template_stays_in_its_box(template, tmp_path, monkeypatch):
     assert not any(tmp_path.iterdir())
 
 
-def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsys):
+def test_the_record_of_a_chat_template_that_leaves_its_sandbox_is_named(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
     (tmp_path / "t.jinja").write_text("{{ ''.__class__.__mro__[1].__subclasses__() }}")
     fields = settings(
         tmp_path, "data.chat_template=t.jinja", "data.train=[{source: a.jsonl, format: messages}]"
     )
-    with pytest.raises(UserError) as found:
+    with pytest.raises(UserError) as error:
         build.build_training(fields, devices=jax.devices()[:1])
-    first, _ = found.value.problems
+    first, _ = error.value.problems
     assert re.search(messages.holding("a.jsonl, line 1", "__class__"), first)
 
 
@@ -150,7 +141,7 @@ def test_a_chat_template_that_reaches_out_is_a_line(tmp_path, monkeypatch, capsy
         "!x 1",
     ],
 )
-def test_yaml_makes_plain_values_only(tag):
+def test_yaml_tags_cannot_make_python_objects(tag):
     with pytest.raises(yaml_io.yaml.YAMLError, match="could not determine a constructor"):
         yaml_io.load(f"a: {tag}")
 
@@ -177,16 +168,16 @@ def test_a_saved_data_set_stays_in_its_folder(tmp_path, name):
         state = json.loads((tmp_path / folder / "state.json").read_text())
         state["_data_files"] = [{"filename": name}]
         (tmp_path / folder / "state.json").write_text(json.dumps(state))
-        refuses(tmp_path, folder.split("/")[0], name)
+        assert_refused(tmp_path, folder.split("/")[0], name)
     (tmp_path / "several/dataset_dict.json").write_text('{"splits": ["../other"]}')
-    refuses(tmp_path, "several", "../other")
+    assert_refused(tmp_path, "several", "../other")
 
 
-def refuses(folder, source, name):
-    """A source is refused because of a name in it, before a run begins."""
+def assert_refused(folder, source, name):
+    """Asserts that a source is refused because of a name in it."""
     fields = settings(folder, f"data.train=[{{source: {folder}/{source}, format: text}}]")
-    says = messages.holding(f"data.train.0.source = {folder}/{source}", name)
-    with pytest.raises(UserError, match=says):
+    expected = messages.holding(f"data.train.0.source = {folder}/{source}", name)
+    with pytest.raises(UserError, match=expected):
         build.build_training(fields, devices=jax.devices()[:1])
 
 
@@ -206,12 +197,6 @@ def settings(folder, *words):
     return config_file.parse(fields, words)
 
 
-def documents(folder):
-    random = np.random.default_rng(0)
-    records = [json.dumps({"input_ids": random.integers(0, 257, 64).tolist()}) for _ in range(8)]
-    (folder / "data.jsonl").write_text("\n".join(records), encoding="utf-8")
-
-
 FOREIGN = [
     "notes.txt",
     "data/a.jsonl",
@@ -224,30 +209,30 @@ FOREIGN = [
     "checkpoints/2.backup/notes.txt",
     "checkpoints/2.orbax-checkpoint-tmp-of-mine/notes.txt",
 ]
-"""Of the user, in the folder of a run; some are called like steps of it."""
+"""A user's files in the directory of a run; some have names like those of checkpoints."""
 
 
 @pytest.mark.e2e
 def test_a_run_deletes_nothing_that_it_did_not_write(tmp_path, monkeypatch):
-    documents(tmp_path)
+    commands.write_documents(tmp_path / "data.jsonl", [64] * 8)
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
     run = tmp_path / "run"
     config_file.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
-    foreign(run, ["config.yaml", *(name for name in FOREIGN if "/1/" not in name)])
+    write_files(run, ["config.yaml", *(name for name in FOREIGN if "/1/" not in name)])
     train.main([str(tmp_path / "c.yaml")])
-    foreign(run, ["checkpoints/1/notes.txt"])
+    write_files(run, ["checkpoints/1/notes.txt"])
     train.main([str(tmp_path / "c.yaml"), "run.steps=6"])
     assert [name for name in FOREIGN if not (run / name).is_file()] == []
     assert (run / "checkpoints/6").is_dir()
-    assert not (run / "checkpoints/5").exists(), "of its own checkpoints, the newest stays"
-    # what is called like a newer step is set aside, as a damaged checkpoint is
-    foreign(run, ["checkpoints/7/notes.txt"])
+    assert not (run / "checkpoints/5").exists(), "of its own checkpoints, only the latest is kept"
+    # a folder named like a later step is moved away, as a damaged checkpoint is
+    write_files(run, ["checkpoints/7/notes.txt"])
     train.main([str(tmp_path / "c.yaml"), "run.steps=8"])
     assert [path.read_text() for path in run.rglob("7/notes.txt")] == ["checkpoints/7/notes.txt"]
     assert [name for name in FOREIGN if not (run / name).is_file()] == []
 
 
-def foreign(run, names):
+def write_files(run, names):
     for name in names:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("" if name == "config.yaml" else name)
@@ -261,34 +246,34 @@ CANARIES = {
     "HTTPS_PROXY": "http://user:canaryEEEE@127.0.0.1:9",
     "HTTP_PROXY": "http://user:canaryFFFF@127.0.0.1:9",
 }
-SECRET = re.compile(b"canary[A-F]{4}")
+SECRET = re.compile("canary[A-F]{4}")
 
 
 @pytest.mark.e2e
 def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, capfd):
-    """Training, a mistake, an error of ours with its traceback, and an export."""
+    """Training, an invalid config, an internal error with its traceback, and an export."""
     monkeypatch.chdir(tmp_path)
     for name, value in CANARIES.items():
         monkeypatch.setenv(name, value)
-    documents(tmp_path)
+    commands.write_documents(tmp_path / "data.jsonl", [64] * 8)
     config_file.save(settings(tmp_path, "mesh.data=1"), tmp_path / "c.yaml")
     monkeypatch.setattr(jax, "devices", lambda *_: [jax.local_devices()[0]])
-    for main, words, code in [
+    for main, arguments, code in [
         (train.main, ["c.yaml", "--verbose"], exit_codes.OK),
         (train.main, ["c.yaml", "run.steps=5", "optimizer.learning_rate=1e30"], exit_codes.OK),
         (train.main, ["c.yaml", "data.train.0.source=nothing.jsonl"], exit_codes.USER_ERROR),
         (lambda _: dict(os.environ)["nothing"], [], exit_codes.INTERNAL_ERROR),
         (export.main, ["run", "out"], exit_codes.OK),
     ]:
-        monkeypatch.setattr(sys, "argv", ["command", *words])
-        with pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "argv", ["command", *arguments])
+        with pytest.raises(SystemExit) as end:
             cli.run_command(main)
-        written = capfd.readouterr()
-        assert ended.value.code == code, written.err
-        assert not SECRET.search((written.out + written.err).encode())
+        output = capfd.readouterr()
+        assert end.value.code == code, output.err
+        assert not SECRET.search(output.out + output.err)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 10
-    assert [path for path in files if SECRET.search(path.read_bytes())] == []
+    assert [path for path in files if SECRET.search(path.read_text(errors="replace"))] == []
 
 
 @pytest.mark.slow
@@ -296,14 +281,12 @@ def test_secrets_of_the_environment_are_written_nowhere(tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     "proxy", ["http://user:canaryEEEE@127.0.0.1:9", "what://user:canaryEEEE@proxy"]
 )
-def test_a_proxy_that_cannot_be_used_keeps_its_password(tmp_path, proxy):
-    documents(tmp_path)
-    config_file.save(
-        settings(tmp_path, "model.config=null", "model.source=nobody/nothing"), tmp_path / "c.yaml"
-    )
-    own = {**os.environ, **CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
-    words = [sys.executable, "-m", "jaxsp.train", str(tmp_path / "c.yaml")]
-    done = subprocess.run(words, cwd=REPO, env=own, capture_output=True, check=False)
+def test_the_password_of_a_proxy_that_fails_is_not_printed(tmp_path, proxy):
+    commands.write_documents(tmp_path / "data.jsonl", [64] * 8)
+    config = settings(tmp_path, "model.config=null", "model.source=no-user/no-model")
+    config_file.save(config, tmp_path / "c.yaml")
+    env = {**CANARIES, "HTTPS_PROXY": proxy, "HF_HUB_OFFLINE": "0"}
+    done = commands.run_python("-m", "jaxsp.train", tmp_path / "c.yaml", env=env)
     assert done.returncode in (exit_codes.USER_ERROR, exit_codes.INTERNAL_ERROR)
-    assert b"nobody/nothing: " in done.stderr or b"proxy" in done.stderr
+    assert "no-user/no-model: " in done.stderr or "proxy" in done.stderr
     assert not SECRET.search(done.stdout + done.stderr), done.stderr

@@ -52,6 +52,7 @@ class SourceConfig(ConfigSection):
     """Names in the records for fields of the format, where they differ. Fields of a format: text;
     messages or prompt and completion, tools, chat_template_kwargs; input_ids, labels. Fields of a
     message: role, content."""
+    # pydantic copies the default
     roles: Annotated[dict[str, str], with_examples("{gpt: assistant}")] = {}  # noqa: RUF012
     """Roles of the chat template for roles in the records, where they differ."""
 

@@ -149,7 +149,7 @@ MARKED = [path for path in TEMPLATES if path.stem.endswith("_training")]
 @pytest.mark.parametrize("path", MARKED, ids=lambda path: path.stem)
 def test_the_marks_of_every_trl_template_are_accepted(tokenizer, path):
     if path.stem.startswith(("idefics3", "llava_next", "smolvlm")):
-        pytest.skip("takes no contents that are strings")
+        pytest.skip("this template does not accept text contents")
     tokenizer.chat_template = path.read_text().replace('strftime_now("%Y-%m-%d")', "'2026-01-01'")
     records = [{"messages": TALK}, {"messages": TALK[:2]}]
     for (_, mine), (_, labels) in zip(
