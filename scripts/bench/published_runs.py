@@ -261,8 +261,8 @@ RUNS = (
         source="https://arxiv.org/abs/2506.13996",
         checked=SECOND_HAND,
         note="1:47:35 an iteration, quoted from the paper's table, which was not read again. The "
-        "kernel is that of ArcticTraining's run-h100-sp8-llama-8b.yml, which was read. The row is 3.7M to the "
-        "nearest multiple of 8 x 4,096",
+        "kernel is that of ArcticTraining's recipe run-h100-sp8-llama-8b.yml, which was read. The "
+        "row is 3.7M to the nearest multiple of 8 x 4,096",
     ),
 )
 """Runs with the kernel that estimates assume come first."""
