@@ -67,20 +67,12 @@ and 0.11.0 had wrong gradients: `selfcheck` tries it on the device before traini
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReleaseRange:
-    """Releases of jaxlib that the options were tested with, from `first` to `last`, inclusive."""
-
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    deterministic: XlaOptions = dataclasses.field(default_factory=lambda: DETERMINISTIC | NO_TRITON)
-
-
 TESTED_RELEASES = (
-    ReleaseRange(first=(0, 10, 1), last=(0, 10, 1), deterministic=DETERMINISTIC),
-    ReleaseRange(first=(0, 11, 1), last=(0, 11, 2)),
-    ReleaseRange(first=(0, 12, 0), last=(0, 12, 0, 1)),
+    ((0, 10, 1), (0, 10, 1)),
+    ((0, 11, 1), (0, 11, 2)),
+    ((0, 12, 0), (0, 12, 0, 1)),
 )
+"""First and last releases of jaxlib, inclusive, that the options were tested with."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,16 +112,20 @@ def choose_options(
     parts = []
     on_gpu = mesh.devices.flat[0].platform == "gpu"
     if on_gpu:
-        release = _find_release(version)
-        if release is None:
-            parts.append(f"defaults, because options were not tested with jaxlib {version}")
-        else:
+        release = parse_version(version)
+        is_tested = any(first <= release <= last for first, last in TESTED_RELEASES)
+        if is_tested:
             own = _own_options(config, overlaps_loops=is_tiled and mesh.size > 1)
             options |= {name: value for name, value in own.items() if name not in flags}
             if PREFETCH_FROM_HOST.keys() & options.keys() - requested.keys():
                 parts.append("activations of the next layer are prefetched from host memory")
+        else:
+            parts.append(f"defaults, because options were not tested with jaxlib {version}")
         if is_deterministic:
-            options |= _deterministic_options(release, requested)
+            has_triton = is_tested and release >= (0, 11)
+            fixed = DETERMINISTIC | NO_TRITON if has_triton else DETERMINISTIC
+            _check_contradictions(requested, fixed)
+            options |= fixed
             parts.append(
                 "deterministic: sums in a fixed order, kernels not chosen by timing them, cuDNN's "
                 "deterministic backward pass; each of these can cost speed, and the last memory"
@@ -148,15 +144,6 @@ def choose_options(
     )
 
 
-def _find_release(version: str) -> ReleaseRange | None:
-    """Tested releases that contain a version of jaxlib."""
-    parsed = parse_version(version)
-    for release in TESTED_RELEASES:
-        if release.first <= parsed <= release.last:
-            return release
-    return None
-
-
 def _own_options(config: Config, *, overlaps_loops: bool) -> XlaOptions:
     """Options that make a step on GPUs faster or smaller."""
     options = dict(NO_REMATERIALIZATION)
@@ -167,16 +154,14 @@ def _own_options(config: Config, *, overlaps_loops: bool) -> XlaOptions:
     return options
 
 
-def _deterministic_options(release: ReleaseRange | None, requested: XlaOptions) -> XlaOptions:
-    """Options of run.deterministic. Raises: UserError if `requested` contradicts them."""
-    options = release.deterministic if release else DETERMINISTIC
-    for name in options.keys() & requested.keys():
-        if requested[name] != options[name]:
+def _check_contradictions(requested: XlaOptions, fixed: XlaOptions) -> None:
+    """Raises: UserError if run.xla_options contradicts the options of run.deterministic."""
+    for name in fixed.keys() & requested.keys():
+        if requested[name] != fixed[name]:
             raise UserError(
                 f"run.xla_options.{name} = {_format_value(requested[name])}: run.deterministic = "
-                f"true sets it to {_format_value(options[name])}. Leave one of them out."
+                f"true sets it to {_format_value(fixed[name])}. Leave one of them out."
             )
-    return options
 
 
 def compile_lowered(lowered: jax.stages.Lowered, options: CompileOptions) -> jax.stages.Compiled:

@@ -21,7 +21,6 @@ class EarlyStoppingState:
     best_loss: float | None = None
     """Lowest loss; None before the first finite loss."""
     best_step: int | None = None
-    """Step of the lowest loss."""
     num_since_best: int = 0
     """Number of evaluations since the best."""
     is_due: bool = False

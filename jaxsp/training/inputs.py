@@ -29,7 +29,7 @@ class StartPoint:
     """True if a stop skipped an evaluation that was due at `step`."""
     early_stopping: EarlyStoppingState | None = None
     config_changes: tuple[str, ...] = ()
-    """Descriptions of config fields that differ from the checkpoint's."""
+    """Config fields that differ from the checkpoint's."""
 
     def is_resume_in(self, directory: pathlib.Path) -> bool:
         """True if the run resumes from a checkpoint of its own, in `directory`."""
@@ -53,7 +53,6 @@ class RunInputs:
     weights_origin: str
     """Description of the source of the weights."""
     attention_choice: AttentionChoice
-    """Strategy and kernel of the program's attention."""
     make_weights: Callable[[], layers.Weights]
     """Creates the weights of step 0, sharded over the mesh."""
     write_model: Callable[[pathlib.Path], None]

@@ -21,13 +21,13 @@ from jaxtyping import Array
 
 from jaxsp import attention
 from jaxsp.attention import AttentionChoice, Kernel, KernelSettings, LayerWorkload, Strategy
-from jaxsp.attention.kernels import cudnn_calls
+from jaxsp.attention.kernels import cudnn_calls, segments
 from jaxsp.attention.kernels.blockwise import BlockwiseKernel
 from jaxsp.attention.ulysses import Ulysses
 from jaxsp.core.errors import UserError
 from jaxsp.model import remat
 from jaxsp.model.remat import RematPolicy
-from jaxsp.training import compile_options
+from jaxsp.training import compile_options, memory_fit
 from jaxsp.training.program import Program
 
 ATTENTION_TOLERANCE = 1e-2
@@ -50,22 +50,10 @@ counts the filled memory.
 """
 
 _ROW_TOKENS = 1024
-_SEGMENTS: tuple[tuple[tuple[int, int], ...], ...] = (
-    (
-        (0, 300),
-        (300, 1),
-        (301, 211),
-        (520, 129),
-        (700, 260),
-    ),
-    ((5, 690), (695, 300)),
-)
-"""Start and length of the segments of each row.
+_STARTS_BM = np.array([[0, 300, 301, 520, 700, 0], [5, 695, 0, 0, 0, 0]], np.int32)
+_LENGTHS_BM = np.array([[300, 1, 211, 129, 260, 0], [690, 300, 0, 0, 0, 0]], np.int32)
+"""The lengths need two calls of cuDNN. There is padding between segments and at the end."""
 
-The lengths need two calls of cuDNN. There is padding between segments and at the end.
-"""
-
-_MAX_SEGMENTS = 6
 _WINDOW = 100
 
 
@@ -79,33 +67,15 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
     device = next(device for device in devices if device.process_index == jax.process_index())
     if device.platform == "cpu":
         return []
-    model = program.model
     passed = []
     if choice.kernel.needs_selfcheck:
         start_s = time.perf_counter()
-        heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
-        arguments: dict[str, Any] = {
-            "heads_per_kv_head": heads // kv_heads,
-            "num_kv_heads": min(2, kv_heads),
-            "head_chunks": choice.settings.head_chunks,
-            "head_dim": model.head_dim,
-            "max_segments": program.config.data.max_segments_per_row,
-            "dtype": program.dtype,
-            "device": device,
-        }
-        attention_errors = measure_attention_error(choice.kernel, window=choice.window, **arguments)
-        raise_on_attention_error(attention_errors, device)
-        chunk_strategy = choice.strategy.on_one_device()
-        if chunk_strategy is not None:
-            attention_errors = measure_attention_error(
-                choice.kernel, window=None, strategy=chunk_strategy, **arguments
-            )
-            raise_on_attention_error(attention_errors, device)
+        _check_attention(program, choice, device)
         passed.append(
             f"self-check: {choice.kernel.describe()} attention agrees with the blockwise kernel "
             f"on this device ({_format_elapsed(start_s)})"
         )
-    if program.config.memory.offload_activations != "none":
+    if program.remat_policy.is_input_offloaded:
         start_s = time.perf_counter()
         _check_offloading(program, device)
         passed.append(
@@ -113,6 +83,30 @@ def check_device(program: Program, choice: AttentionChoice) -> list[str]:
             f"({_format_elapsed(start_s)})"
         )
     return passed
+
+
+def _check_attention(program: Program, choice: AttentionChoice, device: jax.Device) -> None:
+    """Checks whole rows, and chunks of rows if the strategy computes them. Raises: UserError."""
+    model = program.model
+    heads, kv_heads = choice.strategy.local_heads(model.num_heads, model.num_kv_heads)
+    chunk_strategy = choice.strategy.on_one_device()
+    windows: dict[Strategy | None, int | None] = {None: choice.window}
+    if chunk_strategy is not None:
+        windows[chunk_strategy] = None
+    for strategy, window in windows.items():
+        attention_errors = measure_attention_error(
+            choice.kernel,
+            heads_per_kv_head=heads // kv_heads,
+            num_kv_heads=min(2, kv_heads),
+            head_dim=model.head_dim,
+            max_segments=program.config.data.max_segments_per_row,
+            window=window,
+            dtype=program.dtype,
+            device=device,
+            head_chunks=choice.settings.head_chunks,
+            strategy=strategy,
+        )
+        raise_on_attention_error(attention_errors, device)
 
 
 def measure_attention_error(
@@ -139,9 +133,8 @@ def measure_attention_error(
         head_chunks: reduced to the largest number that the few heads allow.
         strategy: a strategy on one device; None: whole rows.
     Units: relative root mean square error of the segment where it is largest; padding of a row
-    counts
-        as a segment. The base is the root mean square of the expected values, in the segment or in
-        all segments, whichever is larger. Infinite if a value is NaN.
+        counts as a segment. The base is the root mean square of the expected values, in the
+        segment or in all segments, whichever is larger. Infinite if a value is NaN.
     """
     arguments = make_attention_inputs(
         heads_per_kv_head=heads_per_kv_head,
@@ -150,7 +143,6 @@ def measure_attention_error(
         max_segments=max_segments,
         dtype=dtype,
     )
-    starts_BM, lengths_BM = arguments[1]
     inputs, slots = jax.device_put(arguments, device)
 
     def compute(kernel: Any, dtype: jnp.dtype, strategy: Strategy | None) -> dict[str, np.ndarray]:
@@ -169,10 +161,7 @@ def measure_attention_error(
 
     actual = compute(kernel, dtype, strategy)
     expected = compute(BlockwiseKernel(), jnp.dtype(jnp.float32), None)
-    segment_BL = np.full((len(starts_BM), _ROW_TOKENS), -1)
-    for row, slot in np.argwhere(lengths_BM > 0):
-        start = starts_BM[row, slot]
-        segment_BL[row, start : start + lengths_BM[row, slot]] = slot
+    segment_BL = np.asarray(segments.segment_ids(*slots, _ROW_TOKENS))
     return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
 
 
@@ -222,21 +211,15 @@ def make_attention_inputs(
     *, heads_per_kv_head: int, num_kv_heads: int, head_dim: int, max_segments: int, dtype: jnp.dtype
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Returns q, k, v and the output's gradient, and starts and lengths, of small packed rows."""
-    if max_segments > 1:
-        segments = _SEGMENTS
-    else:
-        segments = (((0, _ROW_TOKENS - 100),), ((0, _ROW_TOKENS),))
-    num_rows = len(segments)
-    starts_BM = np.zeros((num_rows, min(max_segments, _MAX_SEGMENTS)), np.int32)
-    lengths_BM = np.zeros_like(starts_BM)
-    for row, row_segments in enumerate(segments):
-        for slot, (start, length) in enumerate(row_segments[: starts_BM.shape[1]]):
-            starts_BM[row, slot] = start
-            lengths_BM[row, slot] = length
+    starts_BM = _STARTS_BM[:, :max_segments]
+    lengths_BM = _LENGTHS_BM[:, :max_segments]
+    if max_segments == 1:
+        starts_BM = np.zeros((2, 1), np.int32)
+        lengths_BM = np.array([[_ROW_TOKENS - 100], [_ROW_TOKENS]], np.int32)
     rng = np.random.default_rng(0)
     num_heads = heads_per_kv_head * num_kv_heads
     inputs = [
-        np.asarray(rng.standard_normal((num_rows, _ROW_TOKENS, heads, head_dim), np.float32), dtype)
+        np.asarray(rng.standard_normal((2, _ROW_TOKENS, heads, head_dim), np.float32), dtype)
         for heads in (num_heads, num_kv_heads, num_kv_heads, num_heads)
     ]
     return inputs, [starts_BM, lengths_BM]
@@ -245,7 +228,7 @@ def make_attention_inputs(
 def compile_attention(
     kernel: str | Kernel | Callable[..., Array],
     inputs: list[Any],
-    segments: list[Any],
+    slots: list[Any],
     *,
     dtype: jnp.dtype,
     window: int | None,
@@ -255,7 +238,7 @@ def compile_attention(
     """Compiles a kernel's output and gradients as functions of `make_attention_inputs`.
 
     Args:
-        inputs, segments: arrays, or their shapes on an absent device.
+        inputs, slots: arrays, or their shapes on an absent device.
         dtype: dtype in which the kernel computes; results are float32.
     """
     kernel = attention.as_kernel(kernel)
@@ -265,7 +248,7 @@ def compile_attention(
         num_rows=num_rows,
         tokens_per_device=row_tokens,
         row_tokens=row_tokens,
-        max_segments=segments[0].shape[1],
+        max_segments=slots[0].shape[1],
         num_heads=num_heads,
         num_kv_heads=inputs[1].shape[2],
         head_dim=head_dim,
@@ -284,7 +267,7 @@ def compile_attention(
         out, pull = jax.vjp(lambda *qkv: attend(*qkv, *slots), *qkv)
         return [x.astype(jnp.float32) for x in (out, *pull(dout))]
 
-    return jax.jit(run).lower(inputs, segments).compile(compiler_options=_NO_AUTOTUNING)
+    return jax.jit(run).lower(inputs, slots).compile(compiler_options=_NO_AUTOTUNING)
 
 
 def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.Device) -> None:
@@ -304,20 +287,16 @@ def raise_on_attention_error(attention_errors: Mapping[str, float], device: jax.
 
 def _check_offloading(program: Program, device: jax.Device) -> None:
     """Raises UserError if gradients are wrong, with a suggestion that was tested on this device."""
-    prefetch = {
-        name: value
-        for name, value in program.compile_options.options.items()
-        if name in compile_options.PREFETCH_FROM_HOST
-    }
-    candidates = [program.remat_policy]
-    if program.config.memory.remat == "auto" and not program.remat_policy.is_attention_offloaded:
-        candidates.append(dataclasses.replace(program.remat_policy, remat="full"))
-    for policy in candidates:
+    options = program.compile_options.options
+    prefetch = {name: options[name] for name in compile_options.PREFETCH_FROM_HOST.keys() & options}
+    for remat_value in memory_fit.list_remats(program, is_memory_known=True):
+        policy = dataclasses.replace(program.remat_policy, remat=remat_value)
         offload_error = measure_offload_error(policy, device=device, options=prefetch)
         without_prefetch = offload_error
         if not offload_error <= OFFLOAD_TOLERANCE and any(prefetch.values()):
-            no_prefetch = dict.fromkeys(prefetch, False)
-            without_prefetch = measure_offload_error(policy, device=device, options=no_prefetch)
+            without_prefetch = measure_offload_error(
+                policy, device=device, options=dict.fromkeys(prefetch, False)
+            )
         raise_on_offload_error(offload_error, device, without_prefetch=without_prefetch)
 
 
@@ -328,9 +307,6 @@ def measure_offload_error(
     options: Mapping[str, Any] = types.MappingProxyType({}),
     tokens: int = 4096,
     width: int = 1024,
-    checkpoint_layer: Callable[
-        [Callable[..., Any], RematPolicy], Callable[..., Any]
-    ] = remat.checkpoint_layer,
 ) -> float:
     """Relative error of the gradients of a small stack of layers, compared with no offloading.
 
@@ -338,14 +314,11 @@ def measure_offload_error(
         policy: what is offloaded.
         options: XLA's compile options, as for the training step.
         tokens, width: shape of a layer's input, 16 MiB; XLA may treat smaller copies differently.
-        checkpoint_layer: applies the policy to a layer's function.
     """
     arguments = jax.device_put(make_offload_inputs(tokens=tokens, width=width), device)
 
     def compute_gradients(policy: RematPolicy) -> list[np.ndarray]:
-        compiled = compile_offload_gradients(
-            policy, *arguments, options=options, checkpoint_layer=checkpoint_layer
-        )
+        compiled = compile_offload_gradients(policy, *arguments, options=options)
         return [np.asarray(gradient) for gradient in compiled(*arguments)]
 
     actual = compute_gradients(policy)
@@ -371,9 +344,6 @@ def compile_offload_gradients(
     weights_NDD: Any,
     *,
     options: Mapping[str, Any] = types.MappingProxyType({}),
-    checkpoint_layer: Callable[
-        [Callable[..., Any], RematPolicy], Callable[..., Any]
-    ] = remat.checkpoint_layer,
 ) -> jax.stages.Compiled:
     """Compiles the gradients of the small stack of layers as a function of `make_offload_inputs`.
 
@@ -390,7 +360,7 @@ def compile_offload_gradients(
         return x_LD + jnp.sin(out_LD), None
 
     def loss(x_LD: Array, weights_NDD: Array) -> Array:
-        out_LD, _ = jax.lax.scan(checkpoint_layer(layer, policy), x_LD, weights_NDD)
+        out_LD, _ = jax.lax.scan(remat.checkpoint_layer(layer, policy), x_LD, weights_NDD)
         return jnp.sum(out_LD**2)
 
     with jax.default_matmul_precision("float32"):

@@ -103,10 +103,10 @@ class Shard:
 
     value: Any
     """Shard of the weight, in any float dtype."""
-    grad_slot: Any = None
+    grad_slot: Any
     """Float32 zeros, never read, which the loss is differentiated with respect to.
 
-    The gradient has their shape, dtype and memory. None: there is no gradient.
+    The gradient has their shape, dtype and memory.
     """
 
 

@@ -78,14 +78,9 @@ def _local_gradients(program: Program, master: layers.Weights, batch: Batch) -> 
 
     def run_microbatch(batch: Batch) -> tuple[tuple[Array, Array], list[Array]]:
         """Sums of losses and of correct tokens, and the gradients in host memory."""
-
-        def microbatch_loss(slots: layers.Weights) -> tuple[Array, Array]:
-            shards = jax.tree.map(
-                lambda value, slot: Shard(value=value, grad_slot=slot), values, slots
-            )
-            return _sum_microbatch_loss(program, shards, batch)
-
-        loss_sum, backward, num_correct = jax.vjp(microbatch_loss, slots, has_aux=True)
+        loss_sum, backward, num_correct = jax.vjp(
+            lambda slots: _sum_microbatch_loss(program, values, slots, batch), slots, has_aux=True
+        )
         (gradients,) = cast(Any, backward).with_refs(targets)(jnp.float32(1))
         # Gradients that were added to references are placeholders here
         leaves = jax.tree.leaves(gradients)
@@ -126,10 +121,11 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
     """Loss and counts of a step's rows, without gradients. Call under jit."""
 
     def local(master: layers.Weights, batch: Batch) -> dict[str, Any]:
-        shards = jax.tree.map(lambda value: Shard(value=value), master)
+        slots = program.gather.make_grad_slots(program.table, master)
 
         def add_microbatch(sums: tuple, batch: Batch) -> tuple[tuple, None]:
-            return jax.tree.map(jnp.add, sums, _sum_microbatch_loss(program, shards, batch)), None
+            microbatch_sums = _sum_microbatch_loss(program, master, slots, batch)
+            return jax.tree.map(jnp.add, sums, microbatch_sums), None
 
         (loss_sum, num_correct), _ = jax.lax.scan(
             add_microbatch, (jnp.float32(0), jnp.int32(0)), batch
@@ -140,9 +136,10 @@ def compute_totals(program: Program, master: layers.Weights, batch: Batch) -> St
 
 
 def _sum_microbatch_loss(
-    program: Program, shards: layers.Weights, batch: Batch
+    program: Program, values: layers.Weights, slots: layers.Weights, batch: Batch
 ) -> tuple[Array, Array]:
     """Sum of the token losses of this device's part of a microbatch, and the correct tokens."""
+    shards = jax.tree.map(lambda value, slot: Shard(value=value, grad_slot=slot), values, slots)
     hidden_BlD = decoder.hidden_states(
         shards,
         batch,

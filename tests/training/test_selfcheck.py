@@ -197,11 +197,9 @@ def test_two_chunks_of_rows_pass_with_the_contract_in_head_chunks_too(monkeypatc
     assert not max(differences("cudnn", strategy=strategy).values()) < selfcheck.ATTENTION_TOLERANCE
 
 
-def offload_error(offload_activations, **changes):
+def offload_error(offload_activations):
     policy = RematPolicy(offload_activations=offload_activations)
-    return selfcheck.measure_offload_error(
-        policy, device=jax.devices()[0], tokens=64, width=32, **changes
-    )
+    return selfcheck.measure_offload_error(policy, device=jax.devices()[0], tokens=64, width=32)
 
 
 @pytest.mark.parametrize("activations", ["layer_inputs", "layer_inputs_and_attention"])
@@ -209,10 +207,12 @@ def test_correct_offloading_passes(activations):
     assert offload_error(activations) <= selfcheck.OFFLOAD_TOLERANCE / 10
 
 
-def test_layers_that_read_back_the_input_of_another_layer_are_refused():
+def test_layers_that_read_back_the_input_of_another_layer_are_refused(monkeypatch):
+    apply_policy = remat.checkpoint_layer
+
     def checkpoint_layer(function, policy):
         """With offloading, the backward pass multiplies weights by wrong inputs."""
-        expected = remat.checkpoint_layer(function, policy)
+        expected = apply_policy(function, policy)
 
         @jax.custom_vjp
         def wrong(x, weight):
@@ -226,7 +226,8 @@ def test_layers_that_read_back_the_input_of_another_layer_are_refused():
         return expected if policy.offload_activations == "none" else wrong
 
     message = messages.holding("memory.offload_activations", "memory.offload_activations=none")
-    error = offload_error("layer_inputs", checkpoint_layer=checkpoint_layer)
+    monkeypatch.setattr(remat, "checkpoint_layer", checkpoint_layer)
+    error = offload_error("layer_inputs")
     with pytest.raises(UserError, match=f"^{message}"):
         selfcheck.raise_on_offload_error(error, jax.devices()[0])
 
@@ -268,6 +269,7 @@ def test_a_run_checks_what_it_uses_and_reports_it(monkeypatch, gpu):
         "window": None,
         "dtype": program.dtype,
         "device": gpu,
+        "strategy": None,
     }
     assert tried == [(choice.kernel, arguments), (program.remat_policy, gpu, PREFETCH)]
     attention_line, offload_line = lines
