@@ -79,7 +79,7 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig(**fields | changes)
 
 
-def settings(
+def make_config(
     *, compute_dtype: str = "float32", memory: dict | None = None, **optimizer: Any
 ) -> Config:
     """A config with SGD, learning rate 1 and no clipping: a step subtracts the gradient."""
@@ -96,7 +96,7 @@ def settings(
     )
 
 
-def packed(segments: Segments, *, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
+def make_rows(segments: Segments, *, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
     """Rows of random documents; each segment is a whole document."""
     rng = np.random.default_rng(seed)
     shape = (len(segments), num_tokens)
@@ -119,7 +119,7 @@ def packed(segments: Segments, *, num_tokens: int, vocab_size: int, seed: int) -
     return arrays
 
 
-def ragged(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
+def make_ragged_rows(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arrays:
     """Rows of segments of many lengths, with padding and a third of the labels masked.
 
     Row 3 has no labels.
@@ -130,13 +130,13 @@ def ragged(*, num_rows: int, num_tokens: int, vocab_size: int, seed: int) -> Arr
         cuts = np.unique(rng.integers(1, num_tokens, rng.integers(1, 5)))
         starts = [0, *cuts]
         segments.append([(int(a), int(b - a)) for a, b in zip(starts, cuts, strict=False)])
-    arrays = packed(segments, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
+    arrays = make_rows(segments, num_tokens=num_tokens, vocab_size=vocab_size, seed=seed)
     arrays["labels_BL"][rng.random(arrays["labels_BL"].shape) < 0.3] = NO_LABEL
     arrays["labels_BL"][3] = NO_LABEL
     return arrays
 
 
-def on_shares(attend: Attend) -> Callable[..., jax.Array]:
+def attend_on_shards(attend: Attend) -> Callable[..., jax.Array]:
     """The same attention on whole rows: each device of a group gets its shard, in attend's
     layout."""
     shard = PartitionSpec(None, axes.SEQ)
@@ -162,7 +162,9 @@ def on_shares(attend: Attend) -> Callable[..., jax.Array]:
     return attend_in_layout
 
 
-def on_mesh(arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: int = 1) -> Batch:
+def put_on_mesh(
+    arrays: Arrays, on: Mesh, *, rows_per_microbatch: int = 1, degree: int = 1
+) -> Batch:
     """The rows as a step gets them, each on its devices. Args: degree: degree of the layout."""
     token_order = layout.token_order(arrays["tokens_BL"].shape[1], degree)
     specs = {name: SPECS.get(name, PER_TOKEN) for name in arrays}  # weights_BL is not in SPECS

@@ -23,7 +23,7 @@ from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.run import build, trainer
 from jaxsp.runtime import run_paths
-from tests import consumed, messages
+from tests import messages, recorded_batches
 
 pytestmark = pytest.mark.e2e
 
@@ -73,7 +73,7 @@ def words_of(mesh: tuple[int, int], *more: str) -> list[str]:
 
 def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
     config = config_file.load(folder / "config.yaml", list(words))
-    with consumed.noted(folder / log):
+    with recorded_batches.record_batches(folder / log):
         program, material = build.build_training(config, devices=jax.devices())
         trainer.train(program, material, rich.console.Console(quiet=True))
 
@@ -91,7 +91,7 @@ def train_apart(
         command = [
             sys.executable,
             "-m",
-            "tests.consumed",
+            "tests.recorded_batches",
             str(folder / log),
             str(kill_at),
             str(folder / "config.yaml"),
@@ -157,7 +157,7 @@ def straight(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
     write_config(folder, data)
     train_here(folder, "log", *words_of((2, 4)))
-    steps = consumed.read(folder / "log")
+    steps = recorded_batches.read_batches(folder / "log")
     assert len(steps) > 5
     assert learned(steps) == expected(data)
     check_labels(steps)
@@ -188,7 +188,7 @@ def test_each_step_has_the_same_rows_on_every_layout(straight, tmp_path, process
         train_here(tmp_path, "log", *words_of(mesh))
     else:
         train_apart(tmp_path, "log", *words_of(mesh), processes=processes)
-    steps = consumed.read(tmp_path / "log")
+    steps = recorded_batches.read_batches(tmp_path / "log")
     assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted]
     assert learned(steps) == expected(data)
     check_labels(steps)
@@ -218,9 +218,9 @@ def test_a_run_that_was_killed_goes_on_and_learns_from_the_rest_once(
         train_here(tmp_path, "went_on", *words)
     else:
         train_apart(tmp_path, "went_on", *words, processes=after[0])
-    steps = consumed.read(tmp_path / "killed")[:done]
+    steps = recorded_batches.read_batches(tmp_path / "killed")[:done]
     assert [rows_of(step) for step in steps] == [rows_of(step) for step in wanted[:done]]
-    steps += consumed.read(tmp_path / "went_on")
+    steps += recorded_batches.read_batches(tmp_path / "went_on")
     assert learned(steps) == expected(data)
     check_labels(steps)
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -75,7 +75,7 @@ CHECKED = (
     "tests/attention/test_segments.py",
     "tests/batches.py",
     "tests/checkpoint",
-    "tests/consumed.py",
+    "tests/recorded_batches.py",
     "tests/core",
     "tests/data/chat",
     "tests/data/ingest",

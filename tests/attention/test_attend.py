@@ -43,7 +43,7 @@ def make_attend(devices, kernel="blockwise", window=None):
     if kernel is oracle.attention:
         kernel = functools.partial(kernel, window=window)
     attend = attention.make_attend(strategy=strategy, kernel=kernel, window=window)
-    return batches.on_shares(attend) if strategy.seq > 1 else attend
+    return batches.attend_on_shards(attend) if strategy.seq > 1 else attend
 
 
 def arrays(B, H=8, G=4):

@@ -155,7 +155,7 @@ STRATEGIES = [
 def test_chunks_of_rows_go_through_cudnn(kind, strategy, h, g, head_chunks):
     """All that cuDNN leaves undefined is NaN here, and no result has NaN."""
     inputs = [*arrays(4, h, g), *rows(kind, [0, 1, 2, 3])]
-    attend = batches.on_shares(
+    attend = batches.attend_on_shards(
         attention.make_attend(
             strategy=strategy, kernel="cudnn", settings=KernelSettings(head_chunks=head_chunks)
         )

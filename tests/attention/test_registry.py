@@ -116,7 +116,7 @@ def test_a_toy_strategy_and_kernel_attend_and_train_correctly(toys):
         loss = lambda q, k, v: (attend(q, k, v, starts, lengths) ** 2).sum()
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(*qkv)
 
-    actual = gradients(batches.on_shares(attend))
+    actual = gradients(batches.attend_on_shards(attend))
     expected = gradients(attention.make_attend(kernel="blockwise"))
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     for value, right in pairs:

@@ -12,7 +12,7 @@ L = 48
 
 def rows(count=40):
     """Starts and lengths of the segments of random rows, an empty row and a row of one segment."""
-    arrays = batches.ragged(num_rows=count, num_tokens=L, vocab_size=11, seed=3)
+    arrays = batches.make_ragged_rows(num_rows=count, num_tokens=L, vocab_size=11, seed=3)
     starts = arrays["starts_BM"]
     lengths = arrays["lengths_BM"]
     starts[:2] = 0

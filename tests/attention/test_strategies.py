@@ -62,7 +62,7 @@ def send_bytes(strategy, H, G):
 
 def chosen(seq, H, G, *, window=None, **attention_fields):
     model = types.SimpleNamespace(num_heads=H, num_kv_heads=G, head_dim=128, sliding_window=window)
-    config = batches.settings()
+    config = batches.make_config()
     update = {
         "model": config.model.model_copy(update={"compute_dtype": "bfloat16"}),
         "mesh": config.mesh.model_copy(update={"seq": seq}),
@@ -142,7 +142,7 @@ def expected(H, G):
 def test_every_strategy_gives_what_one_device_gives(name, record_property):
     strategy, H, G = CASES[name]
     attend = attention.make_attend(strategy=strategy, kernel="blockwise")
-    actual = results(batches.on_shares(attend), inputs(H, G))
+    actual = results(batches.attend_on_shards(attend), inputs(H, G))
     differences = {
         key: batches.difference(value, expected(H, G)[key]) for key, value in actual.items()
     }
@@ -276,7 +276,7 @@ def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
 
 def test_nothing_is_computed_for_all_turns_before_the_first_layer():
     """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
-    attend = batches.on_shares(
+    attend = batches.attend_on_shards(
         attention.make_attend(strategy=Ring(seq=8), kernel="blockwise", window=None)
     )
     starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
@@ -299,7 +299,7 @@ def merge_errors(kernel, degree=8, tokens=512):
         for heads in (H, G, G, H)
     ]
     starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
-    ring = batches.on_shares(
+    ring = batches.attend_on_shards(
         attention.make_attend(strategy=Ring(seq=degree), kernel=kernel, window=None)
     )
     alone = attention.make_attend(kernel=kernel, window=None)

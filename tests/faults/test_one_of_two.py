@@ -30,7 +30,7 @@ distributed.initialize(cluster.Process(index=index, num_processes=2, coordinator
 sharding.MIN_SHARDED_SIZE = 100
 attend = attention.make_attend(seq=1, kernel="blockwise", window=None)
 program = Program(
-    config=batches.settings(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
+    config=batches.make_config(name="adamw"), model=batches.model(), attend=attend, num_steps=9,
     mesh=device_mesh.make_mesh({"replica": 1, "data": 8, "seq": 1}),
 )
 state = train_state.random_state(program, seed=0)

@@ -45,7 +45,7 @@ MODEL = batches.model(
     head_dim=64,
     intermediate_size=1408,
 )
-ROWS = batches.packed(
+ROWS = batches.make_rows(
     [[(0, 1500), (1500, 1), (1501, 128), (1700, 2000)], [(5, 4000)]],
     num_tokens=TOKENS,
     vocab_size=MODEL.vocab_size,
@@ -137,7 +137,7 @@ def trained(gpu, lever, dtype="float32"):
     }  # no view: the step takes the memory
     state, rows, losses, moved = (
         train_state.init_state(of, start),
-        batches.on_mesh(ROWS, of.mesh),
+        batches.put_on_mesh(ROWS, of.mesh),
         [],
         {},
     )
@@ -211,7 +211,7 @@ def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
     run, state, rows = (
         train_step.compile(of),
         train_state.random_state(of, seed=0),
-        batches.on_mesh(ROWS, of.mesh),
+        batches.put_on_mesh(ROWS, of.mesh),
     )
     state, _ = run(state, rows)
     meta = CheckpointMeta(

@@ -178,7 +178,7 @@ def jaxsp_result(config: ModelConfig) -> Callable[[layers.Weights, Batch], Resul
 
 def packed_rows(segments: batches.Segments, *, vocab_size: int) -> dict[str, np.ndarray]:
     """Rows of 24 tokens with random documents; four slots, so that a model is compiled once."""
-    arrays = batches.packed(segments, num_tokens=24, vocab_size=vocab_size, seed=2)
+    arrays = batches.make_rows(segments, num_tokens=24, vocab_size=vocab_size, seed=2)
     slots = {
         name: np.pad(arrays[name], ((0, 0), (0, 4 - arrays[name].shape[1])))
         for name in ("starts_BM", "lengths_BM")

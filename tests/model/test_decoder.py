@@ -100,7 +100,7 @@ def distinct_tokens():
 
     No token occurs twice, so each row of the embedding's gradient belongs to one token's input.
     """
-    arrays = batches.packed(SEGMENTS, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
+    arrays = batches.make_rows(SEGMENTS, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
     tokens = np.arange(1, 1 + len(SEGMENTS) * L, dtype=np.int32).reshape(len(SEGMENTS), L)
     segment_BL = np.full(tokens.shape, -1)
     for row, row_segments in enumerate(SEGMENTS):
@@ -134,7 +134,7 @@ def test_changing_a_document_leaves_the_others_bit_identical(changed, seq):
 
 @pytest.mark.parametrize("seq", [1, 4])
 def test_a_loss_does_not_depend_on_later_tokens(seq):
-    arrays = batches.packed([[(0, L)]] * 3, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
+    arrays = batches.make_rows([[(0, L)]] * 3, num_tokens=L, vocab_size=MODEL.vocab_size, seed=0)
     arrays["tokens_BL"] = np.arange(1, 1 + 3 * L, dtype=np.int32).reshape(3, L)
     arrays |= {name: np.pad(arrays[name], ((0, 0), (0, 3))) for name in ("starts_BM", "lengths_BM")}
     for t in (0, 11, 12, 13, 30, 46):

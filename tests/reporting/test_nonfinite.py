@@ -214,7 +214,7 @@ def test_nonfinite_step_changes_no_bit_of_the_state_on_any_mesh(name):
         pytest.skip(
             "arrays in host memory inside shard_map need jax 0.11.1, which needs Python 3.12"
         )
-    config = batches.settings(
+    config = batches.make_config(
         name="adamw", learning_rate=1e-2, weight_decay=0.1, memory={"offload_optimizer": offload}
     )
     run = runs.compiling(sizes, config=config, want=("step",)).result()

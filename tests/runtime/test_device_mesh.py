@@ -79,7 +79,7 @@ def test_devices_of_a_group_are_neighbors():
 )
 def test_suggested_row_lengths_suit_the_layout_or_every_layout_if_it_is_unknown(degree, suggestion):
     (problem,) = device_mesh.find_division_problems(
-        batches.settings(), {"replica": 1, "data": 1, "seq": 3}, degree=degree
+        batches.make_config(), {"replica": 1, "data": 1, "seq": 3}, degree=degree
     )
     assert_names(problem, f"Use {suggestion}", start="data.row_tokens = 64: ")
 
@@ -89,7 +89,7 @@ def test_suggested_row_lengths_suit_the_layout_or_every_layout_if_it_is_unknown(
 )
 def test_rows_per_step_must_be_a_multiple_of_the_groups(rows_per_step, suggestion):
     batch = BatchConfig(rows_per_step=rows_per_step)
-    config = batches.settings().model_copy(update={"batch": batch})
+    config = batches.make_config().model_copy(update={"batch": batch})
     sizes = {"replica": 1, "data": 2, "seq": 1}
     (problem,) = device_mesh.find_division_problems(config, sizes, degree=1)
     assert problem == (

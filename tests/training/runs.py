@@ -26,8 +26,8 @@ from tests import whole as wholes
 from tests.attention import oracle
 
 MODEL = batches.model()
-ROWS = batches.ragged(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
-SGD = batches.settings()
+ROWS = batches.make_ragged_rows(num_rows=16, num_tokens=64, vocab_size=MODEL.vocab_size, seed=1)
+SGD = batches.make_config()
 NUM_STEPS = 5
 
 
@@ -40,7 +40,7 @@ def program(
     **config: Any,
 ) -> Program:
     """A program with these memory options, which is not compiled."""
-    asked = batches.settings(memory=memory, **config)
+    asked = batches.make_config(memory=memory, **config)
     mesh = {"replica": sizes[0], "data": sizes[1], "seq": sizes[2]}
     update = {
         "data": asked.data.model_copy(update={"row_tokens": row_tokens}),
@@ -135,7 +135,7 @@ class Run:
     step: Any
 
     def rows(self, arrays: batches.Arrays) -> Batch:
-        return batches.on_mesh(
+        return batches.put_on_mesh(
             arrays,
             self.program.mesh,
             rows_per_microbatch=self.rows_per_microbatch,

@@ -86,7 +86,7 @@ def model_of(name):
 
 
 def works_here(memory):
-    return not memory_options.find_problems(batches.settings(memory=memory), platform="cpu")
+    return not memory_options.find_problems(batches.make_config(memory=memory), platform="cpu")
 
 
 each_case = pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def run_of(small_waits):
     @functools.cache
     def run(name):
         sizes, memory = CASES[name]
-        config = batches.settings(memory=memory, max_grad_norm=None)
+        config = batches.make_config(memory=memory, max_grad_norm=None)
         rows_per_microbatch = 1 + name.startswith("tied")
         return runs.compiling(
             sizes, config=config, model=model_of(name), rows_per_microbatch=rows_per_microbatch
@@ -156,7 +156,7 @@ def test_a_step_subtracts_the_gradient(run_of, name):
 
 
 ADAMW = functools.partial(
-    batches.settings, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5
+    batches.make_config, name="adamw", learning_rate=1e-2, weight_decay=0.1, eps=1e-5
 )
 
 
@@ -214,7 +214,7 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
 def residuals(memory, *, seq=4):
     """Types of what a device keeps of all layers for the backward pass; and the primitives of a layer's backward pass."""
     program = Program(
-        config=batches.settings(compute_dtype="bfloat16", memory=memory),
+        config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
         mesh=batches.mesh(1, 8 // seq, seq),
         attend=attention.make_attend(seq=seq, kernel="blockwise", window=None),
@@ -311,7 +311,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
 
 def problems(version, platform, **memory):
     return memory_options.find_problems(
-        batches.settings(memory=memory), platform=platform, version=version
+        batches.make_config(memory=memory), platform=platform, version=version
     )
 
 
@@ -346,7 +346,7 @@ def test_full_and_offloaded_attention_contradict_each_other():
     asked = ("memory.offload_activations = layer_inputs_and_attention", "memory.remat = full")
     suggestions = ("memory.offload_activations=layer_inputs", "memory.remat=save_attention")
     with pytest.raises(UserError, match=messages.holding(*asked, *suggestions)):
-        batches.settings(
+        batches.make_config(
             memory={"remat": "full", "offload_activations": "layer_inputs_and_attention"}
         )
 
@@ -549,7 +549,7 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
 def test_config_of_levers_is_read():
     assert MemoryConfig().remat == "auto"
     with pytest.raises(UserError, match=r"memory\.remat"):
-        batches.settings(memory={"remat": "some"})
+        batches.make_config(memory={"remat": "some"})
 
 
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])

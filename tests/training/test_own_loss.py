@@ -16,7 +16,7 @@ from tests import batches, tolerances
 from tests.training import runs
 
 MODEL = batches.model(num_layers=1, vocab_size=67, hidden_size=20)
-ROWS = batches.ragged(num_rows=8, num_tokens=64, vocab_size=67, seed=1)
+ROWS = batches.make_ragged_rows(num_rows=8, num_tokens=64, vocab_size=67, seed=1)
 RANDOM = np.random.default_rng(7)
 WEIGHTS = RANDOM.uniform(0, 3, ROWS["labels_BL"].shape) * (
     RANDOM.random(ROWS["labels_BL"].shape) < 0.7
@@ -113,7 +113,7 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
 
 def test_a_step_whose_weights_are_all_0_changes_nothing():
     """Even if a token's loss is infinite. The compiled step takes weights because the program has them."""
-    decays = batches.settings(name="adamw", weight_decay=0.1)
+    decays = batches.make_config(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     made = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
     run = runs.Run(made, 8, None, train_step.build_step(made))

@@ -18,7 +18,7 @@ from tests.training import runs
 def long_rows():
     """Two rows of 4096 tokens: 2048 on each of 4 devices, which are 128 tiles of 16. Three tokens in ten are the same."""
     pieces = [[(0, 1500), (1500, 2596)], [(0, 4000)]]
-    arrays = batches.packed(pieces, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
+    arrays = batches.make_rows(pieces, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
     often = np.random.default_rng(4).random(arrays["tokens_BL"].shape) < 0.3
     arrays["tokens_BL"][often] = 7
     for row, places in enumerate(pieces):
@@ -55,7 +55,7 @@ def compiling(small_shards):
 
     @functools.cache
     def run(family, dtype):
-        config = batches.settings(compute_dtype=dtype, memory=tiles[dtype])
+        config = batches.make_config(compute_dtype=dtype, memory=tiles[dtype])
         return compiling(config=config, model=FAMILIES[family]).result()
 
     return run
@@ -93,7 +93,7 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
 def traced(grad_reduce_dtype):
     """The gradients of 2 x 4 devices in bfloat16."""
     program = Program(
-        config=batches.settings(
+        config=batches.make_config(
             compute_dtype="bfloat16", memory={"grad_reduce_dtype": grad_reduce_dtype}
         ),
         model=runs.MODEL,

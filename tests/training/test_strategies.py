@@ -9,7 +9,7 @@ from tests import batches, tolerances
 from tests.attention.strategies import make_strategy
 from tests.training import runs
 
-ROWS = batches.ragged(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
+ROWS = batches.make_ragged_rows(num_rows=8, num_tokens=96, vocab_size=131, seed=4)
 
 
 def of(inner, degree, outer="ring", kv_heads=1):
@@ -58,7 +58,7 @@ E2E = (
 """Each compiles for 15 s. `attention/test_strategies.py` has more cases without the rest of the step."""
 
 
-STEEP = batches.settings(learning_rate=1e3)
+STEEP = batches.make_config(learning_rate=1e3)
 """What weights are after a step is their gradients, as good as."""
 
 

@@ -15,7 +15,7 @@ from jaxsp.training.train_state import TrainState
 from tests import batches, messages, tolerances
 from tests.training import runs
 
-ADAMW = batches.settings(
+ADAMW = batches.make_config(
     name="adamw",
     learning_rate=1e-2,
     schedule="cosine",
@@ -27,7 +27,7 @@ ADAMW = batches.settings(
 )
 """With 1e-8, a gradient that is 3e-8 only because of rounding moves its weight as far as any other."""
 
-CLIPPED = batches.settings(max_grad_norm=0.25)
+CLIPPED = batches.make_config(max_grad_norm=0.25)
 
 
 pytestmark = pytest.mark.usefixtures("small_shards")
@@ -98,12 +98,12 @@ def test_only_matrices_decay():
     ],
 )
 def test_learning_rates(schedule, after_warmup):
-    config = batches.settings(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
+    config = batches.make_config(learning_rate=8, schedule=schedule, warmup_steps=4).optimizer
     rate = jax.jit(optimizer.build_schedule(config, num_steps=8))
     assert [float(rate(jnp.int32(i))) for i in range(9)] == pytest.approx(
         [2, 4, 6, 8, *after_warmup], abs=1e-5
     )
-    config = batches.settings(learning_rate=8, schedule=schedule).optimizer
+    config = batches.make_config(learning_rate=8, schedule=schedule).optimizer
     rate = jax.jit(optimizer.build_schedule(config, num_steps=4))
     assert [float(rate(jnp.int32(i))) for i in range(5)] == pytest.approx(after_warmup, abs=1e-5)
 
@@ -115,7 +115,7 @@ def test_learning_rates(schedule, after_warmup):
 def test_warmup_as_a_fraction_equals_warmup_in_steps(fraction, num_steps, num_warmup_steps):
     as_fraction, as_steps = (
         optimizer.build_schedule(
-            batches.settings(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
+            batches.make_config(learning_rate=8, **{f"warmup_{name}": value}).optimizer, num_steps
         )
         for name, value in [("fraction", fraction), ("steps", num_warmup_steps)]
     )

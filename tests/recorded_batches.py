@@ -1,7 +1,7 @@
 """Trains like the command and records the batches.
 
-Usage: `python -m tests.consumed LOG KILL_AT CONFIG.yaml ...`. Each process appends a line per step
-to LOG.<process>, with the shards that its devices hold.
+Usage: `python -m tests.recorded_batches LOG KILL_AT CONFIG.yaml ...`. Each process appends a line
+per step to LOG.<process>, with the shards that its devices hold.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from jaxsp.data.packing.loader import BatchLoader
 
 
 @contextlib.contextmanager
-def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
+def record_batches(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
     """Records batches, and kills the process before its batch number `kill_at`; 0: never."""
     batches = BatchLoader.batches
 
-    def recorded(self):
+    def recording(self):
         file = log.with_name(f"{log.name}.{jax.process_index()}")
         for number, (batch, counts) in enumerate(batches(self), 1):
             if number == kill_at:
@@ -34,7 +34,7 @@ def noted(log: pathlib.Path, *, kill_at: int = 0) -> Iterator[None]:
                 out.write(json.dumps(record) + "\n")
             yield batch, counts
 
-    BatchLoader.batches = recorded
+    BatchLoader.batches = recording
     try:
         yield
     finally:
@@ -54,7 +54,7 @@ def shards(batch) -> list:
     return list(shards.values())
 
 
-def read(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
+def read_batches(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
     """Tokens and labels of each step, joined from the records of all processes."""
     steps = {}
     for file in sorted(log.parent.glob(f"{log.name}.*")):
@@ -75,5 +75,5 @@ def read(log: pathlib.Path) -> list[tuple[np.ndarray, np.ndarray]]:
 
 if __name__ == "__main__":
     log, kill_at, *sys.argv[1:] = sys.argv[1:]
-    with noted(pathlib.Path(log), kill_at=int(kill_at)):
+    with record_batches(pathlib.Path(log), kill_at=int(kill_at)):
         cli.run_command(train.main)
