@@ -7,7 +7,7 @@ import pytest
 
 from jaxsp.core.errors import UserError
 from jaxsp.planner.compile import memory
-from scripts.bench import cases, configs, plan_error, report, step
+from scripts.bench import cases, configs, plan_error, report, step, timing
 from tests import messages
 from tests.planner import made
 
@@ -21,7 +21,7 @@ def make_plan():
 
 def measured(status=report.OK, **numbers):
     """The record of a measured case."""
-    return cases.make_record(CASE, step.Result(status=status, **numbers))
+    return timing.make_record(CASE, step.Result(status=status, **numbers))
 
 
 def test_the_implied_allowance_is_the_peak_without_the_rest_of_the_plan():

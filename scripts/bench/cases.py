@@ -9,22 +9,16 @@ the whole vocabulary, the head would take 38 % of the arithmetic in matrix produ
 """
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import json
-import math
 import pathlib
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from jaxsp.config.schema import Config
-from jaxsp.hf import families
-from jaxsp.model import flops
 from scripts.bench import configs, report, results
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -184,74 +178,6 @@ def _xla_option(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def run_cases(
-    given: argparse.Namespace,
-    found: dict[str, Any],
-    run: Callable[[Case, Sequence[str]], dict[str, Any]],
-    *,
-    sides: Sequence[str],
-) -> Iterator[dict[str, Any]]:
-    """Runs all cases, adds their records to `found`, and writes it after each.
-
-    Args:
-        run: runs a case on these of the sides, none if time is up. Returns: its record.
-        sides: from report.SIDES. With --until-it-fails, a side drops out when it fails.
-    """
-    earlier = _read_earlier(given.resume, found)
-    began = time.monotonic()
-    queue = collections.deque((case, sides) for case in expand_cases(given))
-    while queue:
-        case, case_sides = queue.popleft()
-        record = _find_finished(case, earlier)
-        if record is None:
-            is_in_time = time.monotonic() - began < given.seconds
-            record = run(case, case_sides if is_in_time else ())
-        found["cases"].append(record)
-        yield record
-        results.write(given.out, found)
-        able = [side for side in case_sides if report.get_side(record, side)["status"] == report.OK]
-        if given.until_it_fails and able and case.row_tokens >= max(given.lengths):
-            queue.append((dataclasses.replace(case, row_tokens=2 * case.row_tokens), able))
-
-
-def _read_earlier(path: pathlib.Path | None, found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the records of an earlier file, and copies its device and versions into `found`."""
-    if path is None:
-        return []
-    earlier = json.loads(path.read_text(encoding="utf-8"))
-    unknown = [name for name, value in found.items() if value is None]
-    found.update({name: earlier[name] for name in unknown if name in earlier})
-    return earlier["cases"]
-
-
-def _find_finished(case: Case, earlier: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Finds the record of a case that every side has finished."""
-    fields = dataclasses.asdict(case)
-    for record in earlier:
-        sides = [record, record.get("transformers", record)]
-        is_final = all(side["status"] in report.FINAL for side in sides)
-        if is_final and fields == {name: record.get(name) for name in fields}:
-            return record
-    return None
-
-
-def make_record(case: Case, result: Any) -> dict[str, Any]:
-    """The record of a case in the file: its fields, the model's, and its result."""
-    fields = dataclasses.asdict(result)
-    del fields["device"], fields["runtime"]  # of the whole file
-    return {
-        **dataclasses.asdict(case),
-        "num_documents": NUM_DOCUMENTS[case.documents],
-        "max_segments": MAX_SEGMENTS[case.documents],
-        "rows_per_step": 1,
-        "num_devices": 1,
-        "compute_dtype": "bfloat16",
-        "optimizer": OPTIMIZER["name"],
-        **fields,
-        "model": SHAPES[case.shape],
-    }
-
-
 def make_config(case: Case, *, source: pathlib.Path, directory: pathlib.Path) -> Config:
     """The config of a case."""
     return configs.make_config(
@@ -280,24 +206,3 @@ def make_documents(case: Case) -> list[np.ndarray]:
     positions = np.arange(1, case.row_tokens)
     cuts = np.sort(rng.choice(positions, NUM_DOCUMENTS[case.documents] - 1, replace=False))
     return np.split(rng.integers(0, SHAPES[case.shape]["vocab_size"], case.row_tokens), cuts)
-
-
-def make_figures(
-    case: Case, seconds: Sequence[float], loss: float, device_kind: str
-) -> dict[str, Any]:
-    """Fields of a result from the times of all steps, warm-up included, and the last loss."""
-    lengths = np.array([len(document) for document in make_documents(case)])
-    model = families.parse_model_config(SHAPES[case.shape], field=case.shape)
-    timed = seconds[WARM_UP_STEPS:]
-    step_s = statistics.median(timed)
-    tflops = flops.step_flops(model, lengths) / step_s / 1e12
-    peak = flops.peak_tflops(device_kind)
-    return {
-        "step_s": step_s,
-        "slowest_step_s": max(timed),
-        "tokens_per_s": case.row_tokens / step_s,
-        "tflops_per_device": tflops,
-        "mfu": None if peak is None else tflops / peak,
-        "loss": loss if math.isfinite(loss) else None,
-        "loss_finite": math.isfinite(loss),
-    }

@@ -35,8 +35,9 @@ import numpy as np
 
 from jaxsp.config.schema import OptimizerConfig
 from jaxsp.runtime import jax_platform
-from scripts.bench import cases, isolation, machine, report, results, step
+from scripts.bench import cases, isolation, machine, report, results, step, timing
 from scripts.bench.cases import Case
+from scripts.bench.timing import TimedResult
 
 MODULE = "scripts.bench.peer_transformers"
 
@@ -51,36 +52,16 @@ EXHAUSTED = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAIL
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of a case with transformers. Figures are None if it ended earlier.
+class Result(TimedResult):
+    """Result of a case with transformers."""
 
-    On a CPU, memory is None.
-    """
-
-    status: str
-    """A status of report.py."""
-    message: str | None = None
-    """First line of the error."""
     attention: str | None = None
     """attn_implementation."""
-    step_s: float | None = None
-    """Median."""
-    slowest_step_s: float | None = None
-    tokens_per_s: float | None = None
-    tflops_per_device: float | None = None
-    """Needed arithmetic, counted as for jaxsp: causal, per document, without recomputation."""
-    mfu: float | None = None
-    peak_gib: float | None = None
     reserved_gib: float | None = None
     """Peak memory that PyTorch's allocator held, used or not."""
-    loss: float | None = None
-    """Loss of the last step."""
-    loss_finite: bool | None = None
     torch: str | None = None
     """Version of torch, which contains that of CUDA."""
     torch_device: str | None = None
-    wall_s: float | None = None
-    """Duration of the case's process."""
 
 
 def main(arguments: list[str]) -> int:
@@ -103,7 +84,7 @@ def main(arguments: list[str]) -> int:
     found |= {"torch": None, "torch_device": None}
     print(report.PAIR_HEADER, flush=True)
     run = lambda case, sides: run_case(case, sides, found, given)
-    for record in cases.run_cases(given, found, run, sides=report.SIDES):
+    for record in timing.run_cases(given, found, run, sides=report.SIDES):
         longest = report.find_longest(found["cases"])
         found["longest"] = [dataclasses.asdict(rows) for rows in longest]
         print(report.format_pair(record), flush=True)
@@ -134,10 +115,8 @@ def run_case(
 
 def run_peer(case: Case, *, attention: str, seconds: float) -> Result:
     """Times the peer's side of a case in a process of its own."""
-    began = time.monotonic()
     case = dataclasses.replace(case, kernel=attention)
-    result = isolation.run_isolated(MODULE, case, Result, seconds=seconds)
-    return dataclasses.replace(result, wall_s=time.monotonic() - began)
+    return timing.run_isolated(MODULE, case, Result, seconds=seconds)
 
 
 def make_record(case: Case, ours: step.Result, peer: Result) -> dict[str, Any]:
@@ -145,7 +124,7 @@ def make_record(case: Case, ours: step.Result, peer: Result) -> dict[str, Any]:
     fields = dataclasses.asdict(peer)
     del fields["torch"], fields["torch_device"]  # of the whole file
     return {
-        **cases.make_record(case, ours),
+        **timing.make_record(case, ours),
         "transformers": fields,
         "speed_ratio": report.divide(ours.tokens_per_s, peer.tokens_per_s),
         "memory_ratio": report.divide(ours.peak_gib, peer.peak_gib),
@@ -218,7 +197,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     return Result(
         status=report.OK,
         **about,
-        **cases.make_figures(case, seconds, loss.item(), name),
+        **timing.make_figures(case, seconds, loss.item(), name),
         peak_gib=torch.cuda.max_memory_allocated() / 2**30 if has_gpu else None,
         reserved_gib=torch.cuda.max_memory_reserved() / 2**30 if has_gpu else None,
     )

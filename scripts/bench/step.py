@@ -25,8 +25,9 @@ from jaxsp.reporting import metrics
 from jaxsp.run import build
 from jaxsp.runtime import jax_platform
 from jaxsp.training import memory_formula, memory_options, train_state
-from scripts.bench import cases, isolation, report, results
+from scripts.bench import cases, isolation, report, results, timing
 from scripts.bench.cases import Case
+from scripts.bench.timing import TimedResult
 
 MODULE = "scripts.bench.step"
 
@@ -35,13 +36,9 @@ CACHE_HIT = "/jax/compilation_cache/cache_hits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """Result of a case. Figures are None if it ended earlier or the device does not report them."""
+class Result(TimedResult):
+    """Result of a case with jaxsp."""
 
-    status: str
-    """A status of report.py."""
-    message: str | None = None
-    """First line of the error."""
     kernel_used: str | None = None
     why_not_cudnn: str | None = None
     """Reason that `auto` chose another kernel."""
@@ -52,14 +49,6 @@ class Result:
     compile_s: float | None = None
     from_cache: bool | None = None
     """True if the step came from JAX's compilation cache; compile_s is then the time to load it."""
-    step_s: float | None = None
-    """Median."""
-    slowest_step_s: float | None = None
-    tokens_per_s: float | None = None
-    tflops_per_device: float | None = None
-    """Needed arithmetic, as in metrics.jsonl: causal, per document, without recomputation."""
-    mfu: float | None = None
-    peak_gib: float | None = None
     planned_gib: float | None = None
     """Device memory of the compiled step, and the estimate for the attention kernel's workspace."""
     workspace_gib: float | None = None
@@ -68,15 +57,10 @@ class Result:
     """Host memory of the compiled step."""
     memory_limit_gib: float | None = None
     """Device memory that JAX may use (runtime/memory_limits.py)."""
-    loss: float | None = None
-    """Loss of the last step."""
-    loss_finite: bool | None = None
     device: str | None = None
     """JAX's name for the type of device."""
     runtime: str | None = None
     """JAX's platform version; for a GPU, the version of CUDA."""
-    wall_s: float | None = None
-    """Duration of the case's process."""
 
 
 def main(arguments: list[str]) -> int:
@@ -98,10 +82,10 @@ def main(arguments: list[str]) -> int:
             result = run_case(case, seconds=given.case_seconds)
         found["device"] = found["device"] or result.device
         found["runtime"] = found["runtime"] or result.runtime
-        return cases.make_record(case, result)
+        return timing.make_record(case, result)
 
     print(report.HEADER, flush=True)
-    for record in cases.run_cases(given, found, run, sides=["jaxsp"]):
+    for record in timing.run_cases(given, found, run, sides=["jaxsp"]):
         print(report.format_case(record), flush=True)
     if given.compare:
         old = json.loads(given.compare.read_text(encoding="utf-8"))
@@ -111,9 +95,7 @@ def main(arguments: list[str]) -> int:
 
 def run_case(case: Case, *, seconds: float) -> Result:
     """Times a case in a process of its own."""
-    began = time.monotonic()
-    result = isolation.run_isolated(MODULE, case, Result, seconds=seconds)
-    return dataclasses.replace(result, wall_s=time.monotonic() - began)
+    return timing.run_isolated(MODULE, case, Result, seconds=seconds)
 
 
 def measure(case: Case, folder: pathlib.Path) -> Result:
@@ -154,7 +136,7 @@ def measure(case: Case, folder: pathlib.Path) -> Result:
     return Result(
         status=report.OK,
         **about,
-        **cases.make_figures(case, seconds, float(numbers.loss), device.device_kind),
+        **timing.make_figures(case, seconds, float(numbers.loss), device.device_kind),
         peak_gib=metrics.peak_gib([device]),
         memory_limit_gib=None if limit is None else limit / memory_formula.GIB,
     )
