@@ -6,8 +6,18 @@ import numpy as np
 from jaxsp.model import decoder, layers
 from jaxsp.model.config import ModelConfig
 
-PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "GH200": 989.0, "A100": 312.0, "B200": 2250.0}
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets (SXM), by a word in the device's name."""
+PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "A100": 312.0,
+    "B200": 2250.0,
+}
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words in the device's name; the first match
+counts. Names without a form factor are SXM modules."""
 
 
 def step_flops(model: ModelConfig, segment_lengths: np.ndarray) -> float:
@@ -40,5 +50,5 @@ def num_parameters(table: layers.Weights) -> int:
 
 def peak_tflops(device_kind: str) -> float | None:
     """Peak bfloat16 TFLOP/s of a device, by JAX's `device_kind`; None if unknown."""
-    words = device_kind.replace("-", " ").split()
-    return next((PEAK_TFLOPS[word] for word in words if word in PEAK_TFLOPS), None)
+    name = f" {device_kind.replace('-', ' ')} "
+    return next((peak for words, peak in PEAK_TFLOPS.items() if f" {words} " in name), None)

@@ -51,10 +51,10 @@ def build_step(program: Program) -> jax.stages.Wrapped:
     config = program.config.optimizer
     schedule = optimizer.build_schedule(config, program.num_steps)
 
-    # The planner finds arguments and file of the compiled step by the names step, state and rows
-    def step(state: TrainState, rows: Batch) -> tuple[TrainState, StepMetrics]:
+    # The planner finds arguments and file of the compiled step by the names step, state and batch
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         state = _set_memory_kinds(program, state)
-        gradients = step_gradients.compute_gradients(program, state.master, rows)
+        gradients = step_gradients.compute_gradients(program, state.master, batch)
         norm = _global_norm(program, gradients)
         scale = jnp.float32(1)
         if (limit := config.max_grad_norm) is not None:

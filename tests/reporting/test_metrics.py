@@ -49,10 +49,21 @@ def test_flops_are_those_counted_by_hand():
     )
 
 
-def test_known_gpus_have_a_peak():
-    assert flops.peak_tflops("NVIDIA H100 80GB HBM3") == 989.0
-    assert flops.peak_tflops("NVIDIA A100-SXM4-80GB") == 312.0
-    assert flops.peak_tflops("cpu") is None
+@pytest.mark.parametrize(
+    ("device_kind", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("cpu", None),
+    ],
+)
+def test_known_gpus_have_a_peak(device_kind, peak):
+    assert flops.peak_tflops(device_kind) == peak
 
 
 def line(step):
