@@ -2,14 +2,13 @@
 
 import argparse
 import dataclasses
-import json
 import pathlib
-from typing import Any
 
 import rich.console
 
 from jaxsp import cli
 from jaxsp.config import config_file
+from jaxsp.core import files
 from jaxsp.core.errors import UserError
 from jaxsp.hf import published
 from jaxsp.hf.published import ModelSizes
@@ -38,14 +37,7 @@ def _parse_arguments(arguments: list[str]) -> argparse.Namespace:
         "benchmark",
         "Times steps of a config on the devices of this machine. Keeps no results of training.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument(
-        "changes",
-        metavar="key.path=value",
-        nargs="*",
-        default=[],
-        help="changes a field of the config",
-    )
+    cli.add_config_arguments(parser)
     parser.add_argument(
         "--steps",
         metavar="N",
@@ -83,8 +75,9 @@ def _benchmark_one(
         f"step, {result.tokens_per_s:,.0f} tokens/s{peak}, planned {result.device_gib:.2f} GiB; "
         f"losses {result.losses[0]:.4f} to {result.losses[-1]:.4f}"
     )
-    result = dataclasses.replace(result, published_sizes=sizes.note or None)
-    _write_json(given.json, dataclasses.asdict(result))
+    if given.json:
+        result = dataclasses.replace(result, published_sizes=sizes.note or None)
+        files.write_json(given.json, dataclasses.asdict(result))
 
 
 def _benchmark_all(
@@ -99,15 +92,10 @@ def _benchmark_all(
         print_line=console.print,
     )
     console.print(mesh_benchmark.format_table(results))
-    meshes = [dataclasses.asdict(result) for result in results]
-    _write_json(given.json, {"meshes": meshes, "published_sizes": sizes.note or None})
-    mesh_benchmark.check_losses(results)
-
-
-def _write_json(file: pathlib.Path | None, result: dict[str, Any]) -> None:
-    if file is not None:
-        text = json.dumps(result, indent=1, allow_nan=False)
-        file.write_text(f"{text}\n", encoding="utf-8")
+    if given.json:
+        meshes = [dataclasses.asdict(result) for result in results]
+        files.write_json(given.json, {"meshes": meshes, "published_sizes": sizes.note or None})
+    console.print(mesh_benchmark.check_losses(results))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,24 @@ def make_parser(
     return parser
 
 
+def add_config_arguments(
+    parser: argparse.ArgumentParser,
+    name: str = "config",
+    *,
+    metavar: str = "CONFIG.yaml",
+    help_text: str | None = None,
+) -> None:
+    """Adds a config, or another input, and changes of config fields."""
+    parser.add_argument(name, metavar=metavar, help=help_text)
+    parser.add_argument(
+        "changes",
+        metavar="key.path=value",
+        nargs="*",
+        default=[],
+        help="changes a field of the config",
+    )
+
+
 def detect_process(args: argparse.Namespace) -> Process:
     """Detects which process this is, from a multi-process parser's arguments or the launcher."""
     return cluster.detect_process(

@@ -91,17 +91,11 @@ def _make_parser() -> argparse.ArgumentParser:
         documents_fields=True,
         is_multi_process=True,
     )
-    parser.add_argument(
+    cli.add_config_arguments(
+        parser,
         "what",
         metavar="WHAT",
-        help="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
-    )
-    parser.add_argument(
-        "changes",
-        metavar="key.path=value",
-        nargs="*",
-        default=[],
-        help="changes a field of the config",
+        help_text="a run's directory, a checkpoint, a Hugging Face folder or a hub name",
     )
     parser.add_argument(
         "--config",

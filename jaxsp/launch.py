@@ -38,14 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "launch",
         "Trains as python -m jaxsp.train does, with one process for each GPU of this node.",
     )
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument(
-        "changes",
-        metavar="key.path=value",
-        nargs="*",
-        default=[],
-        help="changes a field of the config",
-    )
+    cli.add_config_arguments(parser)
     parser.add_argument(
         "--processes",
         metavar="N",

@@ -72,14 +72,7 @@ def _make_parser() -> argparse.ArgumentParser:
         documents_fields=True,
         is_multi_process=True,
     )
-    parser.add_argument("config", metavar="CONFIG.yaml")
-    parser.add_argument(
-        "changes",
-        metavar="key.path=value",
-        nargs="*",
-        default=[],
-        help="changes a field of the config",
-    )
+    cli.add_config_arguments(parser)
     parser.add_argument(
         "--preview",
         action="store_true",

@@ -64,8 +64,6 @@ class Plan:
     """Loss tile size that the step uses; all of a device's tokens if there are no tiles."""
     memory_options: str
     """Description of all memory options."""
-    offload_activations: str
-    offload_optimizer: str
     fits: bool
     memory_bottleneck: str
     """`device` or `host`: the memory that does not fit, or else the fuller one."""
@@ -93,44 +91,34 @@ class Plan:
     formula_bytes: float
     """Bytes that a device sends in a step, by the formulas."""
     collectives: Sequence[Mapping[str, Any]]
-    """Collectives of a step by kind: kind, axes, bytes, formula, estimated seconds, and those that
-    nothing overlaps."""
+    """Collectives of a step by kind: kind, axes, bytes, formula, number of runs, estimated seconds,
+    and those that nothing overlaps."""
     model_flops: float
     """Arithmetic of a step as in tflops_per_device of metrics.jsonl: causal, document by document,
     without recomputation."""
-    hardware_flops: float | None
-    """Arithmetic of the compiled program; None if there is no time estimate."""
-    host_copy_bytes: tuple[float, float] | None
-    """Bytes copied in a step from the host to a device, and back; None without a time estimate."""
-    step_s_estimate: float | None
-    """Estimate by a roofline of published rates, which are for bfloat16 and cuDNN; None for others.
-    Measured steps are likely to take roofline.LIKELY_RANGE times as long."""
-    tokens_per_s_estimate: float | None
-    """Tokens per second of all devices, if the rows are full."""
-    mfu_estimate: float | None
-    seconds_estimate: Mapping[str, float]
-    """Estimated seconds by cause."""
-    time_bottleneck: str | None
-    """Cause that takes most of the time."""
-    transfers: Sequence[Mapping[str, Any]]
-    """Collectives and host copies of the program: kind, op_name, bytes and seconds in a step,
-    seconds that nothing overlaps, and runs."""
     jax_version: str
     plan_s: float
     """Time to compile and analyze the step."""
+    hardware_flops: float | None = None
+    """Arithmetic of the compiled program; None if there is no time estimate."""
+    host_copy_bytes: tuple[float, float] | None = None
+    """Bytes copied in a step from the host to a device, and back; None without a time estimate."""
+    step_s_estimate: float | None = None
+    """Estimate by a roofline of published rates, which are for bfloat16 and cuDNN; None for others.
+    Measured steps are likely to take roofline.LIKELY_RANGE times as long."""
+    tokens_per_s_estimate: float | None = None
+    """Tokens per second of all devices, if the rows are full."""
+    mfu_estimate: float | None = None
+    seconds_estimate: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Estimated seconds by cause."""
+    time_bottleneck: str | None = None
+    """Cause that takes most of the time."""
 
     @property
     def is_mlp_tiled(self) -> bool:
         """True if the MLP's tiles are smaller than all tokens of a device."""
-        return self._is_tile(self.mlp_tile_tokens)
-
-    @property
-    def is_loss_tiled(self) -> bool:
-        """True if the loss's tiles are smaller than all tokens of a device."""
-        return self._is_tile(self.loss_tile_tokens)
-
-    def _is_tile(self, num_tokens: int) -> bool:
-        return num_tokens * self.mesh[axes.SEQ] < self.row_tokens * self.rows_per_microbatch
+        microbatch_tokens = self.row_tokens * self.rows_per_microbatch
+        return self.mlp_tile_tokens * self.mesh[axes.SEQ] < microbatch_tokens
 
 
 def plan_step(
@@ -224,8 +212,6 @@ def _option_fields(step: PlannedStep, config: Config) -> dict[str, Any]:
         "mlp_tile_tokens": min(program.mlp_tile, program.tokens_per_device),
         "loss_tile_tokens": min(program.loss_tile, program.tokens_per_device),
         "memory_options": memory_options.describe(program),
-        "offload_activations": config.memory.offload_activations,
-        "offload_optimizer": config.memory.offload_optimizer,
     }
 
 
@@ -295,14 +281,6 @@ def _cost_fields(
         "formula_bytes": sum(formula.values()),
         "collectives": _compare_collectives(collectives, formula, program.mesh.shape, estimate),
         "model_flops": model_flops,
-        "hardware_flops": None,
-        "host_copy_bytes": None,
-        "step_s_estimate": None,
-        "tokens_per_s_estimate": None,
-        "mfu_estimate": None,
-        "seconds_estimate": {},
-        "time_bottleneck": None,
-        "transfers": [],
     }
     if estimate is None:
         return fields
@@ -316,7 +294,6 @@ def _cost_fields(
         "mfu_estimate": model_flops / step_s / cluster.gpu.ceilings.peak_tflops / 1e12,
         "seconds_estimate": estimate.seconds,
         "time_bottleneck": roofline.find_bottleneck(estimate.seconds),
-        "transfers": [dataclasses.asdict(transfer) for transfer in estimate.transfers],
     }
 
 
@@ -326,29 +303,31 @@ def _compare_collectives(
     sizes: Mapping[str, int],
     estimate: TimeEstimate | None,
 ) -> list[dict[str, Any]]:
-    """Compares sent bytes with the formula, by operation.
+    """Compares sent bytes with the formula, by operation. Operations that send nothing are left
+    out.
 
     All-reduces of gradients span one axis, others all axes.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    for traffic in comms.sum_by_axes(collectives, sizes):
-        operation = traffic.operation
-        row = rows.setdefault(
-            operation,
+    comparisons = []
+    for operation in sorted({sent.operation for sent in collectives if sent.total_bytes}):
+        group = [sent for sent in collectives if sent.operation == operation]
+        axes_of_groups = {
+            comms.find_axes(sent.device_ids, sizes) for sent in group if sent.total_bytes
+        }
+        seconds = None
+        exposed_s = None
+        if estimate is not None:
+            lines = [sent.begin_line for sent in group]
+            seconds, exposed_s = roofline.sum_transfers(estimate.transfer_seconds, lines)
+        comparisons.append(
             {
                 "kind": operation,
-                "axes": [],
-                "bytes": 0.0,
+                "axes": [" x ".join(names) for names in sorted(axes_of_groups)],
+                "bytes": comms.sum_bytes(group),
                 "formula": formula.get(operation, 0.0),
-                "seconds": None,
-                "waited_s": None,
-            },
+                "num_runs": sum(sent.num_runs for sent in group),
+                "seconds": seconds,
+                "waited_s": exposed_s,
+            }
         )
-        row["axes"].append(" x ".join(traffic.axes))
-        row["bytes"] += traffic.num_bytes
-    for operation, row in rows.items():
-        if estimate is not None:
-            transfers = [t for t in estimate.transfers if t.operation == operation]
-            row["seconds"] = sum(transfer.seconds for transfer in transfers)
-            row["waited_s"] = sum(transfer.exposed_s for transfer in transfers)
-    return list(rows.values())
+    return comparisons

@@ -1,5 +1,6 @@
 """Counts the results of a long command and estimates the time left."""
 
+import statistics
 import time
 from collections.abc import Callable
 
@@ -12,33 +13,24 @@ CACHE_HIT_S = 1.0
 class Progress:
     """A count of results, such as `3 of 12, about 2 min left`."""
 
-    def __init__(
-        self, total: int, *, is_exact: bool = True, clock: Callable[[], float] = time.monotonic
-    ):
-        """Starts the first result.
-
-        Args:
-            total: number of results.
-            is_exact: whether there will be that many; otherwise it is a usual number.
-        """
-        self.total = total
-        self.count = 0
-        self._is_exact = is_exact
+    def __init__(self, total: int, *, clock: Callable[[], float] = time.monotonic):
+        """Starts the first of `total` results."""
+        self._total = total
+        self._count = 0
         self._clock = clock
         self._began = clock()
         self._seconds: list[float] = []
 
     def advance(self) -> str:
-        """Counts a result that has just been made, and returns the words for its line."""
+        """Counts a result that has just been made, and describes the progress for its line."""
         now = self._clock()
-        self.count += 1
+        self._count += 1
         if now - self._began >= CACHE_HIT_S:
             self._seconds.append(now - self._began)
         self._began = now
-        total = self.total if self._is_exact else max(self.total, self.count + 1)
-        words = f"{self.count} of {total}" if self._is_exact else f"{self.count} of about {total}"
-        num_left = total - self.count
-        if not num_left or not self._seconds:
-            return words
-        left_s = num_left * sum(self._seconds) / len(self._seconds)
-        return f"{words}, about {durations.describe(round(left_s))} left"
+        text = f"{self._count} of {self._total}"
+        num_left = self._total - self._count
+        if num_left and self._seconds:
+            left_s = num_left * statistics.mean(self._seconds)
+            text += f", about {durations.describe(round(left_s))} left"
+        return text

@@ -185,18 +185,16 @@ def format_cost(plan: Plan, tokens: float) -> str:
     )
 
 
-def format_length(length: TriedLength, *, progress: str) -> str:
-    """Formats a length that was tried, in a line.
-
-    Args: progress: the count and the time left.
-    """
+def format_length(length: TriedLength) -> str:
+    """Formats a length that was tried, in a line."""
     plan = length.plan
+    label = f"  {length.row_tokens:>12,} tokens  "
     if plan is None:
-        return f"  {length.row_tokens:>12,} tokens  {length.problem} [{progress}]"
+        return f"{label}{length.problem}"
     verdict = length.problem or "fits"
     if length.problem and plan.shortage:
         verdict = f"too long for the {plan.memory_bottleneck}"
-    return f"  {length.row_tokens:>12,} tokens  {_format_memory(plan)}: {verdict} [{progress}]"
+    return f"{label}{_format_memory(plan)}: {verdict}"
 
 
 def format_mesh_plan(mesh_plan: MeshPlan, *, progress: str) -> str:

@@ -23,9 +23,6 @@ _LENGTH_ERROR_PREFIXES = ("data.row_tokens", "data.max_segments_per_row", "atten
 _MAX_GROWTH = 16
 """Largest factor from a row that fits to the next one, while no longer row was tried."""
 
-USUAL_NUM_LENGTHS = 8
-"""Number of lengths that are usually tried, for the time left."""
-
 CONSTANT_CATEGORIES = (memory.WEIGHTS, memory.OPTIMIZER, memory.GRADIENTS, memory.GATHERED_WEIGHTS)
 """Categories of memory that do not grow with the row."""
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -11,12 +13,12 @@ from typing import Any
 
 from jaxsp.attention import HasHeads
 from jaxsp.config import config_file
-from jaxsp.config.schema import Config
 from jaxsp.core import axes, durations
 from jaxsp.core.errors import UserError
 from jaxsp.planner import mesh_sweep, report, tables
 from jaxsp.planner.progress import Progress
 from jaxsp.run.benchmark import BenchmarkResult
+from jaxsp.runtime import hardware
 
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """Maximum relative difference between the losses of two meshes in the first step. In step n it is n
@@ -24,13 +26,6 @@ times as much, because rounding has changed the weights by then."""
 
 _MIN_LOSS = 1e-30
 """Smallest loss for relative differences."""
-
-_COUNT_DEVICES = """
-import jax, sys
-from jaxsp.runtime import jax_platform
-jax_platform.choose_platform(virtual_cpu_devices=int(sys.argv[1]) or None)
-print(len(jax.devices()))
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,9 @@ def benchmark_meshes(
     Raises: UserError if no mesh can run.
     """
     config = config_file.load(path, list(overrides))
-    combinations = mesh_sweep.list_combinations(config, model, num_devices=_count_devices(config))
+    # JAX would take the memory of the devices that it counts
+    num_devices = config.mesh.virtual_cpu_devices or hardware.count_gpus(os.environ) or 1
+    combinations = mesh_sweep.list_combinations(config, model, num_devices=num_devices)
     print_line(f"{len(combinations)} combinations of mesh and strategy, one process each:")
     progress = Progress(len(combinations))
     benchmarks: list[MeshBenchmark] = []
@@ -108,13 +105,10 @@ def benchmark_meshes(
             f"none of the {len(benchmarks)} meshes can run. The first, "
             f"{report.format_mesh(benchmarks[0].mesh)}: {benchmarks[0].problem}"
         )
-    return sorted(benchmarks, key=_sort_key)
-
-
-def _sort_key(benchmark: MeshBenchmark) -> tuple[bool, float]:
-    if benchmark.result is None:
-        return True, 0.0
-    return False, benchmark.result.step_s
+    return sorted(
+        benchmarks,
+        key=lambda benchmark: benchmark.result.step_s if benchmark.result else math.inf,
+    )
 
 
 def _overrides(mesh: dict[str, int], attention_fields: dict[str, Any]) -> list[str]:
@@ -126,7 +120,7 @@ def _overrides(mesh: dict[str, int], attention_fields: dict[str, Any]) -> list[s
 
 
 def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
-    """Table of the results, with a verdict on the losses."""
+    """Formats a table of the results."""
     ran = [(benchmark, benchmark.result) for benchmark in benchmarks if benchmark.result]
     head = (
         *axes.ALL,
@@ -164,15 +158,7 @@ def format_table(benchmarks: Sequence[MeshBenchmark]) -> str:
         f"{first.num_devices} x {first.device_kind}: median of {first.num_steps} steps after one "
         "that is not timed"
     )
-    num_different = sum(bool(benchmark.difference) for benchmark in benchmarks)
-    if num_different:
-        verdict = f"losses or counts DIFFER on {num_different} of {len(ran)} lines"
-    else:
-        largest = max(benchmark.loss_error for benchmark in benchmarks)
-        verdict = (
-            f"losses and counts agree on all {len(ran)} lines (losses to {largest:.1e}, relative)"
-        )
-    return "\n".join([title, tables.format_table(head, rows), verdict])
+    return f"{title}\n{tables.format_table(head, rows)}"
 
 
 def _describe_mesh(benchmark: MeshBenchmark) -> list[str]:
@@ -180,24 +166,24 @@ def _describe_mesh(benchmark: MeshBenchmark) -> list[str]:
     return [*sizes, benchmark.strategy]
 
 
-def check_losses(benchmarks: Sequence[MeshBenchmark]) -> None:
-    """Raises: RuntimeError if a loss or a count differs between meshes."""
+def check_losses(benchmarks: Sequence[MeshBenchmark]) -> str:
+    """Checks that the meshes have the same losses and counts, and describes how equal they are.
+
+    Raises: RuntimeError if they differ.
+    """
     differences = [
         f"{report.format_mesh(benchmark.mesh)}: {benchmark.difference}"
         for benchmark in benchmarks
         if benchmark.difference
     ]
+    num_ran = sum(benchmark.result is not None for benchmark in benchmarks)
     if differences:
-        raise RuntimeError(f"meshes differ, which is a bug: {'; '.join(differences)}")
-
-
-def _count_devices(config: Config) -> int:
-    """Number of JAX devices. Asked in another process, because JAX holds their memory."""
-    command = [sys.executable, "-c", _COUNT_DEVICES, str(config.mesh.virtual_cpu_devices or 0)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"JAX does not start: {done.stderr.strip()}")
-    return int(done.stdout.split()[-1])
+        raise RuntimeError(
+            f"{len(differences)} of {num_ran} meshes differ from the first, which is a bug: "
+            f"{'; '.join(differences)}"
+        )
+    largest = max(benchmark.loss_error for benchmark in benchmarks)
+    return f"losses and counts agree on all {num_ran} lines (losses to {largest:.1e}, relative)"
 
 
 def _run_process(
@@ -223,14 +209,13 @@ def _compare_losses(
     """Maximum relative difference of two runs' losses, and the first that is too large, as text."""
     pairs = list(zip(first.losses, other.losses, strict=True))
     relative = [abs(a - b) / max(abs(a), _MIN_LOSS) for a, b in pairs]
-    largest = max(relative)
     mesh = report.format_mesh(first.mesh)
+    difference = ""
     if first.num_loss_tokens != other.num_loss_tokens:
         difference = (
             f"num_loss_tokens {other.num_loss_tokens}, but {first.num_loss_tokens} on {mesh}"
         )
-        return largest, difference
     for step, (expected, loss) in enumerate(pairs, 1):
-        if relative[step - 1] > tolerance * step:
-            return largest, f"loss {loss:.8g} in step {step}, but {expected:.8g} on {mesh}"
-    return largest, ""
+        if not difference and relative[step - 1] > tolerance * step:
+            difference = f"loss {loss:.8g} in step {step}, but {expected:.8g} on {mesh}"
+    return max(relative), difference

@@ -1,4 +1,4 @@
-"""Plans that nothing was compiled for."""
+"""Plans made without a compiled step."""
 
 import dataclasses
 
@@ -30,8 +30,6 @@ def plan(**changes):
         "mlp_tile_tokens": 16384,
         "loss_tile_tokens": 2048,
         "memory_options": "memory options in words",
-        "offload_activations": "none",
-        "offload_optimizer": "none",
         "fits": True,
         "memory_bottleneck": "device",
         "shortage": "",
@@ -67,7 +65,6 @@ def plan(**changes):
             roofline.EXPOSED_COLLECTIVES: 0.125,
         },
         "time_bottleneck": roofline.MATMULS,
-        "transfers": [],
         "jax_version": "0.12.0",
         "plan_s": 8.0,
     }

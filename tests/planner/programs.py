@@ -1,4 +1,4 @@
-"""Configs of small models with the heads of large ones, and their steps compiled once for all tests."""
+"""Configs of small models with the heads of large ones, and steps compiled once for all tests."""
 
 import functools
 
@@ -19,14 +19,15 @@ LLAMA = {
     "head_dim": 128,
     "intermediate_size": 25600,
 }
-"""Four layers, since XLA writes out loops over two, of a size at which no two causes of memory have arrays of the same size."""
+"""Four layers, because XLA unrolls loops over two. No two categories of memory have arrays of the
+same size."""
 
-SHARE_TOKENS = 65536
-"""Of each device, however many there are."""
+DEVICE_TOKENS = 65536
+"""Tokens per device on every mesh."""
 
 
 def settings(*words, **changes):
-    """A config with this model but for `changes`, changed by `key.path=value` words."""
+    """A config of LLAMA with `changes` of the model, and overrides `key.path=value`."""
     fields = {
         "run": {"directory": "unused", "steps": 1},
         "model": {"config": {**LLAMA, **changes}},
@@ -41,31 +42,31 @@ def settings(*words, **changes):
     return config_file.parse(fields, words)
 
 
-def step(asked, devices):
-    """The step of such a config on these devices."""
+def step(config, devices):
+    """The compiled step of such a config on these devices."""
     return compiled.compile_config(
-        asked,
-        model=families.parse_model_config(asked.model.config, field="model.config"),
+        config,
+        model=families.parse_model_config(config.model.config, field="model.config"),
         devices=devices,
     )
 
 
 @functools.cache
-def gpu_step(*, data, seq, num_heads, turns, num_layers=4):
-    """A step for H100s, with as many tokens on each of them whatever the mesh."""
+def gpu_step(*, data, seq, num_heads, microbatches, num_layers=4):
+    """A step for H100s, with equally many tokens per device on every mesh."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
-    asked = settings(
+    config = settings(
         f"mesh.data={data}",
         f"mesh.seq={seq}",
-        f"batch.rows_per_step={data * turns}",
-        f"data.row_tokens={seq * SHARE_TOKENS}",
+        f"batch.rows_per_step={data * microbatches}",
+        f"data.row_tokens={seq * DEVICE_TOKENS}",
         num_attention_heads=num_heads,
         num_hidden_layers=num_layers,
     )
-    return step(asked, compiled.make_devices("h100-80gb", data * seq))
+    return step(config, compiled.make_devices("h100-80gb", data * seq))
 
 
-def pieces(step):
-    """Lengths of the pieces that a step learns from, one in each row."""
+def segment_lengths(step):
+    """Lengths of a step's segments, one per row."""
     config = step.program.config
     return np.full(config.batch.rows_per_step, config.data.max_row_tokens)

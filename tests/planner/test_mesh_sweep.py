@@ -1,4 +1,4 @@
-"""All meshes of so many devices."""
+"""Plans of all meshes of some devices."""
 
 import math
 import types
@@ -16,8 +16,8 @@ from tests.planner import made, programs
 MESH = {"replica": 1, "data": 1, "seq": 8}
 
 
-def test_every_mesh_is_there_once():
-    found = [tuple(mesh.values()) for mesh in mesh_sweep.list_meshes(8)]
+def test_every_mesh_is_listed_once():
+    meshes = [tuple(mesh.values()) for mesh in mesh_sweep.list_meshes(8)]
     expected = {
         (r, d, s)
         for r in (1, 2, 4, 8)
@@ -25,51 +25,52 @@ def test_every_mesh_is_there_once():
         for s in (1, 2, 4, 8)
         if r * d * s == 8
     }
-    assert len(found) == len(expected) == 10
-    assert set(found) == expected
+    assert len(meshes) == len(expected) == 10
+    assert set(meshes) == expected
     assert all(math.prod(mesh.values()) == 12 for mesh in mesh_sweep.list_meshes(12))
 
 
-def test_those_that_fit_come_first_and_the_fastest_of_them_first(monkeypatch):
-    """By their seq: 8 is refused, 4 does not fit, 2 is slow."""
+def test_meshes_that_fit_come_first_the_fastest_first(monkeypatch):
+    """A seq of 8 is refused, 4 does not fit, 2 is slow."""
+    reported = []
+    tried = []
 
-    def of(config, *, model, cluster, document_tokens):
-        seq, data = config.mesh.seq, config.mesh.data
+    def plan_step(config, *, model, cluster, document_tokens):
+        seq = config.mesh.seq
         tried.append((seq, config.attention.strategy, config.attention.ulysses_degree))
         if seq == 8:
             raise UserError("too many\nand more")
         return made.plan(
-            mesh={"replica": 1, "data": data, "seq": seq},
+            mesh={"replica": 1, "data": config.mesh.data, "seq": seq},
             fits=seq != 4,
             step_s_estimate={1: 1.0, 2: 3.0, 4: 0.5}[seq],
         )
 
-    monkeypatch.setattr(planning, "plan_step", of)
-    told, tried = [], []
-    site = compiled.make_cluster("h100-80gb", 8)
-    found = mesh_sweep.plan_meshes(
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    mesh_plans = mesh_sweep.plan_meshes(
         programs.settings(),
         model=families.parse_model_config(programs.LLAMA, field="model.config"),
-        cluster=site,
-        on_result=told.append,
+        cluster=compiled.make_cluster("h100-80gb", 8),
+        on_result=reported.append,
     )
-    kinds = {1: 1, 2: 3, 4: 4, 8: 5}
+    num_strategies = {1: 1, 2: 3, 4: 4, 8: 5}
+    num_meshes = {1: 4, 2: 3, 4: 2, 8: 1}
     assert (
-        len(told)
-        == len(found)
-        == sum(of_mesh * kinds[seq] for seq, of_mesh in {1: 4, 2: 3, 4: 2, 8: 1}.items())
+        len(reported)
+        == len(mesh_plans)
+        == sum(num_meshes[seq] * num_strategies[seq] for seq in num_meshes)
     )
-    seqs = [one.mesh["seq"] for one in found]
+    seqs = [mesh_plan.mesh["seq"] for mesh_plan in mesh_plans]
     assert seqs == [1] * 4 + [2] * 9 + [4] * 8 + [8] * 5
-    assert [one[1:] for one in tried if one[0] == 8] == [
-        ("ulysses", None),
-        ("hybrid", 4),
-        ("hybrid", 2),
-        ("ring", None),
-        ("all_gather", None),
+    assert [attention for seq, *attention in tried if seq == 8] == [
+        ["ulysses", None],
+        ["hybrid", 4],
+        ["hybrid", 2],
+        ["ring", None],
+        ["all_gather", None],
     ]
-    assert found[-1].plan is None
-    assert found[-1].problem == "too many"
+    assert mesh_plans[-1].plan is None
+    assert mesh_plans[-1].problem == "too many"
 
 
 def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
@@ -87,7 +88,7 @@ def test_a_config_that_no_mesh_can_use_is_an_error(monkeypatch):
 
 
 def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
-    def shape(seq, seconds, **changes):
+    def mesh_plan(seq, seconds, **changes):
         mesh = {"replica": 1, "data": 8 // seq, "seq": seq}
         plan = None if seconds is None else made.plan(mesh=mesh, step_s_estimate=seconds, **changes)
         return MeshPlan(
@@ -95,19 +96,19 @@ def test_times_within_5_percent_share_a_rank_and_the_smallest_seq_is_first():
         )
 
     fitting = [
-        shape(2, 1.04),
-        shape(4, 1.049),
-        shape(8, 1.0),
-        shape(2, 1.06),
-        shape(8, 1.07),
-        shape(1, 1.12),
+        mesh_plan(2, 1.04),
+        mesh_plan(4, 1.049),
+        mesh_plan(8, 1.0),
+        mesh_plan(2, 1.06),
+        mesh_plan(8, 1.07),
+        mesh_plan(1, 1.12),
     ]
-    others = [shape(1, 0.5, fits=False), shape(1, None)]
-    found = mesh_sweep.sort_by_rank([*others, *reversed(fitting)])
-    assert found == fitting + others
-    ranks = mesh_sweep.compute_ranks(found)
+    others = [mesh_plan(1, 0.5, fits=False), mesh_plan(1, None)]
+    ordered = mesh_sweep.sort_by_rank([*others, *reversed(fitting)])
+    assert ordered == fitting + others
+    ranks = mesh_sweep.compute_ranks(ordered)
     # the second rank is from 1.06 to 1.113
-    assert [ranks.get(id(one)) for one in found] == [1, 1, 1, 2, 2, 3, None, None]
+    assert [ranks.get(id(result)) for result in ordered] == [1, 1, 1, 2, 2, 3, None, None]
 
 
 def list_options(config, *, seq, num_heads):

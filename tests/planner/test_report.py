@@ -1,4 +1,4 @@
-"""Plans in words."""
+"""Plans as text."""
 
 import re
 
@@ -13,54 +13,54 @@ from tests.messages import assert_names, numbers
 from tests.planner import made
 
 
-def test_all_of_a_plan_is_said():
-    said = report.format_plan(made.plan(), model="a model")
+def test_a_report_has_all_parts_of_a_plan():
+    text = report.format_plan(made.plan(), model="a model")
     assert_names(
-        said,
+        text,
         "a model",
         "8 x h100-80gb",
         "replica 1 x data 1 x seq 8",
         "8 rows",
         "131,072 tokens",
     )
-    assert_names(said, "yes", "30.0 of 72.8 GiB", "device memory")
-    assert_names(said, "20.00 attention", memory.CATEGORIES[memory.ATTENTION])
-    assert_names(said, "2.000 2.000 1.00 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
+    assert_names(text, "yes", "30.0 of 72.8 GiB", "device memory")
+    assert_names(text, "20.00 attention", memory.CATEGORIES[memory.ATTENTION])
+    assert_names(text, "2.000 2.000 1.00 0.250 0.125 all-to-all", "2,000 TFLOP", "2,500", "1.25")
     assert_names(
-        said,
+        text,
         "5 s to 6.5 s",
         "209,715 tokens/s",
         "MFU 40 %",
         roofline.MATMULS,
         "ESTIMATE",
     )
-    assert_names(said, "2.125 attention")
-    assert "host" not in labels(said)
-    assert "GPU-hours" not in said
+    assert_names(text, "2.125 attention")
+    assert "host" not in labels(text)
+    assert "GPU-hours" not in text
 
 
 def labels(text):
-    """The words in the first column."""
+    """Labels in the first column."""
     return re.findall(r"^\w+", text, re.MULTILINE)
 
 
-def test_host_memory_is_listed_by_cause_with_the_pool_that_holds_it():
+def test_host_memory_is_listed_by_category_with_the_size_of_its_pool():
     plan = made.plan(
         host_gib=100.0,
         host_pool_gib=128.0,
         host_memory={memory.SAVED_ACTIVATIONS: 60.0, memory.OPTIMIZER: 40.0},
     )
-    said = report.format_plan(plan, model="a model")
-    assert "host" in labels(said)
-    assert_names(said, "128 60.00 saved activations 40.00 optimizer")
+    text = report.format_plan(plan, model="a model")
+    assert "host" in labels(text)
+    assert_names(text, "128 60.00 saved activations 40.00 optimizer")
 
 
-def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
-    said = report.format_plan(
+def test_a_single_row_is_singular_and_a_single_strategy_has_no_alternatives():
+    text = report.format_plan(
         made.plan(rows_per_step=1, strategy="ring of 8", alternative_bytes={}), model="a model"
     )
-    assert_names(said, "1 row", "131,072 tokens", "ring of 8", "cuDNN", "2.1 MB")
-    assert "3.1 MB" not in said
+    assert_names(text, "1 row", "131,072 tokens", "ring of 8", "cuDNN", "2.1 MB")
+    assert "3.1 MB" not in text
     assert_names(
         report.format_plan(made.plan(), model="a model"),
         "Ulysses of 8",
@@ -69,7 +69,7 @@ def test_one_row_is_a_row_and_one_way_to_share_is_not_compared():
     )
 
 
-def test_what_does_not_fit_names_what_is_full_and_what_to_try():
+def test_a_step_that_does_not_fit_has_the_full_memory_and_suggestions():
     plan = made.plan(
         fits=False,
         shortage="much",
@@ -82,24 +82,24 @@ def test_what_does_not_fit_names_what_is_full_and_what_to_try():
     assert_names(report.format_fit(plan), *sizes, "host memory", suggestions, start="NO")
 
 
-def test_another_kernel_than_cudnn_says_why():
-    said = report.format_plan(
+def test_a_fallback_from_cudnn_has_its_reason():
+    text = report.format_plan(
         made.plan(
             kernel="blockwise",
             kernel_title="blockwise",
-            fallback_reason="cuDNN needs what is not there",
+            fallback_reason="cuDNN needs a newer GPU",
         ),
         model="a model",
     )
-    assert_names(said, "blockwise", "cuDNN needs what is not there")
-    as_asked_for = report.format_plan(
+    assert_names(text, "blockwise", "cuDNN needs a newer GPU")
+    requested = report.format_plan(
         made.plan(kernel="blockwise", kernel_title="blockwise"), model="a model"
     )
-    assert_names(as_asked_for, "Ulysses of 8", "blockwise")
-    assert "cuDNN" not in as_asked_for
+    assert_names(requested, "Ulysses of 8", "blockwise")
+    assert "cuDNN" not in requested
 
 
-def test_without_ceilings_there_is_no_estimate():
+def test_a_plan_without_an_estimate_has_no_time_and_no_cost():
     plan = made.plan(step_s_estimate=None, tokens_per_s_estimate=None, mfu_estimate=None)
     assert_names(report.format_time(plan), "bfloat16", "cuDNN")
     assert numbers(report.format_time(plan)) == []
@@ -128,14 +128,14 @@ def test_tokens_to_train_on_give_gpu_hours_and_days():
 )
 def test_the_cause_that_takes_most_of_the_time_limits_a_step(cause):
     seconds = {roofline.MATMULS: 1.0, roofline.ATTENTION: 0.5, roofline.EXPOSED_COLLECTIVES: 0.2}
-    # overlapped transfers are no part of a step's time
-    beside = {roofline.HIDDEN_COLLECTIVES: 9.0, roofline.HIDDEN_HOST_COPIES: 9.0}
-    assert roofline.find_bottleneck(seconds | beside) == roofline.MATMULS
-    assert roofline.find_bottleneck(seconds | beside | {cause: 1.1}) == cause
+    # overlapped transfers are not part of a step's time
+    hidden = {roofline.HIDDEN_COLLECTIVES: 9.0, roofline.HIDDEN_HOST_COPIES: 9.0}
+    assert roofline.find_bottleneck(seconds | hidden) == roofline.MATMULS
+    assert roofline.find_bottleneck(seconds | hidden | {cause: 1.1}) == cause
 
 
 def cells(text):
-    """A table's rows as dicts by column, and the note under it."""
+    """Rows of a table as dicts by column, and the note below it."""
     head, *rows, note = [
         [cell for cell in re.split(r"  +", line.strip()) if cell] for line in text.splitlines()
     ]
@@ -143,7 +143,7 @@ def cells(text):
 
 
 def test_gpus_and_row_lengths_are_compared_in_one_table():
-    found = [
+    plans = [
         made.plan(tokens_per_s_estimate=200_000.0),
         made.plan(
             row_tokens=65536,
@@ -168,7 +168,7 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
             time_bottleneck=None,
         ),
     ]
-    rows, note = cells(tables.format_comparison(found, tokens=10e9))
+    rows, note = cells(tables.format_comparison(plans, tokens=10e9))
     assert [row["device"] for row in rows] == ["h100-80gb", "h100-80gb", "h200-141gb", "a100-80gb"]
     assert [row["row tokens"] for row in rows] == ["131,072", "65,536", "131,072", "131,072"]
     assert [row["fits"] for row in rows] == ["yes", "yes", "no: host", "yes"]
@@ -191,20 +191,20 @@ def test_gpus_and_row_lengths_are_compared_in_one_table():
     ]
     assert [row["GPU-hours*"] for row in rows] == ["111", "106", "111", "-"]
     assert_names(note, "1 to 1.3")
-    rows, _ = cells(tables.format_comparison(found, tokens=None))
+    rows, _ = cells(tables.format_comparison(plans, tokens=None))
     assert "GPU-hours*" not in rows[0]
 
 
-def test_the_longest_row_says_what_was_full_beyond_it():
+def test_the_longest_row_is_reported_with_the_limit_of_longer_rows():
     fits = TriedLength(row_tokens=1000, plan=made.plan(row_tokens=1000), problem="")
     beyond = TriedLength(
         row_tokens=1010,
         plan=made.plan(row_tokens=1010, shortage="x", memory_bottleneck="host"),
         problem="x",
     )
-    said = report.format_longest(LongestRow(tried=[fits, beyond]), seconds=12.3)
+    text = report.format_longest(LongestRow(tried=[fits, beyond]), seconds=12.3)
     parts = ("1,000 tokens", "remat save_attention", "1,010", "host memory", "2 lengths", "12 s")
-    assert all(part in said for part in parts)
+    assert all(part in text for part in parts)
     none = LongestRow(
         tried=[
             TriedLength(
@@ -217,9 +217,9 @@ def test_the_longest_row_says_what_was_full_beyond_it():
     )
 
 
-def test_meshes_are_a_table_and_those_that_were_refused_say_why():
+def test_meshes_are_a_table_in_which_refused_ones_have_a_reason():
     mesh = {"replica": 1, "data": 1, "seq": 8}
-    found = [
+    plans = [
         MeshPlan(
             mesh=mesh,
             strategy="ulysses",
@@ -242,7 +242,7 @@ def test_meshes_are_a_table_and_those_that_were_refused_say_why():
             problem="28 query heads cannot be shared",
         ),
     ]
-    text = tables.format_ranking(found)
+    text = tables.format_ranking(plans)
     rows, note = cells(text)
     assert list(rows[0].values()) == [
         *"118",

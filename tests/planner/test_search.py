@@ -1,4 +1,4 @@
-"""The longest row that fits, sought among plans that are made up: a line for the device, one for the host."""
+"""Search for the longest row that fits, with invented plans whose memory is linear in the row."""
 
 import pytest
 
@@ -9,25 +9,25 @@ from jaxsp.planner.compile import compiled, memory
 from tests.planner import made, programs
 
 MODEL = families.parse_model_config(programs.LLAMA, field="model.config")
-SITE = compiled.make_cluster("h100-80gb", 8)
+CLUSTER = compiled.make_cluster("h100-80gb", 8)
 
 
-def sought(monkeypatch, make, *words, has_splits=False):
+def search_row(monkeypatch, make, *words, has_splits=False):
     """Result of a search whose plans `make(row_tokens)` makes, and the planned lengths in order.
 
-    Args: has_splits: asks where cuDNN splits its work, which needs the plan extra.
+    Args: has_splits: uses the lengths where cuDNN splits its work, which needs the plan extra.
     """
     lengths = []
     if not has_splits:
         monkeypatch.setattr(search, "_find_next_split", lambda *given, **named: None)
 
-    def of(config, *, model, cluster):
+    def plan_step(config, *, model, cluster):
         lengths.append(config.data.row_tokens)
         return make(config.data.row_tokens)
 
-    monkeypatch.setattr(planning, "plan_step", of)
-    asked = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
-    return search.find_longest_row(asked, model=MODEL, cluster=SITE), lengths
+    monkeypatch.setattr(planning, "plan_step", plan_step)
+    config = programs.settings("mesh.seq=8", "data.row_tokens=131072", *words)
+    return search.find_longest_row(config, model=MODEL, cluster=CLUSTER), lengths
 
 
 def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
@@ -47,22 +47,22 @@ def line(row_tokens, *, longest=3_000_000, longest_of_host=10**9, fixed=15.0):
 
 
 @pytest.mark.parametrize("longest", [9_000, 200_000, 3_000_000, 40_000_000])
-def test_the_longest_row_is_found_to_a_hundredth_in_a_few_plans(monkeypatch, longest):
-    found, lengths = sought(monkeypatch, lambda n: line(n, longest=longest))
-    best = found.plan.row_tokens
-    assert best <= longest < found.shortest_failing.row_tokens
-    assert found.shortest_failing.row_tokens - best <= max(
+def test_the_longest_row_is_found_to_1_percent_in_at_most_6_plans(monkeypatch, longest):
+    result, lengths = search_row(monkeypatch, lambda n: line(n, longest=longest))
+    best = result.plan.row_tokens
+    assert best <= longest < result.shortest_failing.row_tokens
+    assert result.shortest_failing.row_tokens - best <= max(
         search.PRECISION * best, search.LENGTH_UNIT * 8
     )
     assert best % (search.LENGTH_UNIT * 8) == 0
     assert len(lengths) <= 6
-    assert [one.row_tokens for one in found.tried] == sorted(set(lengths))
+    assert [length.row_tokens for length in result.tried] == sorted(set(lengths))
 
 
-def test_the_host_may_be_what_binds(monkeypatch):
-    found, lengths = sought(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
-    assert found.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)
-    assert found.shortest_failing.plan.memory_bottleneck == "host"
+def test_host_memory_may_be_the_limit(monkeypatch):
+    result, lengths = search_row(monkeypatch, lambda n: line(n, longest_of_host=1_500_000))
+    assert result.plan.row_tokens == pytest.approx(1_500_000, rel=0.01)
+    assert result.shortest_failing.plan.memory_bottleneck == "host"
     assert len(lengths) <= 6
 
 
@@ -71,70 +71,70 @@ def test_the_host_may_be_what_binds(monkeypatch):
     [(786_432, 750_000, 1_000_000), (196_608, 185_000, 250_000)],
     ids=["more chunks of heads", "slots with less room"],
 )
-def test_rows_that_fit_beyond_some_that_do_not_are_found(monkeypatch, split_at, before, after):
+def test_a_row_that_fits_is_found_although_shorter_ones_do_not_fit(
+    monkeypatch, split_at, before, after
+):
     """At a workspace of 6 GiB, cuDNN's work is split into twice as many calls, and needs half."""
-    pytest.importorskip(
-        "jax_cuda12_plugin", reason="cuDNN's choice is asked of devices that are not there"
-    )
-    made_up = lambda n: line(n, longest=before if n < split_at else after)
-    found, lengths = sought(monkeypatch, made_up, "data.max_segments_per_row=64", has_splits=True)
-    assert found.plan.row_tokens == pytest.approx(after, rel=0.02)
-    assert found.shortest_failing.row_tokens > found.plan.row_tokens
+    pytest.importorskip("jax_cuda12_plugin", reason="the choice of kernel needs absent devices")
+    plan = lambda n: line(n, longest=before if n < split_at else after)
+    result, lengths = search_row(monkeypatch, plan, "data.max_segments_per_row=64", has_splits=True)
+    assert result.plan.row_tokens == pytest.approx(after, rel=0.02)
+    assert result.shortest_failing.row_tokens > result.plan.row_tokens
     assert len(lengths) <= 12
 
 
-def test_nothing_that_fits_is_an_answer_too(monkeypatch):
-    found, _ = sought(monkeypatch, lambda n: line(n, fixed=80.0))
-    assert found.plan is None
-    assert found.shortest_failing.row_tokens == search.LENGTH_UNIT * 8
+def test_a_search_may_find_no_row_that_fits(monkeypatch):
+    result, _ = search_row(monkeypatch, lambda n: line(n, fixed=80.0))
+    assert result.plan is None
+    assert result.shortest_failing.row_tokens == search.LENGTH_UNIT * 8
 
 
-def test_what_is_refused_for_its_length_alone_is_too_long(monkeypatch):
-    def refused(n):
+def test_a_row_that_is_refused_for_its_length_is_too_long(monkeypatch):
+    def refuse(n):
         if n > 2_000_000:
             raise UserError("data.row_tokens: one call is larger than a device")
         return line(n)
 
-    found, _ = sought(monkeypatch, refused)
-    assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
-    assert found.shortest_failing.problem == "data.row_tokens: one call is larger than a device"
+    result, _ = search_row(monkeypatch, refuse)
+    assert result.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
+    assert result.shortest_failing.problem == "data.row_tokens: one call is larger than a device"
 
 
 def test_a_first_row_that_is_refused_for_its_length_is_made_shorter(monkeypatch):
-    def refused(n):
+    def refuse(n):
         if n > 100_000:
             raise UserError("data.row_tokens: one call is larger than a device")
         return line(n)
 
-    found, _ = sought(monkeypatch, refused)
-    assert found.plan.row_tokens == pytest.approx(100_000, rel=0.09)
+    result, _ = search_row(monkeypatch, refuse)
+    assert result.plan.row_tokens == pytest.approx(100_000, rel=0.09)
 
 
-def test_what_is_refused_at_once_is_the_user_s_mistake(monkeypatch):
-    def refused(n):
+def test_a_problem_without_the_length_ends_the_search(monkeypatch):
+    def refuse(n):
         raise UserError("mesh.seq = 3: no")
 
     with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
-        sought(monkeypatch, refused)
+        search_row(monkeypatch, refuse)
 
 
 def test_a_problem_of_the_length_does_not_hide_another_one(monkeypatch):
-    def refused(n):
+    def refuse(n):
         raise UserError(["data.row_tokens: too long", "mesh.seq = 3: no"])
 
     with pytest.raises(ValueError, match=r"mesh\.seq = 3: no"):
-        sought(monkeypatch, refused)
+        search_row(monkeypatch, refuse)
 
 
-def test_a_row_for_which_cudnn_gives_way_is_too_long(monkeypatch):
-    def gives_way(n):
+def test_a_row_for_which_the_kernel_falls_back_is_too_long(monkeypatch):
+    def fall_back(n):
         return (
             line(n)
             if n < 2_000_000
             else made.plan(row_tokens=n, kernel="blockwise", fallback_reason="counts to 2**31")
         )
 
-    found, lengths = sought(monkeypatch, gives_way)
-    assert found.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
-    assert found.shortest_failing.problem == "counts to 2**31"
+    result, lengths = search_row(monkeypatch, fall_back)
+    assert result.plan.row_tokens == pytest.approx(2_000_000, rel=0.01)
+    assert result.shortest_failing.problem == "counts to 2**31"
     assert len(lengths) <= 12

@@ -468,7 +468,7 @@ def check_formula(made):
 
 @pytest.mark.e2e
 def test_the_formula_is_close_to_what_is_compiled():
-    check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, turns=1))
+    check_formula(programs.gpu_step(data=1, seq=8, num_heads=64, microbatches=1))
 
 
 ALL_AT_ONCE = 10**9

@@ -88,9 +88,7 @@ def read_argument_bytes(dump: CompilerDump) -> dict[tuple[str, bool], int]:
     Names are `state.master`, `state.opt_state` and so on.
     """
     # the arguments of training.train_step's function `step`
-    names = dict(
-        re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|batch)\b', dump.hlo_text)
-    )
+    names = dict(re.findall(r'parameter\((\d+)\).*op_name="(state\.\w+|batch)\b', dump.hlo_text))
     sizes: dict[tuple[str, bool], int] = {}
     for line in dump.buffer_assignment.splitlines():
         allocation = _ALLOCATION.match(line)

@@ -105,36 +105,6 @@ def sum_bytes(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AxisTraffic:
-    """Bytes that a device sends in a step by one operation along the same axes of the mesh."""
-
-    operation: str
-    """One of COLLECTIVES."""
-    axes: tuple[str, ...]
-    """Axes that a group spans; empty for groups of one device, which send nothing."""
-    num_bytes: float
-    num_devices: int
-    """Number of devices in a group."""
-
-
-def sum_by_axes(collectives: Sequence[Collective], sizes: Mapping[str, int]) -> list[AxisTraffic]:
-    """Sums a program's collectives by operation and axes, without those that send nothing."""
-    sums: dict[tuple[str, tuple[str, ...]], float] = {}
-    group_sizes = {}
-    for collective in collectives:
-        key = (collective.operation, find_axes(collective.device_ids, sizes))
-        sums[key] = sums.get(key, 0.0) + collective.total_bytes
-        group_sizes[key] = len(collective.device_ids)
-    return [
-        AxisTraffic(
-            operation=key[0], axes=key[1], num_bytes=num_bytes, num_devices=group_sizes[key]
-        )
-        for key, num_bytes in sorted(sums.items())
-        if num_bytes
-    ]
-
-
 def compute_formula_bytes(program: Program) -> dict[str, float]:
     """Computes the bytes that a device must send in a step, by operation.
 

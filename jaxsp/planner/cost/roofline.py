@@ -9,7 +9,7 @@ overlap collectives.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,24 +19,21 @@ from jaxsp.planner.compile import hlo
 from jaxsp.planner.compile.compiled import PlannedStep
 from jaxsp.planner.compile.gpus import Ceilings
 from jaxsp.planner.compile.hlo import HloModule
-from jaxsp.planner.cost import comms, hlo_cost, timeline
+from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
-from jaxsp.planner.cost.timeline import ExposedTime, ScheduledTransfer, Timeline
+from jaxsp.planner.cost.timeline import ScheduledTransfer
 
-MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES = (
-    "matrix products",
-    "memory bandwidth",
-    "attention",
-    "waiting for collectives",
-    "waiting for copies from and to the host",
-)
+MATMULS = "matrix products"
+MEMORY_BANDWIDTH = "memory bandwidth"
+ATTENTION = "attention"
+EXPOSED_COLLECTIVES = "waiting for collectives"
+EXPOSED_HOST_COPIES = "waiting for copies from and to the host"
+CAUSES = (MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES)
 """Causes of a step's time; their seconds add up to it."""
 
-HIDDEN_COLLECTIVES, HIDDEN_HOST_COPIES = (
-    "collectives that overlap kernels",
-    "host copies that overlap kernels",
-)
+HIDDEN_COLLECTIVES = "collectives that overlap kernels"
+HIDDEN_HOST_COPIES = "host copies that overlap kernels"
 
 LIKELY_RANGE = (1.0, 1.3)
 """Likely range of a measured step's time over its estimate.
@@ -45,30 +42,8 @@ Published runs of other systems with cuDNN's attention took 0.98 to 1.13 times t
 H100s limited to 500 W, with another kernel, took 1.45 times (scripts/bench/anchors.py).
 """
 
-FROM_HOST, TO_HOST = "from host", "to host"
-"""Kinds of transfers beside those of `comms.KINDS`."""
-
-COLLECTIVE_STREAM = "collectives"
-"""The stream of all collectives: they share the links."""
-
-_TERA, _GIGA = 1e12, 1e9
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferEstimate:
-    """A collective or a host copy of the program, with its time in a step."""
-
-    operation: str
-    """One of comms.KINDS, FROM_HOST or TO_HOST."""
-    op_name: str
-    """Name that JAX gave the operation."""
-    total_bytes: float
-    """Sum over all its runs."""
-    seconds: float
-    """Duration, sum over all its runs."""
-    exposed_s: float
-    """Part of `seconds` that no kernel overlaps."""
-    num_runs: int
+_TERA = 1e12
+_GIGA = 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,21 +51,24 @@ class TimeEstimate:
     """Work and time of a step on each device."""
 
     hardware_flops: float
-    """Arithmetic of the compiled program, with recomputation, and attention's backward pass as flash attention does it."""
+    """Operations of the compiled program, with recomputation; attention's backward pass as in
+    flash attention."""
     host_copy_bytes: tuple[float, float]
     """Bytes from and to host memory."""
     seconds: Mapping[str, float]
-    """Time by cause: PRODUCTS to HOST_WAITED add up to step_s; OVERLAPPED and HOST_OVERLAPPED are
-    not part of it."""
+    """Time by cause. CAUSES add up to step_s; HIDDEN_COLLECTIVES and HIDDEN_HOST_COPIES are not
+    part of it."""
     step_s: float
-    transfers: Sequence[TransferEstimate]
-    """In the order of the program's text."""
+    transfer_seconds: Mapping[int, tuple[float, float]]
+    """Seconds of all runs of each collective and host copy, and those that no kernel overlaps, by
+    the line number where it begins."""
 
 
 def make_segment_lengths(*, rows: int, row_tokens: int, document_tokens: int) -> np.ndarray:
-    """Lengths of the pieces of rows that documents of so many tokens fill, the last of each row cut."""
-    whole, rest = divmod(row_tokens, document_tokens)
-    return np.array(rows * ([document_tokens] * whole + [rest] * (rest > 0)))
+    """Segment lengths of rows that are full of equal documents; the last one of a row is cut."""
+    lengths = np.full(-(-row_tokens // document_tokens), document_tokens)
+    lengths[-1] = row_tokens - lengths[:-1].sum()
+    return np.tile(lengths, rows)
 
 
 def estimate_step(
@@ -105,120 +83,91 @@ def estimate_step(
 
     None if the dtype is not bfloat16 or XLA compiles the kernel: the published rates are for cuDNN.
     """
-    program, model = step.program, step.program.model
+    program = step.program
     call_prefix = step.choice.kernel.custom_call_prefix
     if not call_prefix or program.dtype != jnp.bfloat16:
         return None
-    forward = flops.attention_flops(model, segment_lengths) / program.mesh.size
-    # Five products where forward has two: the scores again, and the gradients of both sides of both products
+    forward = flops.attention_flops(program.model, segment_lengths) / program.mesh.size
+    # five products where the forward pass has two: the scores again, and two gradients of each
     backward = 2.5 * forward
-    forward *= 1 if program.remat_policy.is_attention_saved else 2
-    kernels, text = (
-        hlo_cost.read_kernel_costs(step.dump.hlo_text),
-        hlo.parse_module(step.dump.hlo_text),
-    )
-    on_host = {
-        kernel.begin_line: kernel
+    if not program.remat_policy.is_attention_saved:
+        forward *= 2
+    module = hlo.parse_module(step.dump.hlo_text)
+    kernels = hlo_cost.read_kernel_costs(step.dump.hlo_text)
+    sends = {
+        collective.begin_line: ScheduledTransfer(
+            stream="collectives",  # a single stream, because they share the links
+            seconds=estimate_collective_s(collective, ceilings=ceilings, node_devices=node_devices)
+            / collective.num_runs,
+            begin_line=collective.begin_line,
+            end_line=collective.end_line,
+        )
+        for collective in collectives
+    }
+    copies = {
+        kernel.begin_line: _schedule_host_copy(kernel, ceilings)
         for kernel in kernels
         if kernel.bytes_from_host or kernel.bytes_to_host
     }
-    on_device = {
-        kernel.line_number: kernel for kernel in kernels if kernel.begin_line not in on_host
-    }
-    seconds = {number: _estimate_kernel_s(kernel, ceilings) for number, kernel in on_device.items()}
-    of_attention = _estimate_attention_s(
-        text,
+    on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
+    kernel_s = {kernel.line_number: _estimate_kernel_s(kernel, ceilings) for kernel in on_device}
+    attention_s = _estimate_attention_s(
+        module,
         call_prefix=call_prefix,
         forward_s=forward / (ceilings.attention_forward_tflops * _TERA),
         backward_s=backward / (ceilings.attention_backward_tflops * _TERA),
     )
-    scheduled = {
-        one.begin_line: ScheduledTransfer(
-            stream=COLLECTIVE_STREAM,
-            seconds=estimate_collective_s(one, ceilings=ceilings, node_devices=node_devices)
-            / one.num_runs,
-            begin_line=one.begin_line,
-            end_line=one.end_line,
-        )
-        for one in collectives
+    simulated = timeline.simulate(module, kernel_s | attention_s, sends | copies)
+    transfer_seconds = {
+        line: (transfer.seconds * simulated.num_runs[line], simulated.exposed_s[line])
+        for line, transfer in (sends | copies).items()
     }
-    copies = {begin: _make_host_copy(kernel, ceilings) for begin, kernel in on_host.items()}
-    simulated = timeline.simulate(text, seconds | of_attention, scheduled | copies)
-    transfers = [
-        *(
-            _make_transfer(
-                one.operation, one.op_name, one.total_bytes, scheduled[one.begin_line], simulated
-            )
-            for one in collectives
-        ),
-        *(
-            _make_transfer(
-                copies[begin].stream,
-                kernel.op_name,
-                kernel.num_runs * max(kernel.bytes_from_host, kernel.bytes_to_host),
-                copies[begin],
-                simulated,
-            )
-            for begin, kernel in on_host.items()
-        ),
-    ]
-    by_kind = {True: [one for one in transfers if one.operation in comms.COLLECTIVES]}
-    by_kind[False] = [one for one in transfers if one.operation not in comms.COLLECTIVES]
-    waited = {
-        kind: sum((one.exposed_s for one in some), start=0.0) for kind, some in by_kind.items()
-    }
-    total = {kind: sum((one.seconds for one in some), start=0.0) for kind, some in by_kind.items()}
+
+    def sum_kernels(lines: Iterable[int]) -> float:
+        return sum((simulated.kernel_seconds[line] for line in lines), start=0.0)
+
+    collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
+    copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
     return TimeEstimate(
-        hardware_flops=sum((one.num_runs * one.flops for one in kernels), start=0.0)
-        + forward
-        + backward,
+        hardware_flops=_sum_runs(kernels, "flops") + forward + backward,
         host_copy_bytes=(
-            sum((one.num_runs * one.bytes_from_host for one in kernels), start=0.0),
-            sum((one.num_runs * one.bytes_to_host for one in kernels), start=0.0),
+            _sum_runs(kernels, "bytes_from_host"),
+            _sum_runs(kernels, "bytes_to_host"),
         ),
         seconds={
-            MATMULS: _sum_seconds(
-                simulated, (number for number, kernel in on_device.items() if kernel.flops)
+            MATMULS: sum_kernels(kernel.line_number for kernel in on_device if kernel.flops),
+            MEMORY_BANDWIDTH: sum_kernels(
+                kernel.line_number for kernel in on_device if not kernel.flops
             ),
-            MEMORY_BANDWIDTH: _sum_seconds(
-                simulated, (number for number, kernel in on_device.items() if not kernel.flops)
-            ),
-            ATTENTION: _sum_seconds(simulated, of_attention),
-            EXPOSED_COLLECTIVES: waited[True],
-            EXPOSED_HOST_COPIES: waited[False],
-            HIDDEN_COLLECTIVES: total[True] - waited[True],
-            HIDDEN_HOST_COPIES: total[False] - waited[False],
+            ATTENTION: sum_kernels(attention_s),
+            EXPOSED_COLLECTIVES: exposed_collectives_s,
+            EXPOSED_HOST_COPIES: exposed_copies_s,
+            HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
+            HIDDEN_HOST_COPIES: copies_s - exposed_copies_s,
         },
         step_s=simulated.seconds,
-        transfers=transfers,
+        transfer_seconds=transfer_seconds,
     )
-
-
-def _sum_seconds(simulated: Timeline, lines: Iterable[int]) -> float:
-    """Seconds of all runs of some kernels."""
-    return sum((simulated.kernel_seconds.get(number, 0.0) for number in lines), start=0.0)
 
 
 def find_bottleneck(seconds: Mapping[str, float]) -> str:
-    """The cause that takes most of a step's time."""
-    return max(
-        (MATMULS, MEMORY_BANDWIDTH, ATTENTION, EXPOSED_COLLECTIVES, EXPOSED_HOST_COPIES),
-        key=lambda cause: seconds.get(cause, 0.0),
+    """Finds the cause that takes most of a step's time."""
+    return max(CAUSES, key=lambda cause: seconds.get(cause, 0.0))
+
+
+def sum_transfers(
+    seconds: Mapping[int, tuple[float, float]], lines: Iterable[int]
+) -> tuple[float, float]:
+    """Sums the seconds of the transfers that begin in these lines, and those not overlapped."""
+    totals = [seconds[line] for line in lines]
+    return sum((total for total, _ in totals), start=0.0), sum(
+        (exposed for _, exposed in totals), start=0.0
     )
 
 
-def _make_transfer(
-    kind: str, op_name: str, size: float, one: ScheduledTransfer, simulated: Timeline
-) -> TransferEstimate:
-    waited = simulated.exposed.get(one.begin_line, ExposedTime(num_runs=0, seconds=0.0))
-    return TransferEstimate(
-        operation=kind,
-        op_name=op_name,
-        total_bytes=size,
-        seconds=one.seconds * waited.num_runs,
-        exposed_s=waited.seconds,
-        num_runs=waited.num_runs,
-    )
+def _sum_runs(kernels: list[KernelCost], field: str) -> float:
+    """Sums a field of KernelCost over all runs."""
+    return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
 
 
 def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
@@ -230,57 +179,58 @@ def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
 
 
 def _estimate_attention_s(
-    program: HloModule, *, call_prefix: str, forward_s: float, backward_s: float
+    module: HloModule, *, call_prefix: str, forward_s: float, backward_s: float
 ) -> dict[int, float]:
     """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
     a direction."""
-    found: dict[int, float] = {}
     runs = hlo.count_runs(
-        program,
+        module,
         lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
         include_branches=True,
     )
-    for is_backward, total in ((False, forward_s), (True, backward_s)):
-        calls = [
-            (line, times) for line, times in runs if ("Backward" in line.attributes) == is_backward
-        ]
-        num_runs = sum(times for _, times in calls)
-        found |= {line.line_number: total / num_runs for line, _ in calls}
-    return found
+    seconds: dict[int, float] = {}
+    for is_backward, total_s in ((False, forward_s), (True, backward_s)):
+        calls = {
+            line.line_number: num_runs
+            for line, num_runs in runs
+            if ("Backward" in line.attributes) == is_backward
+        }
+        seconds |= {line: total_s / sum(calls.values()) for line in calls}
+    return seconds
 
 
-def _make_host_copy(kernel: KernelCost, ceilings: Ceilings) -> ScheduledTransfer:
-    size = max(kernel.bytes_from_host, kernel.bytes_to_host)
+def _schedule_host_copy(kernel: KernelCost, ceilings: Ceilings) -> ScheduledTransfer:
+    """Schedules a copy on the stream of its direction."""
+    num_bytes = max(kernel.bytes_from_host, kernel.bytes_to_host)
     return ScheduledTransfer(
-        stream=TO_HOST if kernel.bytes_to_host >= kernel.bytes_from_host else FROM_HOST,
-        seconds=size / (ceilings.host_gb_s * _GIGA),
+        stream="to host" if kernel.bytes_to_host == num_bytes else "from host",
+        seconds=num_bytes / (ceilings.host_gb_s * _GIGA),
         begin_line=kernel.begin_line,
         end_line=kernel.end_line,
     )
 
 
-def estimate_collective_s(sent: Collective, *, ceilings: Ceilings, node_devices: int) -> float:
-    """Seconds that a collective takes, all times together: within a node over NVLink, between nodes over their network.
+def estimate_collective_s(
+    collective: Collective, *, ceilings: Ceilings, node_devices: int
+) -> float:
+    """Estimates the seconds of all runs of a collective.
 
-    In an all-to-all each device sends to each other one, most of them elsewhere, through a network card of its own; so does the
-    device whose next one is elsewhere when all pass on what they have, and the others wait for it. The other collectives go
-    round in rings, each of which leaves a node once, and all cards of the node carry them together.
+    Within a node it uses NVLink, between nodes their network. In an all-to-all, each device sends
+    to each other device, through its own network card if that is in another node. In a
+    collective-permute, devices whose neighbor is in another node send through their own card, and
+    the others wait for them. Other collectives use rings, each of which leaves a node once, so that
+    all cards of the node share the load.
     """
-    nodes = {device // node_devices for device in sent.device_ids}
-    if len(nodes) == 1:
-        return sent.total_bytes / (ceilings.link_gb_s * _GIGA)
-    count = len(sent.device_ids)
-    if sent.operation == "all-to-all":
-        here = sum(
-            device // node_devices == sent.device_ids[0] // node_devices
-            for device in sent.device_ids
-        )
-        away = sent.total_bytes * (count - here) / (count - 1)
-        return max(
-            (sent.total_bytes - away) / (ceilings.link_gb_s * _GIGA),
-            away / (ceilings.network_gb_s * _GIGA),
-        )
-    if sent.operation == "collective-permute":
-        return sent.total_bytes / (ceilings.network_gb_s * _GIGA)
-    per_node = count // len(nodes)
-    return sent.total_bytes / (min(ceilings.link_gb_s, per_node * ceilings.network_gb_s) * _GIGA)
+    total_bytes = collective.total_bytes
+    link_rate = ceilings.link_gb_s * _GIGA
+    network_rate = ceilings.network_gb_s * _GIGA
+    nodes = [device // node_devices for device in collective.device_ids]
+    num_nodes = len(set(nodes))
+    if num_nodes == 1:
+        return total_bytes / link_rate
+    if collective.operation == "all-to-all":
+        away = total_bytes * (len(nodes) - nodes.count(nodes[0])) / (len(nodes) - 1)
+        return max((total_bytes - away) / link_rate, away / network_rate)
+    if collective.operation == "collective-permute":
+        return total_bytes / network_rate
+    return total_bytes / min(link_rate, len(nodes) // num_nodes * network_rate)

@@ -23,7 +23,7 @@ from jaxsp.planner.compile.hlo import HloModule, Instruction
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduledTransfer:
-    """One collective or host copy of a program."""
+    """Place and duration of a collective or host copy in a program."""
 
     stream: str
     """Transfers of one stream run one after another."""
@@ -36,61 +36,36 @@ class ScheduledTransfer:
     stream."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExposedTime:
-    """Time of a step in which the compute stream waits while one transfer runs."""
-
-    num_runs: int
-    seconds: float
-    """Sum over all runs; at most the transfer's own seconds."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """A simulated program."""
-
-    seconds: float
-    """Time from the first instruction until all streams are idle."""
-    kernel_seconds: Mapping[int, float]
-    """Seconds of all runs of each kernel, by line number."""
-    exposed: Mapping[int, ExposedTime]
-    """Waits for each transfer, by the line number where it begins."""
-
-
 def simulate(
     program: HloModule,
     kernel_seconds: Mapping[int, float],
     transfers: Mapping[int, ScheduledTransfer],
-) -> Timeline:
-    """Simulates a program.
+    *,
+    computation: str | None = None,
+) -> "Timeline":
+    """Simulates a program, or one of its computations.
 
     Args:
         kernel_seconds: seconds of one run of each kernel, by line number.
         transfers: collectives and host copies, by the line number where they begin.
     """
-    simulator = _Simulator(program, kernel_seconds, transfers)
-    simulator.run(program.entry, runs=1)
-    exposed = {
-        line: ExposedTime(num_runs=runs, seconds=simulator.exposed_s[line])
-        for line, runs in simulator.num_runs.items()
-    }
-    return Timeline(
-        seconds=simulator.end_s, kernel_seconds=simulator.kernel_seconds, exposed=exposed
-    )
+    timeline = Timeline(program, kernel_seconds, transfers)
+    timeline.run(computation or program.entry, runs=1)
+    return timeline
 
 
 class _TransferRun(NamedTuple):
-    """One run of a transfer."""
+    """One run of a transfer. Times are in seconds from the beginning of the program."""
 
     begin_line: int
     """Line number where the transfer begins."""
     begin_s: float
-    """Seconds from the beginning of the program."""
     end_s: float
 
 
-class _Simulator:
-    """Clocks of all streams, in seconds from the beginning of the program."""
+class Timeline:
+    """Clocks of all streams, in seconds from the beginning of the program, and sums over all
+    runs."""
 
     def __init__(
         self,
@@ -104,19 +79,23 @@ class _Simulator:
         self._transfers_by_end_line: dict[int, list[ScheduledTransfer]] = {}
         for transfer in transfers.values():
             self._transfers_by_end_line.setdefault(transfer.end_line, []).append(transfer)
-        self.compute_free_s = 0.0
+        self._compute_free_s = 0.0
         """Time when the compute stream is free."""
         self._queues: dict[str, list[_TransferRun]] = {}
         """Runs of each other stream, in order, except those that have ended."""
-        self.exposed_s: collections.defaultdict[int, float] = collections.defaultdict(float)
-        self.num_runs: collections.Counter[int] = collections.Counter()
         self.kernel_seconds: collections.defaultdict[int, float] = collections.defaultdict(float)
+        """Seconds of all runs of each kernel, by line number."""
+        self.exposed_s: collections.defaultdict[int, float] = collections.defaultdict(float)
+        """Seconds in which the compute stream waits while a transfer runs, by the line number where
+        it begins. At most the transfer's own seconds."""
+        self.num_runs: collections.Counter[int] = collections.Counter()
+        """Runs of each transfer, by the line number where it begins."""
 
     @property
-    def end_s(self) -> float:
+    def seconds(self) -> float:
         """Time when all streams are idle."""
         return max(
-            [self.compute_free_s, *(run.end_s for queue in self._queues.values() for run in queue)]
+            [self._compute_free_s, *(run.end_s for queue in self._queues.values() for run in queue)]
         )
 
     def run(self, computation: str, *, runs: int) -> None:
@@ -130,19 +109,19 @@ class _Simulator:
             if transfer is not None:
                 continue
             if (seconds := self._kernels.get(line.line_number)) is not None:
-                self.compute_free_s += seconds
+                self._compute_free_s += seconds
                 self.kernel_seconds[line.line_number] += seconds * runs
             if line.opcode == "while":
                 self._run_loop(line, runs)
             elif line.opcode == "conditional":
-                self._run_slowest(line.called_computations, runs)
+                self.run(max(line.called_computations, key=self._simulate_branch), runs=runs)
             elif line.opcode in ("call", "async-start"):
                 for called in line.called_computations:
                     self.run(called, runs=runs)
 
     def _start(self, transfer: ScheduledTransfer, runs: int) -> None:
         queue = self._queues.setdefault(transfer.stream, [])
-        begin = max([self.compute_free_s, *(run.end_s for run in queue)])
+        begin = max([self._compute_free_s, *(run.end_s for run in queue)])
         queue.append(_TransferRun(transfer.begin_line, begin, begin + transfer.seconds))
         self.num_runs[transfer.begin_line] += runs
 
@@ -150,57 +129,41 @@ class _Simulator:
         """Waits for a transfer. Time in which an earlier one of its queue still runs counts for
         that one."""
         queue = self._queues.get(transfer.stream, [])
-        until = max(
-            [
-                self.compute_free_s,
-                *(run.end_s for run in queue if run.begin_line == transfer.begin_line),
-            ]
-        )
+        ends = [run.end_s for run in queue if run.begin_line == transfer.begin_line]
+        until = max([self._compute_free_s, *ends])
         for run in queue:
-            self.exposed_s[run.begin_line] += (
-                max(0.0, min(run.end_s, until) - max(run.begin_s, self.compute_free_s)) * runs
-            )
-        self.compute_free_s = until
+            waited = min(run.end_s, until) - max(run.begin_s, self._compute_free_s)
+            self.exposed_s[run.begin_line] += max(0.0, waited) * runs
+        self._compute_free_s = until
         self._queues[transfer.stream] = [run for run in queue if run.end_s > until]
 
     def _run_loop(self, loop: Instruction, runs: int) -> None:
-        body = loop.find_computation("body")
-        trips = hlo.find_trip_count(loop, self._program)
-        if trips == 0:
-            return
-        self.run(body, runs=runs)
-        if trips == 1:
-            return
-        now = self.compute_free_s
-        queues = {stream: list(queue) for stream, queue in self._queues.items()}
-        self.run(body, runs=runs * (trips - 1))
-        self._repeat_loop(now, queues, times=trips - 2)
-
-    def _repeat_loop(
-        self, now: float, queues: Mapping[str, list[_TransferRun]], *, times: int
-    ) -> None:
-        """Advances all clocks by `times` more iterations, each as long as the one that started at
-        `now`.
+        """Simulates two iterations, and repeats the second.
 
         Transfers that began before the loop and end after it overlap all iterations, and keep their
         times.
         """
-        seconds = times * (self.compute_free_s - now)
-        self.compute_free_s += seconds
+        body = loop.find_computation("body")
+        num_trips = hlo.find_trip_count(loop, self._program)
+        if num_trips > 0:
+            self.run(body, runs=runs)
+        if num_trips < 2:
+            return
+        begin_s = self._compute_free_s
+        older = {run for queue in self._queues.values() for run in queue}
+        self.run(body, runs=runs * (num_trips - 1))
+        skipped_s = (num_trips - 2) * (self._compute_free_s - begin_s)
+        self._compute_free_s += skipped_s
         for stream, queue in self._queues.items():
-            old = queues.get(stream, [])
             self._queues[stream] = [
                 run
-                if run in old
-                else _TransferRun(run.begin_line, run.begin_s + seconds, run.end_s + seconds)
+                if run in older
+                else run._replace(begin_s=run.begin_s + skipped_s, end_s=run.end_s + skipped_s)
                 for run in queue
             ]
 
-    def _run_slowest(self, branches: list[str], runs: int) -> None:
-        self.run(max(branches, key=self._simulate_alone_s), runs=runs)
-
-    def _simulate_alone_s(self, computation: str) -> float:
+    def _simulate_branch(self, computation: str) -> float:
         """Seconds of a computation that starts with idle streams."""
-        alone = _Simulator(self._program, self._kernels, self._transfers)
-        alone.run(computation, runs=1)
-        return alone.compute_free_s
+        return simulate(
+            self._program, self._kernels, self._transfers, computation=computation
+        ).seconds

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 def wide(request):
     """A step with as many tokens per device on every mesh, so that rows double with `seq`."""
     data, seq = request.param
-    return programs.gpu_step(data=data, seq=seq, num_heads=64, turns=1)
+    return programs.gpu_step(data=data, seq=seq, num_heads=64, microbatches=1)
 
 
 def check_prediction(step):
@@ -81,7 +81,7 @@ def test_categories_with_a_formula_match_it(wide):
     weights = 4 * num_weights / program.mesh.size
     assert device[memory.WEIGHTS] == pytest.approx(weights, rel=tolerances.MEMORY)
     assert device[memory.CUDNN_WORKSPACE] == wide.choice.settings.workspace_bytes
-    saved = model.num_layers * programs.SHARE_TOKENS * 2 * (D + H * K)
+    saved = model.num_layers * programs.DEVICE_TOKENS * 2 * (D + H * K)
     assert device[memory.SAVED_ACTIVATIONS] <= saved * (1 + tolerances.MEMORY)
     assert device[memory.SAVED_ACTIVATIONS] >= saved * (1 - 1 / model.num_layers), (
         "at the peak, all layers or all except one"
@@ -148,13 +148,13 @@ def test_several_microbatches_take_no_more_host_or_device_memory_than_one(microb
 @pytest.mark.slow
 def test_arrays_with_as_many_heads_as_layers_are_not_saved_activations():
     """Llama-3.1-8B has 32 of both."""
-    step = programs.gpu_step(data=1, seq=2, num_heads=8, turns=1, num_layers=8)
+    step = programs.gpu_step(data=1, seq=2, num_heads=8, microbatches=1, num_layers=8)
     device = memory.break_down_peak(step).device
     model = step.program.model
-    saved = 8 * programs.SHARE_TOKENS * 2 * (model.hidden_size + 8 * model.head_dim)
+    saved = 8 * programs.DEVICE_TOKENS * 2 * (model.hidden_size + 8 * model.head_dim)
     assert device[memory.SAVED_ACTIVATIONS] <= saved * (1 + tolerances.MEMORY)
     heads = Buffer(
-        op_name="jit(step)/attend/transpose", dtype="bf16", dims=(8, programs.SHARE_TOKENS, 128),
+        op_name="jit(step)/attend/transpose", dtype="bf16", dims=(8, programs.DEVICE_TOKENS, 128),
         on_host=False, begin_byte=0, end_byte=8, first_use=0, last_use=1,
     )  # fmt: skip
     assert memory._Classifier(step)(heads) == memory.ATTENTION

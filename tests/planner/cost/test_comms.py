@@ -1,4 +1,4 @@
-"""Bytes that a compiled program sends, against those of our formulas, and against programs short enough to count by hand."""
+"""Bytes that compiled programs send, against the formulas and counts by hand."""
 
 import jax
 import pytest
@@ -11,15 +11,13 @@ from tests.messages import assert_names
 from tests.planner import programs
 
 FEW_BYTES = 1024
-"""Counts, the loss and the norms of gradients are summed over the mesh too: a few numbers."""
+"""Bytes of counts, the loss and gradient norms, which are summed over the mesh too."""
 
 
 def check(step, *, dtype, remat="save_attention"):
-    """What a step sends is what the formulas say, and nothing else."""
-    found, expected = (
-        comms.parse_collectives(step.dump.hlo_text),
-        comms.compute_formula_bytes(step.program),
-    )
+    """A step sends the bytes of the formulas, and nothing else."""
+    found = comms.parse_collectives(step.dump.hlo_text)
+    expected = comms.compute_formula_bytes(step.program)
     assert step.program.remat_policy.remat == remat
     assert (
         comms.sum_bytes(found, operation="all-gather", dtype=dtype)
@@ -41,57 +39,62 @@ def check(step, *, dtype, remat="save_attention"):
             found, operation=kind
         )
     assert comms.sum_bytes(found, operation="collective-permute") == 0
-    over = {
+    group_axes = {
         kind: {
-            comms.find_axes(one.device_ids, step.program.mesh.shape)
-            for one in found
-            if one.operation == kind
+            comms.find_axes(sent.device_ids, step.program.mesh.shape)
+            for sent in found
+            if sent.operation == kind
         }
         for kind in comms.COLLECTIVES
     }
     sizes = step.program.mesh.shape
-    assert over["all-to-all"] == {(axes.SEQ,)}
+    assert group_axes["all-to-all"] == {(axes.SEQ,)}
     assert (
-        over["all-gather"]
-        == over["reduce-scatter"]
+        group_axes["all-gather"]
+        == group_axes["reduce-scatter"]
         == {tuple(axis for axis in axes.SHARDS if sizes[axis] > 1)}
     )
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("data", "seq", "num_heads", "turns"),
+    ("data", "seq", "num_heads", "microbatches"),
     [
         (2, 4, 32, 3),
         *(
-            pytest.param(1, *one, 1, marks=pytest.mark.slow)
-            for one in ((32, 32), (8, 64), (32, 64))
+            pytest.param(1, *sizes, 1, marks=pytest.mark.slow)
+            for sizes in ((32, 32), (8, 64), (32, 64))
         ),
     ],
     ids=str,
 )
-def test_a_gpu_program_sends_what_the_formulas_say(data, seq, num_heads, turns):
-    check(programs.gpu_step(data=data, seq=seq, num_heads=num_heads, turns=turns), dtype="bf16")
+def test_a_gpu_program_sends_the_bytes_of_the_formulas(data, seq, num_heads, microbatches):
+    check(
+        programs.gpu_step(data=data, seq=seq, num_heads=num_heads, microbatches=microbatches),
+        dtype="bf16",
+    )
 
 
 @pytest.mark.e2e
-def test_devices_communicate_in_the_groups_that_memory_is_kept_free_for():
-    step = programs.gpu_step(data=2, seq=4, num_heads=32, turns=3)
-    groups = {frozenset(one.device_ids) for one in comms.parse_collectives(step.dump.hlo_text)}
+def test_devices_communicate_in_the_groups_for_which_memory_is_kept_free():
+    step = programs.gpu_step(data=2, seq=4, num_heads=32, microbatches=3)
+    groups = {frozenset(sent.device_ids) for sent in comms.parse_collectives(step.dump.hlo_text)}
     assert groups == available_memory.list_communicators(
         step.program.mesh.shape, step.program.attend.strategy
     )
-    assert len(groups) == 3, "all devices, those of a row, and those with the same part of rows"
+    assert len(groups) == 3, (
+        "all devices, sequence-parallel groups, and devices with the same part of rows"
+    )
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "remat",
-    [*(pytest.param(one, marks=pytest.mark.slow) for one in ("none", "save_attention")), "full"],
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "save_attention")), "full"],
 )
-def test_a_cpu_program_sends_what_the_formulas_say(remat):
-    # float32, because XLA's CPU programs send bfloat16 as float32; one turn, because they gather embedding and head before the
-    # loop over turns
+def test_a_cpu_program_sends_the_bytes_of_the_formulas(remat):
+    # float32, because XLA's CPU programs send bfloat16 as float32; one microbatch, because they
+    # gather embedding and head before the loop over microbatches
     words = [
         "mesh.replica=2",
         "mesh.data=2",
@@ -101,16 +104,17 @@ def test_a_cpu_program_sends_what_the_formulas_say(remat):
     ]
     words += ["model.compute_dtype=float32", f"memory.remat={remat}"]
     heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32}
-    asked = programs.settings(
+    config = programs.settings(
         *words, hidden_size=256, intermediate_size=512, vocab_size=509, **heads
     )
-    check(programs.step(asked, jax.devices()), dtype="f32", remat=remat)
+    check(programs.step(config, jax.devices()), dtype="f32", remat=remat)
 
 
 def program(*lines, more=""):
     """A compiled program for 8 devices with these instructions."""
     body = "\n".join(f"  {line}" for line in lines)
-    return f"HloModule small, is_scheduled=true, num_partitions=8\n{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"
+    head = "HloModule small, is_scheduled=true, num_partitions=8"
+    return f"{head}\n{more}\nENTRY %main (a: f32[8]) -> f32[8] {{\n{body}\n}}\n"
 
 
 def computation(name, *lines):
@@ -130,9 +134,7 @@ GATHER = f"%x = f32[64]{{0}} all-gather(%a), {GROUPS}, dimensions={{0}}"
         ([f"%x = f32[16]{{0}} reduce-scatter(%a), {GROUPS}, to_apply=%add"], 3 * 64),
         ([f"%x = f32[64]{{0}} all-to-all(%a), {GROUPS}, dimensions={{0}}"], 3 / 4 * 256),
         (
-            [
-                f"%x = (f32[16]{{0}}, f32[16]{{0}}, f32[16]{{0}}, f32[16]{{0}}) all-to-all(%a, %b, %c, %d), {GROUPS}"
-            ],
+            [f"%x = ({', '.join(['f32[16]{0}'] * 4)}) all-to-all(%a, %b, %c, %d), {GROUPS}"],
             3 / 4 * 256,
         ),
         ([f"%x = f32[64]{{0}} all-reduce(%a), {GROUPS}, to_apply=%add"], 2 * 3 / 4 * 256),
@@ -143,11 +145,11 @@ GATHER = f"%x = f32[64]{{0}} all-gather(%a), {GROUPS}, dimensions={{0}}"
         ),
     ],
 )
-def test_each_kind_is_counted_as_its_algorithm_sends_it(lines, expected):
-    (one,) = comms.parse_collectives(
+def test_each_operation_sends_the_bytes_of_its_algorithm(lines, expected):
+    (sent,) = comms.parse_collectives(
         program(*lines, more=computation("add", "ROOT %s = f32[] add(%p, %q)"))
     )
-    assert one.total_bytes == expected
+    assert sent.total_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -163,13 +165,10 @@ def test_each_kind_is_counted_as_its_algorithm_sends_it(lines, expected):
         ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 1, 2, 3)),
     ],
 )
-def test_groups_are_read_in_every_way_that_xla_writes_them(written, group):
-    (one,) = comms.parse_collectives(
-        program(
-            f"%x = f32[64]{{0}} all-gather(%a), channel_id=1, replica_groups={written}, dimensions={{0}}"
-        )
-    )
-    assert one.device_ids == group
+def test_groups_are_parsed_in_every_notation_of_xla(written, group):
+    attributes = f"channel_id=1, replica_groups={written}, dimensions={{0}}"
+    (sent,) = comms.parse_collectives(program(f"%x = f32[64]{{0}} all-gather(%a), {attributes}"))
+    assert sent.device_ids == group
 
 
 ASYNC = {
@@ -193,19 +192,18 @@ ASYNC = {
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-def test_what_is_begun_and_ended_counts_once(kind):
+def test_an_asynchronous_collective_counts_once(kind):
     result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
     plain = f"%w = {result} {kind}(%b), {GROUPS}"
     lines = [line.replace("GROUPS", GROUPS) for line in ASYNC[kind]]
     more = computation("wrapped", plain) if kind == "reduce-scatter" else ""
-    assert [one.total_bytes for one in comms.parse_collectives(program(*lines, more=more))] == [
-        comms.parse_collectives(program(plain))[0].total_bytes
-    ]
+    (sent,) = comms.parse_collectives(program(*lines, more=more))
+    assert sent.total_bytes == comms.parse_collectives(program(plain))[0].total_bytes
 
 
 @pytest.mark.parametrize("kind", ASYNC)
-def test_what_runs_meanwhile_is_between_begin_and_end(kind):
-    """Also where the collective itself is in a computation of its own, as jax 0.12 has all of them."""
+def test_overlapped_instructions_are_between_begin_line_and_end_line(kind):
+    """Also if the collective is in its own computation, as with jax 0.12."""
     result = "f32[16]{0}" if kind == "reduce-scatter" else "f32[64]{0}"
     begun, ended = (line.replace("GROUPS", GROUPS) for line in ASYNC[kind])
     more = (
@@ -213,8 +211,8 @@ def test_what_runs_meanwhile_is_between_begin_and_end(kind):
         if kind == "reduce-scatter"
         else ""
     )
-    (one,) = comms.parse_collectives(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
-    assert one.end_line - one.begin_line == 2
+    (sent,) = comms.parse_collectives(program(begun, "%z = f32[8]{0} negate(%q)", ended, more=more))
+    assert sent.end_line - sent.begin_line == 2
 
 
 def loop(body, trips="4"):
@@ -225,16 +223,16 @@ def loop(body, trips="4"):
 LESS = computation("less", "ROOT %l = pred[] compare(%i, %n), direction=LT")
 
 
-def test_loops_multiply_and_called_computations_count_where_they_are_called():
+def test_loops_multiply_and_called_computations_count_once_per_call():
     more = (
         LESS
         + computation("inner", GATHER)
         + computation("outer", loop("inner", "3"), "%c = f32[8]{0} call(%b), to_apply=%inner")
     )
     text = program(loop("outer", "5"), "%c = f32[8]{0} call(%a), to_apply=%inner", more=more)
-    (one,) = comms.parse_collectives(text)
-    assert one.num_runs == 5 * (3 + 1) + 1
-    assert one.total_bytes == one.num_runs * 192
+    (sent,) = comms.parse_collectives(text)
+    assert sent.num_runs == 5 * (3 + 1) + 1
+    assert sent.total_bytes == sent.num_runs * 192
 
 
 COUNTED = """
@@ -266,7 +264,7 @@ COUNTED = """
         (("(%c, %seven)", "(%seven, %c)"), None),
     ],
 )
-def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_ends(change, times):
+def test_a_loop_without_a_trip_count_is_counted_by_its_induction_variable(change, times):
     lines = [
         "%two = s32[] constant(2)",
         "%begin = s32[] copy(%two)",
@@ -279,7 +277,8 @@ def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_e
         with pytest.raises(ValueError, match=r"l .*loop"):
             comms.parse_collectives(text)
     else:
-        assert [one.num_runs for one in comms.parse_collectives(text)] == [times]
+        (sent,) = comms.parse_collectives(text)
+        assert sent.num_runs == times
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_a_loop_without_a_count_runs_from_where_its_counter_begins_to_where_it_e
         ),
     ],
 )
-def test_what_cannot_be_understood_is_an_error(lines, parts):
+def test_an_unknown_notation_is_an_error(lines, parts):
     with pytest.raises(ValueError, match=parts[0]) as caught:
         comms.parse_collectives(program(*lines, more=LESS + computation("gathers", GATHER)))
     assert_names(caught.value, *parts)
@@ -324,7 +323,7 @@ def test_scopes_are_found_in_combined_and_differentiated_operations():
     assert comms.sum_bytes(found) == 3 * 192
 
 
-def test_groups_are_told_by_axes_and_others_are_an_error():
+def test_groups_are_named_by_axes_and_other_groups_are_an_error():
     sizes = {"replica": 1, "data": 2, "seq": 4}
     assert comms.find_axes((0, 1, 2, 3), sizes) == ("seq",)
     assert comms.find_axes((0, 4), sizes) == ("data",)
@@ -339,13 +338,11 @@ def test_groups_are_told_by_axes_and_others_are_an_error():
         comms.find_axes((0, 1, 4), sizes)
 
 
-def test_a_ring_s_group_is_who_passes_on_to_whom():
-    text = program(
-        "%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}"
-    )
-    (one,) = comms.parse_collectives(text)
-    assert one.device_ids == (0, 2)
-    text = program(
-        "%x = f32[64]{0} collective-permute(%a), source_target_pairs={{0,3},{3,1},{1,0}}"
-    )
-    assert comms.parse_collectives(text)[0].device_ids == (0, 3, 1)
+def test_the_group_of_a_ring_is_in_the_order_of_its_hops():
+    for pairs, group in (
+        ("{{0,2},{1,3},{2,0},{3,1},{4,6},{6,4}}", (0, 2)),
+        ("{{0,3},{3,1},{1,0}}", (0, 3, 1)),
+    ):
+        line = f"%x = f32[64]{{0}} collective-permute(%a), source_target_pairs={pairs}"
+        (sent,) = comms.parse_collectives(program(line))
+        assert sent.device_ids == group

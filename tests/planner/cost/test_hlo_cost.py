@@ -1,4 +1,4 @@
-"""What a compiled program computes and moves, from programs short enough to count by hand, and against a formula."""
+"""Arithmetic and memory traffic of compiled programs, against counts by hand and a formula."""
 
 import pytest
 
@@ -30,10 +30,10 @@ DOT = (
 )
 
 
-def test_a_product_counts_two_for_each_multiplication_and_reads_and_writes_each_array_once():
-    (one,) = kernels(A, B, DOT)
-    assert one.flops == 2 * 512 * 1024 * 2048
-    assert one.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+def test_a_product_has_two_operations_per_multiplication_and_moves_each_array_once():
+    (cost,) = kernels(A, B, DOT)
+    assert cost.flops == 2 * 512 * 1024 * 2048
+    assert cost.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
 
 
 def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
@@ -41,59 +41,67 @@ def test_a_product_in_a_fusion_and_one_of_cublas_count_too():
         '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
     )
     cublas = (
-        '%c = (bf16[512,2048]{1,0}, s8[64]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config='
-        + config
+        "%c = (bf16[512,2048]{1,0}, s8[64]{0}) custom-call(%a, %b), "
+        f'custom_call_target="__cublas$gemm", backend_config={config}'
     )
     fusion = "%f = bf16[512,2048]{1,0} fusion(%a, %b), kind=kCustom, calls=%inner"
-    found = kernels(A, B, cublas, fusion, more=computation("inner", A, B, DOT))
-    assert [one.flops for one in found] == [2 * 512 * 1024 * 2048] * 2
+    costs = kernels(A, B, cublas, fusion, more=computation("inner", A, B, DOT))
+    assert [cost.flops for cost in costs] == [2 * 512 * 1024 * 2048] * 2
 
 
-def test_elements_of_tuples_are_read_as_xla_of_jax_0_11_abbreviates_them():
+def test_tuple_elements_are_read_in_the_notation_of_jax_0_11():
     pair = (
         "%p = (s32[], bf16[1024,2048]{1,0}, /*index=2*/(bf16[512,1024]{1,0}, u32[])) parameter(0)"
     )
     rename = "%q = (bf16[512,1024]{1,0}, u32[]) bitcast(%p#2)"
-    fusion = "ROOT %f = bf16[512,2048]{1,0} fusion(%q#0, %p#1, /*index=2*/%p#1), kind=kCustom, calls=%inner"
-    dot = "ROOT %d = bf16[512,2048]{1,0} dot(%q#0, %p#1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    operands = "%q#0, %p#1, /*index=2*/%p#1"
+    fusion = f"ROOT %f = bf16[512,2048]{{1,0}} fusion({operands}), kind=kCustom, calls=%inner"
+    dot = DOT.replace("%a, %b", "%q#0, %p#1")
     for lines in ((pair, rename, dot), (pair, rename, fusion)):
-        (one,) = kernels(*lines, more=computation("inner", A, B, DOT))
-        assert one.flops == 2 * 512 * 1024 * 2048
-        assert one.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+        (cost,) = kernels(*lines, more=computation("inner", A, B, DOT))
+        assert cost.flops == 2 * 512 * 1024 * 2048
+        assert cost.device_bytes == 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
 
 
-def test_a_loop_counts_as_often_as_it_runs():
+def test_a_loop_counts_once_per_iteration():
     body = computation("body", A, B, DOT)
     condition = computation("condition", "ROOT %p = pred[] constant(true)")
-    loop = '%w = bf16[512,2048]{1,0} while(%a), condition=%condition, body=%body, backend_config={"known_trip_count":{"n":"7"}}'
-    (one,) = [one for one in kernels(A, loop, more=body + condition) if one.flops]
-    assert one.num_runs == 7
+    loop = (
+        "%w = bf16[512,2048]{1,0} while(%a), condition=%condition, body=%body, "
+        'backend_config={"known_trip_count":{"n":"7"}}'
+    )
+    (cost,) = [cost for cost in kernels(A, loop, more=body + condition) if cost.flops]
+    assert cost.num_runs == 7
 
 
 STACK = "%s = f32[32,1024,1024]{2,1,0} parameter(0)"
 PLACE = "%i = s32[] parameter(1)"
-SLICE = "ROOT %x = f32[1,1024,1024]{2,1,0} dynamic-slice(%s, %i, %i, %i), dynamic_slice_sizes={1,1024,1024}"
+SLICE = (
+    "ROOT %x = f32[1,1024,1024]{2,1,0} dynamic-slice(%s, %i, %i, %i), "
+    "dynamic_slice_sizes={1,1024,1024}"
+)
 UPDATE = "ROOT %u = f32[32,1024,1024]{2,1,0} dynamic-update-slice(%s, %n, %i, %i, %i)"
 
 
-def test_a_slice_of_a_stack_reads_the_slice_alone():
+def test_a_slice_of_a_stack_reads_only_the_slice():
     fusion = "ROOT %f = f32[1,1024,1024]{2,1,0} fusion(%s, %i), kind=kLoop, calls=%inner"
-    (one,) = kernels(STACK, PLACE, fusion, more=computation("inner", STACK, PLACE, SLICE))
-    assert one.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
+    (cost,) = kernels(STACK, PLACE, fusion, more=computation("inner", STACK, PLACE, SLICE))
+    assert cost.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
 
 
-def test_an_update_in_place_writes_the_update_alone():
+def test_an_update_in_place_writes_only_the_update():
     new = "%n = f32[1,1024,1024]{2,1,0} parameter(2)"
     fusion = "ROOT %f = f32[32,1024,1024]{2,1,0} fusion(%s, %i, %n), kind=kLoop, calls=%inner"
-    (one,) = kernels(
+    (cost,) = kernels(
         STACK, PLACE, new, fusion, more=computation("inner", STACK, PLACE, new, UPDATE)
     )
-    assert one.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
+    assert cost.device_bytes == pytest.approx(2 * 4 * MEGA, abs=8)
 
 
-def test_what_goes_to_the_host_and_comes_back_is_told_apart():
+def test_copies_to_the_host_and_from_it_are_distinguished():
     there = "%s = f32[32,1024,1024]{2,1,0:S(5)} parameter(0)"
-    begin = "%b = ((f32[32,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[]) fusion-start(%s, %i), calls=%inner"
+    shapes = "((f32[32,1024,1024]{2,1,0:S(5)}, s32[]), f32[1,1024,1024]{2,1,0}, u32[])"
+    begin = f"%b = {shapes} fusion-start(%s, %i), calls=%inner"
     done = "%e = f32[1,1024,1024]{2,1,0} fusion-done(%b)"
     copy = "%c = (f32[1,1024,1024]{2,1,0:S(5)}, f32[1,1024,1024]{2,1,0}, u32[]) copy-start(%e)"
     copied = "ROOT %d = f32[1,1024,1024]{2,1,0:S(5)} copy-done(%c)"
@@ -103,36 +111,36 @@ def test_what_goes_to_the_host_and_comes_back_is_told_apart():
     assert (out.bytes_from_host, out.bytes_to_host) == (0, 4 * MEGA)
 
 
-def test_an_update_that_runs_beside_others_counts_once():
+def test_an_asynchronous_update_counts_once():
     stack = STACK.replace("1,0}", "1,0:S(5)}")
     new = "%n = f32[1,1024,1024]{2,1,0} parameter(2)"
     update = UPDATE.replace("1,0}", "1,0:S(5)}")
     fusion = "ROOT %f = f32[32,1024,1024]{2,1,0:S(5)} fusion(%s, %i, %n), kind=kLoop, calls=%inner"
-    shapes = "((f32[32,1024,1024]{2,1,0:S(5)}, s32[], f32[1,1024,1024]{2,1,0}), f32[32,1024,1024]{2,1,0:S(5)}, u32[])"
+    inputs = "f32[32,1024,1024]{2,1,0:S(5)}, s32[], f32[1,1024,1024]{2,1,0}"
+    shapes = f"(({inputs}), f32[32,1024,1024]{{2,1,0:S(5)}}, u32[])"
     begin = f"%b = {shapes} async-start(%s, %i, %n), calls=%wrapped"
     done = "ROOT %e = f32[32,1024,1024]{2,1,0:S(5)} async-done(%b)"
     more = computation("inner", stack, PLACE, new, update) + computation(
         "wrapped", stack, PLACE, new, fusion
     )
-    (one,) = kernels(stack, PLACE, new, begin, done, more=more)
-    assert (one.bytes_from_host, one.bytes_to_host) == (0, 4 * MEGA)
+    (cost,) = kernels(stack, PLACE, new, begin, done, more=more)
+    assert (cost.bytes_from_host, cost.bytes_to_host) == (0, 4 * MEGA)
 
 
 @pytest.mark.e2e
-def test_a_step_computes_what_is_needed_and_once_more_what_the_backward_pass_wants():
-    """Of layers all but the last product, whose result nobody wants, is computed twice forward, and the head's logits too."""
-    step = programs.gpu_step(data=2, seq=4, num_heads=64, turns=1)
-    model, tokens = step.program.model, programs.SHARE_TOKENS
-    found = sum(one.flops * one.num_runs for one in hlo_cost.read_kernel_costs(step.dump.hlo_text))
-    attention = flops.attention_flops(model, programs.pieces(step))
-    needed = (flops.step_flops(model, programs.pieces(step)) - 3 * attention) / 8
-    D, F, H, G, K = (
-        model.hidden_size,
-        model.intermediate_size,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-    )
-    layer = 2 * tokens * (D * (2 * H + 2 * G) * K + 3 * D * F)
+def test_a_step_has_the_needed_products_and_those_that_the_backward_pass_repeats():
+    """The forward products of layers and head are computed twice, except the last one of a layer,
+    whose result is not used."""
+    step = programs.gpu_step(data=2, seq=4, num_heads=64, microbatches=1)
+    model = step.program.model
+    tokens = programs.DEVICE_TOKENS
+    costs = hlo_cost.read_kernel_costs(step.dump.hlo_text)
+    executed = sum(cost.flops * cost.num_runs for cost in costs)
+    attention = flops.attention_flops(model, programs.segment_lengths(step))
+    needed = (flops.step_flops(model, programs.segment_lengths(step)) - 3 * attention) / 8
+    D = model.hidden_size
+    F = model.intermediate_size
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads
+    layer = 2 * tokens * (D * heads * model.head_dim + 3 * D * F)
     again = model.num_layers * (layer - 2 * tokens * D * F) + 2 * tokens * model.vocab_size * D
-    assert found == pytest.approx(needed + again, rel=0.02)
+    assert executed == pytest.approx(needed + again, rel=0.02)
