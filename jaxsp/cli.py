@@ -59,8 +59,8 @@ def make_parser(
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also prints the traceback of an error (jaxsp.train: and the rows of each device in the "
-        "first step)",
+        help="also prints the traceback of an error, and in jaxsp.train the first rows of each "
+        "device",
     )
     if is_multi_process:
         group = parser.add_argument_group(

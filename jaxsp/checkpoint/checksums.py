@@ -30,8 +30,10 @@ those of xxHash.
 _BLOCK_ELEMENTS = 4 * 1024 * 1024
 
 
-def unpadded_shapes(table: layers.Weights, master: layers.Weights, opt: Any) -> dict[str, Any]:
-    """Returns {"master": ..., "opt": ...}: shapes and dtypes without padding."""
+def unpadded_shapes(
+    table: layers.Weights, items: Mapping[str, Any]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes and dtypes without padding, by path. Args: items: "master", and maybe "opt"."""
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
@@ -40,10 +42,12 @@ def unpadded_shapes(table: layers.Weights, master: layers.Weights, opt: Any) -> 
 
         return jax.tree.map(to_unpadded, tree)
 
-    return {
-        "master": jax.tree.map(shapes_like, table, master, master),
-        "opt": jax.tree.map(shapes_like, table, master, opt),
-    }
+    return name_leaves(
+        {
+            name: jax.tree.map(shapes_like, table, items["master"], item)
+            for name, item in items.items()
+        }
+    )
 
 
 def name_leaves(tree: Any) -> dict[str, Any]:

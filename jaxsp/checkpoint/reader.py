@@ -141,15 +141,20 @@ def restore(
 
     Raises: DamagedCheckpointError in all processes.
     """
-    items = {run_paths.MASTER: like.master}
-    if jax.tree.leaves(like.opt_state):
-        items[run_paths.OPT] = like.opt_state
-    restored = _restore_items(checkpoint, items, table)
+    restored = _restore_items(checkpoint, list_items(like), table)
     return TrainState(
         master=restored[run_paths.MASTER],
         opt_state=restored.get(run_paths.OPT, like.opt_state),
         step=jax.device_put(np.int32(num_steps), like.step.sharding),
     )
+
+
+def list_items(state: TrainState) -> dict[str, Any]:
+    """Returns the items of a checkpoint; without optimizer state (sgd) there is only one."""
+    items = {run_paths.MASTER: state.master}
+    if jax.tree.leaves(state.opt_state):
+        items[run_paths.OPT] = state.opt_state
+    return items
 
 
 def raise_on_all_processes(checkpoint: pathlib.Path, function: Callable[[], _T]) -> _T:
@@ -191,11 +196,7 @@ def _restore_items(
         return restored
 
     restored = raise_on_all_processes(checkpoint, read)
-    no_opt_state = jax.tree.map(lambda _: (), table)
-    unpadded = checksums.unpadded_shapes(
-        table, restored[run_paths.MASTER], restored.get(run_paths.OPT, no_opt_state)
-    )
-    expected = checksums.name_leaves({item: unpadded[item] for item in items})
+    expected = checksums.unpadded_shapes(table, restored)
     shapes = {name: leaf.shape for name, leaf in expected.items()}
     # collective: all processes have read their shards
     found = checksums.compute_on_devices(checksums.name_leaves(restored), shapes)

@@ -1,13 +1,10 @@
 """Asynchronous, atomic checkpoints, written while training continues."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
 import enum
-import os
 import pathlib
-import re
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 from jax.experimental import multihost_utils
 
-from jaxsp.checkpoint import checksums, disk_space, files, reader
+from jaxsp.checkpoint import array_writer, checksums, disk_space, files, reader
+from jaxsp.checkpoint.array_writer import ArrayWriter
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.config.run_schema import CheckpointConfig
 from jaxsp.core.errors import UserError
@@ -29,14 +25,6 @@ from jaxsp.runtime.run_status import RunStatus, read_bytes_written
 from jaxsp.training import host_offload
 from jaxsp.training.early_stopping import EarlyStoppingState
 from jaxsp.training.train_state import TrainState
-
-MIN_SLICED_BYTES = 2**20
-"""Minimum bytes per device for the devices that hold a replicated array to share its writing.
-
-orbax slices such arrays and compiles a program for each shape and device. For the small weights of
-2 layers on 8 virtual devices these were 56 programs, and the first checkpoint waited 5.7 s for them
-(2 shared CPU cores, 2026-11-23).
-"""
 
 POLL_S = 5.0
 """Seconds between two checks of a write that several processes wait for."""
@@ -93,8 +81,7 @@ class CheckpointWriter:
 
     All processes write one checkpoint together, and call the same methods between the same steps.
     In these calls they agree on the state of the write: a disk that fails for one process fails for
-    all, and none waits for a process that has given up. (Therefore orbax's handlers are used
-    without its CheckpointManager, whose barriers would block the other processes for minutes.)
+    all, and none waits for a process that has given up.
     """
 
     def __init__(
@@ -122,20 +109,12 @@ class CheckpointWriter:
         self._written_mib = 0
         self._pending: _PendingWrite | None = None
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        arrays = ocp.type_handlers.ArrayHandler(
-            min_slice_bytes_for_replica_parallel=MIN_SLICED_BYTES
-        )
-        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-        self._handlers = {
-            name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-            for name in (run_paths.MASTER, run_paths.OPT)
-        }
+        self._arrays = ArrayWriter()
         self._compiling: concurrent.futures.Future | None = None
         self.compile_s = 0.0
         """Seconds that the last `save` waited for the checksum programs to compile."""
         self.write_s: float | None = None
         """Duration of the last write, without the waits for steps between its stages."""
-        reader.silence_orbax_errors()
         if jax.process_index() == 0:
             self._directory.mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(self._directory)
@@ -153,17 +132,17 @@ class CheckpointWriter:
         can_wait = kind is None or jax.process_count() == 1
         if can_wait:
             self.poll(wait=True)
-            for handler in self._handlers.values():
-                handler.close()
+            self._arrays.close()
         self._pool.shutdown(wait=can_wait)
 
     def compile_ahead(self, state: TrainState) -> None:
         """Compiles the checksum programs during the first steps, before the first `save`."""
         # shapes only: the first step reuses the memory of the arrays
-        arrays = jax.tree.map(checksums.to_shape, _items(state))
-        shapes = {name: leaf.shape for name, leaf in self._unpadded_shapes(state).items()}
+        items = jax.tree.map(checksums.to_shape, reader.list_items(state))
+        unpadded = checksums.unpadded_shapes(self._table, items)
+        shapes = {name: leaf.shape for name, leaf in unpadded.items()}
         self._compiling = self._pool.submit(
-            checksums.compile_programs, checksums.name_leaves(arrays), shapes
+            checksums.compile_programs, checksums.name_leaves(items), shapes
         )
 
     def save(self, state: TrainState, meta: CheckpointMeta) -> WriteOutcome | None:
@@ -177,9 +156,9 @@ class CheckpointWriter:
         began = time.monotonic()
         assert self._pending is None, "the previous write has not ended"
         assert meta.step not in self.steps, f"there is a checkpoint of step {meta.step} already"
-        items = _items(state)
+        items = reader.list_items(state)
         self._num_bytes = disk_space.tree_bytes(items)
-        meta = dataclasses.replace(meta, arrays=self._checksum_arrays(state))
+        meta = dataclasses.replace(meta, arrays=self._checksum_arrays(items))
         self._pending = _PendingWrite(meta=meta, items=items, began=began)
         self._start_stage(self._pending, WriteStage.PREPARING)
         has_host_arrays = any(
@@ -283,36 +262,14 @@ class CheckpointWriter:
             write.error = error
 
     def _start_writing(self, write: _PendingWrite) -> concurrent.futures.Future:
-        """Copies the arrays, whose memory the next step reuses, and starts to write the copies."""
-        commits: list[Any] = []
-        copy_error = None
-        try:
-            asyncio.run(self._copy(self._partial_path(write.meta.step), write.items, commits))
-        except Exception as error:  # raised when the commits that have begun have ended
-            copy_error = error
+        commits, errors = self._arrays.copy(self._partial_path(write.meta.step), write.items)
         write.items = {}
-        return self._pool.submit(self._finish_writing, write, commits, copy_error)
-
-    async def _copy(self, partial: pathlib.Path, items: dict[str, Any], commits: list[Any]) -> None:
-        for name, item in items.items():
-            args = ocp.args.PyTreeSave(item)
-            futures = await self._handlers[name].async_save(epath.Path(partial / name), args=args)
-            commits += futures or []
+        return self._pool.submit(self._finish_writing, write, commits, errors)
 
     def _finish_writing(
-        self, write: _PendingWrite, commits: Sequence[Any], copy_error: Exception | None
+        self, write: _PendingWrite, commits: Sequence[Any], errors: list[Exception]
     ) -> None:
-        """Waits for all commits, even if one fails: only then can their files be removed."""
-        errors: list[Exception] = []
-        for commit in commits:
-            try:
-                commit.result()
-            except Exception as error:  # reported with the others after all commits have ended
-                errors.append(error)
-        if copy_error is not None:
-            errors.append(copy_error)
-        if errors:
-            raise errors[0]
+        array_writer.wait_for_commits(commits, errors)
         if jax.process_count() == 1:
             self._finalize(write.meta)
         self.write_s = time.monotonic() - write.began
@@ -325,9 +282,7 @@ class CheckpointWriter:
     def _finalize(self, meta: CheckpointMeta) -> None:
         """Completes a checkpoint that all processes have written, and deletes superseded ones."""
         partial = self._partial_path(meta.step)
-        for name, handler in self._handlers.items():
-            if (partial / name).is_dir():
-                handler.finalize(epath.Path(partial / name))
+        self._arrays.finalize(partial)
         files.write_meta(partial, meta)
         partial.rename(self._directory / str(meta.step))
         # from here on the checkpoint is complete, whatever happens to older ones
@@ -351,7 +306,7 @@ class CheckpointWriter:
         step = write.meta.step
         reason = f"process {first} could not write its part"
         if write.error is not None:
-            reason = _describe_failure(write.error)
+            reason = array_writer.describe_failure(write.error)
             if jax.process_index() > 0:
                 distributed.log(f"checkpoint {step}: {reason}")
         if jax.process_index() == 0:
@@ -363,15 +318,10 @@ class CheckpointWriter:
     def _partial_path(self, step: int) -> pathlib.Path:
         return self._directory / f"{step}{files.PARTIAL_SUFFIX}"
 
-    def _unpadded_shapes(self, state: TrainState) -> dict[str, jax.ShapeDtypeStruct]:
-        """Returns shapes and dtypes of the state's arrays without padding, by name."""
-        shapes = checksums.unpadded_shapes(self._table, state.master, state.opt_state)
-        return checksums.name_leaves({item: shapes[item] for item in _items(state)})
-
-    def _checksum_arrays(self, state: TrainState) -> dict[str, dict[str, Any]]:
-        leaves = self._unpadded_shapes(state)
-        arrays = checksums.name_leaves(_items(state))
-        shapes = {name: leaf.shape for name, leaf in leaves.items()}
+    def _checksum_arrays(self, items: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        unpadded = checksums.unpadded_shapes(self._table, items)
+        arrays = checksums.name_leaves(items)
+        shapes = {name: leaf.shape for name, leaf in unpadded.items()}
         began = time.monotonic()
         status: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self.write_s is None:  # the first checkpoint
@@ -381,22 +331,8 @@ class CheckpointWriter:
                 self._compiling.result()
             checksums.compile_programs(arrays, shapes)
         self.compile_s = time.monotonic() - began
-        found = checksums.compute_on_devices(arrays, shapes)
+        digests = checksums.compute_on_devices(arrays, shapes)
         return {
-            name: {"digest": found[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
-            for name, leaf in leaves.items()
+            name: {"digest": digests[name], "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+            for name, leaf in unpadded.items()
         }
-
-
-def _items(state: TrainState) -> dict[str, Any]:
-    """Returns the items of a checkpoint; without optimizer state (sgd) there is only one."""
-    items = {run_paths.MASTER: state.master}
-    if jax.tree.leaves(state.opt_state):
-        items[run_paths.OPT] = state.opt_state
-    return items
-
-
-def _describe_failure(error: BaseException) -> str:
-    """Describes why a write failed. tensorstore puts the system's error code after long paths."""
-    code = re.search(r"os_error_code='(\d+)'", str(error))
-    return os.strerror(int(code[1])) if code else reader.describe_error(error)

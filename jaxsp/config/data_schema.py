@@ -100,18 +100,15 @@ class DataConfig(ConfigSection):
     @pydantic.field_validator("row_tokens", mode="before")
     @classmethod
     def _check_row_tokens(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            _check_lengths([value])
-            return value
-        _check_lengths(value)
-        return tuple(value)
+        is_list = isinstance(value, list | tuple)
+        _check_lengths(value if is_list else [value])
+        return tuple(value) if is_list else value
 
     @property
     def row_lengths(self) -> tuple[int, ...]:
         """The lengths of rows, the shortest first."""
-        if isinstance(self.row_tokens, tuple):
-            return tuple(sorted(self.row_tokens))
-        return (self.row_tokens,)
+        lengths = self.row_tokens if isinstance(self.row_tokens, tuple) else (self.row_tokens,)
+        return tuple(sorted(lengths))
 
     @property
     def max_row_tokens(self) -> int:
@@ -139,11 +136,9 @@ def _nearest_divisors(lengths: Sequence[int]) -> list[int]:
     longest = max(lengths)
     largest_tried = min(math.isqrt(longest), 10**6)
     small = [divisor for divisor in range(1, largest_tried + 1) if longest % divisor == 0]
-    divisors = [
-        divisor for divisor in (*small, *(longest // n for n in small)) if divisor < longest
-    ]
+    divisors = {*small, *(longest // divisor for divisor in small)} - {longest}
     nearest = {
-        min(divisors, key=lambda divisor: max(divisor / length, length / divisor))
+        min(sorted(divisors), key=lambda divisor: max(divisor / length, length / divisor))
         for length in lengths
         if length < longest
     }

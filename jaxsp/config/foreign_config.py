@@ -1,6 +1,5 @@
 """Error page for a config of another system: its options and their counterparts in jaxsp."""
 
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -30,23 +29,6 @@ _STARTER = {
 """Fields of the smallest config."""
 
 
-@dataclasses.dataclass(kw_only=True)
-class _TableLine:
-    """Line of the table: options that have the same counterpart."""
-
-    replacement: str
-    note: str = ""
-    names: list[str] = dataclasses.field(default_factory=list)
-
-    def render(self) -> str:
-        """Renders the line with as many names and as much of the note as fit."""
-        text = f"  {_join_names(self.names):<{_NAMES_WIDTH}}  {self.replacement}"
-        for note in (self.note, _first_clause(self.note)):
-            if note and len(f"{text}  ({note})") <= _WIDTH:
-                return f"{text}  ({note})"
-        return text if len(text) <= _WIDTH else _first_clause(text)
-
-
 def find_foreign_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a config that are in no section of jaxsp, with dotted names."""
     options: dict[str, Any] = {}
@@ -66,7 +48,7 @@ def render_page(options: Mapping[str, Any], *, start_lines: Sequence[str]) -> li
     Args:
         start_lines: suggestion of a config to start from.
     """
-    table: dict[str, _TableLine] = {}
+    table: dict[str, dict[str, Counterpart]] = {}
     not_needed = []
     unknown = []
     unused = []
@@ -79,19 +61,18 @@ def render_page(options: Mapping[str, Any], *, start_lines: Sequence[str]) -> li
         elif counterpart.is_not_needed:
             not_needed.append(name)
         else:
-            _add_option(table, name, value, counterpart)
+            table.setdefault(counterpart.field_name or counterpart.note, {})[name] = counterpart
     fields = [key for section in SECTIONS for key in table if key.startswith(f"{section}.")]
     reasons = [key for key in table if key not in fields]
     shown = [*fields[:_MAX_FIELD_LINES], *reasons[:_MAX_REASON_LINES]]
-    hidden = [line for key, line in table.items() if key not in shown]
-    more = [f"{name} -> {line.replacement}" for line in hidden for name in line.names]
+    more = [f"{name} -> {key}" for key in table if key not in shown for name in table[key]]
     advice = (
         f"A jaxsp config has the sections {', '.join(SECTIONS)}. "
         f"python -m jaxsp.train --help documents them. {start_lines[0]}"
     )
     return [
         f"{len(options)} options of another system. Their counterparts in jaxsp:",
-        *(table[key].render() for key in shown),
+        *(_render_line(key, table[key], options) for key in shown),
         *_wrap_list("More", more),
         *_wrap_list("Not needed", not_needed),
         *_wrap_list("Not set, or off", unused),
@@ -111,33 +92,35 @@ def render_starter() -> list[str]:
     return lines
 
 
+def _render_line(
+    key: str, counterparts: Mapping[str, Counterpart], options: Mapping[str, Any]
+) -> str:
+    """Renders the options of one field, or of one reason, with as much of the note as fits."""
+    name, counterpart = next(iter(counterparts.items()))
+    replacement = key
+    note = ""
+    if counterpart.field is not None:
+        note = counterpart.note
+        for name, counterpart in counterparts.items():
+            override = config_errors.format_override(counterpart, options[name])
+            replacement = override or replacement
+    text = f"  {_join_names(list(counterparts)):<{_NAMES_WIDTH}}  {replacement}"
+    for shorter_note in (note, _first_clause(note)):
+        if note and len(f"{text}  ({shorter_note})") <= _WIDTH:
+            return f"{text}  ({shorter_note})"
+    return text if len(text) <= _WIDTH else _first_clause(text)
+
+
 def _join_names(names: Sequence[str]) -> str:
     """Joins names, and counts those for which there is no space: `a, b + 3`."""
-    for number in range(len(names), 1, -1):
-        text = ", ".join(names[:number])
-        if number < len(names):
-            text += f" + {len(names) - number}"
-        if len(text) <= _NAMES_WIDTH:
-            return text
-    return f"{names[0]} + {len(names) - 1}" if len(names) > 1 else names[0]
+    names = [name if len(name) <= _NAMES_WIDTH else name.rpartition(".")[2] for name in names]
+    texts = [", ".join(names)]
+    texts += [f"{', '.join(names[:n])} + {len(names) - n}" for n in range(len(names) - 1, 0, -1)]
+    return next((text for text in texts if len(text) <= _NAMES_WIDTH), texts[-1])
 
 
 def _first_clause(text: str) -> str:
     return text.partition(";")[0]
-
-
-def _add_option(
-    table: dict[str, _TableLine], name: str, value: Any, counterpart: Counterpart
-) -> None:
-    """Adds an option to the line of its field, or of the reason why there is no field."""
-    field = counterpart.field_name
-    line = table.setdefault(
-        field or counterpart.note,
-        _TableLine(replacement=field or counterpart.note, note=counterpart.note if field else ""),
-    )
-    line.names.append(name if len(name) <= _NAMES_WIDTH else name.rpartition(".")[2])
-    if line.replacement == field:
-        line.replacement = config_errors.format_override(counterpart, value) or field
 
 
 def _is_used(counterpart: Counterpart | None, value: Any) -> bool:

@@ -141,13 +141,10 @@ def _find_checkpoint(
 def _make_schedule(config: Config, train_set: PackedDataset, start: StartPoint) -> RowSchedule:
     """Rows of the remaining steps. Raises: UserError if profile_steps are not in the run."""
     run = config.run
-    if run.steps is not None:
-        num_steps = max(run.steps - start.step, 0)
-        schedule = train_set.make_schedule(
-            config, consumed=start.rows_consumed, num_steps=num_steps
-        )
-    else:
-        schedule = train_set.make_schedule(config, consumed=start.rows_consumed, epochs=run.epochs)
+    num_steps = None if run.steps is None else max(run.steps - start.step, 0)
+    schedule = train_set.make_schedule(
+        config, consumed=start.rows_consumed, num_steps=num_steps, epochs=run.epochs
+    )
     last_step = start.step + len(schedule)
     profiled = config.logging.profile_steps
     if profiled is not None and profiled[1] > last_step:
@@ -233,7 +230,9 @@ def resolve_config(
     assert files.config is not None
     assert files.hf_config is not None
     assert choice is not None
-    _set_compilation_cache(config)
+    if cache := config.logging.compilation_cache:
+        path = paths.expand_user(cache, field="logging.compilation_cache")
+        jax.config.update("jax_compilation_cache_dir", str(path))
     tokenized = data_sets.tokenize_sources(
         opened, config, tokenizer=tokenizer, vocab_size=files.config.vocab_size
     )
@@ -323,13 +322,6 @@ def _check_step(
             with_training=for_training,
         )
     return sizes
-
-
-def _set_compilation_cache(config: Config) -> None:
-    cache = config.logging.compilation_cache
-    if cache is not None:
-        path = paths.expand_user(cache, field="logging.compilation_cache")
-        jax.config.update("jax_compilation_cache_dir", str(path))
 
 
 def load_tokenizer(

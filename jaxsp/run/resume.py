@@ -1,6 +1,5 @@
 """Resuming: which checkpoint a run continues from, and whether the config still fits it."""
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -159,12 +158,9 @@ def _find_own_checkpoint(
 
 def _read_first_resume(directory: pathlib.Path) -> str | None:
     """Checkpoint of another run that the run in a directory started from; None if there is none."""
-    path = directory / run_paths.CONFIG_FILE
-    if not path.is_file():
-        return None
     try:
-        resume = config_file.load(path, []).run.resume
-    except UserError:  # written by another version
+        resume = config_file.load(directory / run_paths.CONFIG_FILE, []).run.resume
+    except UserError:  # there is no file, or another version wrote it
         return None
     return None if resume in ("auto", "never") else resume
 
@@ -180,24 +176,18 @@ def check_same_checkpoint(
     """
     if jax.process_count() == 1:
         return
-    local_step = 0
-    if problems:
-        local_step = _NO_START
-    elif checkpoint is not None:
-        local_step = int(checkpoint.name) if checkpoint.name.isdecimal() else _UNNUMBERED
-    steps = multihost_utils.process_allgather(np.int32(local_step))
+    name = "0" if checkpoint is None else checkpoint.name
+    local_step = int(name) if name.isdecimal() else _UNNUMBERED
+    steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
+    prefix = f"run.directory = {run.directory}: process"
     if (steps == _NO_START).any():
-        raise UserError(
-            problems
-            or f"run.directory = {run.directory}: process {steps.argmin()} cannot start; it prints "
-            "the reason."
-        )
-    different = np.unique(steps)
+        reason = f"{prefix} {steps.argmin()} cannot start; it prints the reason."
+        raise UserError(problems or reason)
+    different = np.unique(steps).tolist()
     if len(different) > 1:
         raise UserError(
-            f"run.directory = {run.directory}: processes would begin at steps "
-            f"{errors.format_choices(different.tolist())}, because they see different checkpoints. "
-            "Name a folder that all nodes share."
+            f"{prefix}es would begin at steps {errors.format_choices(different)}, because they see "
+            "different checkpoints. Name a folder that all nodes share."
         )
 
 
@@ -279,16 +269,12 @@ def _model_problems(
 ) -> list[str]:
     """Differences between the model of a checkpoint and that of the config."""
     saved = families.parse_model_config(meta.model, field="model.config")
-    problems = []
-    for name in (field.name for field in dataclasses.fields(model)):
-        value = getattr(model, name)
-        saved_value = getattr(saved, name)
-        if value != saved_value:
-            problems.append(
-                f"model: {name} = {value}: is {saved_value} in the model of {checkpoint}. "
-                f"{suggestion}"
-            )
-    return problems
+    return [
+        f"model: {name} = {value}: is {getattr(saved, name)} in the model of {checkpoint}. "
+        f"{suggestion}"
+        for name, value in vars(model).items()
+        if value != getattr(saved, name)
+    ]
 
 
 def _data_problems(
@@ -328,33 +314,31 @@ def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
     """Changed fields with both values; those without effect on the model come last, as one."""
     before = dict(_flatten(saved.model_dump(mode="json")))
     now = dict(_flatten(config.model_dump(mode="json")))
-    altering = []
-    neutral = []
-    for field in before | now:
-        if before.get(field) == now.get(field) or field in _UNREPORTED_FIELDS:
-            continue
-        old, new = (
-            yaml_io.shorten(yaml_io.format_value(fields.get(field)), _MAX_VALUE_CHARS)
-            for fields in (before, now)
-        )
-        change = f"{field} {old} -> {new}"
-        if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS:
-            neutral.append(change)
-        else:
-            altering.append(change)
-    if not neutral:
-        return tuple(altering)
-    return (*altering, f"{' and '.join(neutral)} (without effect on what the model learns)")
+    changes = {
+        field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
+        for field in before | now
+        if before.get(field) != now.get(field) and field not in _UNREPORTED_FIELDS
+    }
+    neutral = [
+        change
+        for field, change in changes.items()
+        if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
+    ]
+    altering = [change for change in changes.values() if change not in neutral]
+    if neutral:
+        altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")
+    return tuple(altering)
+
+
+def _shorten(value: Any) -> str:
+    return yaml_io.shorten(yaml_io.format_value(value), _MAX_VALUE_CHARS)
 
 
 def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
     """Yields each value of nested fields with its name as in `key.path=value`."""
-    items: Any = ()
-    if isinstance(fields, dict):
-        items = fields.items()
-    elif isinstance(fields, list):
-        items = enumerate(fields)
-    for name, value in items:
-        yield from _flatten(value, f"{field}.{name}" if field else str(name))
     if not isinstance(fields, dict | list):
         yield field, fields
+        return
+    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
+    for name, value in items:
+        yield from _flatten(value, f"{field}.{name}" if field else str(name))

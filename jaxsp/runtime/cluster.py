@@ -8,6 +8,7 @@ from jaxsp.core.errors import UserError
 from jaxsp.runtime import hardware
 
 _TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+_TORCHRUN_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = (
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK",
@@ -131,17 +132,13 @@ def _detect_torchrun(variables: Mapping[str, str]) -> Process:
         # torchrun itself listens at that port
         host, _, port = coordinator.rpartition(":")
         coordinator = f"{host}:{_choose_port(int(port) + 1)}"
-    local_index = num_local = None
-    if "LOCAL_RANK" in variables:
-        local_index = _parse_int(variables, "LOCAL_RANK")
-    if "LOCAL_WORLD_SIZE" in variables:
-        num_local = _parse_int(variables, "LOCAL_WORLD_SIZE", minimum=1)
+    local = {name: _parse_int(variables, name) for name in _TORCHRUN_LOCAL if name in variables}
     return Process(
         index=index,
         num_processes=count,
         coordinator=coordinator,
-        local_index=local_index,
-        num_local_processes=num_local,
+        local_index=local.get("LOCAL_RANK"),
+        num_local_processes=local.get("LOCAL_WORLD_SIZE"),
     )
 
 

@@ -78,9 +78,16 @@ def lock(folder: pathlib.Path, *, config_path: str = "") -> Iterator[None]:
         stack.callback(_remove_created, folder, created)
         _locked_dirs.add(resolved)
         stack.callback(_locked_dirs.discard, resolved)
-        holder = json.dumps(_holder_fields(config_path))
+        # not the environment, which may contain secrets
+        holder = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "began": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "job": os.environ.get("SLURM_JOB_ID"),
+            "config": config_path or None,
+        }
         with _report_write_errors(folder):
-            files.write_atomic(folder / HOLDER_FILE, f"{holder}\n")
+            files.write_atomic(folder / HOLDER_FILE, f"{json.dumps(holder)}\n")
         stack.callback((folder / HOLDER_FILE).unlink, missing_ok=True)
         yield
 
@@ -165,24 +172,12 @@ def _in_use_error(folder: pathlib.Path, holder: dict[str, Any]) -> UserError:
     )
 
 
-def _holder_fields(config_path: str) -> dict[str, Any]:
-    """Description of this process; leaves out the environment, which may contain secrets."""
-    return {
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "began": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "config": config_path or None,
-    }
-
-
 def _describe_holder(holder: dict[str, Any]) -> str:
     """Formats a holder: `pid 123 on node-7 since 2026-03-01 13:05:00 (SLURM job 7, a.yaml)`."""
     since = str(holder.get("began"))[:19].replace("T", " ")
     text = f"pid {holder.get('pid')} on {holder.get('host')} since {since}"
     details = [f"SLURM job {holder['job']}"] if holder.get("job") else []
-    if holder.get("config"):
-        details.append(holder["config"])
+    details += [holder["config"]] if holder.get("config") else []
     return f"{text} ({', '.join(details)})" if details else text
 
 
@@ -190,11 +185,9 @@ def _is_alive(heartbeat: pathlib.Path) -> bool:
     """True if the heartbeat file changes within HEARTBEAT_TIMEOUT_S."""
     before = _read_json(heartbeat)
     deadline = time.monotonic() + HEARTBEAT_TIMEOUT_S
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and _read_json(heartbeat) == before:
         time.sleep(min(0.5, HEARTBEAT_TIMEOUT_S / 10))
-        if _read_json(heartbeat) != before:
-            return True
-    return False
+    return _read_json(heartbeat) != before
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_moments_have_the_unpadded_shape_of_their_weight():
 
     master = jax.tree.map(pad, table)
     opt = jax.tree.map(lambda x: {"mu": x, "count": jax.ShapeDtypeStruct((), jnp.int32)}, master)
-    found = checksums.name_leaves(checksums.unpadded_shapes(table, master, opt))
+    found = checksums.unpadded_shapes(table, {"master": master, "opt": opt})
     shapes = {name: param.stacked_shape for name, param in checksums.name_leaves(table).items()}
     assert {name: x.shape for name, x in found.items()} == {
         **{f"master/{name}": shape for name, shape in shapes.items()},

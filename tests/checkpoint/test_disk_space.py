@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxsp.checkpoint import disk_space, files, writer
+from jaxsp.checkpoint import array_writer, disk_space, files
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests import messages
@@ -103,6 +103,6 @@ def test_reason_of_a_failure_is_the_operating_system_s_message(tmp_path):
         "Failed to write 663760 bytes: No space left on device "
         "[os_error_code='28']"
     )
-    assert writer._describe_failure(ValueError(text)) == os.strerror(28)
+    assert array_writer.describe_failure(ValueError(text)) == os.strerror(28)
     error = OSError(28, "No space left on device")
-    assert writer._describe_failure(error) == "[Errno 28] No space left on device"
+    assert array_writer.describe_failure(error) == "[Errno 28] No space left on device"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxsp.checkpoint import checksums, reader
+from jaxsp.checkpoint import checksums, files, reader
 from jaxsp.checkpoint.reader import CheckpointMeta
 from jaxsp.checkpoint.writer import CheckpointWriter
 from jaxsp.config.run_schema import CheckpointConfig
@@ -52,7 +52,8 @@ def test_best_checkpoints_are_ranked_by_losses_of_one_data_set(tmp_path):
         make_meta(6),
     ]
     store = make_store(tmp_path, *metas, eval_set=HELD_OUT, keep_latest=1, keep_best=1)
-    assert store._steps_to_delete() == [1, 2, 4, 5]
+    retention = CheckpointConfig(keep_latest=1, keep_best=1)
+    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == [1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,8 @@ def test_latest_and_best_checkpoints_are_kept(tmp_path, losses, keep, deleted):
     metas = [make_meta(step, loss, HELD_OUT) for step, loss in enumerate(losses, 1)]
     store = make_store(tmp_path, *metas, eval_set=HELD_OUT, **keep)
     (tmp_path / "2000").mkdir()  # without metadata: not a checkpoint
-    assert store._steps_to_delete() == deleted
+    retention = CheckpointConfig(**keep)
+    assert files.find_superseded(tmp_path, store.steps, retention, HELD_OUT) == deleted
 
 
 def test_recorded_loss_and_early_stopping_are_all_that_change_in_a_checkpoint(tmp_path):

@@ -97,10 +97,9 @@ class SavedRun:
         shapes = train_state.abstract_inputs(program)[0] if program else self.state_shapes
         meta = reader.read_meta(self.path)
         state = reader.restore(self.path, shapes, table=self.table, num_steps=meta.step)
-        unpadded = checksums.name_leaves(
-            checksums.unpadded_shapes(self.table, state.master, state.opt_state)
-        )
-        arrays = checksums.name_leaves({"master": state.master, "opt": state.opt_state})
+        items = {"master": state.master, "opt": state.opt_state}
+        unpadded = checksums.unpadded_shapes(self.table, items)
+        arrays = checksums.name_leaves(items)
         content = {"meta": repr(meta).encode()}
         for name, array in arrays.items():
             slices = tuple(map(slice, unpadded[name].shape))
