@@ -48,11 +48,8 @@ def check(
         )
     num_existing = len(run_paths.list_steps(directory / run_paths.CHECKPOINTS_DIR))
     num_kept = config.checkpoint.keep_latest + config.checkpoint.keep_best
-    num_more = max(1, num_kept + 1 - num_existing)
-    if config.run.save_every is None:
-        num_more = 1
-    elif config.run.save_steps is not None:
-        num_more = min(num_more, num_steps // config.run.save_steps + 1)
+    num_writes = num_steps // (config.run.save_steps or 1) + 1 if config.run.save_every else 1
+    num_more = max(1, min(num_kept + 1 - num_existing, num_writes))
     if free < MIN_COMPRESSED_FRACTION * checkpoint_bytes * num_more:
         return (
             f"warning: the disk may become full: {format_bytes(free)} are free in {directory}, and "

@@ -188,12 +188,14 @@ def _restore_items(
         )
 
     def read() -> dict[str, Any]:
-        restored = {}
-        for item, like in items.items():
-            restore_args = jax.tree.map(to_args, like)
-            args = ocp.args.PyTreeRestore(item=like, restore_args=restore_args)
-            restored[item] = _read_item(checkpoint, item, args)
-        return restored
+        return {
+            item: _read_item(
+                checkpoint,
+                item,
+                ocp.args.PyTreeRestore(item=like, restore_args=jax.tree.map(to_args, like)),
+            )
+            for item, like in items.items()
+        }
 
     restored = raise_on_all_processes(checkpoint, read)
     expected = checksums.unpadded_shapes(table, restored)
@@ -242,9 +244,8 @@ def _read_item(checkpoint: pathlib.Path, item: str, args: ocp.args.PyTreeRestore
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # a flipped bit can cause any error
-        if isinstance(error, OSError) and error.errno not in _DAMAGE_ERRNOS:
-            raise
-        if any(code in str(error) for code in _MACHINE_ERRORS):
+        is_machine_fault = isinstance(error, OSError) and error.errno not in _DAMAGE_ERRNOS
+        if is_machine_fault or any(code in str(error) for code in _MACHINE_ERRORS):
             raise
         raise DamagedCheckpointError(checkpoint, f"{item}: {describe_error(error)}") from error
 

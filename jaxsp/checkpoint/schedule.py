@@ -62,9 +62,9 @@ class CheckpointSchedule:
         wait for the running step. Therefore the time is checked only after half of the expected
         steps, then after half of the remaining ones: a few times for each checkpoint.
         """
-        if self._failed is not None:
-            if broadcast_from_first(time.monotonic() - self._failed_at) >= self.RETRY_S:
-                return True
+        now = time.monotonic()
+        if self._failed and broadcast_from_first(now - self._failed_at) >= self.RETRY_S:
+            return True
         if self._config.save_interval is None:
             return evaluator.is_due(self._config.save_steps, step)
         if step < self._next_check_step:
@@ -141,15 +141,14 @@ class CheckpointSchedule:
     def _describe_next_attempt(self) -> str:
         if self._retry_waits_s is None:
             return f". Training continues; the next attempt is in at most {self.RETRY_S:g} s"
-        if self._retry_waits_s:
-            return f". The next attempt is in {self._retry_waits_s[0]:g} s"
-        return ""
+        return "".join(
+            f". The next attempt is in {wait_s:g} s" for wait_s in self._retry_waits_s[:1]
+        )
 
     def _describe_latest(self) -> str:
-        steps = self._store.steps
-        if not steps:
-            return "There is no complete checkpoint yet"
-        return f"The latest complete checkpoint is step {steps[-1]}"
+        if steps := self._store.steps:
+            return f"The latest complete checkpoint is step {steps[-1]}"
+        return "There is no complete checkpoint yet"
 
 
 def broadcast_from_first(value: float) -> float:

@@ -45,11 +45,11 @@ _RULES = {
 
 def describe_fields() -> str:
     """Describes every field with type, default and meaning, for --help."""
-    lines = []
-    for name, section in SECTIONS.items():
-        lines.append(f"{name}: {section.__doc__}")
-        lines += _describe_section(section, f"  {name}.")
-    return "\n".join(lines)
+    return "\n".join(
+        line
+        for name, section in SECTIONS.items()
+        for line in (f"{name}: {section.__doc__}", *_describe_section(section, f"  {name}."))
+    )
 
 
 def _describe_section(section: Section, prefix: str) -> list[str]:
@@ -162,11 +162,8 @@ def suggest_override(name: str) -> str | None:
     if example is not None:
         return example
     counterpart = find_counterpart(name)
-    if counterpart is None or counterpart.field is None:
-        return None
-    if "=" in counterpart.field:
-        return counterpart.field
-    return format_example(counterpart.field)
+    field = counterpart.field if counterpart is not None else None
+    return field if field is None or "=" in field else format_example(field)
 
 
 def coerce_value(field: str, value: Any) -> Any:
@@ -195,13 +192,10 @@ def _explain_counterpart(counterpart: Counterpart, value: Any) -> str:
     if foreign_names.is_off(value) and not is_kept:
         # no value: an example would turn on what is off here
         return f"unknown. It is off; jaxsp's field is {field}{note}"
-    override = format_override(counterpart, value)
-    if override is not None:
-        return f"unknown. Use {override}{note}"
-    example = format_example(field) if counterpart.takes_value else None
-    if example is not None:
-        return f"unknown. Use {field}, for example {example}{note}"
-    return f"unknown. Use {field}{note}"
+    use = format_override(counterpart, value) or field
+    if use == field and counterpart.takes_value:
+        use += f", for example {format_example(field)}"
+    return f"unknown. Use {use}{note}"
 
 
 def _explain_error(path: list[str], finding: Mapping[str, Any]) -> str:
@@ -240,31 +234,25 @@ def _find_section(path: list[str]) -> Section | None:
     """The class that declares the last field of a path and its neighbors."""
     section: Section = Config
     for part in path[:-1]:
-        if part.isdigit():
-            continue
-        field = section.model_fields.get(part)
-        inner = _inner_sections(field.annotation) if field is not None else []
-        if not inner:
-            return None
-        section = inner[0]
+        if not part.isdigit():
+            field = section.model_fields.get(part)
+            inner = _inner_sections(field.annotation) if field is not None else []
+            if not inner:
+                return None
+            section = inner[0]
     return section
 
 
 def _find_fields(name: str) -> list[str]:
     """Dotted names of all fields of that name; for entries of a list, with the index 0."""
-    names = []
-    listed_entries: list[Section] = []
+    owners: dict[Section, str] = {}
     for section_name, section in SECTIONS.items():
-        if name in section.model_fields:
-            names.append(f"{section_name}.{name}")
+        owners[section] = section_name
         for field_name, field in section.model_fields.items():
             for entry in _inner_sections(field.annotation):
-                if entry in listed_entries:  # data.eval has the fields of data.train
-                    continue
-                listed_entries.append(entry)
-                if name in entry.model_fields:
-                    names.append(f"{section_name}.{field_name}.0.{name}")
-    return names
+                # data.eval has the fields of data.train
+                owners.setdefault(entry, f"{section_name}.{field_name}.0")
+    return [f"{owner}.{name}" for section, owner in owners.items() if name in section.model_fields]
 
 
 def _describe_meaning(path: list[str], value: Any = None) -> str:
@@ -286,14 +274,13 @@ def format_example(name: str, value: Any = None) -> str | None:
     field = section.model_fields.get(name.rpartition(".")[2]) if section is not None else None
     if field is None:
         return None
-    example = field.examples[0] if field.examples else field.default
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
-    kept = coerce_value(name, value) if value is not None else None
-    near = errors.find_nearest(str(value), choices)
-    if kept is not None:
-        example = kept
-    elif near is not None:
-        example = near
+    candidates = [
+        coerce_value(name, value) if value is not None else None,
+        errors.find_nearest(str(value), choices),
+        field.examples[0] if field.examples else field.default,
+    ]
+    example = next((candidate for candidate in candidates if candidate is not None), None)
     text = example if isinstance(example, str) else yaml_io.format_value(example)
     return f"{name}={text}"
 

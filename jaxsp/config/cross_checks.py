@@ -76,14 +76,15 @@ def _list_sources(sections: Sections, name: str) -> list[dict[str, Any]]:
 
 def _check_weights(sections: Sections) -> Iterator[str]:
     """Checks the weights of the sources."""
-    for index, source in enumerate(_list_sources(sections, "eval")):
-        if source.get("weight") is not None:
-            yield (
-                f"data.eval.{index}.weight: must not be set, because each eval set is evaluated "
-                "separately, as a whole. Leave it out."
-            )
-            break
-    has_weight = [source.get("weight") is not None for source in _list_sources(sections, "train")]
+    has_weight, has_eval_weight = (
+        [source.get("weight") is not None for source in _list_sources(sections, name)]
+        for name in ("train", "eval")
+    )
+    if any(has_eval_weight):
+        yield (
+            f"data.eval.{has_eval_weight.index(True)}.weight: must not be set, because each eval "
+            "set is evaluated separately, as a whole. Leave it out."
+        )
     if not any(has_weight):
         return
     if not all(has_weight):

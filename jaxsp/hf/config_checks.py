@@ -7,7 +7,7 @@ out gives plausible losses of another model.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxsp.core import errors
 from jaxsp.hf import json_values, rotation
@@ -120,25 +120,12 @@ def find_problems(
 
 
 def _missing_fields(fields: dict[str, Any], family: Family, path: str) -> list[str]:
-    required = [
-        name
-        for name in _SIZE_EXAMPLES
-        if name not in _DERIVED_SIZES or name in family.required_fields
-    ]
     return [
         f"{path}.{name}: missing. There is no size that suits every model; "
         f"for example {path}.{name}={_SIZE_EXAMPLES[name]}."
-        for name in required
-        if name not in fields
+        for name in _SIZE_EXAMPLES
+        if name not in fields and (name not in _DERIVED_SIZES or name in family.required_fields)
     ]
-
-
-class _Rule(NamedTuple):
-    """Rule for the value of a field."""
-
-    is_valid: Callable[[Any], bool]
-    text: str
-    """End of the sentence `... must be`."""
 
 
 def _is_size(value: Any) -> bool:
@@ -150,32 +137,34 @@ def _is_token_id(value: Any) -> bool:
     return all(map(json_values.is_integer, ids))
 
 
-_SIZE = _Rule(_is_size, "a whole number from 1")
-_POSITIVE = _Rule(lambda x: json_values.is_number(x) and x > 0, "a number above 0")
-_FRACTION = _Rule(lambda x: json_values.is_number(x) and 0 <= x <= 1, "a number from 0 to 1")
-_SWITCH = _Rule(lambda x: isinstance(x, bool), "true or false")
-_TOKEN_ID = _Rule(_is_token_id, "a token id, a list of them, or null")
-_WINDOW = _Rule(lambda x: x is None or _is_size(x), "a whole number from 1, or null")
-_INTEGER = _Rule(json_values.is_integer, "a whole number")
+_Rule = tuple[Callable[[Any], bool], str]
+"""Check of a value, and the end of the sentence `... must be`."""
 
-_RULES = {
-    **dict.fromkeys((*_SIZE_EXAMPLES, "max_position_embeddings"), _SIZE),
+_SWITCH: _Rule = (lambda x: isinstance(x, bool), "true or false")
+_POSITIVE: _Rule = (lambda x: json_values.is_number(x) and x > 0, "a number above 0")
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(
+        (*_SIZE_EXAMPLES, "max_position_embeddings"), (_is_size, "a whole number from 1")
+    ),
     **dict.fromkeys(("rms_norm_eps", "rope_theta"), _POSITIVE),
-    "initializer_range": _FRACTION,
-    **dict.fromkeys(_SWITCH_FIELDS, _SWITCH),
-    **dict.fromkeys(TOKEN_ID_FIELDS, _TOKEN_ID),
-    "sliding_window": _WINDOW,
-    "use_sliding_window": _SWITCH,
-    "max_window_layers": _INTEGER,
+    "initializer_range": (
+        lambda x: json_values.is_number(x) and 0 <= x <= 1,
+        "a number from 0 to 1",
+    ),
+    **dict.fromkeys((*_SWITCH_FIELDS, "use_sliding_window"), _SWITCH),
+    **dict.fromkeys(TOKEN_ID_FIELDS, (_is_token_id, "a token id, a list of them, or null")),
+    "sliding_window": (lambda x: x is None or _is_size(x), "a whole number from 1, or null"),
+    "max_window_layers": (json_values.is_integer, "a whole number"),
 }
 
 
 def _type_problems(fields: dict[str, Any], path: str) -> list[str]:
     """Values of the wrong type among the fields that are read."""
     return [
-        f"{path}.{name} = {format_value(fields[name])}: must be {rule.text}."
-        for name, rule in _RULES.items()
-        if name in fields and not rule.is_valid(fields[name])
+        f"{path}.{name} = {format_value(fields[name])}: must be {rule}."
+        for name, (is_valid, rule) in _RULES.items()
+        if name in fields and not is_valid(fields[name])
     ]
 
 
@@ -240,9 +229,7 @@ def _size_problems(fields: dict[str, Any], path: str) -> list[str]:
             f"{path}.hidden_size = {hidden_size}: must be a multiple of num_attention_heads, "
             f"which is {num_heads}."
         )
-        return problems
-    head_dim = head_dim or hidden_size // num_heads
-    if head_dim % 2:
+    elif (head_dim := head_dim or hidden_size // num_heads) % 2:
         problems.append(
             f"{path}.head_dim = {head_dim}: must be even, because elements are rotated in pairs. "
             "Use 64 or 128."

@@ -147,7 +147,9 @@ def _parse_table(table: str) -> dict[str, PublishedModel]:
     for line in table.strip().splitlines()[1:]:
         family, billions, *numbers, source, names = line.split()
         sizes = dict(zip(_SIZE_COLUMNS, map(int, numbers), strict=True))
-        for name in _expand_braces(names):
+        first, choices, last = re.split(r"[{}]", names) if "{" in names else (names, "", "")
+        for choice in choices.split(","):
+            name = f"{first}{choice}{last}"
             models[name] = PublishedModel(
                 name=name,
                 fields=_FAMILY_FIELDS[family] | sizes,
@@ -155,14 +157,6 @@ def _parse_table(table: str) -> dict[str, PublishedModel]:
                 source_url=SOURCE_URLS[source],
             )
     return models
-
-
-def _expand_braces(names: str) -> list[str]:
-    """Expands braces: `a{,-b}` is `a` and `a-b`."""
-    match = re.fullmatch(r"(.*)\{(.*)\}(.*)", names)
-    if match is None:
-        return [names]
-    return [match[1] + middle + match[3] for middle in match[2].split(",")]
 
 
 MODELS = _parse_table(_TABLE)

@@ -67,18 +67,18 @@ def _group_problems(group: dict[str, Any], rope_type: str, where: str) -> list[s
                 f"is not implemented for rope_type {rope_type}.{hint}"
             )
     for name in numbers:
-        if name not in group:
-            if name != "rope_theta":
-                problems.append(
-                    f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions."
-                )
-            continue
-        number: Any = group[name]
-        must_be_integer = name == _INTEGER_FIELD
-        is_right = json_values.is_number(number) and number > 0
-        if not is_right or (must_be_integer and not json_values.is_integer(number)):
-            rule = "a whole number above 0" if must_be_integer else "a number above 0"
+        number: Any = group.get(name, 1)
+        is_valid = json_values.is_number
+        rule = "a number above 0"
+        if name == _INTEGER_FIELD:
+            is_valid = json_values.is_integer
+            rule = "a whole number above 0"
+        if not is_valid(number) or number <= 0:
             problems.append(f"{where}.{name} = {format_value(number)}: must be {rule}.")
+        elif name not in group and name != "rope_theta":
+            problems.append(
+                f"{where}.{name}: missing. Llama 3.1 has factor 8, 1 and 4, and 8192 positions."
+            )
     if rope_type == "llama3" and not problems:
         if group["low_freq_factor"] >= group["high_freq_factor"]:
             problems.append(

@@ -191,14 +191,17 @@ def _find_differences(
     surplus = sorted(
         name for name in stored if name not in shapes and not name.endswith(_IGNORED_SUFFIX)
     )
-    misshapen = []
-    unsupported = []
-    for name, shape in shapes.items():
-        tensor = stored.get(name)
-        if tensor and tensor.shape != shape:
-            misshapen.append(f"{name} {list(tensor.shape)} instead of {list(shape)}")
-        if tensor and tensor.dtype not in tensors.DTYPES:
-            unsupported.append(f"{name} {tensor.dtype}")
+    present = [(name, stored[name], shape) for name, shape in shapes.items() if name in stored]
+    misshapen = [
+        f"{name} {list(tensor.shape)} instead of {list(shape)}"
+        for name, tensor, shape in present
+        if tensor.shape != shape
+    ]
+    unsupported = [
+        f"{name} {tensor.dtype}"
+        for name, tensor, _ in present
+        if tensor.dtype not in tensors.DTYPES
+    ]
     matching = "Use the config.json that belongs to these weights"
     tie = ""
     if missing == [_HEAD_NAME]:
@@ -223,12 +226,11 @@ def _is_same_tensor(reader: WeightReader, head: StoredTensor, embedding: StoredT
         return head is embedding
     num_rows, num_columns = head.shape
     step = max(_COMPARE_ELEMENTS // num_columns, 1)
-    for start in range(0, num_rows, step):
-        part = (slice(start, start + step), slice(None))
-        values = reader.read_slice(head, part)
-        if values.tobytes() != reader.read_slice(embedding, part).tobytes():
-            return False
-    return True
+    parts = [(slice(start, start + step), slice(None)) for start in range(0, num_rows, step)]
+    return all(
+        reader.read_slice(head, part).tobytes() == reader.read_slice(embedding, part).tobytes()
+        for part in parts
+    )
 
 
 def _abbreviate(names: list[str]) -> str:

@@ -2,6 +2,7 @@
 
 import pathlib
 import platform
+import statistics
 import textwrap
 from collections.abc import Sequence
 
@@ -148,9 +149,7 @@ def _describe_evaluation(program: Program, inputs: RunInputs) -> str:
         times.append("after every epoch")
     elif run.eval_every is not None:
         times.append(f"every {format_count(run.eval_every, 'step')}")
-    text = "after the last step"
-    if times:
-        text = f"{', '.join(times)} and {text}"
+    text = " and ".join(filter(None, (", ".join(times), "after the last step")))
     eval_sets = [f"{data.name} ({describe_documents(data)})" for data in inputs.eval_sets]
     text += f": {', '.join(eval_sets)}"
     if run.early_stopping_patience is not None:
@@ -215,9 +214,7 @@ def summarize_run(
     num_steps = format_count(last.step - first.step + 1, "step")
     num_tokens = last.num_tokens_total - first.num_tokens_total + first.num_tokens
     first_loss = "none" if first.loss is None else f"{first.loss:.4f}"
-    mean_loss = "none"
-    if recent_losses:
-        mean_loss = f"{sum(recent_losses) / len(recent_losses):.4f}"
+    mean_loss = f"{statistics.mean(recent_losses):.4f}" if recent_losses else "none"
     recent_steps = format_count(len(recent_losses), "step")
     duration = durations.describe(seconds)
     return [

@@ -1,7 +1,6 @@
 """Numbers of steps and evaluations: metrics.jsonl, eval.jsonl, and TensorBoard."""
 
 import dataclasses
-import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +121,11 @@ class MetricsWriter:
 
     def write_step(self, line: MetricsLine) -> None:
         """Writes the line of a training step."""
-        self._write(METRICS_FILE, dataclasses.asdict(line), "train")
+        self._write(METRICS_FILE, line, "train")
 
     def write_eval(self, result: "DataclassInstance") -> None:
         """Writes the line of an evaluation of one eval set."""
-        fields = dataclasses.asdict(result)
-        self._write(EVAL_FILE, fields, f"eval/{fields['data']}")
+        self._write(EVAL_FILE, result, f"eval/{vars(result)['data']}")
 
     def write_nonfinite_step(self, line: "DataclassInstance") -> None:
         """Writes the line of a non-finite step. The first one creates the file."""
@@ -135,13 +133,14 @@ class MetricsWriter:
             return
         if NONFINITE_FILE not in self._files:
             self._files[NONFINITE_FILE] = AppendFile(self._directory / NONFINITE_FILE)
-        self._files[NONFINITE_FILE].add(_encode_line(dataclasses.asdict(line)))
+        self._files[NONFINITE_FILE].add(jsonl.to_line(line))
 
-    def _write(self, file_name: str, fields: dict[str, Any], group: str) -> None:
+    def _write(self, file_name: str, line: "DataclassInstance", group: str) -> None:
         if file_name in self._files:
-            self._files[file_name].add(_encode_line(fields))
+            self._files[file_name].add(jsonl.to_line(line))
         if self._tensorboard is None:
             return
+        fields: dict[str, Any] = vars(line)
         numbers = dict(fields)
         for field, value in fields.items():
             if isinstance(value, dict):
@@ -152,10 +151,6 @@ class MetricsWriter:
             if name != "step" and isinstance(number, int | float)
         }
         self._tensorboard.add_scalars(scalars, step=fields["step"])
-
-
-def _encode_line(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, allow_nan=False).encode() + b"\n"
 
 
 def peak_gib(devices: list[jax.Device]) -> float | None:

@@ -91,11 +91,6 @@ class StepLog:
         self.last_line: MetricsLine
 
     @property
-    def num_dispatched(self) -> int:
-        """Number of steps dispatched to the devices since step 0."""
-        return self._num_finished + (self._previous_step is not None)
-
-    @property
     def can_continue(self) -> bool:
         """True unless the run has too many non-finite steps."""
         return not self.nonfinite.is_over_limit
@@ -198,22 +193,19 @@ class StepLog:
         counts = step.counts
         num_devices = mesh.devices.size
         num_tokens = int(results.num_tokens)
+        tokens_per_s = num_tokens / step_s
         assert num_tokens == counts.segment_lengths.sum(), "the devices' count and the plan's"
         num_slots = config.batch.rows_per_step * config.data.max_row_tokens
-        loss = None
-        token_accuracy = None
-        if results.num_loss_tokens:
-            loss = _finite_or_none(results.loss)
-            if results.is_finite:
-                token_accuracy = float(results.token_accuracy)
+        has_loss = bool(results.num_loss_tokens)
+        has_accuracy = has_loss and bool(results.is_finite)
         step_flops = flops.step_flops(self._program.model, counts.segment_lengths)
         tflops = step_flops / step_s / num_devices / 1e12
         peak = flops.peak_tflops(mesh.devices.flat[0].device_kind)
         return MetricsLine(
             step=self._num_finished,
             epoch=None if counts.epoch is None else counts.epoch + 1,
-            loss=loss,
-            token_accuracy=token_accuracy,
+            loss=_finite_or_none(results.loss) if has_loss else None,
+            token_accuracy=float(results.token_accuracy) if has_accuracy else None,
             grad_norm=_finite_or_none(results.grad_norm),
             learning_rate=float(results.learning_rate),
             num_rows=int(results.num_rows),
@@ -229,8 +221,8 @@ class StepLog:
             step_s=step_s,
             data_wait_s=data_wait_s,
             checkpoint_wait_s=self._checkpoint_wait_s or None,
-            tokens_per_s=num_tokens / step_s,
-            tokens_per_s_per_device=num_tokens / step_s / num_devices,
+            tokens_per_s=tokens_per_s,
+            tokens_per_s_per_device=tokens_per_s / num_devices,
             tflops_per_device=tflops,
             mfu=None if peak is None else tflops / peak,
             device_peak_gib=metrics.peak_gib(mesh.local_devices),

@@ -39,10 +39,9 @@ def print_preview(config: Config, console: rich.console.Console) -> None:
     """
     problems = ProblemCollector()
     tokenizer = None
+    model_folder = None
     model = config.model
-    has_text = any(source.format != "tokens" for source in config.data.train)
-    if model.tokenizer is not None or has_text:
-        model_folder = None
+    if model.tokenizer or any(source.format != "tokens" for source in config.data.train):
         if model.tokenizer is None and model.source is not None:
             model_folder = folder.find(model.source)
         tokenizer = build.load_tokenizer(config, model_folder, None)

@@ -95,9 +95,14 @@ def _lock(file: IO[bytes]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def to_line(record: "DataclassInstance") -> bytes:
+    """Returns the line of a record."""
+    return json.dumps(dataclasses.asdict(record), allow_nan=False).encode() + b"\n"
+
+
 def append_record(path: pathlib.Path, record: "DataclassInstance") -> None:
     """Appends a record as a line to a file, which may be new or end in the middle of a line."""
-    line = json.dumps(dataclasses.asdict(record), allow_nan=False).encode() + b"\n"
+    line = to_line(record)
     with path.open("ab+", buffering=0) as file, _lock(file):
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

@@ -160,14 +160,13 @@ class Preemption:
         """Prevents the next dispatch, and publishes the progress of this process."""
         with self._condition:
             self.reason = reason
-            num_undispatched = 0  # steps that are allowed and not dispatched yet
-            if self._num_allowed is not None:
-                num_undispatched = max(0, self._num_allowed - self.status.num_dispatched)
-            remaining_s = self.status.remaining_s() + num_undispatched * self.status.step_s
+            # steps that are allowed and not dispatched yet
+            num_undispatched = max(0, (self._num_allowed or 0) - self.status.num_dispatched)
+            step_s = self.status.step_s
             self._progress = ProcessProgress(
                 num_dispatched=self._num_allowed,
-                remaining_s=remaining_s,
-                step_s=self.status.step_s,
+                remaining_s=self.status.remaining_s() + num_undispatched * step_s,
+                step_s=step_s,
                 checkpoint_s=self.status.checkpoint_s or 0.0,
                 is_signal=not reason.startswith(_STOP_AFTER),
             )
@@ -226,10 +225,8 @@ class Preemption:
             lost = _count_steps(last, "since the start")
             return f"No checkpoint has been written yet: {lost} lost."
         num_lost = last - int(checkpoint.name)
-        lost = "Nothing is"
-        if num_lost:
-            lost = _count_steps(num_lost, f"since the checkpoint of step {checkpoint.name}")
-        return f"{lost} lost; the same command resumes from there."
+        lost = _count_steps(num_lost, f"since the checkpoint of step {checkpoint.name}")
+        return f"{lost if num_lost else 'Nothing is'} lost; the same command resumes from there."
 
     def _exit(self, text: str) -> NoReturn:
         if distributed.this_process().index == 0:
@@ -248,13 +245,10 @@ def stop_message(reason: str, *, stop_step: int, remaining_s: float) -> str:
         stop_step: last step of the run.
         remaining_s: seconds until this step is finished and the checkpoint written.
     """
-    prefix = f"{reason}: "
-    repeat = "Ctrl-C"
-    if reason == signal.SIGINT.name:
-        prefix = ""
+    prefix = "" if reason == signal.SIGINT.name else f"{reason}: "
+    repeat = "a second SIGTERM" if reason.startswith(signal.SIGTERM.name) else "Ctrl-C"
+    if not prefix:
         repeat = "Ctrl-C again"
-    elif reason.startswith(signal.SIGTERM.name):
-        repeat = "a second SIGTERM"
     about = f" (about {durations.describe(round(remaining_s))})" if remaining_s >= 1 else ""
     return (
         f"{prefix}stopping after step {stop_step}, then writing a checkpoint{about}; "
