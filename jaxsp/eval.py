@@ -22,7 +22,7 @@ from jaxsp.hf import folder
 from jaxsp.hf.folder import HubError
 from jaxsp.reporting import banner, metrics
 from jaxsp.reporting import console as output
-from jaxsp.run import build, resume
+from jaxsp.run import build, model_files, resume
 from jaxsp.runtime import cluster, distributed, jax_platform, jsonl, run_paths
 from jaxsp.training import train_state
 from jaxsp.training.evaluator import Evaluator
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> None:
         master = reader.restore_weights(checkpoint, like, table=program.table)
     else:
         assert resolved.model_folder is not None, "WHAT is a model's source"
-        master = build.make_weight_loader(program, resolved.model_folder)()
+        master = model_files.make_weight_loader(program, resolved.model_folder)()
     console = rich.console.Console(quiet=jax.process_index() > 0, markup=False)
 
     def print_line(text: str) -> None:

@@ -266,15 +266,13 @@ def silence_orbax_errors() -> None:
         if not is_from_orbax and str(error.exc_value) != "Event loop is closed":
             hook(error)
 
-    def is_not_from_orbax(record: logging.LogRecord) -> bool:
-        return "orbax" not in pathlib.Path(record.pathname).parts
-
-    def is_retrieved(record: logging.LogRecord) -> bool:
-        return "exception was never retrieved" not in record.getMessage()
-
     sys.unraisablehook = skip_orbax_errors
-    logging.getLogger("absl").addFilter(is_not_from_orbax)
-    logging.getLogger("asyncio").addFilter(is_retrieved)
+    logging.getLogger("absl").addFilter(
+        lambda record: "orbax" not in pathlib.Path(record.pathname).parts
+    )
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "exception was never retrieved" not in record.getMessage()
+    )
 
 
 def _checksum(fields: dict[str, Any]) -> str:

@@ -83,8 +83,11 @@ def _apply_override(fields: dict[str, Any], override: str, *, example_override: 
         index: Any = part
         if isinstance(parent, list):
             if not part.isdecimal() or int(part) >= len(parent):
-                problem = f"{key} = {text}: {name} has {len(parent)} entries."
-                return f"{problem} {_suggest_entry(name, parent)}"
+                entries = errors.format_choices(f"{name}.{n}" for n in range(len(parent)))
+                return (
+                    f"{key} = {text}: {name} has {len(parent)} entries. "
+                    f"Use {entries or f'{name}=[...]'}."
+                )
             index = int(part)
         elif not isinstance(parent, dict):
             return f"{key} = {text}: {name} = {yaml_io.format_value(parent)} has no fields."
@@ -95,11 +98,6 @@ def _apply_override(fields: dict[str, Any], override: str, *, example_override: 
             parent[index] = {}
         parent = parent[index]
     return None
-
-
-def _suggest_entry(name: str, entries: list[Any]) -> str:
-    names = [f"{name}.{index}" for index in range(len(entries))]
-    return f"Use {errors.format_choices(names) or f'{name}=[...]'}."
 
 
 def save(config: Config, path: pathlib.Path) -> None:

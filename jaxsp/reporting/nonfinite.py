@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.data.packing.loader import BatchLoader
-from jaxsp.data.packing.step_records import StepSegment
 from jaxsp.reporting import metrics
 from jaxsp.reporting.metrics import MetricsWriter
 from jaxsp.training.train_step import StepMetrics
@@ -64,7 +63,15 @@ class NonfiniteTracker:
             learning_rate=float(metrics.learning_rate),
             row_tokens=loader.row_tokens(step_index),
             rows=sorted({segment.row_index for segment in segments}),
-            documents=[_describe_segment(segment) for segment in segments],
+            documents=[
+                {
+                    "row": segment.row_index,
+                    **dataclasses.asdict(segment.origin),
+                    "first_token": segment.offset,
+                    "tokens": segment.num_tokens,
+                }
+                for segment in segments
+            ],
         )
         self._writer.write_nonfinite_step(line)
 
@@ -91,15 +98,6 @@ class NonfiniteTracker:
             f"after that step. Use a lower optimizer.learning_rate, more optimizer.warmup_steps, "
             f"or {suggestion}."
         )
-
-
-def _describe_segment(segment: StepSegment) -> dict[str, Any]:
-    return {
-        "row": segment.row_index,
-        **dataclasses.asdict(segment.origin),
-        "first_token": segment.offset,
-        "tokens": segment.num_tokens,
-    }
 
 
 def _json_number(value: Any) -> float | str:

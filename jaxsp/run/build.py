@@ -19,13 +19,10 @@ from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.chat import chat_template
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.mixing import RowSchedule
-from jaxsp.data.tokenization import tokenizers
-from jaxsp.hf import families, folder, weights
+from jaxsp.hf import families, folder
 from jaxsp.hf.folder import ModelFolder
-from jaxsp.model import decoder, layers
-from jaxsp.model.config import ModelConfig
-from jaxsp.run import data_sets, resume
-from jaxsp.run.data_sets import OpenedSources
+from jaxsp.model import layers
+from jaxsp.run import data_sets, model_files, resume
 from jaxsp.runtime import device_mesh, run_paths
 from jaxsp.training import memory_options, weight_init
 from jaxsp.training.inputs import RunInputs, StartPoint
@@ -33,17 +30,6 @@ from jaxsp.training.program import Program
 
 if TYPE_CHECKING:
     import transformers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelFiles:
-    """Model of a config, as far as it could be read."""
-
-    folder: ModelFolder | None = None
-    """Folder of model.source; None if the model is described by the config or a checkpoint."""
-    hf_config: dict[str, Any] | None = None
-    config: ModelConfig | None = None
-    """None if the folder or the family has a problem."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +147,7 @@ def _make_initial_weights(
     """Function that makes the weights of step 0, and a description of where they come from."""
     run = program.config.run
     if checkpoint is None and source is not None:
-        load: Callable[[], layers.Weights] = make_weight_loader(program, source)
+        load: Callable[[], layers.Weights] = model_files.make_weight_loader(program, source)
         origin = f"weights of {source.source}"
     else:
         load = functools.partial(
@@ -177,23 +163,6 @@ def _make_initial_weights(
     elif (pathlib.Path(run.directory) / run_paths.CONFIG_FILE).is_file():
         origin += "; the run in this directory has no checkpoint and starts again"
     return load, origin
-
-
-def make_weight_loader(program: Program, source: ModelFolder) -> Callable[[], layers.Weights]:
-    """Function that loads a Hugging Face folder's weights, as float32, onto the program's mesh.
-
-    The files are checked now, and downloaded first if they are on the hub.
-
-    Raises: UserError for tensors and files that are missing, damaged or of another model.
-    """
-    read_slice = weights.open_folder(source, program.table).read
-    return functools.partial(
-        weight_init.load_weights,
-        program.table,
-        program.mesh,
-        read_slice,
-        is_offloaded=program.has_offloaded_state,
-    )
 
 
 def resolve_config(
@@ -217,9 +186,9 @@ def resolve_config(
     """
     with problems.collect():
         config = _inline_chat_template(config)
-    files = _read_model(config, hf_config, problems)
+    files = model_files.read_model(config, hf_config, problems)
     opened = data_sets.open_sources(config, for_training=for_training, problems=problems)
-    tokenizer = _load_checked_tokenizer(config, files, opened, run_model_dir, problems)
+    tokenizer = model_files.load_checked_tokenizer(config, files, opened, run_model_dir, problems)
     choice = None
     if files.config is not None:
         with problems.collect():
@@ -255,52 +224,6 @@ def resolve_config(
     )
 
 
-def _read_model(
-    config: Config, hf_config: dict[str, Any] | None, problems: ProblemCollector
-) -> ModelFiles:
-    """Reads the model's config.json and checks local weight files."""
-    files = ModelFiles()
-    with problems.collect():
-        source = None
-        if hf_config is None and config.model.source is not None:
-            source = folder.find(config.model.source)
-            hf_config = source.config_fields
-        hf_config = hf_config or config.model.config
-        assert hf_config is not None, "the schema requires one of them"
-        files = ModelFiles(folder=source, hf_config=hf_config)
-        field = str(source.path / "config.json") if source else "model.config"
-        model = families.parse_model_config(hf_config, field=field)
-        files = dataclasses.replace(files, config=model)
-        if source is not None and not source.is_on_hub:
-            weights.open_folder(source, decoder.param_table(model))
-    return files
-
-
-def _load_checked_tokenizer(
-    config: Config,
-    files: ModelFiles,
-    opened: OpenedSources,
-    run_model_dir: pathlib.Path | None,
-    problems: ProblemCollector,
-) -> "transformers.PreTrainedTokenizerBase | None":
-    """The tokenizer, if a source or the config needs one and it can be found."""
-    is_source_missing = config.model.source is not None and files.hf_config is None
-    if config.model.tokenizer is None and (is_source_missing or not opened.have_text):
-        return None
-    tokenizer = None
-    with problems.collect():
-        tokenizer = load_tokenizer(config, files.folder, run_model_dir)
-        if files.config is not None and len(tokenizer) > files.config.vocab_size:
-            suggestion = f"Set model.config.vocab_size={len(tokenizer)}, or more."
-            if config.model.source is not None:
-                suggestion = "Use the model's own tokenizer: model.tokenizer=null."
-            raise UserError(
-                f"model.tokenizer: has {len(tokenizer):,} different tokens, but the model's "
-                f"vocab_size is {files.config.vocab_size:,}. {suggestion}"
-            )
-    return tokenizer
-
-
 def _check_step(
     config: Config,
     choice: AttentionChoice | None,
@@ -322,28 +245,6 @@ def _check_step(
             with_training=for_training,
         )
     return sizes
-
-
-def load_tokenizer(
-    config: Config, source: ModelFolder | None, run_model_dir: pathlib.Path | None
-) -> "transformers.PreTrainedTokenizerBase":
-    """Loads the tokenizer: the run's own copy, else model.tokenizer, else that of model.source.
-
-    Raises: UserError if there is none.
-    """
-    name = config.model.tokenizer
-    if run_model_dir is not None and name != tokenizers.BYTE_TOKENIZER:
-        if (run_model_dir / "tokenizer_config.json").is_file():
-            return tokenizers.load(str(run_model_dir))
-    if name is not None:
-        return tokenizers.load(name)
-    if source is None:
-        raise UserError(
-            "model.tokenizer = null: text needs one. Use bytes, or a folder or hub name."
-        )
-    return tokenizers.load(
-        str(source.path), error_prefix=f"model.source = {source.source}: its tokenizer"
-    )
 
 
 def _save_model_files(

@@ -151,17 +151,18 @@ def _pack(
         long_documents=config.data.long_documents,
         field=field,
     )
-    weights = None
-    if len(members) > 1 and not use_held_out:
-        given = [source.weight for source in members.values() if source.weight is not None]
-        weights = given or None
+    weights = [source.weight for source in members.values() if source.weight is not None]
+    if len(members) == 1 or use_held_out:
+        weights = []
     digests = [tokenized[member].digest for member in members]
     if masks is not None:
         digests = [
             held_out.digest_split(digest, mask, is_held_out=use_held_out)
             for digest, mask in zip(digests, masks, strict=True)
         ]
-    return dataset.pack_documents(name, documents, config, digests=digests, source_weights=weights)
+    return dataset.pack_documents(
+        name, documents, config, digests=digests, source_weights=weights or None
+    )
 
 
 def _name(source: SourceConfig) -> str:
@@ -170,12 +171,10 @@ def _name(source: SourceConfig) -> str:
 
 def _check_unique_names(group: Mapping[str, SourceConfig]) -> None:
     """Raises: UserError if two sources of a group have one name."""
-    names = []
-    for number, (field, source) in enumerate(group.items()):
-        name = _name(source)
-        if name in names:
+    names = [_name(source) for source in group.values()]
+    for number, (field, name) in enumerate(zip(group, names, strict=True)):
+        if name in names[:number]:
             raise UserError(
                 f"{field}.name = {name}: another source has this name. Give each its own: "
                 f"{field}.name={name}-{number}."
             )
-        names.append(name)

@@ -100,28 +100,19 @@ def report_checks(program: Program, inputs: RunInputs, console: rich.console.Con
 
     Raises: UserError if a kernel is wrong on this device, or if no checkpoint fits on the disk.
     """
-    lines = list(selfcheck.check_device(program, inputs.attention_choice))
-    if warning := _check_disk(program, num_steps=program.num_steps - inputs.start.step):
+    lines: list[str | None] = [*selfcheck.check_device(program, inputs.attention_choice)]
+    if jax.process_index() == 0:
+        state = train_state.abstract_inputs(program)[0]
+        checkpoints = pathlib.Path(program.config.run.directory) / run_paths.CHECKPOINTS_DIR
+        warning = disk_space.check(
+            program.config,
+            checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
+            num_steps=program.num_steps - inputs.start.step,
+            leftover_bytes=files.leftover_bytes(checkpoints),
+        )
         lines.append(warning)
-    for line in lines:
+    for line in filter(None, lines):
         console.print(line, soft_wrap=True, highlight=False)
-
-
-def _check_disk(program: Program, *, num_steps: int) -> str | None:
-    """Warning if the disk may become full. Only process 0 checks.
-
-    Raises: UserError if no checkpoint fits.
-    """
-    if jax.process_index() > 0:
-        return None
-    state = train_state.abstract_inputs(program)[0]
-    checkpoints = pathlib.Path(program.config.run.directory) / run_paths.CHECKPOINTS_DIR
-    return disk_space.check(
-        program.config,
-        checkpoint_bytes=disk_space.tree_bytes((state.master, state.opt_state)),
-        num_steps=num_steps,
-        leftover_bytes=files.leftover_bytes(checkpoints),
-    )
 
 
 def compile_steps(

@@ -17,7 +17,7 @@ from jaxsp.core.errors import ProblemCollector
 from jaxsp.data.ingest import sources
 from jaxsp.data.tokenization import tokenize
 from jaxsp.hf import folder
-from jaxsp.run import build
+from jaxsp.run import model_files
 
 _LOSS_STYLE = "black on green"
 
@@ -44,7 +44,7 @@ def print_preview(config: Config, console: rich.console.Console) -> None:
     if model.tokenizer or any(source.format != "tokens" for source in config.data.train):
         if model.tokenizer is None and model.source is not None:
             model_folder = folder.find(model.source)
-        tokenizer = build.load_tokenizer(config, model_folder, None)
+        tokenizer = model_files.load_tokenizer(config, model_folder, None)
     for number, source in enumerate(config.data.train):
         with problems.collect():
             _print_source(

@@ -2,8 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import files
 from jaxsp.checkpoint.reader import CheckpointMeta, DamagedCheckpointError
-from jaxsp.config import config_file, yaml_io
+from jaxsp.config import config_file
 from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core import errors, paths
@@ -20,52 +19,15 @@ from jaxsp.data.packing import dataset
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.hf import families
 from jaxsp.model.config import ModelConfig
+from jaxsp.run import config_changes
 from jaxsp.runtime import run_dir, run_paths
 from jaxsp.training.inputs import StartPoint
-
-_TOKEN_FIELDS = (
-    "data.train",
-    "data.eval_fraction",
-    "data.chat_template",
-    "model.tokenizer",
-    "model.source",
-)
-"""Prefixes of fields that change the tokens."""
-
-_NEUTRAL_FIELDS = (
-    "mesh.",
-    "logging.",
-    "checkpoint.",
-    "memory.",
-    "attention.head_chunks",
-    "batch.rows_per_microbatch",
-    "data.eval.",
-    "data.num_workers",
-    "run.deterministic",
-    "run.early_stopping",
-    "run.eval_at_start",
-    "run.eval_every",
-    "run.log_every",
-    "run.save_every",
-    "run.shutdown_grace",
-    "run.step_timeout",
-    "run.stop_after",
-)
-"""Prefixes of fields that change neither rows nor weights, except for rounding."""
-
-_ALTERING_FIELDS = ("memory.grad_reduce_dtype",)
-"""Exceptions to _NEUTRAL_FIELDS."""
-
-_UNREPORTED_FIELDS = ("run.directory", "run.resume", "run.on_data_change")
 
 _NO_START = -2
 """Sent to the other processes instead of a step by a process that cannot start."""
 
 _UNNUMBERED = -1
 """Sent instead of a step if the checkpoint's folder is not called by its step."""
-
-_MAX_VALUE_CHARS = 60
-"""Longest value in a list of changes; a chat template has pages."""
 
 
 def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pathlib.Path | None:
@@ -238,7 +200,7 @@ def make_start_point(
             f"optimizer.name: {checkpoint} has the state of {saved.optimizer.name}. {suggestion}"
         )
     rows_consumed = {int(length): count for length, count in meta.rows_consumed.items()}
-    changes = _list_changes(saved, config)
+    changes = config_changes.list_changes(saved, config)
     if differences := dataset.describe_changes(meta.data, data.fingerprint(config)):
         text = "; ".join(differences)
         problems += _data_problems(text, meta, checkpoint, saved, config, changes)
@@ -288,7 +250,7 @@ def _data_problems(
     """Problems of a run whose rows have changed; none if run.on_data_change allows it."""
     has_same_lengths = saved.data.row_lengths == config.data.row_lengths
     if config.run.on_data_change == "error":
-        fields = [change for change in changes if change.startswith(_TOKEN_FIELDS)]
+        fields = [change for change in changes if change.startswith(config_changes.TOKEN_FIELDS)]
         reason = f" (changed: {', '.join(fields)})" if fields else ""
         alternative = " or continue (skip as many new rows)" if has_same_lengths else ""
         return [
@@ -308,37 +270,3 @@ def _describe_consumed(meta: CheckpointMeta) -> str:
     return " and ".join(
         f"{count:,} rows of {int(length):,} tokens" for length, count in meta.rows_consumed.items()
     )
-
-
-def _list_changes(saved: Config, config: Config) -> tuple[str, ...]:
-    """Changed fields with both values; those without effect on the model come last, as one."""
-    before = dict(_flatten(saved.model_dump(mode="json")))
-    now = dict(_flatten(config.model_dump(mode="json")))
-    changes = {
-        field: f"{field} {_shorten(before.get(field))} -> {_shorten(now.get(field))}"
-        for field in before | now
-        if before.get(field) != now.get(field) and field not in _UNREPORTED_FIELDS
-    }
-    neutral = [
-        change
-        for field, change in changes.items()
-        if field.startswith(_NEUTRAL_FIELDS) and field not in _ALTERING_FIELDS
-    ]
-    altering = [change for change in changes.values() if change not in neutral]
-    if neutral:
-        altering.append(f"{' and '.join(neutral)} (without effect on what the model learns)")
-    return tuple(altering)
-
-
-def _shorten(value: Any) -> str:
-    return yaml_io.shorten(yaml_io.format_value(value), _MAX_VALUE_CHARS)
-
-
-def _flatten(fields: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields each value of nested fields with its name as in `key.path=value`."""
-    if not isinstance(fields, dict | list):
-        yield field, fields
-        return
-    items = fields.items() if isinstance(fields, dict) else enumerate(fields)
-    for name, value in items:
-        yield from _flatten(value, f"{field}.{name}" if field else str(name))

@@ -151,11 +151,8 @@ class Session:
         """
         self._checkpoint_writer.compile_ahead(state)
         # process 0 may have recorded the loss in a file that another node still has cached
-        is_pending = bool(
-            schedule.broadcast_from_first(
-                float(self._is_resume and self._start.has_pending_evaluation)
-            )
-        )
+        is_pending = self._is_resume and self._start.has_pending_evaluation
+        is_pending = bool(schedule.broadcast_from_first(float(is_pending)))
         is_first = self._config.run.eval_at_start and not self._is_resume
         if is_first:
             self._early_stopping.expect_evaluation()
@@ -288,34 +285,23 @@ class Session:
         All processes must call it once per step: the schedule communicates.
         """
         run = self._config.run
-        is_epoch_end = not is_last and self._is_epoch_end(step)
-        should_save = (
-            self._checkpoints.is_due(step)
-            or is_last
-            or (is_epoch_end and run.save_every == "epoch")
+        is_epoch_end = "epoch" in (run.save_every, run.eval_every) and (
+            self._inputs.train_set.is_epoch_end(self._inputs.schedule, step - self._start.step)
         )
-        should_evaluate = (
-            self._evaluator.is_due(step) or is_last or (is_epoch_end and run.eval_every == "epoch")
-        )
+        is_save_epoch = is_epoch_end and run.save_every == "epoch"
+        should_save = self._checkpoints.is_due(step) or is_last or is_save_epoch
+        is_eval_epoch = is_epoch_end and run.eval_every == "epoch"
+        should_evaluate = self._evaluator.is_due(step) or is_last or is_eval_epoch
         should_rank = should_save and self._config.checkpoint.keep_best > 0
         if should_evaluate or (should_rank and run.eval_every is None):
             self._early_stopping.expect_evaluation()
         return should_save, should_evaluate or should_rank
 
-    def _is_epoch_end(self, step: int) -> bool:
-        """True if an epoch ends with a step and the config requests an action there."""
-        run = self._config.run
-        if "epoch" not in (run.save_every, run.eval_every):
-            return False
-        return self._inputs.train_set.is_epoch_end(self._inputs.schedule, step - self._start.step)
-
     def _evaluate(self, step: int, state: TrainState) -> dict[str, float | None]:
         """Evaluates the weights after a step, records the results, returns losses by eval set."""
         with self._status.compiling("the evaluation"):
             self._evaluator.compile()
-        when = f"after step {step}"
-        if step == self._start.step:
-            when = f"before step {step + 1}"
+        when = f"before step {step + 1}" if step == self._start.step else f"after step {step}"
         self._status.begin(
             f"the evaluation {when}",
             expected_s=self._status.step_s,
