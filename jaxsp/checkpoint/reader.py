@@ -19,6 +19,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 from jaxsp.checkpoint import checksums
+from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.model import layers
 from jaxsp.runtime import run_paths
@@ -281,5 +282,4 @@ def _checksum(fields: dict[str, Any]) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Returns the first line of an orbax error, without the source locations at its end."""
-    lines = str(error).split(" [")[0].splitlines()
-    return lines[0][:200].rstrip(".") if lines else type(error).__name__
+    return errors.first_line(error).partition(" [")[0][:200].rstrip(".")

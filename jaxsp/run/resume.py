@@ -1,6 +1,5 @@
 """Resuming: which checkpoint a run continues from, and whether the config still fits it."""
 
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -42,7 +41,6 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
     paths.check_folder(directory, field="run.directory")
     if run.resume not in ("auto", "never"):
         paths.check_folder(pathlib.Path(run.resume), field="run.resume")
-    _check_writable(run)
     has_files = directory.is_dir() and any(
         path.name not in run_dir.BOOKKEEPING_FILES for path in directory.iterdir()
     )
@@ -71,23 +69,6 @@ def find_checkpoint(run: RunConfig, *, skip: Sequence[pathlib.Path] = ()) -> pat
             "in its checkpoints/, auto or never."
         )
     return checkpoint
-
-
-def _check_writable(run: RunConfig) -> None:
-    """Raises: UserError if the run's directory cannot be created or written."""
-    directory = pathlib.Path(run.directory)
-    candidates = (directory, *directory.absolute().parents)
-    existing = next(path for path in candidates if path.exists())
-    if not existing.is_dir():
-        raise UserError(
-            f"run.directory = {run.directory}: {existing} is a file. Name a folder that is new or "
-            "empty."
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise UserError(
-            f"run.directory = {run.directory}: {existing} is not writable. Name another folder: "
-            "run.directory=runs/a."
-        )
 
 
 def _find_own_checkpoint(

@@ -12,12 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.core import exit_codes
+from jaxsp.runtime import distributed
 from jaxsp.runtime.cluster import Process
 from jaxsp.runtime.stderr_mux import PEER_LINE_DELAY_S, StderrMultiplexer
-
-SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
-processes, and the launcher forwards it."""
 
 _POLL_INTERVAL_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -54,7 +51,7 @@ class SignalForwarder:
             self.first = signal.Signals(number)
             self._first_time_s = time.monotonic()
             self.send(self.first)
-        elif time.monotonic() - self._first_time_s > SAME_SIGNAL_S:
+        elif time.monotonic() - self._first_time_s > distributed.SAME_SIGNAL_S:
             self.second = signal.Signals(number)
 
     def send(self, number: signal.Signals) -> None:

@@ -35,6 +35,10 @@ SHUTDOWN_TIMEOUT_S = 300
 does not apply to a process that has failed, which reports it, or that has died, which is noticed.
 """
 
+SAME_SIGNAL_S = 1.0
+"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
+processes, and the launcher forwards it."""
+
 POLL_INTERVAL_S = 0.5
 """Time between two reads of what the other processes have published."""
 

@@ -18,10 +18,6 @@ from jaxsp.runtime.run_status import RunStatus
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: a terminal or srun sends one to the launcher and to its
-processes, and the launcher forwards it."""
-
 _STOP_AFTER = "run.stop_after"
 
 _STOP_KEY = "stop"
@@ -142,7 +138,7 @@ class Preemption:
             return
         if self._signal_time is None:
             self._signal_time = time.monotonic()
-        elif time.monotonic() - self._signal_time > SAME_SIGNAL_S:
+        elif time.monotonic() - self._signal_time > distributed.SAME_SIGNAL_S:
             distributed.log(f"ended by a second {number.name}")
             code = 128 + number
             if distributed.this_process().index == 0:

@@ -5,6 +5,7 @@ import math
 import pathlib
 import time
 
+import huggingface_hub
 import jax
 import pytest
 import yaml
@@ -146,7 +147,7 @@ def test_a_cached_model_is_used_if_the_hub_does_not_answer(hub, monkeypatch, tmp
     fields = published.MODELS[LLAMA].fields | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     monkeypatch.setattr(folder, "_download", lambda *given, **named: time.sleep(60))
-    monkeypatch.setattr(folder, "_cached_snapshot", lambda source: tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
     monkeypatch.setattr(published, "DEADLINE_S", 0.1)
     sizes = published.read_sizes(ModelSourceConfig(source=LLAMA))
     assert (sizes.model.num_layers, sizes.published) == (2, None)
