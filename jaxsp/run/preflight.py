@@ -15,6 +15,7 @@ from jaxsp.checkpoint import disk_space, files
 from jaxsp.core import durations
 from jaxsp.core.batch import Batch
 from jaxsp.core.errors import UserError
+from jaxsp.run import resume
 from jaxsp.runtime import run_paths
 from jaxsp.training import evaluator, memory_options, selfcheck, train_state
 from jaxsp.training.early_stopping import EarlyStopping
@@ -41,14 +42,16 @@ def check_agreement(program: Program, inputs: RunInputs) -> None:
     ]
     compared += [
         ("the config", repr(program.config)),
-        ("the checkpoint to resume from", repr((start.step, start.rows_consumed))),
+        ("the checkpoint to resume from", repr(start.rows_consumed)),
         ("XLA_FLAGS", repr(program.compile_options)),
         ("attention (the devices' memory or versions)", repr(inputs.attention_choice)),
     ]
     digests = [hashlib.sha256(text.encode()).digest()[:8] for _, text in compared]
-    local = np.stack([np.frombuffer(digest, np.int32) for digest in digests])
+    hashes = [np.frombuffer(digest, np.int32) for digest in digests]
+    local = np.stack([np.array([start.step, 0], np.int32), *hashes])
     all_processes = multihost_utils.process_allgather(local)
-    is_different = (all_processes != all_processes[0]).any((0, 2))
+    resume.check_same_step(program.config.run, all_processes[:, 0, 0])
+    is_different = (all_processes[:, 1:] != all_processes[0, 1:]).any((0, 2))
     for (name, _), differs in zip(compared, is_different, strict=True):
         if differs:
             raise UserError(

@@ -122,15 +122,20 @@ def check_same_checkpoint(
     name = "0" if checkpoint is None else checkpoint.name
     local_step = int(name) if name.isdecimal() else _UNNUMBERED
     steps = multihost_utils.process_allgather(np.int32(_NO_START if problems else local_step))
-    prefix = f"run.directory = {run.directory}: process"
     if (steps == _NO_START).any():
-        reason = f"{prefix} {steps.argmin()} cannot start; it prints the reason."
-        raise UserError(problems or reason)
+        reason = f"process {steps.argmin()} cannot start; it prints the reason."
+        raise UserError(problems or f"run.directory = {run.directory}: {reason}")
+    check_same_step(run, steps)
+
+
+def check_same_step(run: RunConfig, steps: np.ndarray) -> None:
+    """Checks the first steps of all processes. Raises: UserError if they differ."""
     different = np.unique(steps).tolist()
     if len(different) > 1:
         raise UserError(
-            f"{prefix}es would begin at steps {errors.format_choices(different)}, because they see "
-            "different checkpoints. Name a folder that all nodes share."
+            f"run.directory = {run.directory}: processes would begin at steps "
+            f"{errors.format_choices(different)}, because they see different checkpoints. "
+            "Name a folder that all nodes share."
         )
 
 
