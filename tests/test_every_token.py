@@ -1,6 +1,6 @@
-"""Every token of every document is learned from once in an epoch: on every layout of mesh and processes, stopped or not.
+"""Every token of every document is trained on once in an epoch, on every mesh, stopped or not.
 
-A token's id is its number in the whole corpus, so that a batch says which (document, token) is in it.
+A token's id is its index in the whole corpus, so that a batch shows its documents and tokens.
 """
 
 import hashlib
@@ -81,7 +81,10 @@ def train_here(folder: pathlib.Path, log: str, *words: str) -> None:
 def train_apart(
     folder: pathlib.Path, log: str, *words: str, processes: int, kill_at: int = 0
 ) -> None:
-    """Trains in so many processes; with `kill_at` each kills itself there, unless JAX ends it for another one's death."""
+    """Trains in `processes` processes.
+
+    Each kills itself at step `kill_at`, unless JAX ends it first because another one died.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -122,13 +125,13 @@ def train_apart(
 
 
 def learned(steps: list[tuple[np.ndarray, np.ndarray]]) -> str:
-    """A hash of every (document, token) that was learned from, in the corpus' order; a token that came twice is in it twice."""
+    """Hash of every token that was trained on, in the order of the corpus, with repetitions."""
     tokens = np.concatenate([tokens.ravel() for tokens, _ in steps])
     return hashlib.sha256(np.sort(tokens[tokens > 0]).astype(np.int64).tobytes()).hexdigest()
 
 
 def check_labels(steps: list[tuple[np.ndarray, np.ndarray]]) -> None:
-    """A token's label is the next one of its document, and there is one for all but its last token."""
+    """Checks that each label is the next token of the document; its last token has none."""
     lasts = np.cumsum(LENGTHS)
     for tokens, labels in steps:
         has_next = (tokens > 0) & ~np.isin(tokens, lasts)
@@ -141,8 +144,9 @@ def rows_of(step: tuple[np.ndarray, np.ndarray]) -> set[bytes]:
 
 
 def expected(data: dict) -> str:
-    """The slow and obvious hash: all documents written out, without those that are reported dropped."""
-    firsts, longest = np.cumsum([1, *LENGTHS]), np.max(data["row_tokens"])
+    """Hash of all documents, without those that are reported as dropped."""
+    firsts = np.cumsum([1, *LENGTHS])
+    longest = np.max(data["row_tokens"])
     dropped = data.get("long_documents") == "drop"
     kept = [
         np.arange(a, b) for a, b in itertools.pairwise(firsts) if b - a <= longest or not dropped
@@ -152,7 +156,7 @@ def expected(data: dict) -> str:
 
 @pytest.fixture(scope="module")
 def straight(request, tmp_path_factory):
-    """A run that nothing interrupts: its folder, its data fields, and what it learned from, step by step."""
+    """An uninterrupted run: its folder, its data fields, and the tokens of each step."""
     data = {"one": ONE_LENGTH, "two": TWO_LENGTHS}[request.param]
     folder = tmp_path_factory.mktemp("straight")
     write_config(folder, data)
@@ -177,7 +181,7 @@ LAYOUTS = [
     ("two", 1, (1, 8)),
     pytest.param("two", 2, (4, 2), marks=pytest.mark.slow),
 ]
-"""Lengths of rows, processes, and data x seq; one more is that of `straight`. 2 processes of 1 x 8 share every row."""
+"""Row lengths, processes, and data x seq. 2 processes of 1 x 8 share every row."""
 
 
 @pytest.mark.parametrize(("straight", "processes", "mesh"), LAYOUTS, indirect=["straight"])

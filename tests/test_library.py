@@ -72,7 +72,8 @@ def test_a_loaded_model_is_saved_as_it_was(loaded, base, tmp_path):
     assert dict(program.mesh.shape) == SETTINGS["mesh"]
     assert program.num_steps == 3
     library.save_model(master, tmp_path / "out", program)
-    before, after = pathlib.Path(base), tmp_path / "out"
+    before = pathlib.Path(base)
+    after = tmp_path / "out"
     assert {path.name for path in before.iterdir()} == {path.name for path in after.iterdir()}
     old, new = (safetensors.numpy.load_file(path / "model.safetensors") for path in (before, after))
     assert batches.same_bits(new, old)
@@ -105,7 +106,7 @@ def test_weights_in_host_memory_are_saved(base, tmp_path):
 
 
 def pieces(rows):
-    """Tokens, labels, positions and weights of each piece of a batch."""
+    """Tokens, labels, positions and weights of each segment of a batch."""
     names = ("tokens_BL", "labels_BL", "positions_BL", "weights_BL")
     arrays = [np.asarray(getattr(rows, name)) for name in names]
     for place in np.argwhere(np.asarray(rows.lengths_BM)):
@@ -114,7 +115,7 @@ def pieces(rows):
 
 
 def test_documents_are_packed_with_labels_and_weights(loaded):
-    """Each piece of a row is a whole document; labels and weights are shifted by one token."""
+    """Each segment of a row is a whole document; labels and weights are shifted by one token."""
     program = dataclasses.replace(loaded[0], has_weights=True)
     documents = [list(range(10 * i, 10 * i + n)) for i, n in enumerate([10, 3, 9, 1, 8, 7, 10, 2])]
     labels = [[-100 if token % 4 == 0 else token for token in document] for document in documents]
@@ -192,7 +193,7 @@ def test_weights_are_refused_where_the_step_has_none(loaded):
 
 
 def test_settings_that_do_not_work_are_refused(base):
-    """Three rows cannot be shared by two groups of devices; a number of epochs would not be known before packing."""
+    """Two groups cannot share three rows; steps per epoch are unknown before packing."""
     with pytest.raises(UserError) as raised:
         library.load_model(base, SETTINGS | {"batch": {"rows_per_step": 3}})
     assert [problem.partition(" = ")[0] for problem in raised.value.problems] == [

@@ -1,4 +1,4 @@
-"""Memory options on a GPU: they change what a step takes, and not what it computes; and the check before the first step."""
+"""Memory options on a GPU change memory and not results; and the check before the first step."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ ROWS = batches.make_rows(
     seed=0,
 )
 
-LEVERS = {
+OPTIONS = {
     "none": {"remat": "none"},
     "attention and MLP": {"remat": "save_attention_and_mlp"},
     "full": {"remat": "full"},
@@ -81,11 +81,11 @@ LEVERS = {
 XLA_OPTIONS = {
     "inputs and attention, not prefetched": dict.fromkeys(compile_options.PREFETCH_FROM_HOST, False)
 }
-"""XLA options of some of them. If a prefetched copy came from the wrong layer, gradients would be wrong."""
+"""XLA options of some of them. A prefetched copy of a wrong layer would give wrong gradients."""
 
 
 def program(gpu, memory, dtype="bfloat16", xla_options=None):
-    """A step of two rows, one after the other, and how it attends; skips where this release of JAX cannot do it."""
+    """A step of two rows, one after the other, and its attention; skips if JAX cannot do it."""
     config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 3, "xla_options": xla_options or {}},
@@ -96,7 +96,7 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
                 "max_segments_per_row": ROWS["starts_BM"].shape[1],
             },
             "batch": {"rows_per_step": 2},
-            # with eps of 1 a weight moves nearly as its gradient says, also where that is only rounding
+            # With eps of 1 a weight moves in proportion to its gradient, even if that is rounding
             "optimizer": {
                 "learning_rate": 1.0,
                 "schedule": "constant",
@@ -116,18 +116,18 @@ def program(gpu, memory, dtype="bfloat16", xla_options=None):
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What came of three steps."""
+    """Results of three steps."""
 
     losses: list
     moved: dict
-    """By how much each weight moved in the first."""
+    """Change of each weight in the first step."""
     needs: MemoryUse
 
 
 @functools.cache
-def trained(gpu, lever, dtype="float32"):
-    memory = LEVERS[lever] if lever else {"remat": "save_attention"}
-    of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(lever))
+def trained(gpu, option, dtype="float32"):
+    memory = OPTIONS[option] if option else {"remat": "save_attention"}
+    of, choice = program(gpu, memory, dtype, XLA_OPTIONS.get(option))
     ready = memory_options.compile_fitting_step(of, workspace_bytes=choice.settings.workspace_bytes)
     start = weight_init.random_weights(
         of.table, seed=0, mesh=of.mesh, is_offloaded=of.has_offloaded_state
@@ -135,12 +135,10 @@ def trained(gpu, lever, dtype="float32"):
     before = {
         name: np.array(weight) for name, weight in batches.by_name(start).items()
     }  # no view: the step takes the memory
-    state, rows, losses, moved = (
-        train_state.init_state(of, start),
-        batches.put_on_mesh(ROWS, of.mesh),
-        [],
-        {},
-    )
+    state = train_state.init_state(of, start)
+    rows = batches.put_on_mesh(ROWS, of.mesh)
+    losses = []
+    moved = {}
     for _ in range(3):
         state, numbers = ready.executable(state, rows)
         losses.append(float(numbers.loss))
@@ -157,16 +155,16 @@ def compare(found, right, tolerance):
         assert batches.difference(found.moved[name], right.moved[name]) < tolerance, name
 
 
-@pytest.mark.parametrize("lever", LEVERS)
-def test_a_lever_changes_no_loss_and_no_weight(gpu, lever):
-    compare(trained(gpu, lever), trained(gpu, None), tolerances.MESH)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_memory_option_changes_no_loss_and_no_weight(gpu, option):
+    compare(trained(gpu, option), trained(gpu, None), tolerances.MESH)
 
 
 @pytest.mark.parametrize(
-    "lever", ["full", "inputs and attention", "inputs and attention, not prefetched"]
+    "option", ["full", "inputs and attention", "inputs and attention, not prefetched"]
 )
-def test_what_cudnn_gave_is_kept_or_computed_again_as_it_was(gpu, lever):
-    compare(trained(gpu, lever, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
+def test_results_of_cudnn_are_the_same_kept_or_recomputed(gpu, option):
+    compare(trained(gpu, option, "bfloat16"), trained(gpu, None, "bfloat16"), tolerances.BF16)
 
 
 INPUTS = MODEL.num_layers * TOKENS * MODEL.hidden_size * 4
@@ -187,32 +185,30 @@ ON_HOST = {
     "state": STATE,
     "all": INPUTS + OUTPUTS + STATE,
 }
-"""Bytes: layers' inputs; attention's outputs and log-sum-exps; float32 weights and AdamW's averages."""
+"""Bytes of layers' inputs, attention's outputs and log-sum-exps, float32 weights and moments."""
 
 
-@pytest.mark.parametrize("lever", ON_HOST)
-def test_what_is_offloaded_is_on_the_host(gpu, lever):
+@pytest.mark.parametrize("option", ON_HOST)
+def test_offloaded_arrays_are_on_the_host(gpu, option):
     assert trained(gpu, None).needs.host == 0
-    assert trained(gpu, lever).needs.host >= ON_HOST[lever]
+    assert trained(gpu, option).needs.host >= ON_HOST[option]
 
 
-def test_each_lever_takes_less_of_the_device(gpu):
+def test_each_memory_option_needs_less_of_the_device(gpu):
     options = ("none", "attention and MLP", "full", "inputs", "inputs and attention")
-    taken = {lever: trained(gpu, lever).needs.device for lever in options}
+    taken = {option: trained(gpu, option).needs.device for option in options}
     kept = trained(gpu, None).needs.device
     assert taken["none"] > taken["attention and MLP"] > kept > taken["full"] > taken["inputs"]
     assert kept > taken["inputs and attention"]
 
 
-@pytest.mark.parametrize("lever", ["none", "state"])
-def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, lever, tmp_path):
-    """A state in host memory is written out of that very memory, which the next step takes."""
-    of, _ = program(gpu, LEVERS[lever], "float32")
-    run, state, rows = (
-        train_step.compile(of),
-        train_state.random_state(of, seed=0),
-        batches.put_on_mesh(ROWS, of.mesh),
-    )
+@pytest.mark.parametrize("option", ["none", "state"])
+def test_a_run_goes_on_while_and_after_its_state_is_saved(gpu, option, tmp_path):
+    """A state in host memory is written from that memory, which the next step reuses."""
+    of, _ = program(gpu, OPTIONS[option], "float32")
+    run = train_step.compile(of)
+    state = train_state.random_state(of, seed=0)
+    rows = batches.put_on_mesh(ROWS, of.mesh)
     state, _ = run(state, rows)
     meta = CheckpointMeta(
         config={}, model={}, data={}, step=1, rows_consumed={}, num_tokens_total=0
@@ -241,17 +237,21 @@ def test_the_check_before_the_first_step_passes_within_five_seconds(
         seconds.append(time.perf_counter() - began)
     record_property("seconds", seconds)
     assert seconds[1] < 5
-    checked = ["cuDNN"] * choice.kernel.needs_selfcheck + ["offload"] * (activations != "none")
+    checked = []
+    if choice.kernel.needs_selfcheck:
+        checked.append("cuDNN")
+    if activations != "none":
+        checked.append("offload")
     assert all(word in line for line, word in zip(said, checked, strict=True))
 
 
-def test_the_check_sees_that_attention_forgets_the_pieces(gpu):
-    def forgets(q, k, v, starts, lengths):
+def test_the_check_detects_attention_that_ignores_segments(gpu):
+    def ignore_segments(q, k, v, starts, lengths):
         one = jnp.zeros((len(starts), 1), jnp.int32)
         return blockwise.attention(q, k, v, one, jnp.full_like(one, q.shape[1]))
 
     found = selfcheck.measure_attention_error(
-        forgets,
+        ignore_segments,
         heads_per_kv_head=4,
         num_kv_heads=2,
         head_dim=64,

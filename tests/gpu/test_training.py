@@ -1,4 +1,4 @@
-"""The quickstart on one GPU, through the command that a user types: it learns there what it learns on the CPU."""
+"""The quickstart command on one GPU: its losses are those on the CPU."""
 
 import glob
 import json
@@ -22,7 +22,7 @@ NUM_ALIKE = 20
 
 
 def train(directory: pathlib.Path, platform: str, *changes: str) -> list[dict]:
-    """The lines of metrics.jsonl of a quickstart on one device of a platform; a short one begins like a long one."""
+    """Lines of metrics.jsonl of a quickstart on one device; a short run begins like a long one."""
     words = [
         "mesh.data=1",
         "mesh.seq=1",
@@ -62,7 +62,7 @@ def bfloat16(gpu, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bigram_entropy():
-    """Nats per byte of what is learned from, for who knows one byte before it: 2.4 of Python 3.12's library."""
+    """Nats per byte of the training text, given the byte before: 2.4 of Python 3.12's library."""
     counts = np.zeros((257, 257))
     for file in glob.glob(sysconfig.get_paths()["stdlib"] + "/*.py"):
         tokens = np.array([*pathlib.Path(file).read_bytes(), 256])

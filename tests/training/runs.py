@@ -1,4 +1,4 @@
-"""Compiled steps for tests to share, and the plain program that all of them are held against."""
+"""Compiled steps that tests share, and the plain program that they are compared with."""
 
 import concurrent.futures
 import dataclasses
@@ -56,7 +56,7 @@ def program(
 
 
 def whole_weights(model: ModelConfig) -> dict[str, Any]:
-    """Weights by numpy; biases and norms are not what they start as, so that each has a say in the loss."""
+    """Weights drawn by numpy. Biases and norms are random too, so that each affects the loss."""
     rng = np.random.default_rng(2)
     draw = lambda row: row.mean + (row.std or 0.1) * rng.standard_normal(row.stacked_shape)
     return jax.tree.map(lambda row: jnp.float32(draw(row)), decoder.param_table(model))
@@ -80,7 +80,10 @@ def put_weights(
 
 @functools.cache
 def plain(model: ModelConfig = MODEL):
-    """Mean loss, correct labels and gradients of all rows in one piece: no mesh, no turns, no tiles, reference attention."""
+    """Mean loss, correct labels and gradients of all rows at once.
+
+    Without a mesh, microbatches or tiles, and with reference attention.
+    """
     attend = attention.make_attend(seq=1, kernel=oracle.attention, window=None)
 
     def mean_loss(weights, rows):
@@ -121,13 +124,13 @@ def smoothed(logits_TV: jax.Array, labels_T: jax.Array) -> jax.Array:
 
 
 def cut(row: Parameter, stored: jax.Array) -> np.ndarray:
-    """A weight without the zeros it is stored with."""
+    """A weight without its padding."""
     return np.asarray(stored)[(..., *(slice(size) for size in row.shape))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A program on a mesh, with what was compiled of it for rows of one shape."""
+    """A program on a mesh, with its compiled functions for rows of one shape."""
 
     program: Program
     rows_per_microbatch: int
@@ -143,7 +146,7 @@ class Run:
         )
 
     def state(self, whole: dict[str, Any]) -> TrainState:
-        """These weights and an empty optimizer."""
+        """These weights and an initial optimizer state."""
         stored = put_weights(
             self.program.table,
             whole,
@@ -153,17 +156,18 @@ class Run:
         return train_state.init_state(self.program, stored)
 
     def whole(self, tree: Any) -> dict[str, np.ndarray]:
-        """Weights or gradients by name, without the zeros they are stored with."""
+        """Weights or gradients by name, without padding."""
         return batches.by_name(jax.tree.map(cut, self.program.table, tree))
 
 
 def check_gradients(
     run: Run, weights: dict[str, Any], arrays: batches.Arrays, record_property: Any
 ) -> None:
-    """Loss, gradients and counts of a run are those of the plain program."""
+    """Compares the loss, gradients and counts of a run with those of the plain program."""
     found = run.gradients(run.state(weights).master, run.rows(arrays))
     (loss, num_correct), right = plain(run.program.model)(weights, arrays)
-    found_leaves, right_leaves = run.whole(found.gradients), batches.by_name(right)
+    found_leaves = run.whole(found.gradients)
+    right_leaves = batches.by_name(right)
     differences = {
         name: batches.difference(found_leaves[name], right_leaves[name]) for name in right_leaves
     }
@@ -171,7 +175,8 @@ def check_gradients(
     assert batches.difference(found.loss, loss) < tolerances.MESH
     assert max(differences.values()) < tolerances.MESH, differences
     counts = (found.num_rows, found.num_tokens, found.num_loss_tokens, found.num_correct)
-    lengths, labels = arrays["lengths_BM"], arrays["labels_BL"]
+    lengths = arrays["lengths_BM"]
+    labels = arrays["labels_BL"]
     assert [int(x) for x in counts] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),
@@ -193,7 +198,7 @@ def compiling(
     arrays: batches.Arrays = ROWS,
     kind: Strategy | None = None,
 ) -> concurrent.futures.Future[Run]:
-    """A Run that is being compiled; `.result()` waits for it. Two at a time, since there are as many cores."""
+    """Compiles a Run in a thread; `.result()` waits for it. Two are compiled at a time."""
 
     def make() -> Run:
         attend = attention.make_attend(
@@ -202,7 +207,8 @@ def compiling(
         mesh = batches.mesh(*sizes)
         program = Program(config=config, model=model, mesh=mesh, attend=attend, num_steps=NUM_STEPS)
         bare = Run(program, rows_per_microbatch, None, None)
-        rows, state = bare.rows(arrays), bare.state(whole_weights(model))
+        rows = bare.rows(arrays)
+        state = bare.state(whole_weights(model))
         gradients = jax.jit(functools.partial(step_gradients.compute_gradients, program))
         return dataclasses.replace(
             bare,

@@ -1,4 +1,4 @@
-"""Options that programs are compiled with: whose they are, and what comes of them in a step compiled for absent H100s."""
+"""Compile options: their sources, and their effects in a step compiled for absent H100s."""
 
 import dataclasses
 import re
@@ -29,13 +29,13 @@ def mesh(data, seq, devices=None):
 
 @pytest.fixture(scope="module")
 def gpus():
-    """A mesh of H100s that are not there."""
+    """A mesh of absent H100s."""
     pytest.importorskip("jax_cuda12_plugin", reason="compiling for GPUs needs the plan extra")
     absent = compiled.make_devices("h100-80gb", 8)
     return lambda data, seq: mesh(data, seq, absent[: data * seq])
 
 
-def told(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
+def choose(gpus, *words, flags="", version="0.12.0.1", data=2, seq=4, is_tiled=False):
     environ = {"XLA_FLAGS": flags}
     return compile_options.choose_options(
         programs.settings(*words),
@@ -68,7 +68,7 @@ OFFLOAD = "memory.offload_activations=layer_inputs"
 )
 def test_programs_get_the_options_that_help_them(gpus, version, words, is_tiled, sizes, expected):
     data, seq = sizes
-    found = told(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
+    found = choose(gpus, *words, version=version, data=data, seq=seq, is_tiled=is_tiled)
     assert found.options == expected
     assert ("prefetch" in found.description) == (PREFETCH.items() <= expected.items())
 
@@ -90,7 +90,7 @@ def test_a_program_is_tiled_if_a_device_has_more_tokens_than_a_tile(gpus):
 
 @pytest.mark.parametrize("version", ["0.10.0", "0.10.2", "0.11.0", "0.12.1", "0.13.0", "unknown"])
 def test_another_release_gets_no_options_and_the_banner_names_it(gpus, version):
-    found = told(gpus, OFFLOAD, version=version, is_tiled=True)
+    found = choose(gpus, OFFLOAD, version=version, is_tiled=True)
     assert found.options == {}
     assert re.search(messages.holding(version), found.description)
 
@@ -103,26 +103,26 @@ def test_cpus_get_no_options():
 
 
 @pytest.mark.parametrize("name", sorted(BASE | OVERLAP | PREFETCH))
-def test_options_in_xla_flags_win_over_ours(gpus, name, tmp_path):
+def test_options_in_xla_flags_override_own_options(gpus, name, tmp_path):
     ours = BASE | OVERLAP | PREFETCH
     rest = {other: value for other, value in ours.items() if other != name}
     flags = f"--xla_gpu_autotune_level=0 --{name}=false"
     file = tmp_path / "flags"
     file.write_text(flags)
     for given in (flags, str(file)):
-        found = told(gpus, OFFLOAD, flags=given, is_tiled=True)
+        found = choose(gpus, OFFLOAD, flags=given, is_tiled=True)
         assert found.options == rest
         assert found.description.endswith(f"XLA_FLAGS: xla_gpu_autotune_level, {name}")
-    assert told(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
-    assert told(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
+    assert choose(gpus, OFFLOAD, flags="--xla_gpu_autotune_level=0", is_tiled=True).options == ours
+    assert choose(gpus, OFFLOAD, flags=str(tmp_path / "none"), is_tiled=True).options == ours
 
 
 @pytest.mark.parametrize("name", sorted(OVERLAP | PREFETCH))
-def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
+def test_options_in_the_config_override_xla_flags_and_own_options(gpus, name):
     word = f"run.xla_options={{{name}: false, xla_gpu_memory_limit_slop_factor: 80}}"
     flags = f"--xla_gpu_memory_limit_slop_factor=70 --{name}=true --xla_gpu_autotune_level=0"
     own = {name: False, "xla_gpu_memory_limit_slop_factor": 80}
-    found = told(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
+    found = choose(gpus, OFFLOAD, word, flags=flags, is_tiled=True)
     assert found.options == BASE | OVERLAP | PREFETCH | own
     said = f"run.xla_options: {name}=false, xla_gpu_memory_limit_slop_factor=80"
     assert found.description.endswith(f"{said}; XLA_FLAGS: xla_gpu_autotune_level")
@@ -139,7 +139,7 @@ def test_options_in_the_config_win_over_xla_flags_and_ours(gpus, name):
         ("{xla_gpu_autotune_level: null}", ["xla_gpu_autotune_level", "true", "false"]),
     ],
 )
-def test_what_can_be_no_option_is_refused_before_anything_is_compiled(asked, says):
+def test_names_and_values_that_are_no_options_are_refused_before_compiling(asked, says):
     says = messages.holding(f"run.xla_options = {asked}", *says)
     with pytest.raises(UserError, match=says):
         programs.settings(f"run.xla_options={asked}")
@@ -153,7 +153,7 @@ def test_what_can_be_no_option_is_refused_before_anything_is_compiled(asked, say
         ({"xla_gpu_deterministic_ops": 1}, ["xla_gpu_deterministic_ops = 1", "bool"]),
     ],
 )
-def test_an_option_that_xla_does_not_take_is_named(asked, says):
+def test_an_option_that_xla_rejects_is_named(asked, says):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     field, *rule = says
     says = messages.holding(f"run.xla_options.{field}", *rule)
@@ -172,15 +172,15 @@ FIXED = {"xla_gpu_deterministic_ops": True}
         ("0.13.0", FIXED),
     ],
 )
-def test_a_deterministic_run_is_told_in_every_release(gpus, version, expected):
+def test_a_deterministic_run_gets_its_options_in_every_release(gpus, version, expected):
     flags = "--xla_gpu_deterministic_ops=false"
-    found = told(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
+    found = choose(gpus, "run.deterministic=true", data=1, seq=1, flags=flags, version=version)
     assert found.options == expected
     assert found.is_deterministic
     assert "deterministic" in found.description
 
 
-def test_on_cpus_a_deterministic_run_is_like_any_and_the_banner_says_so():
+def test_run_deterministic_has_no_effect_on_cpus_and_the_banner_reports_it():
     found = compile_options.choose_options(
         programs.settings("run.deterministic=true"), mesh=mesh(1, 1), is_tiled=False, environ={}
     )
@@ -193,14 +193,14 @@ def test_an_option_that_contradicts_a_deterministic_run_is_refused(gpus):
     field = "run.xla_options.xla_gpu_deterministic_ops = false"
     says = messages.holding(field, "run.deterministic = true")
     with pytest.raises(UserError, match=says):
-        told(gpus, *words)
-    told(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
+        choose(gpus, *words)
+    choose(gpus, words[0], "run.xla_options={xla_gpu_deterministic_ops: true}")
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("slots", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
-    """cuDNN's backward passes are told; nothing adds to the same place in the order in which threads come."""
+    """cuDNN's backward passes are deterministic, and no two threads add to the same element."""
     small = {
         "hidden_size": 512,
         "num_attention_heads": 4,
@@ -220,7 +220,7 @@ def test_a_deterministic_step_adds_in_a_fixed_order(gpus, slots):
     assert all("unique_indices=true" in line for line in scatters), scatters
 
 
-def test_our_flags_for_cpu_devices_are_not_reported_as_the_users():
+def test_own_flags_for_cpu_devices_are_not_reported_as_the_users():
     flags = " ".join(["--xla_dump_to=there", *jax_platform.collective_timeout_flags()])
     found = compile_options.choose_options(
         programs.settings(), mesh=mesh(1, 1), is_tiled=False, environ={"XLA_FLAGS": flags}

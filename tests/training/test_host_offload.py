@@ -1,4 +1,4 @@
-"""The pool of pinned host memory is one region, made after a step is compiled and before weights are loaded."""
+"""The pool of pinned host memory is one region, reserved between compiling and loading weights."""
 
 import dataclasses
 import json
@@ -63,7 +63,7 @@ EMPTY = jax.jit(lambda: 0).lower().compile()
 
 @pytest.fixture
 def order(tmp_path, monkeypatch):
-    """Events of a run up to where weights are loaded: what is compiled, reserved and loaded. Nothing is compiled."""
+    """Function that returns the events of a run until weights are loaded; nothing is compiled."""
     records = [
         json.dumps({"input_ids": np.arange(length).tolist()}) for length in (64, 20, 20, 20, 20)
     ]
@@ -81,7 +81,8 @@ def order(tmp_path, monkeypatch):
     }
 
     def train(*, is_gpu, host_bytes):
-        events, needs = [], iter(host_bytes)
+        events = []
+        needs = iter(host_bytes)
 
         def load():
             events.append("load")

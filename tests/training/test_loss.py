@@ -1,4 +1,4 @@
-"""The tiled loss against the loss in one piece."""
+"""The tiled loss, compared with the loss of all tokens at once."""
 
 import functools
 
@@ -15,17 +15,18 @@ from jaxsp.training.loss import LossSums
 from tests import batches, messages, tolerances, whole
 from tests.training import runs
 
-V, D, B, L = 37, 12, 2, 50
+V = 37
+D = 12
+B = 2
+L = 50
 ROW = Parameter(shape=(V, D), hf_name="lm_head.weight")
 
 
 def inputs(tokens=L):
     """Hidden states, head and labels, four in ten of them masked, and all of the middle."""
     rng = np.random.default_rng(0)
-    hidden, head = (
-        rng.standard_normal((B, tokens, D), np.float32),
-        rng.standard_normal((V, D), np.float32),
-    )
+    hidden = rng.standard_normal((B, tokens, D), np.float32)
+    head = rng.standard_normal((V, D), np.float32)
     labels = rng.integers(0, V, (B, tokens)).astype(np.int32)
     labels[rng.random(labels.shape) < 0.4] = NO_LABEL
     labels[:, 20:40] = NO_LABEL
@@ -72,9 +73,10 @@ def test_any_tile_gives_the_same_loss_and_gradients(tile):
 
 
 def test_correct_labels_are_counted():
-    """Logits are 1 at the token's own number and 0 elsewhere: 5 labels name that token, one is masked, one another."""
+    """Logits are 1 at the token itself and 0 elsewhere; 5 labels are that token, one is masked."""
     tokens = np.arange(7)
-    hidden, head = jnp.float32(np.eye(V, D)[tokens][None]), jnp.float32(np.eye(V, D))
+    hidden = jnp.float32(np.eye(V, D)[tokens][None])
+    head = jnp.float32(np.eye(V, D))
     labels = np.int32([[0, 1, 2, 3, 4, NO_LABEL, 0]])
     for tile in (2, 7):
         assert int(tiled(hidden, head, jnp.asarray(labels), tile)[0].num_correct) == 5
@@ -88,9 +90,10 @@ def test_nothing_is_learned_from_what_has_no_label():
 
 
 def test_the_heads_gradient_is_summed_over_tiles_in_float32():
-    """In bfloat16, 256 tiles that add about the same lose all after the first few bits: 3 % of the gradient."""
+    """Summed over 256 tiles in bfloat16, the gradient would be off by 3 %."""
     tokens = 256
-    hidden, head = np.ones((1, tokens, D), np.float32), np.zeros((V, D), np.float32)
+    hidden = np.ones((1, tokens, D), np.float32)
+    head = np.zeros((V, D), np.float32)
     labels = np.zeros((1, tokens), np.int32)
     _, (_, gradient) = tiled(
         jnp.bfloat16(hidden), jnp.asarray(head), jnp.asarray(labels), 1, "bfloat16"

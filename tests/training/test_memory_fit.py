@@ -1,4 +1,4 @@
-"""Which memory options are tried in which order, what decides, how much room there is, and how good the formula is."""
+"""Memory fit: the order of candidates, the choice, available memory, and the formula's accuracy."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,8 @@ LARGE = batches.model(
 AUTO = {"loss_tile_tokens": "auto"}
 TOKENS = 65_536
 """Memory of a device."""
-MLP_TILES, LOSS_TILES = (TOKENS, 8192, 2048), (TOKENS, 2048, 512)
+MLP_TILES = (TOKENS, 8192, 2048)
+LOSS_TILES = (TOKENS, 2048, 512)
 
 
 def large(**memory):
@@ -95,7 +96,7 @@ def test_few_tokens_are_tried_without_tiles_and_each_candidate_once():
     ids=str,
 )
 def test_options_that_free_memory_leave_out_candidates(memory, remats):
-    """Memory is short if the user offloads; and offloaded results are not recomputed."""
+    """Memory is short if the user offloads, and offloaded results are not recomputed."""
     assert list(dict.fromkeys(remat for remat, *_ in candidates(large(**memory)))) == remats
 
 
@@ -150,14 +151,16 @@ def test_tiles_have_a_safe_size_if_the_memory_of_the_devices_is_unknown():
     ]
 
 
-# Which candidate is taken
+# Choice of a candidate
 
 
 class Trial:
-    """Compiles nothing; a program takes `factor` times what the formula says."""
+    """Compiles nothing; a program needs `factor` times the formula's memory."""
 
     def __init__(self, factor=1.0, host=0):
-        self.factor, self.host, self.compiled = factor, host, []
+        self.factor = factor
+        self.host = host
+        self.compiled = []
 
     def compile(self, program):
         self.compiled.append(program)
@@ -197,7 +200,8 @@ def test_the_first_candidate_is_taken_if_it_fits():
 
 
 def test_candidates_that_cannot_fit_by_formula_are_not_compiled():
-    program, trial = large(), Trial()
+    program = large()
+    trial = Trial()
     takes = formulas(program)
     least = min(takes)
     room = (least + takes[0]) / 2
@@ -229,8 +233,9 @@ def test_the_last_candidate_is_compiled_even_if_it_cannot_fit():
 
 
 def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
-    """The first compiled program takes 1.5 times as much as expected: so will those after it."""
-    program, trial = large(), Trial(factor=1.5)
+    """The first compiled program needs 1.5 times as much as predicted, and so will later ones."""
+    program = large()
+    trial = Trial(factor=1.5)
     takes = formulas(program)
     room = takes[0]
     expected = [0]
@@ -240,7 +245,7 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
             if 1.5 * bytes_of <= room:
                 break
     found = trial.fit(program, room)
-    assert [decided(one) for one in trial.compiled] == [
+    assert [decided(candidate) for candidate in trial.compiled] == [
         candidates(program)[number] for number in expected
     ]
     assert len(expected) < next(
@@ -250,7 +255,7 @@ def test_a_formula_that_is_too_low_skips_more_once_that_is_known():
 
 
 def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_device():
-    """Offloaded arrays are the same for all candidates, and a margin for checkpoints alone refuses no run."""
+    """All candidates offload the same arrays, and the margin for checkpoints refuses no run."""
     program = large()
     takes = formulas(program)
     right = Trial(factor=1.5).fit(program, takes[0])
@@ -265,7 +270,7 @@ def test_a_shortage_of_host_memory_does_not_stop_the_search_for_what_fits_the_de
     assert gib_in(found.shortage) == ["3.0 GiB", "2.0 GiB"]
 
 
-# Room
+# Available memory
 
 
 H100 = memory_limits.GPU_MEMORY_FRACTION * 79.1 * GIB
@@ -324,7 +329,7 @@ def test_peers_on_other_nodes_take_memory_too(monkeypatch):
 
 
 def test_a_part_of_the_device_is_left_for_fragmentation():
-    """1 GiB for CUDA is outside of JAX's part, where 6.3 are."""
+    """CUDA's 1 GiB fits in the 6.3 GiB outside of JAX's part."""
     room = available_memory.subtract_reserves(of_kind((1, 1, 1)), MemoryLimit(H100, 200 * GIB))
     assert room.device == pytest.approx(H100 - 0.022 * H100)
 
@@ -344,7 +349,7 @@ def test_nothing_is_taken_of_memory_that_is_unknown():
 
 
 def on_kind(program):
-    """Bytes of a device's weights and optimizer state, by the memory kind of their shardings; counts of steps left out."""
+    """Bytes of a device's weights and optimizer state by memory kind, without step counts."""
     state = train_state.abstract_inputs(program)[0]
     found = {"device": 0, host_offload.MEMORY_KIND: 0}
     for leaf in jax.tree.leaves((state.master, state.opt_state)):
@@ -380,8 +385,11 @@ class Device:
         return {"bytes_limit": self.limit} if self.limit else None
 
 
-def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeypatch):
-    """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices. The pool has its own limit."""
+def test_the_room_is_that_of_the_smallest_device_and_a_part_of_the_host(monkeypatch):
+    """100 GiB of host memory: 8 for the system, 6 for the process, the rest for two devices.
+
+    The pool has its own limit.
+    """
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "5")
     found = available_memory._find_local_limits((Device(80 * GIB), Device(70 * GIB)))
@@ -391,7 +399,10 @@ def test_the_room_is_that_of_the_smallest_device_and_a_share_of_the_host(monkeyp
 
 
 def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypatch):
-    """A job of 4 nodes that does not state its processes per node. 100 GiB: 8 for the system, 6 for one process."""
+    """A job of 4 nodes that does not state its processes per node.
+
+    100 GiB: 8 for the system, 6 for one process.
+    """
     monkeypatch.setattr(hardware, "host_memory_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(hardware, "count_gpus", lambda environ: 2)
     process = Process(index=0, num_processes=4, coordinator="a:1")
@@ -404,7 +415,7 @@ def test_a_process_with_all_gpus_of_its_node_has_all_of_its_host_memory(monkeypa
     )
 
 
-# What is in host memory
+# Host memory
 
 
 def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monkeypatch):
@@ -436,7 +447,7 @@ def test_the_bytes_that_are_offloaded_are_those_of_the_arrays(small_shards, monk
 
 
 def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shards, monkeypatch):
-    """As by the program, which needs devices: 4 GPUs of one process."""
+    """The size equals that of the program, which needs devices: 4 GPUs of one process."""
     monkeypatch.setattr(host_offload, "MIN_OFFLOAD_SIZE", 100)
     program = runs.program(
         {"offload_activations": "layer_inputs", "offload_optimizer": "state"}, sizes=(1, 2, 2)
@@ -459,7 +470,10 @@ def test_the_pool_is_sized_by_the_config_before_jax_sees_its_devices(small_shard
 
 
 def check_formula(made):
-    """It is as close as the search needs: it skips no candidate that fits, and few that do not fit are compiled."""
+    """Checks that the formula is as accurate as the search needs.
+
+    It skips no candidate that fits, and few that do not fit are compiled.
+    """
     formula = memory_formula.predict_bytes(
         made.program, workspace_bytes=made.choice.settings.workspace_bytes
     )

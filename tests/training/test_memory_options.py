@@ -1,4 +1,4 @@
-"""Memory options change memory only: loss, gradients, weights and counts are those of a plain program, with each and all."""
+"""Memory options change memory only: loss, gradients, weights and counts stay the same."""
 
 import dataclasses
 import functools
@@ -139,7 +139,8 @@ def test_loss_gradients_and_counts_are_those_of_a_plain_program(run_of, name, re
 @each_case
 def test_a_step_subtracts_the_gradient(run_of, name):
     """SGD with learning rate 1."""
-    run, weights = run_of(name), runs.whole_weights(model_of(name))
+    run = run_of(name)
+    weights = runs.whole_weights(model_of(name))
     _, gradients = runs.plain(model_of(name))(weights, runs.ROWS)
     state, metrics = run.step(run.state(weights), run.rows(runs.ROWS))
     right = batches.by_name(jax.tree.map(lambda w, g: w - g, weights, gradients))
@@ -162,13 +163,14 @@ ADAMW = functools.partial(
 
 @pytest.mark.e2e
 @NEEDS_HOST
-def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weights, tmp_path):
-    """Two steps of AdamW with the state on the host, a checkpoint, one more without; against three without."""
+def test_a_state_in_host_memory_is_saved_and_resumes_anywhere(small_waits, weights, tmp_path):
+    """Two steps with the state on the host, a checkpoint, and one without equal three without."""
     plain = runs.compiling((1, 2, 4), config=ADAMW(), want=("step",))
     offloaded = runs.compiling(
         (1, 4, 2), config=ADAMW(memory={"offload_optimizer": "state"}), want=("step",)
     ).result()
-    state, rows = offloaded.state(weights), offloaded.rows(runs.ROWS)
+    state = offloaded.state(weights)
+    rows = offloaded.rows(runs.ROWS)
     for _ in range(2):
         state, _ = offloaded.step(state, rows)
     averages = [
@@ -196,7 +198,8 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
             num_steps=2,
         )
         went_on.append((run, run.step(restored, run.rows(runs.ROWS))[0]))
-    straight, rows = plain.state(weights), plain.rows(runs.ROWS)
+    straight = plain.state(weights)
+    rows = plain.rows(runs.ROWS)
     for _ in range(3):
         straight, _ = plain.step(straight, rows)
     right = plain.whole(straight.master)
@@ -208,11 +211,11 @@ def test_a_state_in_host_memory_is_saved_and_goes_on_anywhere(small_waits, weigh
         )
 
 
-# What is kept
+# Residuals
 
 
 def residuals(memory, *, seq=4):
-    """Types of what a device keeps of all layers for the backward pass; and the primitives of a layer's backward pass."""
+    """Types of the stacked residuals of all layers; primitives of a layer's backward pass."""
     program = Program(
         config=batches.make_config(compute_dtype="bfloat16", memory=memory),
         model=runs.MODEL,
@@ -239,13 +242,13 @@ def residuals(memory, *, seq=4):
 
 
 def kept(memory):
-    """Shapes and dtypes of what a device keeps of each layer, and the primitives of the layer's backward pass."""
+    """Shapes and dtypes of a layer's residuals, and the primitives of its backward pass."""
     stacked, again = residuals(memory)
     return sorted((aval.shape[1:], str(aval.dtype)) for aval in stacked), again
 
 
 def whole_shapes():
-    """Of weights that are gathered, either way round."""
+    """Shapes of gathered weights and of their transposes."""
     rows = jax.tree.leaves(decoder.param_table(runs.MODEL)["layers"])
     shapes = [row.shape for row in rows if sharding.choose_placement(row, 8).dim is not None]
     return {*shapes, *(shape[::-1] for shape in shapes)}
@@ -269,25 +272,24 @@ def test_no_whole_weight_is_kept(small_waits, memory):
     assert "all_gather" in again, "they are gathered again"
 
 
-def test_full_keeps_a_layers_input_alone(small_waits):
+def test_full_keeps_only_the_input_of_a_layer(small_waits):
     model = runs.MODEL
     assert kept({"remat": "full"})[0] == [((1, 16, model.hidden_size), "bfloat16")]
 
 
 def test_none_makes_no_product_and_no_all_to_all_of_the_forward_pass_again(small_waits):
-    """In the backward pass of a layer: two products for each of seven matrices, and the transposes of two all-to-alls."""
-    (_, none), (_, attention_kept) = kept({"remat": "none"}), kept({"remat": "save_attention"})
+    """A layer's backward pass has two products per matrix and transposes two all-to-alls."""
+    _, none = kept({"remat": "none"})
+    _, attention_kept = kept({"remat": "save_attention"})
     assert (none.count("all_to_all"), attention_kept.count("all_to_all")) == (2, 4)
-    # but for two, whose results nobody needs: those of the last, and of gate or up
+    # Except two whose results are not used: those of the last, and of gate or up
     assert attention_kept.count("dot_general") - none.count("dot_general") >= 5
 
 
 def test_attention_and_mlp_makes_two_products_less_again(small_waits):
-    """Those of gate and up, whose results it keeps; the products in between are recomputed as with attention."""
-    (shapes, kept_too), (_, attention_kept) = (
-        kept({"remat": "save_attention_and_mlp"}),
-        kept({"remat": "save_attention"}),
-    )
+    """The products of gate and up; those between are recomputed as with save_attention."""
+    shapes, kept_too = kept({"remat": "save_attention_and_mlp"})
+    _, attention_kept = kept({"remat": "save_attention"})
     assert shapes.count(((1, 16, runs.MODEL.intermediate_size), "bfloat16")) == 2
     # gate or up is not recomputed with attention either: the result of one of them is not used
     assert attention_kept.count("dot_general") - kept_too.count("dot_general") in (1, 2)
@@ -297,7 +299,8 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
     stacked, _ = residuals(
         {"remat": "save_attention_and_mlp", "offload_activations": "layer_inputs_and_attention"}
     )
-    model, space = runs.MODEL, jax.memory.Space
+    model = runs.MODEL
+    space = jax.memory.Space
     where = {aval.shape[3:]: aval.memory_space for aval in stacked}
     heads = (model.num_heads // 4, model.head_dim)
     assert where.pop((model.intermediate_size,)) == space.Device
@@ -306,7 +309,7 @@ def test_only_layer_inputs_and_attention_are_offloaded(small_waits):
     assert any(shape[-2:] == heads or shape == (model.num_heads // 4,) for shape in where), where
 
 
-# What is refused, and what is said
+# Errors and descriptions
 
 
 def problems(version, platform, **memory):
@@ -364,7 +367,7 @@ def test_tiles_keep_nothing_of_the_mlp():
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Memory that a test's devices have, and that its steps need."""
+    """Memory of a test's devices, and memory that its steps need."""
 
     limits: MemoryLimit
     room: float
@@ -374,13 +377,13 @@ class Node:
 
 
 TAKES = {"none": 3.0, "save_attention_and_mlp": 2.5, "save_attention": 2.0, "full": 1.0}
-"""GiB of a device."""
+"""GiB of a device that a step needs, by remat."""
 
 EMPTY = jax.jit(lambda: 0).lower().compile()
 
 
 def ready(monkeypatch, node, *, memory, row_tokens=64):
-    """The decision on such a node; no step is compiled, and the formula is right."""
+    """The step chosen on such a node; nothing is compiled, and the formula is exact."""
     compiled = []
 
     def compile(program):
@@ -414,7 +417,7 @@ def ready(monkeypatch, node, *, memory, row_tokens=64):
 
 
 def gpus(device_gib, **changes):
-    """A node whose devices have this much, without margins."""
+    """A node whose devices have this memory, without margins."""
     limits = MemoryLimit(
         changes.pop("limit", device_gib) * memory_formula.GIB, 100 * memory_formula.GIB
     )
@@ -448,7 +451,7 @@ def test_auto_recomputes_attention_if_its_output_does_not_fit(monkeypatch, size,
     )
 
 
-def test_a_step_that_fits_in_no_way_is_refused_with_suggestions(monkeypatch):
+def test_a_step_that_cannot_fit_is_refused_with_suggestions(monkeypatch):
     offloads = works_here({"offload_optimizer": "state"})
     with pytest.raises(UserError) as found:
         ready(monkeypatch, gpus(0.5), memory={})
@@ -497,7 +500,7 @@ def test_margins_and_estimates_refuse_nothing_and_the_banner_warns(monkeypatch, 
 
 
 NOUNS = ("elementwise", "except", "attention", "MLP", "host", "float32 weights")
-"""Words that are looked for in descriptions of memory options."""
+"""Words that are searched for in descriptions of memory options."""
 
 DESCRIBED = [
     ({}, []),
@@ -527,7 +530,7 @@ def test_the_banner_names_the_memory_options(memory, nouns):
     ids=str,
 )
 def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
-    """Tiles that are `auto` are not decided yet, and a tile of all tokens is none."""
+    """Tiles that are `auto` are not decided yet. A tile of all tokens is not a tile."""
     asked = {"remat": "full"} | memory
     assert re.findall(r"\b[\d,]+\b", memory_options.describe(runs.program(asked))) == tokens
 
@@ -535,7 +538,7 @@ def test_the_banner_has_the_tokens_of_a_device_and_of_tiles(memory, tokens):
 def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_and_its_copy(
     small_waits,
 ):
-    """AdamW: float32 weight, two averages; with 2**20 elements a layer on each of 4 devices."""
+    """AdamW: a float32 weight and two moments, sharded over 4 devices."""
     model = batches.model(hidden_size=2048, intermediate_size=8192, num_layers=64, vocab_size=64)
     asked = runs.program({"offload_optimizer": "state"}, model=model, name="adamw")
     sizes = [
@@ -546,14 +549,14 @@ def test_the_traffic_of_an_offloaded_optimizer_is_12_bytes_of_a_weight_each_way_
     assert [float(size) for size in sizes] == pytest.approx([16 * gib, 12 * gib], rel=0.06)
 
 
-def test_config_of_levers_is_read():
+def test_memory_options_are_parsed():
     assert MemoryConfig().remat == "auto"
     with pytest.raises(UserError, match=r"memory\.remat"):
         batches.make_config(memory={"remat": "some"})
 
 
 @pytest.mark.parametrize(("there", "fails"), [(1919 * 2, True), (1920 * 4, False)])
-def test_a_gpu_that_offloads_less_than_was_asked_for_ends_the_run(monkeypatch, there, fails):
+def test_a_gpu_that_offloads_less_than_requested_ends_the_run(monkeypatch, there, fails):
     asked = runs.program({"offload_activations": "layer_inputs"})
     monkeypatch.setattr(memory_options, "is_gpu", lambda program: True)
     needs = MemoryUse(0, there)
@@ -571,11 +574,11 @@ def short_of(device_is_short, **memory):
 
 
 def changes(ways):
-    """Those of the suggestions that change a field."""
+    """Suggestions that change a field."""
     return [word for way in ways for word in way.split() if "=" in word]
 
 
-def test_ways_out_are_steps_towards_what_is_short():
+def test_suggestions_reduce_the_memory_that_is_short_by_one_level():
     if works_here({"offload_optimizer": "state"}):
         assert short_of(True, offload_activations="layer_inputs", offload_optimizer="state")[0] == (
             "memory.offload_optimizer=state_and_gradients"
@@ -612,7 +615,7 @@ def test_automatic_tiles_are_suggested_only_if_they_are_smaller(monkeypatch):
     assert tiles == ["memory.mlp_tile_tokens=auto", "memory.loss_tile_tokens=auto"]
 
 
-def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
+def test_more_devices_are_not_suggested_if_heads_cannot_be_shared():
     odd = runs.program({}, model=batches.model(num_heads=3, num_kv_heads=1))
     assert "mesh.seq=8" in changes(memory_options.suggest_changes(odd, is_device_short=True)), (
         "by a ring"
@@ -624,7 +627,7 @@ def test_heads_that_cannot_be_shared_by_more_devices_are_not_a_way_out():
     assert not any(way.startswith("mesh.seq") for way in ways)
 
 
-def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
+def test_more_devices_are_not_suggested_if_rows_cannot_be_divided():
     odd = runs.program({}, row_tokens=12)  # for 4 devices, not for 8
     assert not any(
         way.startswith("mesh.seq")
@@ -632,8 +635,8 @@ def test_rows_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
     )
 
 
-def test_chunks_that_cannot_be_cut_for_more_devices_are_not_a_way_out():
-    """For 8 devices rows of 1,000 tokens can be cut by Ulysses, and by ring they cannot."""
+def test_more_devices_are_not_suggested_if_chunks_cannot_be_divided():
+    """Rows of 1,000 tokens can be divided among 8 devices with Ulysses, but not with a ring."""
     ways = {}
     for kind in ("ulysses", "ring"):
         found = runs.program({}, row_tokens=1000)

@@ -1,4 +1,4 @@
-"""The promise: loss, gradients, weights and counts are the same on every mesh, and are those of a plain program."""
+"""Loss, gradients, weights and counts on every mesh equal those of a plain program."""
 
 import functools
 
@@ -16,7 +16,7 @@ MESHES = {(1, 1, 1): 1, (1, 8, 1): 1, (1, 4, 2): 2, (1, 2, 4): 1, (1, 1, 8): 4, 
 """replica x data x seq, and rows at once: 16 rows are 16, 2, 2, 8, 4 and 4 turns."""
 
 MARKS = {(1, 2, 4): (), (2, 2, 2): pytest.mark.e2e}
-"""`test_own_loss.py` has three meshes in the default tier, with an embedding in place of the decoder."""
+"""`test_own_loss.py` tests three meshes in the default tier, with an embedding as the model."""
 
 TIED_MESHES = [
     pytest.param((1, 2, 4), marks=pytest.mark.slow),
@@ -66,7 +66,8 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
     run_on, sizes, weights, record_property
 ):
     """SGD with learning rate 1: each step subtracts the gradient."""
-    run, right = run_on(sizes, "step"), weights
+    run = run_on(sizes, "step")
+    right = weights
     state = run.state(weights)
     for number in range(3):
         (loss, _), gradients = runs.plain()(right, runs.ROWS)
@@ -77,7 +78,8 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
         assert batches.difference(metrics.grad_norm, norm) < tolerances.MESH
         assert metrics.is_finite
         assert int(state.step) == number + 1
-    found, right = run.whole(state.master), batches.by_name(right)
+    found = run.whole(state.master)
+    right = batches.by_name(right)
     differences = {name: batches.difference(found[name], right[name]) for name in right}
     record_property("largest relative difference of a weight", max(differences.values()))
     assert max(differences.values()) < tolerances.MESH, differences
@@ -90,8 +92,8 @@ def test_weights_after_three_steps_are_those_of_a_plain_program(
 
 @pytest.mark.e2e
 @each_mesh
-def test_the_zeros_that_fill_up_a_shard_stay_zero(run_on, sizes, weights):
-    """So they add nothing to the norm of the gradients either."""
+def test_padding_of_shards_stays_zero(run_on, sizes, weights):
+    """It adds nothing to the norm of the gradients either."""
     run = run_on(sizes, "step")
     state = run.state(weights)
     for _ in range(3):
@@ -102,7 +104,8 @@ def test_the_zeros_that_fill_up_a_shard_stay_zero(run_on, sizes, weights):
         for row, stored in zip(
             jax.tree.leaves(run.program.table), jax.tree.leaves(tree), strict=True
         ):
-            whole, stored = runs.cut(row, stored), np.asarray(stored)
+            whole = runs.cut(row, stored)
+            stored = np.asarray(stored)
             assert np.count_nonzero(stored) == np.count_nonzero(whole), row.hf_name
             filled.append(stored.size - whole.size)
     assert any(filled) == (np.prod(sizes[1:]) > 1)
@@ -124,11 +127,11 @@ def without_labels(where):
     return arrays
 
 
-# At seq=4 a share is 16 tokens; 2 rows are a turn; a tile is 7 tokens
+# With seq=4 a shard is 16 tokens, a microbatch 2 rows, and a tile 7 tokens
 @pytest.mark.parametrize(
     "where",
     [np.s_[:, 32:48], np.s_[0:2], np.s_[1::2], np.s_[:, 16:23], np.s_[0, 1:]],
-    ids=["one share", "a turn", "every row of one group", "a tile", "uneven rows"],
+    ids=["one shard", "a microbatch", "every row of one group", "a tile", "uneven rows"],
 )
 def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_property):
     runs.check_gradients(
@@ -136,7 +139,7 @@ def test_a_part_without_labels_changes_nothing(run_on, where, weights, record_pr
     )
 
 
-def test_a_row_without_pieces_changes_nothing(run_on, weights, record_property):
+def test_a_row_without_segments_changes_nothing(run_on, weights, record_property):
     arrays = {name: array.copy() for name, array in runs.ROWS.items()}
     for name, array in arrays.items():
         array[5] = NO_LABEL if name == "labels_BL" else 0

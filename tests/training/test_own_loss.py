@@ -1,4 +1,4 @@
-"""Custom token losses and token weights give the same loss and gradients on every mesh as on one device."""
+"""Custom losses and token weights: loss and gradients are the same on every mesh."""
 
 import functools
 
@@ -21,7 +21,7 @@ RANDOM = np.random.default_rng(7)
 WEIGHTS = RANDOM.uniform(0, 3, ROWS["labels_BL"].shape) * (
     RANDOM.random(ROWS["labels_BL"].shape) < 0.7
 )
-"""Of all tokens, with a label or not; three in ten are 0, and so are those of the first two rows."""
+"""Weights of all tokens. Three in ten are 0, and so are those of the first two rows."""
 WEIGHTS[:2] = 0
 WEIGHTED = ROWS | {"weights_BL": WEIGHTS.astype(np.float32)}
 MESHES = {(1, 1, 4): 2, (1, 2, 2): 1, (2, 2, 2): 2}
@@ -45,7 +45,7 @@ def cross_entropy(logits_TV, labels_T):
 
 
 def program(sizes, *, config=runs.SGD, **changes):
-    """With loss tiles of 7 tokens."""
+    """A program with loss tiles of 7 tokens."""
     return Program(
         config=config,
         model=MODEL,
@@ -57,7 +57,7 @@ def program(sizes, *, config=runs.SGD, **changes):
 
 
 def on_one_device(arrays, weights, token_loss):
-    """Loss and gradients in one piece by autodiff."""
+    """Loss and gradients of all tokens at once, by autodiff."""
     tokens, labels = (jnp.asarray(arrays[name]).reshape(-1) for name in ("tokens_BL", "labels_BL"))
     has_label = labels != NO_LABEL
     factors = jnp.asarray(arrays.get("weights_BL", np.ones_like(WEIGHTS, np.float32))).reshape(-1)
@@ -112,7 +112,7 @@ def test_loss_and_gradients_are_those_of_one_device(sizes, token_loss, arrays):
 
 
 def test_a_step_whose_weights_are_all_0_changes_nothing():
-    """Even if a token's loss is infinite. The compiled step takes weights because the program has them."""
+    """The loss of a token may be infinite. The step takes weights because the program has them."""
     decays = batches.make_config(name="adamw", weight_decay=0.1)
     infinite = lambda logits_TV, labels_T: jnp.log(logits_TV[:, 0] * 0)
     made = program((1, 1, 2), config=decays, loss=infinite, has_weights=True)
@@ -128,6 +128,7 @@ def test_a_step_whose_weights_are_all_0_changes_nothing():
         0,
         True,
     )
-    plain, weighted = (train_state.abstract_inputs(one)[1] for one in (program((1, 1, 2)), made))
+    _, plain = train_state.abstract_inputs(program((1, 1, 2)))
+    _, weighted = train_state.abstract_inputs(made)
     assert len(jax.tree.leaves(plain)) == 5
     assert weighted.weights_BL.sharding == weighted.labels_BL.sharding

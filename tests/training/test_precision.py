@@ -1,4 +1,4 @@
-"""What travels in which dtype, what the backward pass keeps, and how far bfloat16 is from float32."""
+"""Dtypes of collectives, residuals of the backward pass, and the errors of bfloat16."""
 
 import functools
 
@@ -16,12 +16,15 @@ from tests.training import runs
 
 @functools.cache
 def long_rows():
-    """Two rows of 4096 tokens: 2048 on each of 4 devices, which are 128 tiles of 16. Three tokens in ten are the same."""
-    pieces = [[(0, 1500), (1500, 2596)], [(0, 4000)]]
-    arrays = batches.make_rows(pieces, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
+    """Two rows of 4096 tokens, three in ten of them the same.
+
+    Each of 4 devices has 2048, which are 128 tiles of 16.
+    """
+    segments = [[(0, 1500), (1500, 2596)], [(0, 4000)]]
+    arrays = batches.make_rows(segments, num_tokens=4096, vocab_size=runs.MODEL.vocab_size, seed=3)
     often = np.random.default_rng(4).random(arrays["tokens_BL"].shape) < 0.3
     arrays["tokens_BL"][often] = 7
-    for row, places in enumerate(pieces):
+    for row, places in enumerate(segments):
         for start, length in places:
             arrays["labels_BL"][row, start : start + length - 1] = arrays["tokens_BL"][
                 row, start + 1 : start + length
@@ -64,11 +67,16 @@ def compiling(small_shards):
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(family, marks=[pytest.mark.slow] * (family != "llama")) for family in FAMILIES],
+    [
+        pytest.param(family, marks=[] if family == "llama" else [pytest.mark.slow])
+        for family in FAMILIES
+    ],
 )
 def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_property):
-    """At the family's random start. Weights are such that bfloat16 holds them, as published ones are: else their rounding,
-    0.17 % of each matrix, changes the function itself, and is most of the difference."""
+    """Random weights of the family that bfloat16 can represent, as published ones are.
+
+    Otherwise their rounding, 0.17 % of each matrix, would be most of the difference.
+    """
     start = weight_init.random_weights(
         decoder.param_table(FAMILIES[family]), seed=0, mesh=batches.mesh(1, 1, 1)
     )
@@ -78,7 +86,8 @@ def test_bfloat16_gradients_are_near_those_of_float32(family, compiling, record_
         run = compiling(family, dtype)
         return run.whole(run.gradients(run.state(weights).master, run.rows(long_rows())).gradients)
 
-    found, right = gradients("bfloat16"), gradients("float32")
+    found = gradients("bfloat16")
+    right = gradients("float32")
     differences = {name: batches.difference(found[name], right[name]) for name in right}
     record_property("differences", differences)
     cancelling = [
@@ -117,12 +126,11 @@ def dtypes_of(primitive, grad_reduce_dtype):
 
 
 @pytest.mark.parametrize("grad_reduce_dtype", ["float32", "bfloat16"])
-def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(grad_reduce_dtype):
-    sharded_in_a_layer, at_the_ends = (
-        9,
-        2,
-    )  # 7 matrices and 2 biases of 100 elements or more; embedding and head
-    # a layer is gathered again in the backward pass; so is the head; the embedding's gradient does not need it
+def test_weights_are_sent_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(grad_reduce_dtype):
+    # 7 matrices and 2 biases of 100 elements or more; embedding and head
+    sharded_in_a_layer = 9
+    at_the_ends = 2
+    # Layers and the head are gathered again in the backward pass, the embedding is not
     assert dtypes_of("all_gather", grad_reduce_dtype) == (
         {"bfloat16"},
         2 * sharded_in_a_layer + at_the_ends + 1,
@@ -131,14 +139,16 @@ def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_reduce_dtype(g
         {grad_reduce_dtype},
         sharded_in_a_layer + at_the_ends,
     )
-    # q, k and v together, and the output; the same backward, where the two of the forward pass are also made again
+    # q, k and v together, and the output. The backward pass repeats both and transposes them
     assert dtypes_of("all_to_all", grad_reduce_dtype) == ({"bfloat16"}, 6)
     assert dtypes_of("psum", grad_reduce_dtype)[0] <= {"float32", "int32"}
 
 
 def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
-    """What a scan over layers puts out, stacked, is kept: weights are not, gathered or otherwise."""
-    model, (B, l, L) = runs.MODEL, (1, 16, 64)
+    """Stacked outputs of the scan over layers are kept; no weights are among them."""
+    model = runs.MODEL
+    l = 16
+    L = 64
     scans = [
         equation
         for equation in batches.equations(traced("float32"))
@@ -152,9 +162,9 @@ def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
     ]
     heads = model.num_heads // 4
     assert sorted((aval.shape[1:], str(aval.dtype)) for aval in kept) == [
-        ((B, heads, L), "float32"),  # log-sum-exp
-        ((B, l, model.hidden_size), "bfloat16"),  # the layer's input
-        ((B, L, heads, model.head_dim), "bfloat16"),  # attention's output
+        ((1, heads, L), "float32"),  # log-sum-exp
+        ((1, l, model.hidden_size), "bfloat16"),  # the layer's input
+        ((1, L, heads, model.head_dim), "bfloat16"),  # attention's output
     ]
     assert not [
         variable for variable in backward.outvars if variable.aval.shape[:1] == (model.num_layers,)
@@ -172,7 +182,7 @@ def test_the_backward_pass_keeps_of_a_layer_its_input_and_what_attention_gave():
 
 
 def test_no_gradient_of_a_weight_is_summed_over_tokens_in_bfloat16():
-    """Not by a sum. (A product of matrices sums in float32 by itself.)"""
+    """Sums are float32. (Matrix products always accumulate in float32.)"""
     sums = [
         equation
         for equation in batches.equations(traced("float32"))

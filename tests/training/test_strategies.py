@@ -1,4 +1,4 @@
-"""The promise, for every kind of attention: loss, gradients, their norm and all counts are those of one device."""
+"""Loss, gradients, their norm and all counts with every strategy equal those of one device."""
 
 import jax
 import numpy as np
@@ -55,11 +55,11 @@ E2E = (
     "ring, 7 and 1 heads on 4",
     "hybrid 2 x 4, 6 and 2 heads on 8",
 )
-"""Each compiles for 15 s. `attention/test_strategies.py` has more cases without the rest of the step."""
+"""Each compiles for 15 s. `attention/test_strategies.py` tests attention in more cases."""
 
 
 STEEP = batches.make_config(learning_rate=1e3)
-"""What weights are after a step is their gradients, as good as."""
+"""SGD with learning rate 1,000: the weights after a step are nearly their gradients."""
 
 
 @pytest.mark.usefixtures("small_shards")
@@ -79,7 +79,8 @@ def test_every_kind_gives_the_step_of_one_device(name, record_property):
     run = runs.compiling((replica, data, kind.seq), model=model, kind=kind, **how).result()
     state, found = run.step(run.state(weights), run.rows(ROWS))
     (loss, num_correct), gradients = runs.plain(model)(weights, ROWS)
-    lengths, num_labels = ROWS["lengths_BM"], (ROWS["labels_BL"] != NO_LABEL).sum()
+    lengths = ROWS["lengths_BM"]
+    num_labels = (ROWS["labels_BL"] != NO_LABEL).sum()
     assert [int(x) for x in (found.num_rows, found.num_tokens, found.num_loss_tokens)] == [
         (lengths.sum(1) > 0).sum(),
         lengths.sum(),

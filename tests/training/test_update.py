@@ -1,4 +1,4 @@
-"""What a step does with its gradients: clipping, the optimizer, the guard against NaN, memory."""
+"""The update of a step: clipping, the optimizer, the guard against NaN, memory."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ ADAMW = batches.make_config(
     max_grad_norm=0.5,
     eps=1e-5,
 )
-"""With 1e-8, a gradient that is 3e-8 only because of rounding moves its weight as far as any other."""
+"""With 1e-8, a gradient of 3e-8 that is only rounding would move its weight as far as others."""
 
 CLIPPED = batches.make_config(max_grad_norm=0.25)
 
@@ -49,8 +49,9 @@ def is_matrix(name):
 
 @pytest.mark.e2e
 def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
-    """Clipping, schedule and decay included. Optax sees each stacked weight as one array; gradients are those of the mesh."""
-    state, rows = adamw.state(weights), adamw.rows(runs.ROWS)
+    """Clipping, schedule and decay included. Optax gets each stacked weight as one array."""
+    state = adamw.state(weights)
+    rows = adamw.rows(runs.ROWS)
     with_gradients = runs.compiling((1, 2, 4), config=ADAMW, want=("gradients",)).result()
     decays = {name: is_matrix(name) for name in batches.by_name(weights)}
     rates = optax.join_schedules(
@@ -62,7 +63,8 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
     )
     right = {name: jnp.asarray(array) for name, array in batches.by_name(weights).items()}
     with jax.numpy_dtype_promotion("standard"):
-        opt, update = theirs.init(right), jax.jit(theirs.update)
+        opt = theirs.init(right)
+        update = jax.jit(theirs.update)
         for _ in range(3):
             gradients = adamw.whole(with_gradients.gradients(state.master, rows).gradients)
             moves, opt = update(
@@ -71,7 +73,8 @@ def test_adamw_is_that_of_optax_on_whole_weights(adamw, weights):
             right = optax.apply_updates(right, moves)
             state, metrics = adamw.step(state, rows)
     assert metrics.grad_norm > 0.5, "nothing was clipped"
-    found, before = adamw.whole(state.master), batches.by_name(weights)
+    found = adamw.whole(state.master)
+    before = batches.by_name(weights)
     differences = {
         name: batches.difference(found[name] - before[name], right[name] - before[name])
         for name in right

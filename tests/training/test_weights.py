@@ -1,4 +1,4 @@
-"""Where weights lie, and what random ones are."""
+"""Placement of weights on devices, and random weights."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.training import runs
 
 @pytest.fixture(scope="module", autouse=True)
 def sharded(small_shards):
-    """As in the other modules."""
+    """Small weights are sharded."""
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,8 @@ def test_a_weight_is_cut_along_the_first_dim_that_divides_else_filled_up(shape, 
 
 
 def test_each_device_holds_its_part_and_replicas_hold_the_same():
-    mesh, table = batches.mesh(2, 2, 2), decoder.param_table(runs.MODEL)
+    mesh = batches.mesh(2, 2, 2)
+    table = decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
     stored = runs.put_weights(table, whole, mesh)
     for row, array, right in zip(*map(jax.tree.leaves, (table, stored, whole)), strict=True):
@@ -54,7 +55,8 @@ def test_each_device_holds_its_part_and_replicas_hold_the_same():
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 4), (2, 1, 4)])
 def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes):
-    mesh, table = batches.mesh(*sizes), decoder.param_table(runs.MODEL)
+    mesh = batches.mesh(*sizes)
+    table = decoder.param_table(runs.MODEL)
     whole = runs.whole_weights(runs.MODEL)
     of_row = dict(
         zip([row.hf_name for row in jax.tree.leaves(table)], jax.tree.leaves(whole), strict=True)
@@ -69,13 +71,15 @@ def test_loaded_weights_are_those_that_are_put_and_each_part_is_read_once(sizes)
 
     loaded = weight_init.load_weights(table, mesh, read)
     right = runs.put_weights(table, whole, mesh)
-    for row, found, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
-        assert (found.shape, found.dtype, found.sharding) == (put.shape, put.dtype, put.sharding), (
-            row.hf_name
-        )
-        for one, other in zip(found.addressable_shards, put.addressable_shards, strict=True):
-            assert (one.device, one.index) == (other.device, other.index)
-            assert batches.same_bits(one.data, other.data), row.hf_name
+    for row, actual, put in zip(*map(jax.tree.leaves, (table, loaded, right)), strict=True):
+        assert (actual.shape, actual.dtype, actual.sharding) == (
+            put.shape,
+            put.dtype,
+            put.sharding,
+        ), row.hf_name
+        for shard, expected in zip(actual.addressable_shards, put.addressable_shards, strict=True):
+            assert (shard.device, shard.index) == (expected.device, expected.index)
+            assert batches.same_bits(shard.data, expected.data), row.hf_name
         assert (counts[row.hf_name] == 1).all(), row.hf_name
 
 
@@ -117,8 +121,8 @@ def test_another_seed_gives_other_weights():
     assert np.mean(np.asarray(one) == np.asarray(two)) < 0.01
 
 
-def test_join_raises_when_it_is_differentiated_and_gather_has_a_gradient():
-    """Slots are differentiated, not values: otherwise the gradient of a joined weight would be zero."""
+def test_all_gather_raises_when_it_is_differentiated_and_gather_has_a_gradient():
+    """Slots are differentiated: otherwise the gradient of a gathered weight would be zero."""
     row = Parameter(shape=(2, 3), hf_name="a")
     gather = Gather(
         num_shards=1, compute_dtype=jnp.dtype("float32"), reduce_dtype=jnp.dtype("float32")
