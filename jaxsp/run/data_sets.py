@@ -10,7 +10,7 @@ from jaxsp.config.data_schema import SourceConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import ProblemCollector, UserError
 from jaxsp.data.ingest import source_files, sources
-from jaxsp.data.packing import dataset, held_out
+from jaxsp.data.packing import dataset, document_selection
 from jaxsp.data.packing.dataset import PackedDataset
 from jaxsp.data.packing.row_reader import Documents
 from jaxsp.data.tokenization import tokenize
@@ -101,7 +101,7 @@ def make_data_sets(
     ]
     masks = None
     if config.data.eval_fraction is not None:
-        masks = held_out.select_records(
+        masks = document_selection.select_records(
             [tokenized[field].dataset for field in opened.train],
             source_names=[_name(source) for source in opened.train.values()],
             fraction=config.data.eval_fraction,
@@ -111,7 +111,7 @@ def make_data_sets(
             opened.train,
             tokenized,
             eval_config,
-            name=held_out.EVAL_SET_NAME,
+            name=document_selection.EVAL_SET_NAME,
             field="data.eval_fraction",
             masks=masks,
             use_held_out=True,
@@ -157,7 +157,7 @@ def _pack(
     digests = [tokenized[member].digest for member in members]
     if masks is not None:
         digests = [
-            held_out.digest_split(digest, mask, is_held_out=use_held_out)
+            document_selection.digest_split(digest, mask, is_held_out=use_held_out)
             for digest, mask in zip(digests, masks, strict=True)
         ]
     return dataset.pack_documents(

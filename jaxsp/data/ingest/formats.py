@@ -6,57 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import chat_records, record_fields
+from jaxsp.data.ingest import record_checks
 from jaxsp.data.ingest.columnar import RecordColumns
-from jaxsp.data.ingest.record_fields import Record, type_name
-
-
-def _check_text(record: Record, source: SourceConfig, has_labels: bool) -> Record:
-    name, value = record_fields.get_field(record, "text", source)
-    if not isinstance(value, str):
-        raise RecordError(f"{name} is {type_name(value)}, not a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise RecordError(f"{name} is not Unicode ({error})") from None
-    return {"text": value}
-
-
-def _check_tokens(record: Record, source: SourceConfig, has_labels: bool) -> Record:
-    name, value = record_fields.get_field(record, "input_ids", source)
-    ids = _parse_ids(value, name)
-    labels_name = source.fields.get("labels", "labels")
-    if not has_labels:
-        if record_fields.has_field(record, labels_name):
-            raise RecordError(
-                f"has {labels_name}, but the source's first record has none: all must have them or "
-                "none. Make two sources"
-            )
-        return {"input_ids": ids}
-    labels = _parse_ids(record_fields.get_field(record, "labels", source)[1], labels_name)
-    if len(labels) != len(ids):
-        raise RecordError(
-            f"{len(labels)} {labels_name} for {len(ids)} {name}: there must be one for each, not "
-            "shifted, -100 where there is no loss"
-        )
-    return {"input_ids": ids, "labels": labels}
-
-
-def _parse_ids(value: Any, name: str) -> np.ndarray:
-    value = record_fields.parse_if_string(value, name)
-    with contextlib.suppress(ValueError):  # lists of different lengths
-        array = np.asarray(value)
-        if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
-            ids = array.astype(np.int32)
-            if np.array_equal(ids, array):
-                return ids
-    raise RecordError(f"{name} is not a list of whole numbers below 2,147,483,648")
+from jaxsp.data.ingest.record_checks import Record
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,7 +59,7 @@ FORMATS = {
         Format(
             name="text",
             required=("text",),
-            check=_check_text,
+            check=record_checks.check_text,
             column="text",
             bytes_per_worker=2**27,
         ),
@@ -111,7 +67,7 @@ FORMATS = {
             name="messages",
             required=("messages",),
             optional=_CHAT_OPTIONAL,
-            check=chat_records.check_messages,
+            check=record_checks.check_messages,
             column="record",
             bytes_per_worker=2**25,
             needs_template=True,
@@ -120,7 +76,7 @@ FORMATS = {
             name="prompt_completion",
             required=("prompt", "completion"),
             optional=_CHAT_OPTIONAL,
-            check=chat_records.check_completion,
+            check=record_checks.check_completion,
             column="record",
             bytes_per_worker=2**25,
         ),
@@ -128,7 +84,7 @@ FORMATS = {
             name="tokens",
             required=("input_ids",),
             optional=("labels",),
-            check=_check_tokens,
+            check=record_checks.check_tokens,
             column="input_ids",
         ),
     )
@@ -144,7 +100,7 @@ def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:
     """
     record_format = FORMATS[source.format]
     fields = (*record_format.required, *record_format.optional)
-    message_fields = chat_records.MESSAGE_FIELDS if record_format.is_chat else ()
+    message_fields = record_checks.MESSAGE_FIELDS if record_format.is_chat else ()
     known = (*fields, *message_fields)
     group = field.rpartition(".")[0]
     for name in source.fields:
@@ -183,7 +139,7 @@ def check_record(record: Any, source: SourceConfig, *, has_labels: bool) -> Reco
     record_format = FORMATS[source.format]
     if not isinstance(record, dict):
         example = f"{{{json.dumps(record_format.required[0])}: ...}}"
-        raise RecordError(f"is {type_name(record)}, not a record such as {example}")
+        raise RecordError(f"is {record_checks.type_name(record)}, not a record such as {example}")
     return record_format.check(record, source, has_labels)
 
 
@@ -194,7 +150,7 @@ def find_roles(record: Any, source: SourceConfig) -> set[str]:
     for field in ("messages", "prompt", "completion"):
         value = record.get(source.fields.get(field, field)) if isinstance(record, dict) else None
         with contextlib.suppress(RecordError):  # text, or an error that check_record reports
-            value = record_fields.parse_if_string(value, field)
+            value = record_checks.parse_if_string(value, field)
         if isinstance(value, list):
             messages = [message for message in value if isinstance(message, dict)]
             roles |= {str(message.get(role_name)) for message in messages}

@@ -1,7 +1,9 @@
-"""Writes records to an Arrow file that is mapped into memory, once for all processes."""
+"""Cached records and tokens: Arrow files that are mapped into memory, written and counted once."""
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -14,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import filelock
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from jaxsp.config.data_schema import DataConfig
+from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar
 from jaxsp.runtime import distributed
@@ -159,3 +164,106 @@ def _is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+MAX_NAMED_RECORDS = 5
+"""Maximum number of bad records that a message names."""
+
+
+def find_bad_records(
+    dataset: "datasets.Dataset", *, max_examples: int
+) -> tuple[int, list[tuple[str, str]]]:
+    """Returns the number of bad records, and place and problem of the first of them."""
+    assert dataset._indices is None, "the table's order is not the dataset's"
+    count = 0
+    examples: list[tuple[str, str]] = []
+    for batch in dataset.data.select(["place", "problem"]).to_batches():
+        if batch.column(1).null_count < len(batch):
+            bad = batch.filter(pc.is_valid(batch.column(1)))
+            count += len(bad)
+            rows = bad.slice(0, max_examples - len(examples)).to_pylist()
+            examples += [(row["place"], row["problem"]) for row in rows]
+    return count, examples
+
+
+def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_prefix: str) -> int:
+    """Returns the number of bad records in a dataset, if data.on_bad_record allows them.
+
+    Args:   error_prefix: the source's field and value.
+    Raises: UserError naming the first bad records, their number, and what to change.
+    """
+    count, examples = find_bad_records(dataset, max_examples=MAX_NAMED_RECORDS)
+    if not count or (data.on_bad_record == "skip" and count <= data.max_bad_records):
+        return count
+    summary = f"{count:,} of {len(dataset):,} records cannot be used"
+    if count > MAX_NAMED_RECORDS:
+        summary += f"; these are the first {MAX_NAMED_RECORDS}"
+    if data.on_bad_record == "skip":
+        summary += f". Correct them, or raise data.max_bad_records from {data.max_bad_records} to "
+        summary += f"{count} or more."
+    else:
+        summary += ". Correct them, or leave them out: data.on_bad_record=skip"
+        if count > data.max_bad_records:
+            summary += f" data.max_bad_records={count}"
+        summary += "."
+    problems = [*list_examples(examples), summary]
+    raise UserError(f"{error_prefix}: {problem}" for problem in problems)
+
+
+def list_examples(examples: list[tuple[str, str]]) -> list[str]:
+    """Returns a line for each bad record; a problem that repeats is `the same`."""
+    lines = []
+    last = None
+    for place, problem in examples:
+        lines.append(f"{place}: {'the same' if problem == last else problem}.")
+        last = problem
+    return lines
+
+
+def cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
+    """Returns the statistics of `compute_token_stats`, from the file if it exists.
+
+    Computing them reads all tokens, about 1 GB per second.
+    """
+    with build_once(cached):
+        if not cached.exists():
+            stats = compute_token_stats(dataset)
+            if not os.access(cached.parent, os.W_OK):
+                return stats
+            # not NamedTemporaryFile, whose files have mode 0600: other users may share the cache
+            with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
+                partial = pathlib.Path(folder) / cached.name
+                partial.write_text(json.dumps(stats), encoding="utf-8")
+                partial.replace(cached)
+        return json.loads(cached.read_text(encoding="utf-8"))
+
+
+def compute_token_stats(dataset: "datasets.Dataset") -> dict[str, Any]:
+    """Returns a digest of all tokens and labels, and the extreme ids of each column.
+
+    `ids` maps a column to its lowest and its highest id, each with the first document that has it.
+    """
+    digests = []
+    extremes = {}
+    for column in ("tokens", "labels"):
+        if column not in dataset.column_names:
+            continue
+        # lengths and values are hashed as two streams, so that chunk borders change nothing
+        lengths = hashlib.sha256()
+        values = hashlib.sha256()
+        ends: list[tuple[int, int]] = []
+        num_documents = 0
+        for offsets, ids in read_lists(dataset, column):
+            lengths.update(np.diff(offsets).astype("<i8").data)
+            values.update(np.ascontiguousarray(ids, "<i4").data)
+            has_loss = np.flatnonzero(ids != NO_LABEL) if column == "labels" else None
+            known = ids if has_loss is None else ids[has_loss]
+            for index in (known.argmin(), known.argmax()) if len(known) else ():
+                place = index if has_loss is None else has_loss[index]
+                document = int(np.searchsorted(offsets, place, side="right")) - 1
+                ends.append((int(known[index]), num_documents + document))
+            num_documents += len(offsets) - 1
+        digests += [column, lengths.hexdigest(), values.hexdigest()]
+        if ends:
+            extremes[column] = [min(ends), max(ends, key=lambda end: (end[0], -end[1]))]
+    return {"digest": hashlib.sha256(" ".join(digests).encode()).hexdigest(), "ids": extremes}

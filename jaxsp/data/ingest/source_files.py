@@ -1,20 +1,194 @@
-"""Finds the files that a source's name or glob stands for."""
+"""Source files: found by name or glob, and read as records; a truncated file is an error."""
 
 import collections
+import contextlib
+import csv
+import dataclasses
+import functools
 import glob
+import io
 import os
 import pathlib
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import pyarrow as pa
 
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.core import errors, paths
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import formats, records
-from jaxsp.data.ingest.records import FileType
+from jaxsp.data.ingest import columnar, formats, json_records
+from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
 
 TEXT_SUFFIXES = ".txt .md .text .rst .tex .html .htm .xml .log .py .yaml .yml".split()
 """Suffixes of plain text; a missing file with such a name is not looked up on the hub."""
+
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+_UNSUPPORTED_SUFFIXES = """.zip .xz .bz2 .lz4 .snappy .tar .tgz .7z .rar .npy .npz .pkl .pickle .pt
+    .pth .bin .safetensors .h5 .pdf .docx .xlsx .epub .db .sqlite .orc .avro .feather .tfrecord
+    .array_record""".split()
+"""Suffixes of files that would be nonsense as plain text."""
+
+_CHUNK_BYTES = 2**20
+"""Bytes to read from a compressed file at a time."""
+
+_MAX_CELL_CHARS = 2**30
+"""Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
+
+
+def _read_text(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+    with _open_decompressed(file) as stream:
+        document = stream.read()
+    try:
+        yield file, {"text": document.decode("utf-8-sig")}, None
+    except UnicodeDecodeError as error:
+        yield file, None, f"is not UTF-8 text ({error})"
+
+
+def _read_json(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+    read = json_records.read_lines
+    unit = "line"
+    # in .jsonl, a line with an array is one bad record
+    if split_suffix(file)[0] == ".json":
+        with _open_decompressed(file) as stream:
+            if json_records.is_array(stream):
+                read = json_records.read_array
+                unit = "record"
+    with _open_decompressed(file) as stream:
+        for number, record, problem in read(stream):
+            yield f"{file}, {unit} {number}", record, problem
+
+
+def _read_csv(file: str, columns: RecordColumns, *, delimiter: str) -> Iterator[LocatedRecord]:
+    csv.field_size_limit(_MAX_CELL_CHARS)  # applies to this process; Python's default is 131,072
+    with _open_decompressed(file) as stream:
+        lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        table = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = next(table, [])
+        if not names:
+            raise UserError(f"{file}: its first line is empty. It must name the columns.")
+        if len(set(names)) < len(names):
+            raise UserError(f"{file}: its first line names a column twice. Rename one of them.")
+        line = table.line_num + 1
+        for cells in table:
+            place = f"{file}, line {line}"
+            line = table.line_num + 1
+            if len(cells) == len(names):
+                record = dict(zip(names, cells, strict=True))
+                yield place, record, json_records.utf8_problem("".join(cells))
+            elif cells:
+                problem = f"has {len(cells)} cells, but the first line names {len(names)} columns"
+                yield place, None, problem
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileType:
+    """A type of file that holds records."""
+
+    name: str
+    read: Callable[[str, RecordColumns], Iterator[LocatedRecord]]
+    is_compressible: bool = True
+    """May be compressed with one of CODECS."""
+
+
+TEXT = FileType(name="text", read=_read_text)
+"""Plain text, one document per file."""
+
+_JSON = FileType(name="json", read=_read_json)
+
+FILE_TYPES = {
+    ".jsonl": _JSON,
+    ".ndjson": _JSON,
+    ".json": _JSON,
+    ".csv": FileType(name="csv", read=functools.partial(_read_csv, delimiter=",")),
+    ".tsv": FileType(name="csv", read=functools.partial(_read_csv, delimiter="\t")),
+    ".parquet": FileType(name="parquet", read=columnar.read_parquet, is_compressible=False),
+    ".arrow": FileType(name="arrow", read=columnar.read_arrow, is_compressible=False),
+}
+"""File types by suffix; any other file is plain text."""
+
+
+def split_suffix(file: str) -> tuple[str, str | None]:
+    """Returns the suffix that names a file's type, and the codec that compresses it."""
+    path = pathlib.PurePath(file.lower())
+    codec = CODECS.get(path.suffix)
+    return (pathlib.PurePath(path.stem).suffix if codec else path.suffix), codec
+
+
+def detect_file_type(file: str) -> FileType:
+    """Returns the type that a file's name stands for.
+
+    Raises: UserError if files of this name are not supported.
+    """
+    suffix, codec = split_suffix(file)
+    file_type = FILE_TYPES.get(suffix, TEXT)
+    codec_suffix = pathlib.Path(file).suffix if codec else ""
+    if suffix in _UNSUPPORTED_SUFFIXES or (codec and not file_type.is_compressible):
+        raise UserError(
+            f"{file}: {suffix}{codec_suffix.lower()} files are not supported. Convert to .jsonl, "
+            ".parquet or plain text."
+        )
+    if codec and not suffix:
+        example = f"{file.removesuffix(codec_suffix)}.jsonl{codec_suffix}"
+        raise UserError(
+            f"{file}: its name does not show what is compressed. Rename it to {example} if it is "
+            "lines of JSON."
+        )
+    return file_type
+
+
+def read_file(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
+    """Yields every record of a file in order; those that cannot be read have a problem instead.
+
+    Raises: UserError naming the file, and the last record before the damage.
+    """
+    place = ""
+    try:
+        _check_file(file)
+        for located in detect_file_type(file).read(file, columns):
+            place = located[0]
+            yield located
+    except UserError:
+        raise
+    except PermissionError:
+        raise UserError(
+            f"{file}: no permission to read it. Change its permissions, or leave it out."
+        ) from None
+    # pyarrow's errors are ValueErrors or OSErrors
+    except (OSError, ValueError, csv.Error, RecursionError) as error:
+        after = f"after {place[len(file) + 2 :]}" if place else "before the end of its first record"
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise UserError(
+            f"{file}: is broken {after} ({reason}). Copy or create it again: the number of missing "
+            "records is unknown."
+        ) from None
+
+
+def _check_file(file: str) -> None:
+    """Raises: UserError for a git-lfs pointer, and for a compressed file of no bytes."""
+    size = os.path.getsize(file)
+    if split_suffix(file)[1] and not size:
+        raise UserError(
+            f"{file}: is empty, but a compressed file has a header. Copy or create it again."
+        )
+    if size < 1024 and pathlib.Path(file).read_bytes().startswith(b"version https://git-lfs"):
+        raise UserError(f"{file}: is a git-lfs pointer, not the file. Run git lfs pull.")
+
+
+@contextlib.contextmanager
+def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
+    """Opens a file for reading its decompressed bytes."""
+    codec = split_suffix(file)[1]
+    if codec is None:
+        with open(file, "rb") as stream:
+            yield stream
+        return
+    with pa.OSFile(file, "rb") as compressed:
+        # unlike zlib, pyarrow reports a truncated stream
+        decompressed = pa.CompressedInputStream(compressed, codec)
+        with io.BufferedReader(decompressed, _CHUNK_BYTES) as stream:
+            yield stream
 
 
 def resolve_path(source: SourceConfig, *, field: str) -> pathlib.Path:
@@ -67,15 +241,15 @@ def common_file_type(files: list[str], source: SourceConfig) -> FileType:
 
     Raises: UserError if they have several types, or cannot contain the source's format.
     """
-    examples = {records.detect_file_type(file).name: file for file in files}
+    examples = {detect_file_type(file).name: file for file in files}
     if len(examples) > 1:
         raise UserError(
             f"matches files of several types, such as {' and '.join(sorted(examples.values()))}. "
             "Make each type a source of its own."
         )
-    file_type = records.detect_file_type(files[0])
+    file_type = detect_file_type(files[0])
     record_format = formats.FORMATS[source.format]
-    if file_type is records.TEXT and not record_format.is_text:
+    if file_type is TEXT and not record_format.is_text:
         raise UserError(
             f"plain text has no {errors.format_choices(record_format.required)}. Use format: text, "
             "or a .jsonl or .parquet file."

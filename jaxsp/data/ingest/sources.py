@@ -15,12 +15,10 @@ from jaxsp.core import errors
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import (
-    bad_records,
     formats,
     hub,
     record_cache,
-    record_fields,
-    records,
+    record_checks,
     source_files,
 )
 from jaxsp.data.ingest.columnar import LocatedRecord, RecordColumns
@@ -94,7 +92,7 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
         fingerprint = datasets.fingerprint.Hasher.hash((fingerprint, origin.split))
     # the name of the tokens' cache; from_file's own depends on when the records were cached
     dataset._fingerprint = fingerprint
-    bad_records.check_bad_records(dataset, data=data, error_prefix=error_prefix)
+    record_cache.check_bad_records(dataset, data=data, error_prefix=error_prefix)
     return dataset
 
 
@@ -120,8 +118,8 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str)
 def _may_be_on_hub(path: pathlib.Path, source: SourceConfig) -> bool:
     if glob.has_magic(str(path)) or path.exists() or not hub.is_hub_name(source.source):
         return False
-    is_text = records.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
-    return records.detect_file_type(str(path)) is records.TEXT and not is_text
+    is_text = source_files.split_suffix(source.source)[0] in source_files.TEXT_SUFFIXES
+    return source_files.detect_file_type(str(path)) is source_files.TEXT and not is_text
 
 
 def _resolve_files(
@@ -139,7 +137,9 @@ def _resolve_files(
     file_type = source_files.common_file_type(files, source)
 
     def read_files() -> Iterator[LocatedRecord]:
-        return itertools.chain.from_iterable(records.read_file(file, columns) for file in files)
+        return itertools.chain.from_iterable(
+            source_files.read_file(file, columns) for file in files
+        )
 
     identity = (file_type.name, source_files.file_identities(files))
     return _RecordSource(identity=identity, records=read_files, split=source.split)
@@ -156,7 +156,7 @@ def _choose_columns(source: SourceConfig, origin: _RecordSource) -> list[str]:
             for _, record, problem in itertools.islice(origin.records(), _MAX_CHECKED_BAD)
             if problem is None and isinstance(record, dict)
         )
-        if "labels" in source.fields or record_fields.has_field(next(usable, {}), labels):
+        if "labels" in source.fields or record_checks.has_field(next(usable, {}), labels):
             columns.append("labels")
     return columns
 
@@ -197,7 +197,7 @@ def _check_records(
         if problem is not None:
             problem = _escape_surrogates(problem)
             num_bad += 1
-            if num_bad <= bad_records.MAX_NAMED_RECORDS:
+            if num_bad <= record_cache.MAX_NAMED_RECORDS:
                 examples.append((place, problem))
             _check_bad_limit(num_bad, examples, data)
         yield {"place": place, "problem": problem, **content}
@@ -215,9 +215,9 @@ def _check_bad_limit(num_bad: int, examples: list[tuple[str, str]], data: DataCo
         summary = (
             f"more than {limit:,} records cannot be used; these are the first. Correct format or "
             "fields, correct the records, or set data.on_bad_record=skip and raise "
-            "data.max_bad_records."
+            "data.max_record_cache."
         )
-        raise UserError([*bad_records.list_examples(examples), summary])
+        raise UserError([*record_cache.list_examples(examples), summary])
 
 
 def _nothing_usable_error(
@@ -230,7 +230,7 @@ def _nothing_usable_error(
     if num_bad < num_records:
         summary += ", and the others are empty"
     summary += ". Correct format or fields, or correct the records."
-    return UserError([*bad_records.list_examples(examples), summary])
+    return UserError([*record_cache.list_examples(examples), summary])
 
 
 def _escape_surrogates(text: str) -> str:

@@ -13,11 +13,11 @@ from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import mixing
+from jaxsp.data.packing.document_selection import SourceCounts
 from jaxsp.data.packing.loader import BatchLoader
 from jaxsp.data.packing.mixing import RowSchedule, RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 from jaxsp.data.packing.row_reader import Documents
-from jaxsp.data.packing.source_counts import SourceCounts
 
 _LONG_DOCUMENTS = "data.long_documents"
 

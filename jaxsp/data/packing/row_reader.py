@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxsp.core.batch import NO_LABEL, POSITION_LIMIT
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import document_chunks, source_counts
-from jaxsp.data.packing.document_chunks import Chunk
+from jaxsp.data.packing import document_selection
+from jaxsp.data.packing.document_selection import Chunk, SourceCounts
 from jaxsp.data.packing.packing import PackedRow
-from jaxsp.data.packing.source_counts import SourceCounts
 
 if TYPE_CHECKING:
     import datasets
@@ -88,7 +87,7 @@ class Documents:
         chunk_of_document = []
         index_in_chunk = []
         for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
-            selections = document_chunks.select_documents(
+            selections = document_selection.select_documents(
                 dataset,
                 is_in_split=None if held_out is None else held_out[number] == use_held_out,
                 longest_row=longest_row,
@@ -104,7 +103,7 @@ class Documents:
             if long_documents == "error" and longest_row is not None:
                 stored = np.concatenate([selection.chunk.lengths for selection in selections])
                 _check_lengths(dataset, stored, longest_row, field)
-            counts = source_counts.count_source(
+            counts = document_selection.count_source(
                 name, dataset, selections, longest_row=longest_row, count_held_out=not use_held_out
             )
             self.sources += (counts,)

@@ -17,9 +17,9 @@ from jaxsp.core.errors import UserError
 from jaxsp.data.chat import chat, chat_template
 from jaxsp.data.chat.chat import RenderedRecord
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import bad_records, columnar, formats, record_cache
+from jaxsp.data.ingest import columnar, formats, record_cache
 from jaxsp.data.ingest.formats import Format
-from jaxsp.data.tokenization import encoding, token_stats, tokenizers
+from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.data.tokenization.encoding import EncodedRecord
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def tokenize_dataset(
                 fingerprint=fingerprint,
                 title=source.source,
             )
-    stats = token_stats.cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
-    bad_records.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
+    stats = record_cache.cached_token_stats(tokenized, folder / f"counted-{fingerprint}.json")
+    record_cache.check_bad_records(tokenized, data=data, error_prefix=error_prefix)
     for column, extremes in stats["ids"].items():
         for token_id, document in extremes:
             if not 0 <= token_id < vocab_size:

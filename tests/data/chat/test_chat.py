@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
-from jaxsp.data.chat import assistant_spans, chat, chat_template, span_search, template_text
+from jaxsp.data.chat import chat, chat_template, span_search, template_text
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
@@ -434,9 +434,7 @@ def test_uncertain_records_are_refused_with_the_reason(tokenizer, record, templa
 def test_a_span_without_the_content_of_its_message_is_refused():
     whole = "ask another answ<|im_end|>\n"
     with pytest.raises(RecordError, match=r"message 2 \(assistant\)"):
-        assistant_spans.check_span(
-            TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion=""
-        )
+        chat.check_span(TALK, [1], whole, (4, len(whole)), lambda *_, **__: ("", []), suggestion="")
 
 
 def test_only_thinking_may_precede_the_content():

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from jaxsp.config.data_schema import SourceConfig
-from jaxsp.data.chat import assistant_spans, chat
+from jaxsp.data.chat import chat
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import encoding
@@ -198,7 +198,7 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
         messages = talk(draw, alternating=number % 2 == 0)
         found = []
         for many in (0, 99):
-            monkeypatch.setattr(assistant_spans, "_MAX_PREFIX_TURNS", many)
+            monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
             options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
             try:
                 made = chat.render_record({"messages": messages}, **options)

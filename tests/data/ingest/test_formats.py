@@ -11,7 +11,7 @@ from pyarrow import parquet
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.chat.template_text import RecordError
 from jaxsp.data.ingest import formats
-from jaxsp.data.ingest import records as files
+from jaxsp.data.ingest import source_files as files
 from tests.messages import assert_names
 
 USER = {"role": "user", "content": "hi"}

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import feather, parquet
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import columnar, json_records, records
+from jaxsp.data.ingest import columnar, json_records, source_files
 from jaxsp.data.ingest.columnar import RecordColumns
 from tests.messages import assert_names
 
@@ -89,7 +89,7 @@ CONTENT = {
 
 
 def read(path, columns=TEXT):
-    return list(records.read_file(str(path), columns))
+    return list(source_files.read_file(str(path), columns))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def read(path, columns=TEXT):
         (name, codec)
         for name in CONTENT
         for codec in (
-            (None, "gzip", "zstd") if records.detect_file_type(name).is_compressible else (None,)
+            (None, "gzip", "zstd")
+            if source_files.detect_file_type(name).is_compressible
+            else (None,)
         )
     ],
 )
@@ -366,7 +368,7 @@ def test_records_of_an_array_are_read_before_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", 1000)
     (tmp_path / "a.json").write_bytes(CONTENT["array.json"][:-5000])  # never reached
     assert [
-        record for _, record, _ in itertools.islice(records.read_file("a.json", TEXT), 50)
+        record for _, record, _ in itertools.islice(source_files.read_file("a.json", TEXT), 50)
     ] == RECORDS[:50]
 
 

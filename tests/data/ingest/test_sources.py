@@ -12,7 +12,7 @@ import pytest
 
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import bad_records, record_cache, source_files, sources
+from jaxsp.data.ingest import record_cache, source_files, sources
 from jaxsp.runtime.cluster import Process
 from tests.messages import assert_names, numbers
 
@@ -281,7 +281,7 @@ def test_a_skipped_record_stays_as_an_entry_with_its_problem(tmp_path):
     assert_names(found["problem"][3], "text", "number", "string")
     for asked in ("one", "two"):  # also of what is cached
         assert (
-            bad_records.check_bad_records(
+            record_cache.check_bad_records(
                 found, data=settings(on_bad_record="skip"), error_prefix=asked
             )
             == 2
@@ -302,7 +302,9 @@ def test_the_first_bad_records_are_named_and_all_are_counted(tmp_path):
         assert_names(summary, "data.on_bad_record=skip")
     lenient = settings(on_bad_record="skip", max_bad_records=8)
     assert (
-        bad_records.check_bad_records(read("a.jsonl", data=lenient), data=lenient, error_prefix="x")
+        record_cache.check_bad_records(
+            read("a.jsonl", data=lenient), data=lenient, error_prefix="x"
+        )
         == 8
     )
     *_, summary = problems("a.jsonl", data=settings(on_bad_record="skip", max_bad_records=7))

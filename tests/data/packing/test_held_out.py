@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxsp.core.errors import UserError
-from jaxsp.data.packing import dataset, held_out, summary
+from jaxsp.data.packing import dataset, document_selection, summary
 from jaxsp.data.packing.row_reader import Documents
 from tests.data.packing import test_dataset, test_loader
 from tests.messages import assert_names, numbers
@@ -17,7 +17,9 @@ LENGTHS = [2 + number % 7 for number in range(1000)]
 
 def choose(lengths=LENGTHS, *, fraction=0.2, seed=0, name="a"):
     tokenized = [test_dataset.tokenized(lengths)]
-    return held_out.select_records(tokenized, source_names=[name], fraction=fraction, seed=seed)[0]
+    return document_selection.select_records(
+        tokenized, source_names=[name], fraction=fraction, seed=seed
+    )[0]
 
 
 def test_the_choice_depends_on_seed_name_and_index_only():
@@ -37,7 +39,9 @@ def test_every_document_is_learned_or_held_out():
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
     tokenized = test_dataset.tokenized(lengths).add_column("problem", problems)
-    chosen = held_out.select_records([tokenized], source_names=["a"], fraction=0.2, seed=0)
+    chosen = document_selection.select_records(
+        [tokenized], source_names=["a"], fraction=0.2, seed=0
+    )
     parts = [
         Documents(
             [tokenized], source_names=["a"], held_out=chosen, use_held_out=which, longest_row=7
@@ -74,12 +78,12 @@ def test_another_fraction_is_a_change_of_the_data():
     )
     assert dataset.describe_changes(before, now) == ["data.eval_fraction = 0.1, was null"]
     assert dataset.describe_changes(before, before) == []
-    assert held_out.digest_split("x", choose(), is_held_out=False) != held_out.digest_split(
-        "x", choose(name="b"), is_held_out=False
-    )
+    assert document_selection.digest_split(
+        "x", choose(), is_held_out=False
+    ) != document_selection.digest_split("x", choose(name="b"), is_held_out=False)
     nothing = np.zeros(9, bool)
-    assert held_out.digest_split("x", nothing, is_held_out=False) == "x"
-    assert held_out.digest_split("x", nothing, is_held_out=True) != "x"
+    assert document_selection.digest_split("x", nothing, is_held_out=False) == "x"
+    assert document_selection.digest_split("x", nothing, is_held_out=True) != "x"
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,6 @@ def test_one_document_cannot_be_divided():
 def test_a_stored_dataset_of_several_chunks_is_counted_through():
     parts = [test_dataset.tokenized(LENGTHS[:400]), test_dataset.tokenized(LENGTHS[400:])]
     joined = datasets.concatenate_datasets(parts)
-    chosen = held_out.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
+    chosen = document_selection.select_records([joined], source_names=["a"], fraction=0.2, seed=0)
     found = Documents([joined], source_names=["a"], held_out=chosen, use_held_out=True).lengths
     assert found.tolist() == np.array(LENGTHS)[choose()].tolist()

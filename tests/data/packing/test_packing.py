@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from jaxsp.data.packing import packing, packing_advice
+from jaxsp.data.packing import packing, summary
 from jaxsp.data.packing.packing import PackedEpochs
 
 
@@ -165,7 +165,7 @@ def fullness(lengths, *, row_tokens, max_pieces):
 
 def advice(lengths, *, row_tokens, max_pieces):
     plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_pieces, seed=5)
-    return packing_advice.suggest_limits(plan, row_tokens=row_tokens, max_segments=max_pieces)
+    return summary.suggest_limits(plan, row_tokens=row_tokens, max_segments=max_pieces)
 
 
 def test_pieces_of_more_than_half_a_row_come_first():

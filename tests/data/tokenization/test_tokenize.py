@@ -14,8 +14,8 @@ import transformers
 
 from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.errors import UserError
-from jaxsp.data.ingest import formats, sources
-from jaxsp.data.tokenization import encoding, token_stats, tokenizers
+from jaxsp.data.ingest import formats, record_cache, sources
+from jaxsp.data.tokenization import encoding, tokenizers
 from jaxsp.data.tokenization import tokenize as text
 from jaxsp.data.tokenization.tokenize import TokenizeOptions
 from tests.data.chat import chats
@@ -230,7 +230,7 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
         if labels is not None:
             column = datasets.Dataset.from_dict({"labels": labels}, features=features("labels"))
             made = datasets.concatenate_datasets([made, column], axis=1)
-        return token_stats.compute_token_stats(made)["digest"]
+        return record_cache.compute_token_stats(made)["digest"]
 
     def features(name):
         return datasets.Features({name: datasets.LargeList(datasets.Value("int32"))})
@@ -261,7 +261,7 @@ def test_the_lowest_and_the_highest_id_are_known_by_their_records():
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
         for lists in ([[5], []], [[7, 3], [7, 9]], [[4]])
     ]
-    assert token_stats.compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
+    assert record_cache.compute_token_stats(datasets.concatenate_datasets(parts))["ids"] == {
         "tokens": [(3, 2), (9, 3)]
     }
 

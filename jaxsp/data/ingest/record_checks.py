@@ -1,4 +1,4 @@
-"""Checks conversations, and prompts with completions; converts them to one form, as JSON.
+"""Checks of records, and their conversion to the form that is stored.
 
 Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats). Differs: content given as a
     list of parts becomes one string, because templates of text-only models print the list as Python
@@ -6,13 +6,149 @@ Source: the formats of TRL (huggingface.co/docs/trl/dataset_formats). Differs: c
     object, which transformers expects: most templates would encode the string as JSON once more.
 """
 
+import contextlib
 import json
 from typing import Any
 
+import numpy as np
+
 from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.chat.template_text import ASSISTANT, RecordError
-from jaxsp.data.ingest import record_fields
-from jaxsp.data.ingest.record_fields import Record, type_name
+
+Record = dict[str, Any]
+
+SHAREGPT_MESSAGE_CONFIG = (
+    "fields: {role: from, content: value}, roles: {human: user, gpt: assistant}"
+)
+
+_SHAREGPT_CONFIG = SHAREGPT_MESSAGE_CONFIG.replace("{role", "{messages: conversations, role", 1)
+
+ALPACA_HINT = (
+    "Its instruction and input are one prompt in two fields: write them into one field, prompt, "
+    "then format: prompt_completion, fields: {completion: output} reads it"
+)
+
+_FORMAT_HINTS = (
+    ({"messages"}, "Try format: messages"),
+    ({"conversations"}, f"Try format: messages, {_SHAREGPT_CONFIG}"),
+    ({"prompt", "completion"}, "Try format: prompt_completion"),
+    ({"instruction", "input", "output"}, ALPACA_HINT),
+    (
+        {"instruction", "output"},
+        "Try format: prompt_completion, fields: {prompt: instruction, completion: output}",
+    ),
+    (
+        {"question", "answer"},
+        "Try format: prompt_completion, fields: {prompt: question, completion: answer}",
+    ),
+    ({"input_ids"}, "Try format: tokens"),
+    ({"text"}, "Try format: text"),
+    ({"content"}, "Try format: text, fields: {text: content}"),
+)
+"""Fields that a record may have, and how to read such a record."""
+
+_JSON_TYPE_NAMES = {
+    "str": "a string",
+    "dict": "an object",
+    "list": "a list",
+    "ndarray": "a list of numbers",
+    "NoneType": "null",
+    "bool": "true or false",
+    "int": "a number",
+    "float": "a number",
+}
+"""JSON's names of Python types."""
+
+
+def get_field(record: Record, field: str, source: SourceConfig) -> tuple[str, Any]:
+    """Returns the source's name of a field, and the field of a record.
+
+    Raises: RecordError with a config that reads the record, if one is known.
+    """
+    name = source.fields.get(field, field)
+    if record.get(name) is not None:
+        return name, record[name]
+    if name in record:
+        raise RecordError(f"{name} is null")
+    problem = f"has no {name}; it has {list_fields(record)}"
+    for names, hint in _FORMAT_HINTS:
+        if names <= set(record) and hint != f"Try format: {source.format}":
+            raise RecordError(f"{problem}. {hint}")
+    raise RecordError(problem)
+
+
+def has_field(record: Record, name: str) -> bool:
+    """Returns True if a record has an optional field; an empty cell of csv does not count."""
+    value = record.get(name)
+    return value is not None and not (isinstance(value, str) and value == "")
+
+
+def parse_if_string(value: Any, name: str) -> Any:
+    """Parses a value that is a string of JSON, as csv and parquet hold lists and objects."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{name} is a string that is not JSON ({error})") from None
+
+
+def drop_nulls(value: Any) -> Any:
+    """Returns an object without its null fields; any other value unchanged."""
+    if not isinstance(value, dict):
+        return value
+    return {name: item for name, item in value.items() if item is not None}
+
+
+def type_name(value: Any) -> str:
+    return _JSON_TYPE_NAMES.get(type(value).__name__, f"a {type(value).__name__}")
+
+
+def list_fields(record: Record) -> str:
+    return ", ".join(sorted(map(str, record))) or "nothing"
+
+
+def check_text(record: Record, source: SourceConfig, has_labels: bool) -> Record:
+    name, value = get_field(record, "text", source)
+    if not isinstance(value, str):
+        raise RecordError(f"{name} is {type_name(value)}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"{name} is not Unicode ({error})") from None
+    return {"text": value}
+
+
+def check_tokens(record: Record, source: SourceConfig, has_labels: bool) -> Record:
+    name, value = get_field(record, "input_ids", source)
+    ids = _parse_ids(value, name)
+    labels_name = source.fields.get("labels", "labels")
+    if not has_labels:
+        if has_field(record, labels_name):
+            raise RecordError(
+                f"has {labels_name}, but the source's first record has none: all must have them or "
+                "none. Make two sources"
+            )
+        return {"input_ids": ids}
+    labels = _parse_ids(get_field(record, "labels", source)[1], labels_name)
+    if len(labels) != len(ids):
+        raise RecordError(
+            f"{len(labels)} {labels_name} for {len(ids)} {name}: there must be one for each, not "
+            "shifted, -100 where there is no loss"
+        )
+    return {"input_ids": ids, "labels": labels}
+
+
+def _parse_ids(value: Any, name: str) -> np.ndarray:
+    value = parse_if_string(value, name)
+    with contextlib.suppress(ValueError):  # lists of different lengths
+        array = np.asarray(value)
+        if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
+            ids = array.astype(np.int32)
+            if np.array_equal(ids, array):
+                return ids
+    raise RecordError(f"{name} is not a list of whole numbers below 2,147,483,648")
+
 
 MESSAGE_FIELDS = ("role", "content")
 
@@ -20,21 +156,20 @@ _TEXT_PART = '{"type": "text", "text": ...}'
 
 
 def check_messages(record: Record, source: SourceConfig, has_labels: bool) -> Record:
-    name, value = record_fields.get_field(record, "messages", source)
-    value = record_fields.parse_if_string(value, name)
+    name, value = get_field(record, "messages", source)
+    value = parse_if_string(value, name)
     return _serialize({"messages": _check_conversation(value, name, source)}, record, source)
 
 
 def check_completion(record: Record, source: SourceConfig, has_labels: bool) -> Record:
     is_alpaca = source.fields.get("prompt") == "instruction"
-    if is_alpaca and record_fields.has_field(record, "input"):
+    if is_alpaca and has_field(record, "input"):
         raise RecordError(
-            "has an input beside its instruction, which would not be trained on. "
-            f"{record_fields.ALPACA_HINT}"
+            f"has an input beside its instruction, which would not be trained on. {ALPACA_HINT}"
         )
     content: Record = {}
     for field in ("prompt", "completion"):
-        name, value = record_fields.get_field(record, field, source)
+        name, value = get_field(record, field, source)
         if not isinstance(value, str):
             value = _check_conversation(value, name, source)
         content[field] = value
@@ -50,9 +185,9 @@ def _serialize(content: Record, record: Record, source: SourceConfig) -> Record:
     """Writes the content, and the record's tools and template arguments, as JSON."""
     for field, kind in (("tools", list), ("chat_template_kwargs", dict)):
         name = source.fields.get(field, field)
-        if not record_fields.has_field(record, name):
+        if not has_field(record, name):
             continue
-        value = record_fields.parse_if_string(record[name], name)
+        value = parse_if_string(record[name], name)
         if not isinstance(value, kind):
             raise RecordError(f"{name} is {type_name(value)}, not {type_name(kind())}")
         if field == "tools":
@@ -61,7 +196,7 @@ def _serialize(content: Record, record: Record, source: SourceConfig) -> Record:
                     raise RecordError(f"{name} contains {type_name(tool)}: each tool is an object")
         else:
             # null means that the argument is not given; in a tool's parameters, null is data
-            value = record_fields.drop_nulls(value)
+            value = drop_nulls(value)
         if value:
             content[field] = value
     try:
@@ -81,7 +216,7 @@ def _check_conversation(value: Any, name: str, source: SourceConfig) -> list[Rec
     if not value:
         raise RecordError(f"{name} is empty: it needs at least one message")
     return [
-        _check_message(record_fields.drop_nulls(message), f"{name}: message {number}", source)
+        _check_message(drop_nulls(message), f"{name}: message {number}", source)
         for number, message in enumerate(value, 1)
     ]
 
@@ -90,11 +225,11 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
     if not isinstance(message, dict):
         raise RecordError(f"{place} is {type_name(message)}, not an object with role and content")
     role_name, content_name = (source.fields.get(name, name) for name in MESSAGE_FIELDS)
-    fields = record_fields.list_fields(message)
+    fields = list_fields(message)
     if role_name not in message:
         problem = f"{place} has no {role_name}; it has {fields}"
         if {"from", "value"} <= set(message):
-            problem += f". Try {record_fields.SHAREGPT_MESSAGE_CONFIG}"
+            problem += f". Try {SHAREGPT_MESSAGE_CONFIG}"
         raise RecordError(problem)
     role = message[role_name]
     if not isinstance(role, str):
@@ -142,12 +277,12 @@ def _check_loss_flags(message: Record, role: str, place: str) -> None:
 
 def _parse_tool_call(call: Record, place: str) -> Record:
     """Returns a tool call without null fields, its arguments as an object."""
-    call = record_fields.drop_nulls(call)
+    call = drop_nulls(call)
     if isinstance(call.get("function"), dict):
         return call | {"function": _parse_tool_call(call["function"], place)}
     if not isinstance(call.get("arguments"), str):
         return call
-    arguments = record_fields.parse_if_string(call["arguments"], f"{place}: arguments")
+    arguments = parse_if_string(call["arguments"], f"{place}: arguments")
     if not isinstance(arguments, dict):
         example = '{"city": "Rome"}'
         raise RecordError(
