@@ -215,7 +215,7 @@ def _check_bad_limit(num_bad: int, examples: list[tuple[str, str]], data: DataCo
         summary = (
             f"more than {limit:,} records cannot be used; these are the first. Correct format or "
             "fields, correct the records, or set data.on_bad_record=skip and raise "
-            "data.max_record_cache."
+            "data.max_bad_records."
         )
         raise UserError([*record_cache.list_examples(examples), summary])
 

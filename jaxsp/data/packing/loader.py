@@ -1,9 +1,7 @@
 """Loads the batches of a schedule: each process reads its own devices' shards, ahead of use."""
 
 import contextlib
-import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,33 +27,16 @@ from jaxsp.data.packing.step_records import (
 from jaxsp.runtime import device_mesh
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _StepShape:
-    """Array shapes of steps with rows of one length."""
-
-    row_tokens: int
-    rows_per_step: int
-    rows_per_microbatch: int
-    shapes: dict[str, tuple[int, int, int]]
-    """[microbatches, B, L] or [microbatches, B, M] of each Batch field."""
-
-    @property
-    def num_microbatches(self) -> int:
-        return self.shapes["tokens_BL"][0]
-
-    @property
-    def num_slots(self) -> int:
-        """Number of rows in a microbatch over the whole mesh."""
-        return self.shapes["tokens_BL"][1]
-
-
 class _SortedRows(NamedTuple):
     """A step's rows, sorted for the groups: the most attention work first, empty rows last."""
 
-    shape: _StepShape
-    indices: list[int | None]
+    row_tokens: int
+    rows: np.ndarray
+    """[rows of a step], of PackedRow."""
+    indices: np.ndarray
     """Indices in the sequence of rows of this length; None for an empty row."""
-    rows: list[PackedRow]
+    places: np.ndarray
+    """[microbatches, B]: place of each row of the microbatches in `rows`."""
 
 
 class BatchLoader:
@@ -88,39 +69,45 @@ class BatchLoader:
         if documents.has_weights:
             self._specs["weights_BL"] = PER_TOKEN
         self._shardings = {name: NamedSharding(mesh, spec) for name, spec in self._specs.items()}
-        self._step_shapes = [
-            self._make_step_shape(config.with_row_tokens(stream.row_tokens)) for stream in streams
+        self._places = [
+            self._place_rows(config.with_row_tokens(stream.row_tokens)) for stream in streams
         ]
         self.num_steps = len(schedule)
 
-    def _make_step_shape(self, config: Config) -> _StepShape:
-        rows_per_step = config.batch.rows_per_step
-        num_slots = self._num_groups * config.batch.rows_per_microbatch
+    def _place_rows(self, config: Config) -> np.ndarray:
+        """The place of each row of the microbatches in a step's sorted rows: [microbatches, B]."""
+        rows_per_microbatch = config.batch.rows_per_microbatch
+        num_slots = self._num_groups * rows_per_microbatch
         microbatches = num_microbatches(
-            rows_per_step=rows_per_step, global_microbatch_rows=num_slots
+            rows_per_step=config.batch.rows_per_step, global_microbatch_rows=num_slots
         )
-        widths = {PER_TOKEN: config.data.max_row_tokens, PER_ROW: self._max_segments}
-        return _StepShape(
-            row_tokens=config.data.max_row_tokens,
-            rows_per_step=rows_per_step,
-            rows_per_microbatch=config.batch.rows_per_microbatch,
-            shapes={
-                name: (microbatches, num_slots, widths[spec]) for name, spec in self._specs.items()
-            },
+        groups = {"num_groups": self._num_groups, "rows_per_microbatch": rows_per_microbatch}
+        return np.array(
+            [
+                [step_row_index(microbatch, slot, **groups) for slot in range(num_slots)]
+                for microbatch in range(microbatches)
+            ]
         )
 
     def read_step(self, step: int) -> HostBatch:
         """Reads the blocks of a step for this process's devices."""
         sorted_rows = self._sort_rows(step)
-        token_fields = tuple(name for name, spec in self._specs.items() if spec == PER_TOKEN)
-        read_slice = functools.partial(self._read_slice, sorted_rows.shape.row_tokens)
-        per_token = self._read_blocks(sorted_rows, token_fields, read_slice)
-        per_row = self._read_blocks(
+        shapes = self._shapes(sorted_rows)
+        read_slice = functools.partial(self._read_slice, sorted_rows.row_tokens)
+        blocks = self._read_blocks(sorted_rows, PER_TOKEN, shapes, read_slice)
+        blocks |= self._read_blocks(
             sorted_rows,
-            ("starts_BM", "lengths_BM"),
+            PER_ROW,
+            shapes,
             lambda row, *_: row_reader.make_slots(row, self._max_segments),
         )
-        return HostBatch(blocks=per_token | per_row, counts=self._count_step(step, sorted_rows))
+        return HostBatch(shapes=shapes, blocks=blocks, counts=self._count_step(step, sorted_rows))
+
+    def _shapes(self, sorted_rows: _SortedRows) -> dict[str, tuple[int, int, int]]:
+        """[microbatches, B, L] or [microbatches, B, M] of each Batch field."""
+        widths = {PER_TOKEN: sorted_rows.row_tokens, PER_ROW: self._max_segments}
+        microbatches, num_slots = sorted_rows.places.shape
+        return {name: (microbatches, num_slots, widths[spec]) for name, spec in self._specs.items()}
 
     def _count_step(self, step: int, sorted_rows: _SortedRows) -> StepCounts:
         step_rows = self._schedule.step_rows(step)
@@ -133,7 +120,7 @@ class BatchLoader:
             minlength=len(self._documents.sources),
         )
         return StepCounts(
-            row_tokens=sorted_rows.shape.row_tokens,
+            row_tokens=sorted_rows.row_tokens,
             segment_lengths=segment_lengths,
             num_rows=step_rows.num_rows,
             epoch=stream.find_epoch(step_rows.first_row + step_rows.num_rows - 1),
@@ -143,17 +130,13 @@ class BatchLoader:
 
     def assign_rows(self, step: int) -> list[Assignment]:
         """Returns the rows of each group in each microbatch of a step."""
-        shape, indices, rows = self._sort_rows(step)
+        sorted_rows = self._sort_rows(step)
         devices_of_group = self._mesh.devices.reshape(self._num_groups, -1)
+        by_group = self._split_by_group(sorted_rows.places)
         assignments = []
-        for microbatch, group in itertools.product(
-            range(shape.num_microbatches), range(self._num_groups)
-        ):
-            first_slot = group * shape.rows_per_microbatch
-            places = [
-                self._row_index(shape, microbatch, slot)
-                for slot in range(first_slot, first_slot + shape.rows_per_microbatch)
-            ]
+        for microbatch, group in np.ndindex(by_group.shape[:2]):
+            places = by_group[microbatch, group]
+            rows = sorted_rows.rows[places]
             devices = devices_of_group[group]
             assignments.append(
                 Assignment(
@@ -161,16 +144,20 @@ class BatchLoader:
                     group=group,
                     devices=tuple(device.id for device in devices),
                     processes=tuple(sorted({device.process_index for device in devices})),
-                    rows=tuple(indices[place] for place in places),
-                    num_segments=sum(len(rows[place].length) for place in places),
-                    num_tokens=sum(int(rows[place].length.sum()) for place in places),
+                    rows=tuple(sorted_rows.indices[places]),
+                    num_segments=sum(len(row.length) for row in rows),
+                    num_tokens=sum(int(row.length.sum()) for row in rows),
                 )
             )
         return assignments
 
+    def _split_by_group(self, slots: np.ndarray) -> np.ndarray:
+        """Splits [microbatches, B] into [microbatches, groups, rows of a group]."""
+        return slots.reshape(len(slots), self._num_groups, -1)
+
     def row_tokens(self, step: int) -> int:
         """Length of a step's rows."""
-        return self._step_shapes[self._schedule.step_rows(step).stream_index].row_tokens
+        return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
 
     def list_segments(self, step: int) -> list[StepSegment]:
         """Returns the segments of a step in the order of its rows: the same on every mesh."""
@@ -180,15 +167,15 @@ class BatchLoader:
         for row_index in range(step_rows.first_row, step_rows.first_row + step_rows.num_rows):
             row = stream.row(row_index)
             arrays = (row.document.tolist(), row.offset.tolist(), row.length.tolist())
-            for document, offset, num_tokens in zip(*arrays, strict=True):
-                segments.append(
-                    StepSegment(
-                        row_index=row_index,
-                        origin=self._documents.find_origin(document),
-                        offset=offset,
-                        num_tokens=num_tokens,
-                    )
+            segments += [
+                StepSegment(
+                    row_index=row_index,
+                    origin=self._documents.find_origin(document),
+                    offset=offset,
+                    num_tokens=num_tokens,
                 )
+                for document, offset, num_tokens in zip(*arrays, strict=True)
+            ]
         return segments
 
     def batches(self) -> Generator[tuple[Batch, StepCounts]]:
@@ -200,12 +187,10 @@ class BatchLoader:
         """
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
         steps = iter(_StepDataset(self).to_iter_dataset(options))
-        shapes = {shape.row_tokens: shape.shapes for shape in self._step_shapes}
         with contextlib.closing(steps):
             for host_batch in steps:
-                step_shapes = shapes[host_batch.counts.row_tokens]
                 arrays = {
-                    name: self._put_on_devices(step_shapes[name], name, blocks)
+                    name: self._put_on_devices(host_batch.shapes[name], name, blocks)
                     for name, blocks in host_batch.blocks.items()
                 }
                 yield Batch(**arrays), host_batch.counts
@@ -219,51 +204,39 @@ class BatchLoader:
 
     def _sort_rows(self, step: int) -> _SortedRows:
         stream_index, first_row, num_rows = self._schedule.step_rows(step)
-        shape = self._step_shapes[stream_index]
         stream = self._streams[stream_index]
-        rows = [stream.row(first_row + place) for place in range(num_rows)]
-        order = sorted(range(num_rows), key=lambda place: -_attention_work(rows[place]))
-        num_empty = shape.rows_per_step - num_rows
-        return _SortedRows(
-            shape,
-            [first_row + place for place in order] + [None] * num_empty,
-            [rows[place] for place in order] + [packing.EMPTY_ROW] * num_empty,
-        )
+        places = self._places[stream_index]
+        pairs: list[tuple[PackedRow, int | None]]
+        pairs = [(stream.row(index), index) for index in range(first_row, first_row + num_rows)]
+        pairs.sort(key=lambda pair: -_attention_work(pair[0]))
+        pairs += [(packing.EMPTY_ROW, None)] * (places.size - num_rows)
+        rows, indices = np.array(pairs, object).T
+        return _SortedRows(stream.row_tokens, rows, indices, places)
 
     def _compute_imbalance(self, sorted_rows: _SortedRows) -> float:
-        shape, _, rows = sorted_rows
-        places = [
-            self._row_index(shape, microbatch, slot)
-            for microbatch in range(shape.num_microbatches)
-            for slot in range(shape.num_slots)
-        ]
-        work = np.array([_attention_work(rows[place]) for place in places])
-        by_group = work.reshape(
-            shape.num_microbatches, self._num_groups, shape.rows_per_microbatch
-        ).sum(-1)
+        work = np.array([_attention_work(row) for row in sorted_rows.rows])
+        by_group = self._split_by_group(work[sorted_rows.places]).sum(-1)
         return float(by_group.max(1).sum() / by_group.mean(1).sum())
 
     def _read_blocks(
         self,
         sorted_rows: _SortedRows,
-        names: tuple[str, ...],
+        spec: jax.sharding.PartitionSpec,
+        shapes: dict[str, tuple[int, int, int]],
         read_part: Callable[[PackedRow, int, int], Any],
     ) -> dict[str, dict[BlockSpan, np.ndarray]]:
-        """Blocks of Batch fields that are sharded alike.
+        """Blocks of the Batch fields that are sharded by `spec`.
 
         Args:
             read_part: reads the fields of a row from `begin` to `end`.
         """
-        shape, _, rows = sorted_rows
+        names = [name for name, name_spec in self._specs.items() if name_spec == spec]
         blocks: dict[str, dict[BlockSpan, np.ndarray]] = {name: {} for name in names}
-        for span in self._local_spans(names[0], shape.shapes[names[0]]):
+        for span in self._local_spans(names[0], shapes[names[0]]):
             microbatches, slots, (begin, end) = span
+            places = sorted_rows.places[slice(*microbatches), slice(*slots)]
             parts = [
-                [
-                    read_part(rows[self._row_index(shape, microbatch, slot)], begin, end)
-                    for slot in range(*slots)
-                ]
-                for microbatch in range(*microbatches)
+                [read_part(row, begin, end) for row in rows] for rows in sorted_rows.rows[places]
             ]
             for name in names:
                 attribute = name.split("_")[0]  # the Batch field without its dims
@@ -277,14 +250,6 @@ class BatchLoader:
         spans = layout.spans(begin, end, row_tokens=row_tokens, degree=self._layout_degree)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
-        )
-
-    def _row_index(self, shape: _StepShape, microbatch: int, slot: int) -> int:
-        return step_row_index(
-            microbatch,
-            slot,
-            num_groups=self._num_groups,
-            rows_per_microbatch=shape.rows_per_microbatch,
         )
 
     def _local_spans(self, name: str, shape: tuple[int, int, int]) -> list[BlockSpan]:

@@ -36,6 +36,8 @@ class HostBatch:
     A block that several devices hold is there once.
     """
 
+    shapes: dict[str, tuple[int, int, int]]
+    """Global shape of each Batch field."""
     blocks: dict[str, dict[BlockSpan, np.ndarray]]
     counts: StepCounts
 

@@ -106,7 +106,7 @@ def read(path, columns=TEXT):
 )
 @pytest.mark.parametrize("size", [1, 100, 2**20])
 def test_every_file_type_gives_every_record(tmp_path, monkeypatch, name, codec, size):
-    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     monkeypatch.setattr(columnar, "_BATCH_BYTES", size)
     path = tmp_path / (name + {None: "", "gzip": ".gz", "zstd": ".ZST"}[codec])
@@ -207,7 +207,7 @@ def test_an_error_names_the_last_record_before_the_damage(
     parts,
     size,
 ):
-    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as caught:
@@ -277,7 +277,7 @@ def test_a_file_without_the_content_of_its_type_is_an_error(tmp_path, name, cont
 def test_an_unreadable_record_counts_and_has_a_problem(
     tmp_path, monkeypatch, name, content, count, bad, size
 ):
-    monkeypatch.setattr(records, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(source_files, "_CHUNK_BYTES", size)
     monkeypatch.setattr(json_records, "_CHUNK_BYTES", size)
     (tmp_path / name).write_bytes(content)
     found = read(name)
