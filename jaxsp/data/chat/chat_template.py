@@ -23,7 +23,6 @@ _RESERVED_KWARGS = (
     "continue_final_message",
     "strftime_now",
 )
-"""Arguments of a template that chat_template_kwargs cannot set."""
 
 _UNDEFINED_DATE = "the_date_of_today"
 """A name that no template defines: a variable set to it counts as undefined."""

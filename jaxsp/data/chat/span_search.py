@@ -196,7 +196,6 @@ def _list_borders(messages: Messages, indices: list[int]) -> list[int]:
 
 
 def _insert(messages: Messages, inserted: dict[int, Messages]) -> Messages:
-    """Inserts messages before those with the given indices."""
     return [
         each
         for index, message in enumerate(messages)

@@ -41,7 +41,6 @@ def rows_per_batch(num_rows: int, num_bytes: int, batch_bytes: int | None = None
 
 
 def make_lists(arrays: list[np.ndarray]) -> pa.LargeListArray:
-    """Converts arrays to an Arrow array of lists."""
     offsets = np.cumsum([0, *map(len, arrays)])
     return pa.LargeListArray.from_arrays(offsets, np.concatenate(arrays))
 
@@ -108,7 +107,6 @@ def read_arrow(file: str, columns: RecordColumns) -> Iterator[LocatedRecord]:
 
 
 def _read_later_streams(source: pa.NativeFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yields the batches of the streams after the first one in a file, as `cat` writes them."""
     while source.tell() < source.size():
         stream = pa.ipc.open_stream(source)
         if stream.schema != schema:

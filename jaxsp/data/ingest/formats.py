@@ -22,9 +22,7 @@ class Format:
     name: str
     """Value of `format` in the config."""
     required: tuple[str, ...]
-    """Fields that every record must have."""
     optional: tuple[str, ...] = ()
-    """Fields that a record may have."""
     check: Callable[[Record, SourceConfig, bool], Record]
     """Converts (record, source, has_labels) to the columns to store. Raises RecordError."""
     column: str
@@ -32,7 +30,6 @@ class Format:
     bytes_per_worker: int = 0
     """Bytes of records that are worth a tokenization worker."""
     needs_template: bool = False
-    """Every record is rendered with a chat template."""
 
     @property
     def is_text(self) -> bool:
@@ -44,7 +41,6 @@ class Format:
 
     @property
     def is_chat(self) -> bool:
-        """Records may be conversations, with roles and tools."""
         return self.column == "record"
 
 
@@ -89,7 +85,6 @@ FORMATS = {
         ),
     )
 }
-"""Every format, by its name in the config."""
 
 
 def resolve_columns(source: SourceConfig, *, field: str) -> RecordColumns:

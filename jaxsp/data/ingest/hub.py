@@ -34,7 +34,6 @@ _MAX_ERROR_CHARS = 300
 """Maximum length of a quoted error: for tables that do not match, `datasets` prints both."""
 
 _RECORDS_PER_READ = 1000
-"""Rows that are looked up together."""
 
 UNKNOWN_LENGTH = 2**40
 """Number of records of a split that is not read yet."""
@@ -133,7 +132,6 @@ def open_hub_dataset(source: SourceConfig, *, field: str) -> "datasets.Dataset":
 def read_records(
     dataset: "datasets.Dataset", columns: RecordColumns, *, place: str
 ) -> Iterator[columnar.LocatedRecord]:
-    """Yields the rows of a data set in order."""
     names = dataset.column_names
     selected = dataset.select_columns(columns.select_from(names) or names[:1])
     tables = selected.with_format("arrow").iter(_RECORDS_PER_READ)
@@ -144,7 +142,6 @@ def read_records(
 def _choose_split(
     splits: "datasets.DatasetDict", source: SourceConfig, *, field: str
 ) -> "datasets.Dataset":
-    """Returns `source.split`, which may be parts of splits; if null, the only split or train."""
     names = list(splits)
     if not names:
         raise UserError("has no splits, so no records. Save it again, or use another data set.")
@@ -216,7 +213,6 @@ def resolve_ranges(
 
 
 def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> str:
-    """Explains why a data set on the hub cannot be loaded, with a suggestion."""
     import datasets
 
     name = source.source
@@ -261,5 +257,4 @@ def _describe_failure(error: Exception, source: SourceConfig, *, field: str) -> 
 
 
 def _sibling_field(field: str, name: str) -> str:
-    """Returns the name of another field of the same source."""
     return f"{field.rpartition('.')[0]}.{name}"

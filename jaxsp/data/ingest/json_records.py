@@ -44,7 +44,6 @@ def read_lines(stream: io.BufferedReader) -> Iterator[tuple[int, Any, str | None
 
 
 def is_array(stream: io.BufferedReader) -> bool:
-    """Returns True if a stream begins with an array."""
     return _ArrayText(stream).peek() == "["
 
 
@@ -90,7 +89,6 @@ class _Decoder(json.JSONDecoder):
         return result
 
     def pop_problem(self) -> str | None:
-        """Returns the problem of the keys recorded since the last call."""
         problem = f"has {self._duplicates[0]} twice" if self._duplicates else None
         self._duplicates.clear()
         return problem
@@ -118,7 +116,6 @@ class _ArrayText:
             self._read_more()
 
     def take(self, expected: str) -> str:
-        """Consumes one of the expected characters, and returns it."""
         character = self.peek()
         if not character:
             raise ValueError("the array has no end")
@@ -128,7 +125,6 @@ class _ArrayText:
         return character
 
     def decode_value(self) -> tuple[Any, str | None]:
-        """Consumes a value, and returns it with its problem."""
         if not self.peek():
             raise ValueError("the array has no end")
         while True:

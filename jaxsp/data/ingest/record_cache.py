@@ -167,7 +167,6 @@ def _is_disk_full(error: BaseException | None) -> bool:
 
 
 MAX_NAMED_RECORDS = 5
-"""Maximum number of bad records that a message names."""
 
 
 def find_bad_records(

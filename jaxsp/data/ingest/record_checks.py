@@ -57,7 +57,6 @@ _JSON_TYPE_NAMES = {
     "int": "a number",
     "float": "a number",
 }
-"""JSON's names of Python types."""
 
 
 def get_field(record: Record, field: str, source: SourceConfig) -> tuple[str, Any]:
@@ -94,7 +93,6 @@ def parse_if_string(value: Any, name: str) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Returns an object without its null fields; any other value unchanged."""
     if not isinstance(value, dict):
         return value
     return {name: item for name, item in value.items() if item is not None}
@@ -257,7 +255,6 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
 
 
 def _check_loss_flags(message: Record, role: str, place: str) -> None:
-    """Raises: RecordError for a `weight` or `train` that cannot be followed."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
         raise RecordError(

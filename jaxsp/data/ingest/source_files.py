@@ -31,7 +31,6 @@ _UNSUPPORTED_SUFFIXES = """.zip .xz .bz2 .lz4 .snappy .tar .tgz .7z .rar .npy .n
 """Suffixes of files that would be nonsense as plain text."""
 
 _CHUNK_BYTES = 2**20
-"""Bytes to read from a compressed file at a time."""
 
 _MAX_CELL_CHARS = 2**30
 """Limit of a csv cell: a quote without its end makes one cell of the rest of the file."""
@@ -89,11 +88,9 @@ class FileType:
     name: str
     read: Callable[[str, RecordColumns], Iterator[LocatedRecord]]
     is_compressible: bool = True
-    """May be compressed with one of CODECS."""
 
 
 TEXT = FileType(name="text", read=_read_text)
-"""Plain text, one document per file."""
 
 _JSON = FileType(name="json", read=_read_json)
 
@@ -178,7 +175,6 @@ def _check_file(file: str) -> None:
 
 @contextlib.contextmanager
 def _open_decompressed(file: str) -> Iterator[io.BufferedReader]:
-    """Opens a file for reading its decompressed bytes."""
     codec = split_suffix(file)[1]
     if codec is None:
         with open(file, "rb") as stream:

@@ -36,12 +36,9 @@ _MAX_CHECKED_BAD = 100
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _RecordSource:
-    """Origin of a source's records."""
-
     identity: Any
     """Value that changes when the records do."""
     records: Callable[[], Iterator[LocatedRecord]]
-    """Yields all records."""
     split: str | None = None
     """Part of the records to select after reading; None: all."""
 

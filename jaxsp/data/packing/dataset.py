@@ -30,15 +30,12 @@ class PackedDataset:
     documents: Documents
     streams: tuple[RowStream, ...]
     step_fractions: tuple[float, ...]
-    """Fraction of the steps with rows of each stream."""
     digests: tuple[str, ...]
-    """Digest of each source's tokens."""
     source_weights: tuple[float, ...] | None
     """Weight of each source; they add up to 1. None if all documents are packed together."""
 
     @property
     def digested_sources(self) -> list[tuple[SourceCounts, str]]:
-        """Each source, with the digest of its tokens."""
         return list(zip(self.documents.sources, self.digests, strict=True))
 
     def make_schedule(
@@ -135,7 +132,6 @@ def _count_epochs(stream: RowStream, num_rows: int) -> int:
 
 
 def _default_value(name: str) -> Any:
-    """Default of a field of the config."""
     _, field = name.split(".")
     group = RunConfig if name.startswith("run.") else DataConfig
     return group.model_fields[field].get_default()
@@ -235,7 +231,6 @@ def pack_documents(
 
 
 def _normalize_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights that add up to 1."""
     scaled = np.divide(weights, max(weights))  # the sum of very large weights would be infinite
     return tuple((scaled / scaled.sum()).tolist())
 

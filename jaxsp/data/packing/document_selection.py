@@ -50,7 +50,6 @@ class ChunkSelection:
     is_in_split: np.ndarray
     """True for documents of this split: held out for evaluation, or not."""
     indices: np.ndarray
-    """Indices of the used documents in the chunk."""
     lengths: np.ndarray
     """Number of tokens that are used of each of them."""
 
@@ -121,7 +120,6 @@ def _read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
 
 
 def _used_lengths(lengths: np.ndarray, longest_row: int, long_documents: str) -> np.ndarray:
-    """Number of tokens that are used of each document."""
     if long_documents == "truncate":
         return np.minimum(lengths, longest_row)
     if long_documents == "drop":
@@ -130,7 +128,6 @@ def _used_lengths(lengths: np.ndarray, longest_row: int, long_documents: str) ->
 
 
 _MAX_NAMED_RECORDS = 3
-"""Maximum number of skipped records of a source that are named."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,12 +149,9 @@ class SourceCounts:
     num_truncated: int
     """Documents longer than a row of which only the beginning is used."""
     num_tokens_truncated: int
-    """Tokens of truncated documents that are left out."""
     num_dropped: int
-    """Documents longer than a row that are left out."""
     num_tokens_dropped: int
     num_held_out: int
-    """Documents held out for evaluation (data.eval_fraction)."""
     num_tokens_held_out: int
 
     def has_long_documents(self) -> bool:
@@ -215,7 +209,6 @@ def count_source(
 
 
 EVAL_SET_NAME = "held_out"
-"""Name of the data set of held-out documents."""
 
 
 def select_records(
@@ -283,7 +276,6 @@ def _draw_numbers(num_records: int, *, seed: int, name: str) -> np.ndarray:
 
 
 def _suggest_fraction(num_documents: int) -> str:
-    """Suggests a fraction that leaves at least one document to train on."""
     if num_documents < 2:
         return "Name data sets in data.eval instead."
     fraction = min(0.1, 1 / num_documents)

@@ -129,7 +129,6 @@ class BatchLoader:
         )
 
     def assign_rows(self, step: int) -> list[Assignment]:
-        """Returns the rows of each group in each microbatch of a step."""
         sorted_rows = self._sort_rows(step)
         devices_of_group = self._mesh.devices.reshape(self._num_groups, -1)
         by_group = self._split_by_group(sorted_rows.places)
@@ -156,7 +155,6 @@ class BatchLoader:
         return slots.reshape(len(slots), self._num_groups, -1)
 
     def row_tokens(self, step: int) -> int:
-        """Length of a step's rows."""
         return self._streams[self._schedule.step_rows(step).stream_index].row_tokens
 
     def list_segments(self, step: int) -> list[StepSegment]:
@@ -246,7 +244,6 @@ class BatchLoader:
         return blocks
 
     def _read_slice(self, row_tokens: int, row: PackedRow, begin: int, end: int) -> RowSlice:
-        """Reads the places `begin` to `end` of a row in the layout that attention requires."""
         spans = layout.spans(begin, end, row_tokens=row_tokens, degree=self._layout_degree)
         return row_reader.concatenate_slices(
             [self._documents.read_slice(row, *span) for span in spans]
@@ -278,5 +275,4 @@ def _to_span(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> BlockSp
 
 
 def _attention_work(row: PackedRow) -> int:
-    """Attention work of a row: the sum of the squared segment lengths."""
     return int(np.sum(row.length.astype(np.int64) ** 2))

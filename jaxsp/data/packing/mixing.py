@@ -57,7 +57,6 @@ class RowStream:
         self._index_in_part = np.zeros(0, np.int64)
 
     def row(self, index: int) -> PackedRow:
-        """Row `index` of the sequence, counted from step 0."""
         part, index_in_part = self._locate_row(index)
         return self.parts[part].row(index_in_part)
 
@@ -80,7 +79,6 @@ class RowStream:
         return np.bincount(self._part_of_row[:end], minlength=len(self.parts)).tolist()
 
     def _locate_row(self, index: int) -> tuple[int, int]:
-        """The part of a row, and its index among the part's rows."""
         if len(self.parts) == 1:
             return 0, index
         with self._lock:
@@ -92,7 +90,6 @@ class RowStream:
 
 
 _MAX_COUNTED_ROWS = 10**6
-"""Maximum number of rows that are laid out only to count those of each part."""
 
 
 def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,7 +114,6 @@ class StepRows(NamedTuple):
     first_row: int
     """Index of the first of them within the stream."""
     num_rows: int
-    """Number of the rows; smaller in the last step if the data ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +137,6 @@ class RowSchedule:
         return self.num_steps
 
     def step_rows(self, step: int) -> StepRows:
-        """Returns the rows of a step, from 0."""
         stream = 0
         steps_before = step
         if self.stream_of_step is not None:
@@ -153,7 +148,6 @@ class RowSchedule:
 
     @functools.cached_property
     def _steps_before(self) -> np.ndarray:
-        """Number of steps of the same stream before each step."""
         assert self.stream_of_step is not None, "there are several streams"
         before = np.zeros(self.num_steps, np.int64)
         for stream in range(len(self.begin_rows)):
@@ -176,7 +170,6 @@ class RowSchedule:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all steps."""
         return sum(self.rows_consumed(self.num_steps)) - sum(self.begin_rows)
 
 
@@ -225,7 +218,6 @@ def build_schedule(
 
 
 _UNLIMITED_ROWS = 2**63 - 1
-"""Number of rows of a stream that does not end."""
 
 _MAX_STEPS = 10**12
 """Maximum number of steps; grain and jaxsp count their rows in 64 bits."""

@@ -65,7 +65,6 @@ class PackingPlan:
         return len(self.row_starts) - 1
 
     def row(self, index: int) -> PackedRow:
-        """Returns the segments of one row."""
         segments = slice(self.row_starts[index], self.row_starts[index + 1])
         return PackedRow(
             document=self.document[segments],
@@ -139,9 +138,7 @@ class PackedEpochs:
             return plan if epoch < _NUM_PACKINGS else _shuffle_rows(plan, seed=(seed, epoch))
 
         self.plan_epoch = plan_epoch
-        """Returns the plan of an epoch, from 0."""
         self.num_tokens = int(lengths.sum())
-        """Tokens of one epoch."""
         self._epoch_ends = [0]
         self._lock = threading.RLock()
 
@@ -156,7 +153,6 @@ class PackedEpochs:
             return rows_before + self._epoch_ends[rest]
 
     def find_epoch(self, index: int) -> int:
-        """The epoch, from 0, of row `index` of the sequence."""
         with self._lock:
             while self._epoch_ends[-1] <= index and len(self._epoch_ends) <= _NUM_PACKINGS:
                 self.count_rows(len(self._epoch_ends))
@@ -166,14 +162,12 @@ class PackedEpochs:
             return cycles * _NUM_PACKINGS + bisect.bisect_right(self._epoch_ends, index) - 1
 
     def row(self, index: int) -> PackedRow:
-        """Row `index` of the sequence, from 0."""
         with self._lock:
             epoch = self.find_epoch(index)
             return self.plan_epoch(epoch).row(index - self.count_rows(epoch))
 
 
 def _shuffle_rows(plan: PackingPlan, *, seed: tuple[int, ...]) -> PackingPlan:
-    """The same rows in another random order."""
     order = np.random.default_rng(seed).permutation(len(plan))
     num_segments = np.diff(plan.row_starts)[order]
     row_starts = np.concatenate([[0], np.cumsum(num_segments)])

@@ -43,11 +43,9 @@ class DocumentOrigin:
     """Origin of a document."""
 
     source: str
-    """Name of its source."""
     record_index: int
     """Index of its record in the source, from 0; records that are left out are counted."""
     location: str
-    """File, and line or row."""
 
 
 class Documents:
@@ -108,7 +106,6 @@ class Documents:
             )
             self.sources += (counts,)
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)
-        """True if the documents have a weight for each token's loss."""
         self.lengths = np.concatenate(lengths).astype(np.int64)
         """Number of tokens that are used of each document."""
         self._chunk_of_document = np.concatenate(chunk_of_document)
@@ -143,11 +140,9 @@ class Documents:
         return sum(counts.num_loss_tokens for counts in self.sources)
 
     def find_sources(self, documents: np.ndarray) -> np.ndarray:
-        """Index of the source of each document."""
         return np.searchsorted(self._source_ends, documents, side="right")
 
     def find_origin(self, document: int) -> DocumentOrigin:
-        """Source, record and location of a document."""
         number, first_record = self._chunk_origins[self._chunk_of_document[document]]
         record = first_record + int(self._index_in_chunk[document])
         location = self._tokenized[number][record]["place"]
@@ -204,7 +199,6 @@ class Documents:
 
 
 def concatenate_slices(slices: Sequence[RowSlice]) -> RowSlice:
-    """Concatenates ranges of a row's tokens."""
     if len(slices) == 1:
         return slices[0]
     names = [name for name, values in vars(slices[0]).items() if values is not None]
@@ -225,7 +219,6 @@ def make_slots(row: PackedRow, max_segments: int) -> SegmentSlots:
 def _check_lengths(
     dataset: "datasets.Dataset", lengths: np.ndarray, longest_row: int, field: str
 ) -> None:
-    """Raises: UserError for a document longer than a row."""
     too_long = np.flatnonzero(lengths > longest_row)
     if not len(too_long):
         return

@@ -15,7 +15,6 @@ class StepCounts:
     """Counts of a step over the whole mesh, computed from the packing plan only."""
 
     row_tokens: int
-    """Length of the step's rows."""
     segment_lengths: np.ndarray
     num_rows: int
     """Number of rows with at least one segment."""

@@ -42,7 +42,6 @@ def describe_data(
 
 
 def _describe_rows(data: PackedDataset, config: Config) -> str:
-    """Number of documents, segments, tokens and rows, and how full the rows are."""
     lengths = data.documents.lengths
     num_tokens = int(lengths.sum())
     num_segments = int(np.sum(-(-lengths // config.data.max_row_tokens)))
@@ -98,7 +97,6 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
 
 
 def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
-    """Limits that would fill rows that the limit on segments leaves empty."""
     max_segments = config.data.max_segments_per_row
     advice = suggest_limits(
         part.plan_epoch(0), row_tokens=stream.row_tokens, max_segments=max_segments

@@ -42,7 +42,6 @@ class TokenizedSource:
     """Columns `place`, `problem`, `tokens`, and `labels` unless every token has loss. A record with
     a problem has no tokens."""
     digest: str
-    """Digest of all tokens and labels in order."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,6 @@ class TokenizeOptions:
     """Chat template of the config; None: the tokenizer's own."""
     format: Format
     train_on: str
-    """Value of data.train_on."""
 
     @property
     def columns(self) -> list[str]:
@@ -187,7 +185,6 @@ def encode_first_record(
 
 
 def _cache_key(options: TokenizeOptions) -> tuple[Any, ...]:
-    """Returns everything that determines the tokens of a record."""
     versions = [
         importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")
     ]

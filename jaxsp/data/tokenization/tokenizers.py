@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 BYTE_TOKENIZER = "bytes"
-"""Name of the built-in tokenizer."""
 
 
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
