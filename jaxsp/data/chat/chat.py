@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxsp.data.chat import generation_marks, span_search, template_text
-from jaxsp.data.chat.chat_template import TemplateRenderer, clean_messages
+from jaxsp.data.chat.chat_template import TemplateRenderer
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def render_record(
     template: str | None,
     train_on: str,
 ) -> RenderedRecord:
-    """Renders a record of `messages`, or of `prompt` and `completion`.
+    """Renders a record of `messages`, or of `prompt` and `completion`, as formats.py stores them.
 
     Args:
         template: None to use the tokenizer's own.
@@ -70,25 +70,18 @@ def render_record(
     """
     has_full_loss = train_on == "all"
     if "messages" in record:
-        messages = clean_messages(record["messages"], "messages")
         render = TemplateRenderer(
             record, tokenizer=tokenizer, template=template, with_marks=not has_full_loss
         )
-        return _render_conversation(messages, render, has_full_loss=has_full_loss)
+        return _render_conversation(record["messages"], render, has_full_loss=has_full_loss)
     prompt = record["prompt"]
     completion = record["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
+    if isinstance(prompt, str):
         text = prompt + completion
         spans = None if has_full_loss else ((len(prompt), len(text)),)
         return RenderedRecord(text=text, loss_spans=spans, has_exact_spans=False, is_plain=True)
-    if isinstance(prompt, str) or isinstance(completion, str):
-        raise RecordError("prompt and completion must be both text or both messages")
-    return _render_completion(
-        clean_messages(prompt, "prompt"),
-        clean_messages(completion, "completion"),
-        TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False),
-        has_full_loss=has_full_loss,
-    )
+    render = TemplateRenderer(record, tokenizer=tokenizer, template=template, with_marks=False)
+    return _render_completion(prompt, completion, render, has_full_loss=has_full_loss)
 
 
 def _render_conversation(

@@ -8,7 +8,7 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.core import paths
 from jaxsp.core.errors import UserError
 from jaxsp.data.chat import generation_marks
-from jaxsp.data.chat.template_text import Messages, RecordError, TextSpans
+from jaxsp.data.chat.template_text import RecordError, TextSpans
 
 if TYPE_CHECKING:
     import transformers
@@ -157,7 +157,7 @@ class TemplateRenderer:
     def _check_tools_are_used(self, record: dict[str, Any]) -> None:
         """Raises: RecordError if the template writes the same text without tools."""
         lists = [record.get(name) or [] for name in ("messages", "prompt", "completion")]
-        messages = clean_messages([message for each in lists for message in each], "messages")
+        messages = [message for each in lists for message in each]
         if self._render(messages, self._tools)[0] == self._render(messages, None)[0]:
             raise RecordError(
                 "the chat template ignores tools. Remove the tools, or use a template that "
@@ -177,20 +177,3 @@ def _explain_failure(error: Exception) -> str:
             ". If it expects the arguments of tool calls as strings, write them in it with | tojson"
         )
     return reason
-
-
-def clean_messages(messages: Any, name: str) -> Messages:
-    """Returns messages without null fields: for templates, missing and null differ.
-
-    Raises: RecordError if they are not a list of messages with roles.
-    """
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    ):
-        raise RecordError(f"{name} must be a list of messages, each with a role")
-    if not messages:
-        raise RecordError(f"{name} is empty: a conversation needs at least one message")
-    return [
-        {field: value for field, value in message.items() if value is not None}
-        for message in messages
-    ]

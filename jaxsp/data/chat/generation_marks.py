@@ -6,6 +6,7 @@ probe shows whether the marks cover each assistant message in full and no other 
 
 import bisect
 import functools
+import re
 
 from jaxsp.data.chat import template_text
 from jaxsp.data.chat.template_text import Messages, RecordError, RenderFunction, TextSpans
@@ -80,7 +81,7 @@ def read_marked_spans(
     is_marked: dict[int, set[bool]] = {index: set() for index in indices}
     word_places = []
     for index, word in words:
-        starts = _find_all(probe_text, word)
+        starts = [match.start() for match in re.finditer(word, probe_text)]
         word_places += [(start, index) for start in starts]
         overlaps = [_overlapping(probe_marks, start, start + len(word)) for start in starts]
         if any(overlaps) and index not in is_marked:
@@ -186,12 +187,3 @@ def _make_probe(messages: Messages, text: str) -> tuple[Messages, list[tuple[int
             message["tool_calls"] = calls
         probe.append(message)
     return probe, words
-
-
-def _find_all(text: str, word: str) -> list[int]:
-    places = []
-    place = text.find(word)
-    while place >= 0:
-        places.append(place)
-        place = text.find(word, place + 1)
-    return places

@@ -55,12 +55,6 @@ def open_saved_dataset(
     """Opens the data set in a folder, or its split `source.split`."""
     import datasets
 
-    for name in ("subset", "revision"):
-        if value := getattr(source, name):
-            raise UserError(
-                f"{_sibling_field(field, name)} = {value}: only data sets on the hub have one. "
-                "Remove it."
-            )
     try:
         _check_inside(path)
         loaded = datasets.load_from_disk(str(path))

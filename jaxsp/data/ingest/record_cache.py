@@ -9,7 +9,6 @@ import pathlib
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,6 @@ from jaxsp.config.data_schema import DataConfig
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar
-from jaxsp.runtime import distributed
 
 if TYPE_CHECKING:
     import datasets
@@ -33,12 +31,10 @@ RecordEntry = dict[str, Any]
 _BATCH_SIZE = 2**24
 """Characters or tokens that are written together: documents have a few to 100 million of them."""
 
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
 _ENTRY_OVERHEAD = 100
 """Characters added for each entry: a source may have a million empty documents."""
-
-_LEADER_WAIT_S = 1.0
-"""Seconds that other processes wait for process 0 to begin a file. It may run on another machine,
-and never begin."""
 
 _PROGRESS_DELAY_S = 3.0
 """Seconds of reading before a progress bar appears."""
@@ -62,7 +58,7 @@ def write_cache(
 
     Args:
         columns: columns with the content of a record.
-        desc: label of the progress bar, which only process 0 shows.
+        desc: label of the progress bar.
     """
     import datasets
 
@@ -72,7 +68,6 @@ def write_cache(
         desc=desc,
         unit=" records",
         delay=_PROGRESS_DELAY_S,
-        disable=distributed.this_process().index > 0,
     )
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         partial = pathlib.Path(folder) / path.name
@@ -131,18 +126,12 @@ def hide_progress_without_terminal() -> Iterator[None]:
 def build_once(cached: pathlib.Path) -> Iterator[None]:
     """Lets one process at a time look for a file and create it; the others wait, and find it.
 
-    Process 0 goes first if it comes in time, because only its progress is shown.
     Raises: UserError if the disk is full while the file is created.
     """
     lock = cached.with_name(f"{cached.name}.lock")
     if not os.access(cached.parent, os.W_OK):  # a read-only cache needs no lock
         yield
         return
-    if distributed.this_process().index > 0 and not lock.exists():
-        deadline = time.monotonic() + _LEADER_WAIT_S
-        while not lock.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.2)  # the lock's file is created first, and then locked
     try:
         with filelock.FileLock(lock):
             yield
@@ -159,11 +148,9 @@ def build_once(cached: pathlib.Path) -> Iterator[None]:
 
 def _is_disk_full(error: BaseException | None) -> bool:
     """Returns True for a full disk or an exhausted quota, also as the cause of another error."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    if error is None or (isinstance(error, OSError) and error.errno in _DISK_FULL):
+        return error is not None
+    return _is_disk_full(error.__cause__ or error.__context__)
 
 
 MAX_NAMED_RECORDS = 5
@@ -197,15 +184,12 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
     summary = f"{count:,} of {len(dataset):,} records cannot be used"
     if count > MAX_NAMED_RECORDS:
         summary += f"; these are the first {MAX_NAMED_RECORDS}"
+    suggestion = "leave them out: data.on_bad_record=skip"
     if data.on_bad_record == "skip":
-        summary += f". Correct them, or raise data.max_bad_records from {data.max_bad_records} to "
-        summary += f"{count} or more."
-    else:
-        summary += ". Correct them, or leave them out: data.on_bad_record=skip"
-        if count > data.max_bad_records:
-            summary += f" data.max_bad_records={count}"
-        summary += "."
-    problems = [*list_examples(examples), summary]
+        suggestion = f"raise data.max_bad_records from {data.max_bad_records} to {count} or more"
+    elif count > data.max_bad_records:
+        suggestion += f" data.max_bad_records={count}"
+    problems = [*list_examples(examples), f"{summary}. Correct them, or {suggestion}."]
     raise UserError(f"{error_prefix}: {problem}" for problem in problems)
 
 

@@ -96,12 +96,18 @@ def read(source: SourceConfig, *, data: DataConfig, field: str) -> "datasets.Dat
 def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str) -> _RecordSource:
     """Finds the files, saved folder or hub data set with a source's name; local ones come first."""
     path = source_files.resolve_path(source, field=field)
-    if path.is_dir() and hub.is_saved_dataset(path):
-        dataset = hub.open_saved_dataset(path, source, field=field)
-    elif _may_be_on_hub(path, source):
+    if _may_be_on_hub(path, source):
         dataset = hub.open_hub_dataset(source, field=field)
     else:
-        return _resolve_files(path, source, columns, field=field)
+        for name in ("subset", "revision"):
+            if value := getattr(source, name):
+                raise UserError(
+                    f"{field.rpartition('.')[0]}.{name} = {value}: only data sets on the hub have "
+                    "one. Remove it."
+                )
+        if not hub.is_saved_dataset(path):
+            return _resolve_files(path, source, columns, field=field)
+        dataset = hub.open_saved_dataset(path, source, field=field)
     place = f"{source.source} ({source.split})" if "[" in (source.split or "") else source.source
     # a data set that was created again from other data may keep its fingerprint
     cache_files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
@@ -125,11 +131,6 @@ def _resolve_files(
     if source.split is not None:
         # reports a wrong split before reading everything
         hub.resolve_ranges(source.split, {"train": hub.UNKNOWN_LENGTH}, field=field)
-    for name in ("subset", "revision"):
-        if value := getattr(source, name):
-            raise UserError(
-                f"{field.rpartition('.')[0]}.{name} = {value}: files have no {name}. Remove it."
-            )
     files = source_files.find_files(path, source)
     file_type = source_files.common_file_type(files, source)
 

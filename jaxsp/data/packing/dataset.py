@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxsp.config import yaml_io
 from jaxsp.config.data_schema import DataConfig
-from jaxsp.config.run_schema import RunConfig
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.data.packing import mixing
@@ -131,25 +130,17 @@ def _count_epochs(stream: RowStream, num_rows: int) -> int:
     return epoch + (num_rows == stream.count_rows(epoch + 1))
 
 
-def _default_value(name: str) -> Any:
-    _, field = name.split(".")
-    group = RunConfig if name.startswith("run.") else DataConfig
-    return group.model_fields[field].get_default()
-
-
 def describe_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Describes the differences of two fingerprints; empty if the rows are the same."""
     changes = []
     for name in now:
         if "." not in name:
             continue
-        # an earlier version without the field did what its default does
-        value_before = before[name] if name in before else _default_value(name)
         # null: no document was too long, so the field has no effect
-        is_idle = name == _LONG_DOCUMENTS and None in (value_before, now[name])
-        if now[name] != value_before and not is_idle:
+        is_idle = name == _LONG_DOCUMENTS and None in (before[name], now[name])
+        if now[name] != before[name] and not is_idle:
             new = yaml_io.format_value(now[name])
-            old = yaml_io.format_value(value_before)
+            old = yaml_io.format_value(before[name])
             changes.append(f"{name} = {new}, was {old}")
     if before["weights"] != now["weights"]:
         changes.append(f"weights of data.train = {now['weights']}, were {before['weights']}")

@@ -28,73 +28,9 @@ class Chunk:
     weights: np.ndarray | None
     """Weight of the loss of predicting each token."""
 
-    def num_loss_tokens(self, indices: np.ndarray, lengths: np.ndarray) -> int:
-        """Number of loss tokens in the first `lengths` tokens of some documents.
 
-        A document's first token is never a target.
-        """
-        if self.labels is self.tokens:
-            return int((lengths - 1).sum())
-        num_before = np.concatenate([[0], np.cumsum(self.labels != NO_LABEL, dtype=np.int32)])
-        starts = self.starts[indices]
-        return int((num_before[starts + lengths] - num_before[starts + 1]).sum())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ChunkSelection:
-    """Documents of a chunk that are used."""
-
-    chunk: Chunk
-    first_record: int
-    """Index of the chunk's first record in its dataset."""
-    is_in_split: np.ndarray
-    """True for documents of this split: held out for evaluation, or not."""
-    indices: np.ndarray
-    lengths: np.ndarray
-    """Number of tokens that are used of each of them."""
-
-
-def select_documents(
-    dataset: "datasets.Dataset",
-    *,
-    is_in_split: np.ndarray | None,
-    longest_row: int | None,
-    long_documents: str,
-) -> list[ChunkSelection]:
-    """Returns the chunks of a dataset with the documents that are used.
-
-    Args:
-        is_in_split: for each record, True if it belongs to this split; None: all do.
-        longest_row: tokens of the longest row; None: documents have any length.
-        long_documents: data.long_documents.
-    """
-    selections = []
-    first_record = 0
-    for chunk in _read_chunks(dataset):
-        records = slice(first_record, first_record + len(chunk.lengths))
-        if is_in_split is None:
-            is_chosen = np.ones(len(chunk.lengths), bool)
-        else:
-            is_chosen = is_in_split[records]
-        lengths = chunk.lengths
-        if longest_row is not None:
-            lengths = _used_lengths(lengths, longest_row, long_documents)
-        lengths = np.where(is_chosen, lengths, 0)
-        indices = np.flatnonzero(lengths)
-        selections.append(
-            ChunkSelection(
-                chunk=chunk,
-                first_record=first_record,
-                is_in_split=is_chosen,
-                indices=indices,
-                lengths=lengths[indices],
-            )
-        )
-        first_record = records.stop
-    return selections
-
-
-def _read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
+def read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
+    """Returns the stored documents of a dataset."""
     tokens = list(record_cache.read_lists(dataset, "tokens"))
     labels = tokens
     if "labels" in dataset.column_names:
@@ -119,12 +55,19 @@ def _read_chunks(dataset: "datasets.Dataset") -> list[Chunk]:
     ]
 
 
-def _used_lengths(lengths: np.ndarray, longest_row: int, long_documents: str) -> np.ndarray:
-    if long_documents == "truncate":
-        return np.minimum(lengths, longest_row)
-    if long_documents == "drop":
-        return np.where(lengths > longest_row, 0, lengths)
-    return lengths
+def choose_lengths(stored: np.ndarray, longest_row: int | None, long_documents: str) -> np.ndarray:
+    """Number of tokens to use of each document; 0: none.
+
+    Args:
+        stored: number of tokens of each document.
+        longest_row: tokens of the longest row; None: documents have any length.
+        long_documents: data.long_documents.
+    """
+    if longest_row is not None and long_documents == "truncate":
+        return np.minimum(stored, longest_row)
+    if longest_row is not None and long_documents == "drop":
+        return np.where(stored > longest_row, 0, stored)
+    return stored
 
 
 _MAX_NAMED_RECORDS = 3
@@ -162,50 +105,70 @@ class SourceCounts:
 def count_source(
     name: str,
     dataset: "datasets.Dataset",
-    selections: Sequence[ChunkSelection],
+    chunks: Sequence[Chunk],
     *,
+    used: np.ndarray,
+    is_in_split: np.ndarray,
     longest_row: int | None,
     count_held_out: bool,
 ) -> SourceCounts:
     """Counts the documents of a source.
 
     Args:
-        selections: the dataset's chunks with their used documents.
+        chunks: the stored documents of the dataset.
+        used: for each record, the number of tokens that are used.
+        is_in_split: for each record, True if it belongs to this split.
         longest_row: tokens of the longest row; None: documents have any length.
         count_held_out: True for a training set; of an evaluation set, the others are not held out.
     """
-    names = [field.name for field in dataclasses.fields(SourceCounts)]
-    counts = dict.fromkeys([name for name in names if name.startswith("num_")], 0)
-    for selection in selections:
-        chunk = selection.chunk
-        used = selection.lengths
-        whole = chunk.lengths[selection.indices]
-        is_left_out = selection.is_in_split.copy()
-        is_left_out[selection.indices] = False
-        dropped = chunk.lengths[is_left_out]
-        counts["num_documents"] += len(used)
-        counts["num_tokens"] += int(used.sum())
-        counts["num_loss_tokens"] += chunk.num_loss_tokens(selection.indices, used)
-        counts["num_empty"] += int(np.sum(dropped == 0))
-        if longest_row is not None:
-            counts["num_split"] += int(np.sum(used > longest_row))
-        counts["num_truncated"] += int(np.sum(used < whole))
-        counts["num_tokens_truncated"] += int((whole - used).sum())
-        counts["num_dropped"] += int(np.sum(dropped > 0))
-        counts["num_tokens_dropped"] += int(dropped.sum())
-        if count_held_out:
-            held_out = chunk.lengths[~selection.is_in_split]
-            counts["num_held_out"] += len(held_out)
-            counts["num_tokens_held_out"] += int(held_out.sum())
+    stored = np.concatenate([chunk.lengths for chunk in chunks])
+    is_split = used > (used.max() if longest_row is None else longest_row)
+    is_truncated = (used > 0) & (used < stored)
+    left_out = stored[is_in_split & (used == 0)]
+    num_empty = int(np.sum(left_out == 0))
+    held_out = stored[~is_in_split & count_held_out]
+    num_skipped = 0
     skipped: list[tuple[str, str]] = []
     # a bad record has no tokens, and records without tokens are never held out
-    if counts["num_empty"] and "problem" in dataset.column_names:
-        counts["num_skipped"], skipped = record_cache.find_bad_records(
+    if num_empty and "problem" in dataset.column_names:
+        num_skipped, skipped = record_cache.find_bad_records(
             dataset, max_examples=_MAX_NAMED_RECORDS
         )
-    counts["num_empty"] -= counts["num_skipped"]
-    examples = tuple(f"{location}: {problem}" for location, problem in skipped)
-    return SourceCounts(name=name, skipped_examples=examples, **counts)
+    return SourceCounts(
+        name=name,
+        num_documents=int(np.count_nonzero(used)),
+        num_tokens=int(used.sum()),
+        num_loss_tokens=_count_loss_tokens(chunks, used),
+        num_skipped=num_skipped,
+        skipped_examples=tuple(f"{location}: {problem}" for location, problem in skipped),
+        num_empty=num_empty - num_skipped,
+        num_split=int(np.count_nonzero(is_split)),
+        num_truncated=int(np.count_nonzero(is_truncated)),
+        num_tokens_truncated=int((stored - used)[is_truncated].sum()),
+        num_dropped=int(np.count_nonzero(left_out)),
+        num_tokens_dropped=int(left_out.sum()),
+        num_held_out=len(held_out),
+        num_tokens_held_out=int(held_out.sum()),
+    )
+
+
+def _count_loss_tokens(chunks: Sequence[Chunk], used: np.ndarray) -> int:
+    """Number of loss tokens in the used tokens; a document's first token is never a target."""
+    count = 0
+    for chunk, lengths in zip(chunks, split_by_chunk(chunks, used), strict=True):
+        indices = np.flatnonzero(lengths)
+        if chunk.labels is chunk.tokens:
+            count += int((lengths[indices] - 1).sum())
+            continue
+        num_before = np.concatenate([[0], np.cumsum(chunk.labels != NO_LABEL, dtype=np.int32)])
+        starts = chunk.starts[indices]
+        count += int((num_before[starts + lengths[indices]] - num_before[starts + 1]).sum())
+    return count
+
+
+def split_by_chunk(chunks: Sequence[Chunk], values: np.ndarray) -> list[np.ndarray]:
+    """Splits an array with a value for each record."""
+    return np.split(values, np.cumsum([len(chunk.lengths) for chunk in chunks])[:-1])
 
 
 EVAL_SET_NAME = "held_out"

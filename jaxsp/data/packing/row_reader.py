@@ -85,24 +85,34 @@ class Documents:
         chunk_of_document = []
         index_in_chunk = []
         for number, (name, dataset) in enumerate(zip(source_names, tokenized, strict=True)):
-            selections = document_selection.select_documents(
-                dataset,
-                is_in_split=None if held_out is None else held_out[number] == use_held_out,
-                longest_row=longest_row,
-                long_documents=long_documents,
-            )
-            for selection in selections:
-                num_documents = len(selection.indices)
-                lengths.append(selection.lengths)
-                chunk_of_document.append(np.full(num_documents, len(self._chunks), np.int32))
-                index_in_chunk.append(selection.indices)
-                self._chunks.append(selection.chunk)
-                self._chunk_origins.append((number, selection.first_record))
+            chunks = document_selection.read_chunks(dataset)
+            stored = np.concatenate([chunk.lengths for chunk in chunks])
+            is_in_split = np.ones(len(stored), bool)
+            if held_out is not None:
+                is_in_split = held_out[number] == use_held_out
+            used = document_selection.choose_lengths(stored, longest_row, long_documents)
+            used = np.where(is_in_split, used, 0)
+            first_record = 0
+            for chunk, chunk_used in zip(
+                chunks, document_selection.split_by_chunk(chunks, used), strict=True
+            ):
+                indices = np.flatnonzero(chunk_used)
+                lengths.append(chunk_used[indices])
+                chunk_of_document.append(np.full(len(indices), len(self._chunks), np.int32))
+                index_in_chunk.append(indices)
+                self._chunks.append(chunk)
+                self._chunk_origins.append((number, first_record))
+                first_record += len(chunk_used)
             if long_documents == "error" and longest_row is not None:
-                stored = np.concatenate([selection.chunk.lengths for selection in selections])
                 _check_lengths(dataset, stored, longest_row, field)
             counts = document_selection.count_source(
-                name, dataset, selections, longest_row=longest_row, count_held_out=not use_held_out
+                name,
+                dataset,
+                chunks,
+                used=used,
+                is_in_split=is_in_split,
+                longest_row=longest_row,
+                count_held_out=not use_held_out,
             )
             self.sources += (counts,)
         self.has_weights = any(chunk.weights is not None for chunk in self._chunks)

@@ -1,7 +1,6 @@
 """Text about the data before step 0: counts of documents and rows, and the groups' assignments."""
 
 import bisect
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -97,20 +96,17 @@ def describe_exclusions(sources: Sequence[SourceCounts]) -> str:
 
 
 def _suggest_packing(part: PackedEpochs, config: Config, stream: RowStream) -> str | None:
+    plan = part.plan_epoch(0)
     max_segments = config.data.max_segments_per_row
-    advice = suggest_limits(
-        part.plan_epoch(0), row_tokens=stream.row_tokens, max_segments=max_segments
-    )
-    if advice is None:
+    suggested = suggest_max_segments(plan, row_tokens=stream.row_tokens, max_segments=max_segments)
+    if suggested is None:
         return None
-    text = (
-        f"rows of {stream.row_tokens:,} tokens are {100 * advice.filled_fraction:.0f} % full, "
-        f"because they have at most {format_count(max_segments, 'segment')}: "
-        f"data.max_segments_per_row={advice.max_segments} would fill them"
+    percent = 100 * plan.length.sum() / (len(plan) * stream.row_tokens)
+    return (
+        f"rows of {stream.row_tokens:,} tokens are {percent:.0f} % full, because they have at most "
+        f"{format_count(max_segments, 'segment')}: data.max_segments_per_row={suggested} would "
+        "fill them"
     )
-    if advice.row_tokens is None or advice.num_cut or len(config.data.row_lengths) > 1:
-        return text
-    return f"{text}, or data.row_tokens={advice.row_tokens}"
 
 
 def _describe_source(data: PackedDataset, number: int, epochs: Sequence[float] | None) -> str:
@@ -196,28 +192,12 @@ FULL_FRACTION = 0.99
 _MAX_SEGMENTS_STEP = 16
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PackingAdvice:
-    """Suggestions for rows that the limit on segments leaves empty; either of the two is enough."""
-
-    filled_fraction: float
-    """Tokens of the plan's rows, divided by the tokens that they could hold."""
-    max_segments: int
-    """Segment limit that fills rows of the current length; a multiple of 16."""
-    row_tokens: int | None
-    """Longest rows that the current limit fills; None if no length of at least 1/32 does."""
-    num_cut: int
-    """Documents that rows of `row_tokens` would split, and rows of the current length do not."""
-
-
-def suggest_limits(
-    plan: PackingPlan, *, row_tokens: int, max_segments: int
-) -> PackingAdvice | None:
-    """Returns limits that would fill the rows of a plan.
+def suggest_max_segments(plan: PackingPlan, *, row_tokens: int, max_segments: int) -> int | None:
+    """Returns a limit on segments that would fill the rows of a plan; a multiple of 16.
 
     None if the rows are full, or if the limit on segments is not the main reason why they are not.
 
-    Rows count as filled at FULL_FRACTION, or if they are as full as without a limit. The limits are
+    Rows count as filled at FULL_FRACTION, or if they are as full as without a limit. The limit is
     found by packing a sample of the documents, about a hundred thousand documents or a hundred
     rows. Their mean length is not enough: where 117 documents make a row, a limit of 128 leaves 1 %
     of the rows empty for the spread of chats (lognormal, sigma 1), and 4 % for sigma 1.5.
@@ -227,18 +207,12 @@ def suggest_limits(
     if fullness >= FULL_FRACTION or len(plan) == 1 or not is_limit_reached:
         return None
     lengths = np.bincount(plan.document, plan.length).astype(np.int64)
-    lengths = np.sort(lengths[lengths > 0])
-    sample = _sample_lengths(lengths, row_tokens)
+    sample = _sample_lengths(np.sort(lengths[lengths > 0]), row_tokens)
     num_tokens = int(sample.sum())
     unlimited = plan_rows(sample, row_tokens=row_tokens, max_segments=num_tokens, seed=0)
     num_segments = len(unlimited.length)
     if num_tokens < row_tokens:  # all segments fit into one row
-        return PackingAdvice(
-            filled_fraction=fullness,
-            max_segments=-(-num_segments // _MAX_SEGMENTS_STEP) * _MAX_SEGMENTS_STEP,
-            row_tokens=None,
-            num_cut=0,
-        )
+        return -(-num_segments // _MAX_SEGMENTS_STEP) * _MAX_SEGMENTS_STEP
     unlimited_slots = len(unlimited) * row_tokens
     limited_slots = _count_slots(sample, row_tokens, max_segments)
     if limited_slots - unlimited_slots <= (limited_slots - num_tokens) / 2:
@@ -256,28 +230,7 @@ def suggest_limits(
     limit_index = bisect.bisect_left(
         limits, True, key=lambda limit: _count_slots(sample, row_tokens, limit) <= enough
     )
-    shorter = _find_row_tokens(sample, row_tokens, max_segments, enough)
-    num_cut = 0
-    if shorter is not None:
-        num_cut = int(np.sum((lengths > shorter) & (lengths <= row_tokens)))
-    return PackingAdvice(
-        filled_fraction=fullness,
-        max_segments=limits[limit_index],
-        row_tokens=shorter,
-        num_cut=num_cut,
-    )
-
-
-def _find_row_tokens(
-    sample: np.ndarray, row_tokens: int, max_segments: int, enough: int | float
-) -> int | None:
-    """Longest rows, shorter than `row_tokens`, that need at most `enough` slots; or None."""
-    step = 2 ** max(0, (row_tokens // 32).bit_length() - 1)
-    sizes = range((row_tokens - 1) // step * step, 0, -step)
-    index = bisect.bisect_left(
-        sizes, True, key=lambda size: _count_slots(sample, size, max_segments) <= enough
-    )
-    return sizes[index] if index < len(sizes) else None
+    return limits[limit_index]
 
 
 def _count_slots(sample: np.ndarray, row_tokens: int, max_segments: int) -> int:

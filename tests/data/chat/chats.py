@@ -8,6 +8,17 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from jaxsp.config.data_schema import SourceConfig
+from jaxsp.data.ingest import formats
+
+
+def store(record: dict[str, Any]) -> dict[str, Any]:
+    """Returns a record as the cache of the source stores it, without null fields."""
+    name = "messages" if "messages" in record else "prompt_completion"
+    source = SourceConfig(source="unused", format=name)
+    return json.loads(formats.check_record(record, source, has_labels=False)["record"])
+
+
 _END = """{%- for call in message.tool_calls or [] -%}
 {{ '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
 {%- endfor -%}

@@ -7,10 +7,8 @@ import types
 import datasets
 import pytest
 
-from jaxsp.config.data_schema import SourceConfig
 from jaxsp.data.chat import chat
 from jaxsp.data.chat.template_text import RecordError
-from jaxsp.data.ingest import formats
 from jaxsp.data.tokenization import encoding
 from tests.data.chat import chats
 
@@ -46,7 +44,9 @@ def theirs(records, tokenizer, *, messages):
 
 def ours(records, tokenizer, template=None):
     rendered = [
-        chat.render_record(record, tokenizer=tokenizer, template=template, train_on="assistant")
+        chat.render_record(
+            chats.store(record), tokenizer=tokenizer, template=template, train_on="assistant"
+        )
         for record in records
     ]
     return [
@@ -201,7 +201,7 @@ def test_every_search_finds_the_same_spans(monkeypatch, path):
             monkeypatch.setattr(chat, "_MAX_PREFIX_TURNS", many)
             options = {"tokenizer": tokenizer, "template": template, "train_on": "assistant"}
             try:
-                made = chat.render_record({"messages": messages}, **options)
+                made = chat.render_record(chats.store({"messages": messages}), **options)
             except RecordError:
                 continue
             found.append((made.text, made.loss_spans))
@@ -228,7 +228,5 @@ def test_arguments_given_as_a_string_are_not_written_as_json_twice(tokenizer, na
     made = []
     for calls in ([chats.CALL], [{**chats.CALL, "function": call}]):
         messages = [TALK[0], {"role": "assistant", "content": "", "tool_calls": calls}]
-        source = SourceConfig(source="x", format="messages")
-        record = formats.check_record({"messages": messages}, source, has_labels=False)["record"]
-        made.append(ours([json.loads(record)], tokenizer, template))
+        made.append(ours([{"messages": messages}], tokenizer, template))
     assert made[0] == made[1]

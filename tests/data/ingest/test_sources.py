@@ -4,7 +4,6 @@ import concurrent.futures
 import errno
 import json
 import os
-import threading
 import time
 
 import datasets
@@ -13,7 +12,6 @@ import pytest
 from jaxsp.config.data_schema import DataConfig, SourceConfig
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import record_cache, source_files, sources
-from jaxsp.runtime.cluster import Process
 from tests.messages import assert_names, numbers
 
 
@@ -137,28 +135,6 @@ def test_concurrent_reads_of_a_source_write_it_once(tmp_path, monkeypatch):
         for dataset in pool.map(read, ["a.txt"] * 4):
             assert dataset["text"] == ["one"]
     assert len(calls) == 1
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_process_0_reads_first_if_it_comes_in_time(tmp_path, monkeypatch, comes):
-    cached = tmp_path / "records.arrow"
-    order = []
-    monkeypatch.setattr(record_cache, "_LEADER_WAIT_S", 10.0 if comes else 0.3)
-    here = threading.local()
-
-    def make(index):
-        here.process = Process(index=index, num_processes=2)
-        with record_cache.build_once(cached):
-            order.append(index)
-
-    monkeypatch.setattr(record_cache.distributed, "this_process", lambda: here.process)
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        other = pool.submit(make, 1)
-        if comes:
-            time.sleep(0.2)
-            pool.submit(make, 0).result(5)
-        other.result(5)
-    assert order == ([0, 1] if comes else [1])
 
 
 def test_a_read_only_cache_needs_no_lock(tmp_path, monkeypatch):

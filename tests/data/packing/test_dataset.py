@@ -238,7 +238,7 @@ def test_a_long_document_may_be_an_error():
 
 def test_rows_of_similar_work_are_side_by_side():
     """Documents of 32 tokens are 32 times the work of as many documents of 1; dealt by chance groups would wait."""
-    config = test_loader.settings_of(rows_per_step=16, max_pieces=32)
+    config = test_loader.settings_of(rows_per_step=16, max_segments=32)
     data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], config)
     steps = steps_of(data, config, (1, 8, 1), epochs=1)
     for given, counts in steps:
@@ -386,8 +386,8 @@ def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
     assert sorted(set(planned)) == [(0, 0), (0, 1)]
 
 
-def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
-    config = test_loader.settings_of(row_tokens=1024, max_pieces=8)
+def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
+    config = test_loader.settings_of(row_tokens=1024, max_segments=8)
     data = data_of([[16] * 800], config)
     (said,) = [
         words
@@ -395,21 +395,16 @@ def test_rows_that_the_cap_leaves_empty_are_told_with_what_would_fill_them():
         if word == "note"
     ]
     assert_names(said, "1,024", "12 %", "8")
-    (cap,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", said))
-    (length,) = map(int, re.findall(r"data\.row_tokens=(\d+)", said))
-    for fields in (
-        {"row_tokens": 1024, "max_pieces": cap},
-        {"row_tokens": length, "max_pieces": 8},
-    ):
-        other = test_loader.settings_of(**fields)
-        (stream,) = data_of([[16] * 800], other).streams
-        assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
-            "800 documents are few: the last row may be half empty"
-        )
+    (limit,) = map(int, re.findall(r"data\.max_segments_per_row=(\d+)", said))
+    other = test_loader.settings_of(row_tokens=1024, max_segments=limit)
+    (stream,) = data_of([[16] * 800], other).streams
+    assert 12_800 / (stream.count_rows(1) * stream.row_tokens) >= 0.96, (
+        "800 documents are few: the last row may be half empty"
+    )
 
 
 def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
-    config = test_loader.settings_of(row_tokens=4096, max_pieces=8)
+    config = test_loader.settings_of(row_tokens=4096, max_segments=8)
     data = data_of([[5] * 60], config)
     (said,) = [
         words
@@ -443,25 +438,12 @@ def test_skipped_records_are_named(tmp_path):
         assert_names(words, "input_ids", start=f"{tmp_path}/a.jsonl, line {line}: ")
 
 
-def test_what_an_earlier_version_did_not_record_is_compared_as_its_default():
-    config = test_loader.settings_of(row_tokens=64, max_pieces=64)
-    now = data_of([[3, 4]], config).fingerprint(config)
-    before = {
-        name: value
-        for name, value in now.items()
-        if name not in ("data.max_segments_per_row", "run.seed")
-    }
-    assert dataset.describe_changes(before, now) == []
-    (line,) = dataset.describe_changes(before, now | {"data.max_segments_per_row": 9})
-    assert line.startswith("data.max_segments_per_row = 9, was 64")
-
-
 def test_changes_of_the_data_are_named():
     config = test_loader.settings_of()
     data = data_of([[3, 4], [5]], config)
     before = data.fingerprint(config)
     assert dataset.describe_changes(before, data.fingerprint(config)) == []
-    other = test_loader.settings_of(row_tokens=64, max_pieces=6)
+    other = test_loader.settings_of(row_tokens=64, max_segments=6)
     (tokens, slots) = dataset.describe_changes(before, data.fingerprint(other))
     assert_names(tokens, "32", start="data.row_tokens = 64")
     assert_names(slots, "5", start="data.max_segments_per_row = 6")

@@ -33,7 +33,7 @@ def documents_of(lengths, labels=False):
     return Documents([datasets.Dataset.from_dict(columns)])
 
 
-def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_pieces=5, **data):
+def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_segments=5, **data):
     return config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1},
@@ -41,7 +41,7 @@ def settings_of(*, rows_per_step=16, rows_per_microbatch=1, row_tokens=32, max_p
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": row_tokens,
-                "max_segments_per_row": max_pieces,
+                "max_segments_per_row": max_segments,
                 **data,
             },
             "batch": {"rows_per_step": rows_per_step, "rows_per_microbatch": rows_per_microbatch},

@@ -158,20 +158,20 @@ def test_no_document_is_no_sequence():
         epochs(lengths=(0,))
 
 
-def fullness(lengths, *, row_tokens, max_pieces):
-    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_pieces, seed=9)
+def fullness(lengths, *, row_tokens, max_segments):
+    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=9)
     return lengths.sum() / (len(plan) * row_tokens)
 
 
-def advice(lengths, *, row_tokens, max_pieces):
-    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_pieces, seed=5)
-    return summary.suggest_limits(plan, row_tokens=row_tokens, max_segments=max_pieces)
+def suggest(lengths, *, row_tokens, max_segments):
+    plan = packing.plan_rows(lengths, row_tokens=row_tokens, max_segments=max_segments, seed=5)
+    return summary.suggest_max_segments(plan, row_tokens=row_tokens, max_segments=max_segments)
 
 
 def test_pieces_of_more_than_half_a_row_come_first():
     """In random order such a piece often finds no short one that is left, and fills a row alone."""
     lengths = np.random.default_rng(0).integers(1, 32769, 50_000)
-    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.998, "0.993 in random order"
+    assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.998, "0.993 in random order"
 
 
 def test_short_pieces_are_not_shut_out_where_the_cap_is_near():
@@ -179,7 +179,7 @@ def test_short_pieces_are_not_shut_out_where_the_cap_is_near():
     lengths = np.concatenate(
         [random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)]
     )
-    assert fullness(lengths, row_tokens=32768, max_pieces=64) > 0.84, (
+    assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.84, (
         "0.81 if long pieces come first"
     )
 
@@ -191,7 +191,7 @@ BIMODAL = np.concatenate(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "row_tokens", "max_pieces"),
+    ("lengths", "row_tokens", "max_segments"),
     [
         (CHAT, 32768, 64),
         (CHAT, 32768, 128),
@@ -200,40 +200,24 @@ BIMODAL = np.concatenate(
         (BIMODAL, 32768, 64),
     ],
 )
-def test_what_is_advised_fills_the_rows(lengths, row_tokens, max_pieces):
-    found = advice(lengths, row_tokens=row_tokens, max_pieces=max_pieces)
-    assert found.filled_fraction == pytest.approx(
-        fullness(lengths, row_tokens=row_tokens, max_pieces=max_pieces), rel=0.01
+def test_the_suggested_limit_fills_the_rows(lengths, row_tokens, max_segments):
+    suggested = suggest(lengths, row_tokens=row_tokens, max_segments=max_segments)
+    assert fullness(lengths, row_tokens=row_tokens, max_segments=max_segments) < 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_segments=suggested) >= 0.99
+    assert fullness(lengths, row_tokens=row_tokens, max_segments=suggested - 32) < 0.99, (
+        "not more than necessary"
     )
-    assert found.filled_fraction < 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments) >= 0.99
-    assert fullness(lengths, row_tokens=row_tokens, max_pieces=found.max_segments - 32) < 0.99, (
-        "not more than it takes"
-    )
-    assert fullness(lengths, row_tokens=found.row_tokens, max_pieces=max_pieces) >= 0.99
-    longer = found.row_tokens + row_tokens // 16
-    assert fullness(lengths, row_tokens=longer, max_pieces=max_pieces) < 0.99, (
-        "not shorter than it takes"
-    )
-    assert found.num_cut == np.sum((found.row_tokens < lengths) & (lengths <= row_tokens))
+    assert suggested % 16 == 0
 
 
-def test_advice_is_round():
-    found = advice(CHAT, row_tokens=32768, max_pieces=64)
-    assert (found.max_segments % 16, found.row_tokens % 1024) == (0, 0)
+def test_the_limit_of_very_short_documents_fills_the_rows():
+    lengths = np.full(100_000, 30)
+    suggested = suggest(lengths, row_tokens=131072, max_segments=8)
+    assert fullness(lengths, row_tokens=131072, max_segments=suggested) > 0.95, "23 rows"
 
 
-def test_no_row_may_be_short_enough():
-    found = advice(np.full(100_000, 30), row_tokens=131072, max_pieces=8)
-    assert (found.row_tokens, found.num_cut) == (None, 0)
-    assert (
-        fullness(np.full(100_000, 30), row_tokens=131072, max_pieces=found.max_segments) > 0.95
-    ), "23 rows"
-
-
-def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
-    found = advice(np.full(100, 20), row_tokens=32768, max_pieces=64)
-    assert (found.max_segments, found.row_tokens) == (112, None)
+def test_documents_of_one_row_may_be_in_two_because_of_the_limit():
+    assert suggest(np.full(100, 20), row_tokens=32768, max_segments=64) == 112
 
 
 @pytest.mark.parametrize(
@@ -249,9 +233,9 @@ def test_what_fits_into_one_row_may_lie_in_two_because_of_the_cap():
     ],
 )
 def test_a_cap_that_does_not_matter_is_not_spoken_of(lengths):
-    assert advice(lengths, row_tokens=32768, max_pieces=64) is None
+    assert suggest(lengths, row_tokens=32768, max_segments=64) is None
 
 
 def test_rows_that_hold_the_cap_but_are_empty_for_another_reason_get_no_advice():
     """Three of 0.3 rows each make 0.9: the cap is reached, and a fourth would not fit."""
-    assert advice(np.full(3000, 9830), row_tokens=32768, max_pieces=3) is None
+    assert suggest(np.full(3000, 9830), row_tokens=32768, max_segments=3) is None
