@@ -179,24 +179,13 @@ def resolve_ranges(
     split_field = _sibling_field(field, "split")
     error_prefix = f"{split_field} = {spec}"
     try:
-        instruction = datasets.ReadInstruction.from_spec(spec)
-    except ValueError:
-        raise UserError(
-            f"{error_prefix}: must be a split or a part of one, for example train[:95%] or "
-            "train[100:200]."
-        ) from None
-    try:
-        parts = [
-            (part.splitname, part.from_, part.to) for part in instruction.to_absolute(dict(lengths))
-        ]
+        instruction = datasets.ReadInstruction.from_spec(spec).to_absolute(dict(lengths))
     except ValueError as error:
-        if not str(error).startswith("Unknown split"):
-            reason = errors.first_line(error)
-            raise UserError(f"{error_prefix}: {reason}. Use for example train[:95%].") from None
         raise UserError(
-            f"{error_prefix}: there is no such split. Set {split_field} to "
-            f"{errors.format_choices(lengths)}."
+            f"{error_prefix}: {errors.first_line(error)}. Set {split_field} to "
+            f"{errors.format_choices(lengths)}, or to a part, for example train[:95%]."
         ) from None
+    parts = [(part.splitname, part.from_, part.to) for part in instruction]
     for name, start, stop in parts:
         if start >= stop:
             available = f", {name} has {lengths[name]:,}" if lengths[name] < UNKNOWN_LENGTH else ""

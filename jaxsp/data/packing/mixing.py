@@ -50,7 +50,7 @@ class RowStream:
         self.parts = tuple(parts)
         self.sources = tuple(sources)
         self.row_tokens = row_tokens
-        self._fractions = np.array(fractions)
+        self.fractions = np.array(fractions)
         self._lock = threading.Lock()
         # for the rows laid out so far: the part, and the index among the part's rows
         self._part_of_row = np.zeros(0, np.int16)
@@ -69,27 +69,15 @@ class RowStream:
         (part,) = self.parts
         return part.count_rows(epochs)
 
-    def count_rows_by_part(self, end: int) -> list[int]:
-        """Number of rows of each part in the first `end` rows; for large `end` up to rounding."""
-        if len(self.parts) == 1:
-            return [end]
-        if end > _MAX_COUNTED_ROWS:
-            return [round(end * fraction) for fraction in self._fractions.tolist()]
-        self._locate_row(max(end - 1, 0))
-        return np.bincount(self._part_of_row[:end], minlength=len(self.parts)).tolist()
-
     def _locate_row(self, index: int) -> tuple[int, int]:
         if len(self.parts) == 1:
             return 0, index
         with self._lock:
             if index >= len(self._part_of_row):
                 self._part_of_row, self._index_in_part = _interleave_parts(
-                    self._fractions, max(2 * index, 1024)
+                    self.fractions, max(2 * index, 1024)
                 )
             return int(self._part_of_row[index]), int(self._index_in_part[index])
-
-
-_MAX_COUNTED_ROWS = 10**6
 
 
 def _interleave_parts(fractions: np.ndarray, num_rows: int) -> tuple[np.ndarray, np.ndarray]:

@@ -145,10 +145,10 @@ def _estimate_epochs(data: PackedDataset, schedule: RowSchedule) -> list[float]:
     """
     tokens = np.zeros(len(data.documents.sources))
     for stream, end in zip(data.streams, schedule.rows_consumed(len(schedule)), strict=True):
-        for part, source, num_rows in zip(
-            stream.parts, stream.sources, stream.count_rows_by_part(end), strict=True
+        for part, source, fraction in zip(
+            stream.parts, stream.sources, stream.fractions, strict=True
         ):
-            tokens[source] += num_rows * part.num_tokens / part.count_rows(1)
+            tokens[source] += end * fraction * part.num_tokens / part.count_rows(1)
     return [
         float(used) / source.num_tokens
         for used, source in zip(tokens, data.documents.sources, strict=True)

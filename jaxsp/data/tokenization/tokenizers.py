@@ -20,22 +20,16 @@ BYTE_TOKENIZER = "bytes"
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """Creates a tokenizer without files: token ids are byte values, and 256 ends a document.
 
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet writes bytes as printable characters
-        in another order than their values, so the vocabulary lists each one.
+    Source: byte-level BPE (GPT-2) without merges. Its alphabet writes bytes as printable characters.
     """
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
+    from transformers import convert_slow_tokenizer
 
-    # printable bytes stand for themselves; the others follow from character 256 on, in order
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocab = {chr(byte): byte for byte in printable}
-    vocab |= {chr(256 + index): byte for index, byte in enumerate(others)}
+    vocab = {
+        character: byte for byte, character in convert_slow_tokenizer.bytes_to_unicode().items()
+    }
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

@@ -58,7 +58,6 @@ def test_each_part_goes_through_its_own_rows_without_a_gap():
         part = int(row.document[0]) // 100
         assert row.document[0] == expected[part].row(taken[part]).document[0]
         taken[part] += 1
-        assert stream.count_rows_by_part(index + 1) == taken
 
 
 MANY = (0.9, *(0.001,) * 100)
@@ -90,7 +89,7 @@ def test_one_part_is_its_own_sequence_with_epochs():
         only.row(index).document[0] for index in range(12)
     ]
     assert [stream.find_epoch(index) for index in (0, 4, 5)] == [0, 0, 1]
-    assert (stream.count_rows(3), stream.count_rows_by_part(12)) == (15, [12])
+    assert stream.count_rows(3) == 15
     assert stream_of(5, 5, 5).find_epoch(3) is None
 
 
@@ -179,7 +178,6 @@ def test_a_schedule_of_one_length_takes_no_memory_for_its_steps():
     )
     assert found.step_rows(10**9 - 1) == (0, 5 + 4 * (10**9 - 1), 4)
     assert (found.rows_consumed(10**9), found.num_rows) == ((5 + 4 * 10**9,), 4 * 10**9)
-    assert sum(stream_of(7, 5, 3).count_rows_by_part(10**12)) == 10**12
     for fields in (
         {"begin_rows": [0], "rows_per_step": [4], "fractions": [1.0], "num_steps": 10**20},
         {"num_steps": 10**9},
