@@ -20,7 +20,8 @@ BYTE_TOKENIZER = "bytes"
 def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     """Creates a tokenizer without files: token ids are byte values, and 256 ends a document.
 
-    Source: byte-level BPE (GPT-2) without merges. Its alphabet writes bytes as printable characters.
+    Source: byte-level BPE (GPT-2) without merges. Its alphabet has a printable character
+        for each byte.
     """
     import tokenizers
     import transformers

@@ -1,4 +1,4 @@
-"""Documents, each once, in rows of the right length, and every count known before the first step."""
+"""Rows have each document once, at the right length; counts are known before the first step."""
 
 import re
 
@@ -17,8 +17,9 @@ from tests.messages import assert_names, numbers
 
 
 def tokenized(lengths, first=0, labels=False):
-    """Documents whose tokens are numbered through from `first`, so that a token says where it is from."""
-    tokens, number = [], first
+    """Documents whose tokens are numbered from `first`, so that a token shows its origin."""
+    tokens = []
+    number = first
     for length in lengths:
         tokens.append(list(range(number, number + length)))
         number += length
@@ -34,7 +35,8 @@ def tokenized(lengths, first=0, labels=False):
 
 
 def data_of(sources, config, weights=None, **fields):
-    sets, first = [], 1
+    sets = []
+    first = 1
     for lengths in sources:
         sets.append(tokenized(lengths, first))
         first += sum(lengths)
@@ -141,12 +143,12 @@ def test_sources_give_tokens_by_their_weights_whatever_their_sizes_and_lengths(r
         if word == "source"
     ]
     total = sum(counts.segment_lengths.sum() for _, counts in steps)
-    for line, weight, one in zip(lines, (0.6, 0.3, 0.1), data.documents.sources, strict=True):
+    for line, weight, source in zip(lines, (0.6, 0.3, 0.1), data.documents.sources, strict=True):
         times = float(line.split("repeated ")[1].split()[0])
-        assert times == pytest.approx(weight * total / one.num_tokens, rel=0.03)
+        assert times == pytest.approx(weight * total / source.num_tokens, rel=0.03)
 
 
-def test_very_large_weights_are_shares_too():
+def test_very_large_weights_are_fractions_too():
     config = test_loader.settings_of(row_tokens=16)
     assert data_of([[3, 4], [5]], config, weights=[1e308, 1e308]).source_weights == (0.5, 0.5)
 
@@ -237,7 +239,7 @@ def test_a_long_document_may_be_an_error():
 
 
 def test_rows_of_similar_work_are_side_by_side():
-    """Documents of 32 tokens are 32 times the work of as many documents of 1; dealt by chance groups would wait."""
+    """A document of 32 tokens has the work of 1024 of one token; in random order, groups wait."""
     config = test_loader.settings_of(rows_per_step=16, max_segments=32)
     data = data_of([[32] * 40 + [16] * 80 + [1] * 1280], config)
     steps = steps_of(data, config, (1, 8, 1), epochs=1)
@@ -373,7 +375,8 @@ def test_an_epoch_ends_with_the_step_that_completes_a_pass_over_the_data(row_tok
 
 
 def test_the_end_of_an_epoch_plans_no_epoch_that_never_comes(monkeypatch):
-    planned, plan = [], packing.plan_rows
+    planned = []
+    plan = packing.plan_rows
     monkeypatch.setattr(
         packing,
         "plan_rows",

@@ -55,7 +55,8 @@ def test_every_document_is_learned_or_held_out():
     assert not places[0] & places[1]
     assert len(places[0] | places[1]) == np.count_nonzero(lengths)
     assert sum(int(part.lengths.sum()) for part in parts) == sum(lengths)
-    (train,), (held,) = parts[0].sources, parts[1].sources
+    (train,) = parts[0].sources
+    (held,) = parts[1].sources
     assert (train.num_held_out, train.num_tokens_held_out) == (held.num_documents, held.num_tokens)
     assert (train.num_skipped, train.num_empty, held.num_skipped, held.num_empty) == (10, 1, 0, 0)
     assert train.num_split + held.num_split == sum(length > 7 for length in lengths)

@@ -89,14 +89,14 @@ def local(array, device):
     return np.asarray(shard.data)
 
 
-def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
-    """The contract of issue 2, and the row after it."""
+def test_devices_share_each_row_along_its_length():
+    """The first row of issue 2, and the row after it."""
     documents = Documents(
         [datasets.Dataset.from_dict({"tokens": [[1, 10, 10, 10, 2, 2], [3, 4, 5, 6, 7, 8]]})]
     )
     feed = pipeline_of(documents, mesh=(1, 1, 2), rows_per_step=2, row_tokens=6, epochs=1)
     ((given, _),) = feed.batches()
-    assert given.tokens_BL.shape == (2, 1, 6), "one row at a time, two turns"
+    assert given.tokens_BL.shape == (2, 1, 6), "one row at a time, two microbatches"
     turns = {int(local(given.tokens_BL, jax.devices()[0])[turn, 0, 0]): turn for turn in range(2)}
     expected = {
         (1, 0): ([1, 10, 10], [0, 1, 2], [10, 10, 10]),
@@ -114,16 +114,17 @@ def test_a_row_is_shared_along_its_length_and_then_comes_the_next():
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_devices_get_the_chunks_of_the_layout(degree):
-    """Shares of 8 tokens, of 2 degree chunks: the same rows, of which the first and the last lie together."""
+    """Shards of 8 tokens have two chunks: one from the front, and its mirror image."""
     documents = ragged()
     plain, laid_out = (
-        list(pipeline_of(documents, mesh=(1, 2, 4), layout=one).batches()) for one in (1, degree)
+        list(pipeline_of(documents, mesh=(1, 2, 4), layout=layout).batches())
+        for layout in (1, degree)
     )
     order = layouts.token_order(32, degree)
     assert order.tolist() != list(range(32))
-    for (one, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
+    for (batch, counts), (other, other_counts) in zip(plain, laid_out, strict=True):
         for name, spec in SPECS.items():
-            right = np.asarray(getattr(one, name))
+            right = np.asarray(getattr(batch, name))
             right = right[..., order] if spec == PER_TOKEN else right
             assert np.array_equal(np.asarray(getattr(other, name)), right)
         assert np.array_equal(counts.segment_lengths, other_counts.segment_lengths)
@@ -179,10 +180,10 @@ def test_a_step_is_the_same_on_every_mesh():
                 ]
             )
         for run in runs[1:]:
-            for (one, one_counts), (other, other_counts) in zip(runs[0], run, strict=True):
-                assert all(np.array_equal(one[name], other[name]) for name in SPECS)
-                assert np.array_equal(one_counts.segment_lengths, other_counts.segment_lengths)
-                assert (one_counts.num_rows, one_counts.epoch) == (
+            for (batch, counts), (other, other_counts) in zip(runs[0], run, strict=True):
+                assert all(np.array_equal(batch[name], other[name]) for name in SPECS)
+                assert np.array_equal(counts.segment_lengths, other_counts.segment_lengths)
+                assert (counts.num_rows, counts.epoch) == (
                     other_counts.num_rows,
                     other_counts.epoch,
                 )
@@ -196,7 +197,7 @@ def test_arrays_are_split_as_the_step_expects():
 
 
 def by_work(plans, indices):
-    """The slow and obvious order: the row with the most attention work first, equal ones in the order of the plan."""
+    """The slow and obvious order: the most attention work first, then the order of the plan."""
     return sorted(
         indices, key=lambda index: (-sum(int(n) ** 2 for n in plans.row(index).length), index)
     )
@@ -221,8 +222,9 @@ def test_the_run_is_every_row_of_every_epoch_and_then_empty_rows():
             for index in by_work(plans, range(first, min(first + 16, total)))
         ]
         for index, row in enumerate(map(plans.row, order)):
-            share, slots = documents.read_slice(row, 0, 32), row_reader.make_slots(row, 5)
-            whole = dataclasses.asdict(share) | dataclasses.asdict(slots)
+            tokens = documents.read_slice(row, 0, 32)
+            slots = row_reader.make_slots(row, 5)
+            whole = dataclasses.asdict(tokens) | dataclasses.asdict(slots)
             assert np.array_equal(found[index], whole[name.split("_")[0]]), (name, index)
         assert np.all(found[total:] == (-100 if name == "labels_BL" else 0))
     assert (
@@ -245,12 +247,12 @@ def test_a_run_continues_at_any_step():
             for given, _ in pipeline_of(documents, first_row=16 * step).batches()
         ]
         assert len(continued) == len(straight) - step
-        for one, other in zip(straight[step:], continued, strict=True):
-            assert all(np.array_equal(one[name], other[name]) for name in SPECS)
+        for batch, other in zip(straight[step:], continued, strict=True):
+            assert all(np.array_equal(batch[name], other[name]) for name in SPECS)
 
 
 class Recorded(Documents):
-    """Notes every range that is read, by (document, token)."""
+    """Records every range that is read, by (document, token)."""
 
     def __init__(self, documents):
         self.__dict__.update(documents.__dict__)
@@ -269,22 +271,23 @@ class Recorded(Documents):
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_each_token_is_read_once(mesh, monkeypatch):
-    slots_of, slots_made = row_reader.make_slots, []
+    make_slots = row_reader.make_slots
+    slots_made = []
     monkeypatch.setattr(
         row_reader,
         "make_slots",
-        lambda row, max_segments: slots_made.append(row) or slots_of(row, max_segments),
+        lambda row, max_segments: slots_made.append(row) or make_slots(row, max_segments),
     )
     documents = Recorded(ragged())
     feed = pipeline_of(documents, mesh=mesh)
     feed.read_step(0)
-    assert len(slots_made) == 16, "devices that share a row have its pieces from one reading"
+    assert len(slots_made) == 16, "devices that share a row get its segments from one read"
     assert len(documents.read) == len(set(documents.read)) == 16 * mesh[2]
     assert sum(end - begin for _, begin, end in documents.read) == 16 * 32
 
 
-def test_a_process_reads_its_own_shares_only(monkeypatch):
-    """A process that has devices 1 and 5 of a mesh of 2 groups x 4 devices has share 1 of every row."""
+def test_a_process_reads_only_its_own_shards(monkeypatch):
+    """With devices 1 and 5 of 2 groups x 4 devices, a process has shard 1 of every row."""
     own = [jax.devices()[1], jax.devices()[5]]
     everywhere = jax.sharding.NamedSharding.addressable_devices_indices_map
 
@@ -342,7 +345,7 @@ def test_reading_ahead_ends_with_the_iterator():
 
 @pytest.mark.parametrize(("mesh", "layout"), [((1, 1, 2), 1), ((1, 2, 4), 4)])
 def test_weights_go_with_their_labels(mesh, layout):
-    """A token's weight is its number plus one half: of a row, whatever its cuts, every label's weight is known."""
+    """A token's weight is its number plus one half, so that every label's weight is known."""
     tokens = [list(range(100 * i, 100 * i + n)) for i, n in enumerate([40, 7, 33, 1, 20, 64])]
     weights = [[token + 0.5 for token in document] for document in tokens]
     table = datasets.Dataset.from_dict({"tokens": tokens, "weights": weights}).cast_column(
@@ -351,7 +354,8 @@ def test_weights_go_with_their_labels(mesh, layout):
     feed = pipeline_of(Documents([table]), mesh=mesh, layout=layout, epochs=1)
     num_labels = 0
     for given, _ in feed.batches():
-        labels, found = np.asarray(given.labels_BL), np.asarray(given.weights_BL)
+        labels = np.asarray(given.labels_BL)
+        found = np.asarray(given.weights_BL)
         assert found.dtype == np.float32
         assert given.weights_BL.sharding == given.labels_BL.sharding
         assert np.array_equal(found, np.where(labels == NO_LABEL, 0, labels + 0.5))

@@ -1,4 +1,4 @@
-"""Sources take turns by weight and lengths step by step, in an order that can be cut anywhere."""
+"""Rows of sources are mixed by weight, and steps by row length, in an order that can be cut."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from jaxsp.data.packing import mixing
 from jaxsp.data.packing.mixing import RowStream
 from jaxsp.data.packing.packing import PackedEpochs
 
-SHARES = (0.55, 0.3, 0.15)
+FRACTIONS = (0.55, 0.3, 0.15)
 
 
 def parts(*num_rows, row_tokens=8):
-    """Sources of so many full rows; the rows of source s are documents 100 * s and on."""
+    """Sources of `num_rows` full rows; the rows of source s are documents from 100 * s on."""
     return [
         PackedEpochs(
             np.full(count, row_tokens),
@@ -25,7 +25,7 @@ def parts(*num_rows, row_tokens=8):
     ]
 
 
-def stream_of(*num_rows, shares=SHARES):
+def stream_of(*num_rows, shares=FRACTIONS):
     return RowStream(parts(*num_rows), shares, row_tokens=8, sources=range(len(num_rows)))
 
 
@@ -39,19 +39,20 @@ def test_every_beginning_has_each_part_in_proportion():
     )
     for end in range(1, 2000):
         counts = np.bincount(found[:end], minlength=3)
-        assert np.all(np.abs(counts - end * np.array(SHARES)) < 1.5), end
+        assert np.all(np.abs(counts - end * np.array(FRACTIONS)) < 1.5), end
 
 
-def test_the_order_is_the_one_that_is_drawn():
-    """As at the top of the module; the first of two that stand at the same place comes first."""
+def test_the_order_is_that_of_the_drawing():
+    """The order at the top of the module; of two rows at the same place, the first comes first."""
     stream = stream_of(9, 9, shares=(0.75, 0.25))
     assert (
         "".join("ab"[stream.row(index).document[0] // 100] for index in range(12)) == "aabaaabaaaba"
     )
 
 
-def test_each_part_goes_through_its_own_rows_without_a_gap():
-    stream, expected = stream_of(7, 5, 3), parts(7, 5, 3)
+def test_each_part_has_its_own_rows_in_order_without_a_gap():
+    stream = stream_of(7, 5, 3)
+    expected = parts(7, 5, 3)
     taken = [0, 0, 0]
     for index in range(200):
         row = stream.row(index)
@@ -61,11 +62,11 @@ def test_each_part_goes_through_its_own_rows_without_a_gap():
 
 
 MANY = (0.9, *(0.001,) * 100)
-"""The first part runs behind its share by 45 rows, because all others have one as early as they can."""
+"""The first part is up to 45 rows below its fraction: all others have a row early."""
 
 
-@pytest.mark.parametrize("shares", [SHARES, (0.9, *(0.01,) * 10), MANY])
-def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
+@pytest.mark.parametrize("shares", [FRACTIONS, (0.9, *(0.01,) * 10), MANY])
+def test_rows_of_a_mixture_can_be_read_in_any_order(shares):
     def stream():
         return stream_of(*(5,) * len(shares), shares=shares)
 
@@ -75,7 +76,7 @@ def test_any_row_of_a_mixture_can_be_asked_for_first(shares):
         for index in range(5000)
     ]
     for part in range(len(shares)):
-        places = [place for (found, place), _ in straight if found == part]
+        places = [place for (row_part, place), _ in straight if row_part == part]
         assert places == list(range(len(places))), "each of a part's rows once, in order"
     jumping = stream()
     for index in np.random.default_rng(0).permutation(5000)[:300].tolist():

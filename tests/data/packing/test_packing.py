@@ -16,7 +16,7 @@ def mixed_lengths(count, *, mean=1000, seed=0):
     return np.maximum(drawn.astype(np.int64), 1)
 
 
-def pieces(row):
+def segments(row):
     return list(zip(row.document.tolist(), row.offset.tolist(), row.length.tolist(), strict=True))
 
 
@@ -26,7 +26,7 @@ def test_every_token_lies_in_one_row():
     seen = [
         (document, first + k)
         for row in range(len(plan))
-        for document, first, n in pieces(plan.row(row))
+        for document, first, n in segments(plan.row(row))
         for k in range(n)
     ]
     assert sorted(seen) == [(document, k) for document, n in enumerate(lengths) for k in range(n)]
@@ -40,19 +40,19 @@ def test_every_token_lies_in_one_row():
 
 def test_a_long_document_is_cut_into_rows_and_a_remainder():
     plan = packing.plan_rows(np.array([20, 16]), row_tokens=8, max_segments=4, seed=0)
-    found = sorted(piece for row in range(len(plan)) for piece in pieces(plan.row(row)))
+    found = sorted(segment for row in range(len(plan)) for segment in segments(plan.row(row)))
     assert found == [(0, 0, 8), (0, 8, 8), (0, 16, 4), (1, 0, 8), (1, 8, 8)]
 
 
-def test_a_document_goes_where_the_least_space_is_left():
+def test_a_document_is_put_into_the_row_with_the_least_space():
     assert packing._best_fit(np.array([5, 6, 3, 2, 1]), 8, 9).tolist() == [0, 1, 0, 1, 2]
     assert packing._best_fit(np.array([5, 6, 2, 3, 8]), 8, 9).tolist() == [0, 1, 1, 0, 2]
     assert packing._best_fit(np.array([1, 1, 1, 1, 1]), 8, 2).tolist() == [0, 0, 1, 1, 2], (
-        "two pieces at most"
+        "two segments at most"
     )
 
 
-def test_the_seed_alone_decides():
+def test_only_the_seed_decides():
     lengths = mixed_lengths(500)
     one, same, other = (
         packing.plan_rows(lengths, row_tokens=4096, max_segments=64, seed=(seed, 0))
@@ -105,9 +105,9 @@ def test_epochs_follow_each_other_without_a_gap():
             max_segments=3,
             seed=(0, epoch),
         )
-        expected += [(epoch, pieces(plan.row(row))) for row in range(len(plan))]
+        expected += [(epoch, segments(plan.row(row))) for row in range(len(plan))]
     assert [
-        (sequence.find_epoch(i), pieces(sequence.row(i))) for i in range(len(expected))
+        (sequence.find_epoch(i), segments(sequence.row(i))) for i in range(len(expected))
     ] == expected
     assert sequence.count_rows(0) == 0
     assert sequence.count_rows(4) == len(expected)
@@ -115,25 +115,27 @@ def test_epochs_follow_each_other_without_a_gap():
     assert first != second, "each epoch has a plan of its own"
 
 
-def test_any_row_can_be_asked_for_first():
-    straight = [pieces(row) for i in range(60) for row in [epochs().row(i)]]
+def test_rows_can_be_read_in_any_order():
+    straight = [segments(row) for i in range(60) for row in [epochs().row(i)]]
     jumping = epochs()
     for i in np.random.default_rng(0).permutation(60):
-        assert pieces(jumping.row(int(i))) == straight[i]
+        assert segments(jumping.row(int(i))) == straight[i]
 
 
 def test_threads_may_share_it(monkeypatch):
     monkeypatch.setattr(packing, "_PLAN_CACHE_SIZE", 1)
-    straight, shared = epochs(), epochs()
+    straight = epochs()
+    shared = epochs()
     order = [int(i) for i in np.random.default_rng(1).permutation(100)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        found = list(threads.map(lambda i: pieces(shared.row(i)), order))
-    assert found == [pieces(straight.row(i)) for i in order]
+        found = list(threads.map(lambda i: segments(shared.row(i)), order))
+    assert found == [segments(straight.row(i)) for i in order]
 
 
 def test_many_epochs_are_counted_after_four_plans(monkeypatch):
-    """Each has every token once, in an order of its own; later ones have the rows of one of the first four."""
-    plan, seeds = packing.plan_rows, []
+    """Each epoch has another order; later ones have the rows of one of the first four."""
+    plan = packing.plan_rows
+    seeds = []
     monkeypatch.setattr(
         packing, "plan_rows", lambda *a, seed, **k: seeds.append(seed) or plan(*a, seed=seed, **k)
     )
@@ -146,14 +148,14 @@ def test_many_epochs_are_counted_after_four_plans(monkeypatch):
     for epoch in range(20):
         numbers = range(sequence.count_rows(epoch), sequence.count_rows(epoch + 1))
         assert [sequence.find_epoch(number) for number in numbers] == [epoch] * len(numbers)
-        found.append([pieces(sequence.row(number)) for number in numbers])
+        found.append([segments(sequence.row(number)) for number in numbers])
         assert sorted(map(str, found[-1])) == sorted(map(str, found[epoch % 4]))
     assert len({str(rows) for rows in found}) == 20
     assert sequence.find_epoch(sequence.count_rows(10**6)) == 10**6
     assert len(seeds) == 4
 
 
-def test_no_document_is_no_sequence():
+def test_rows_need_at_least_one_document():
     with pytest.raises(AssertionError, match="document"):
         epochs(lengths=(0,))
 
@@ -168,19 +170,19 @@ def suggest(lengths, *, row_tokens, max_segments):
     return summary.suggest_max_segments(plan, row_tokens=row_tokens, max_segments=max_segments)
 
 
-def test_pieces_of_more_than_half_a_row_come_first():
-    """In random order such a piece often finds no short one that is left, and fills a row alone."""
+def test_segments_of_more_than_half_a_row_come_first():
+    """In random order, often no short segment is left for the rest of its row."""
     lengths = np.random.default_rng(0).integers(1, 32769, 50_000)
     assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.998, "0.993 in random order"
 
 
-def test_short_pieces_are_not_shut_out_where_the_cap_is_near():
+def test_short_segments_find_rows_if_the_limit_on_segments_is_close():
     random = np.random.default_rng(0)
     lengths = np.concatenate(
         [random.integers(50, 150, 120_000), random.integers(8000, 20_000, 4000)]
     )
     assert fullness(lengths, row_tokens=32768, max_segments=64) > 0.84, (
-        "0.81 if long pieces come first"
+        "0.81 if long segments come first"
     )
 
 
@@ -226,16 +228,16 @@ def test_documents_of_one_row_may_be_in_two_because_of_the_limit():
         pytest.param(mixed_lengths(20_000), id="full"),
         pytest.param(
             np.random.default_rng(0).integers(13_107, 22_937, 20_000),
-            id="two fit at most, whatever the cap",
+            id="at most two fit, whatever the limit",
         ),
         pytest.param(np.full(64, 20), id="one row holds all"),
         pytest.param(np.zeros(0, np.int64), id="none"),
     ],
 )
-def test_a_cap_that_does_not_matter_is_not_spoken_of(lengths):
+def test_a_limit_that_does_not_matter_has_no_suggestion(lengths):
     assert suggest(lengths, row_tokens=32768, max_segments=64) is None
 
 
-def test_rows_that_hold_the_cap_but_are_empty_for_another_reason_get_no_advice():
-    """Three of 0.3 rows each make 0.9: the cap is reached, and a fourth would not fit."""
+def test_rows_at_the_limit_that_are_empty_for_another_reason_have_no_suggestion():
+    """Three of 0.3 rows each make 0.9: the limit is reached, and a fourth would not fit."""
     assert suggest(np.full(3000, 9830), row_tokens=32768, max_segments=3) is None

@@ -18,13 +18,13 @@ def dataset(documents, labels=None):
     )
 
 
-def row_of(*pieces):
-    document, first, length = np.array(pieces).reshape(-1, 3).T
+def row_of(*segments):
+    document, first, length = np.array(segments).reshape(-1, 3).T
     return PackedRow(document=document, offset=first, length=length)
 
 
 def written_out(documents, labels, row, row_tokens):
-    """The slow and obvious row: every token of every piece, one at a time."""
+    """The slow and obvious row: every token of every segment, one at a time."""
     found = []
     for document, first, length in zip(row.document, row.offset, row.length, strict=True):
         tokens = documents[document]
@@ -115,7 +115,7 @@ def test_slots_are_filled_from_the_front():
 
 
 def test_tokens_are_not_copied(tmp_path):
-    """The arrays are views of the file that is mapped into memory: nothing is loaded to open a dataset of any size."""
+    """The arrays are views of the mapped file: opening any dataset loads nothing."""
     dataset([[1, 2, 3]]).save_to_disk(tmp_path / "saved")
     datasets.disable_progress_bars()
     (chunk,) = Documents([datasets.load_from_disk(tmp_path / "saved")])._chunks
@@ -123,13 +123,13 @@ def test_tokens_are_not_copied(tmp_path):
     assert not chunk.tokens.flags.writeable
 
 
-def test_nothing_to_learn_is_an_error():
+def test_documents_without_labels_are_an_error():
     for documents, labels in (([[1], [2]], None), ([[1, 2]], [[1, -100]]), ([[]], None)):
         with pytest.raises(UserError, match=r"^data\.train: .*label.*-100"):
             Documents([dataset(documents, labels)])
 
 
-def test_a_document_without_positions_is_an_error(monkeypatch):
+def test_a_document_with_more_tokens_than_positions_is_an_error(monkeypatch):
     monkeypatch.setattr(row_reader, "POSITION_LIMIT", 4)
     assert len(Documents([dataset([[1, 2, 3, 4]])]).lengths) == 1
     with pytest.raises(
