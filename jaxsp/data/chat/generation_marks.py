@@ -83,7 +83,14 @@ def read_marked_spans(
     for index, word in words:
         starts = [match.start() for match in re.finditer(word, probe_text)]
         word_places += [(start, index) for start in starts]
-        overlaps = [_overlapping(probe_marks, start, start + len(word)) for start in starts]
+        overlaps = [
+            [
+                (first, last)
+                for first, last in probe_marks
+                if start < last and first < start + len(word)
+            ]
+            for start in starts
+        ]
         if any(overlaps) and index not in is_marked:
             raise RecordError(f"{_MARKS} cover message {index + 1} ({messages[index]['role']})")
         for start, spans in zip(starts, overlaps, strict=True):
@@ -107,10 +114,6 @@ def read_marked_spans(
     if len(loss_indices) == len(indices):
         return spans
     return _select_loss_spans(loss_indices, indices, marks, probe_marks, sorted(word_places))
-
-
-def _overlapping(spans: TextSpans, start: int, end: int) -> TextSpans:
-    return [(first, last) for first, last in spans if start < last and first < end]
 
 
 def _select_loss_spans(

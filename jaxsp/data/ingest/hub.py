@@ -183,7 +183,8 @@ def resolve_ranges(
     except ValueError as error:
         raise UserError(
             f"{error_prefix}: {errors.first_line(error)}. Set {split_field} to "
-            f"{errors.format_choices(lengths)}, or to a part, such as train[:95%] or train[100:200]."
+            f"{errors.format_choices(lengths)}, or to a part, such as train[:95%] or "
+            "train[100:200]."
         ) from None
     parts = [(part.splitname, part.from_, part.to) for part in instruction]
     for name, start, stop in parts:

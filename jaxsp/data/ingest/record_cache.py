@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxsp.config.data_schema import DataConfig
+from jaxsp.core import files
 from jaxsp.core.batch import NO_LABEL
 from jaxsp.core.errors import UserError
 from jaxsp.data.ingest import columnar
@@ -195,12 +196,11 @@ def check_bad_records(dataset: "datasets.Dataset", *, data: DataConfig, error_pr
 
 def list_examples(examples: list[tuple[str, str]]) -> list[str]:
     """Returns a line for each bad record; a problem that repeats is `the same`."""
-    lines = []
-    last = None
-    for place, problem in examples:
-        lines.append(f"{place}: {'the same' if problem == last else problem}.")
-        last = problem
-    return lines
+    problems = [None, *(problem for _, problem in examples)]
+    return [
+        f"{place}: {'the same' if problem == last else problem}."
+        for (place, problem), last in zip(examples, problems, strict=False)
+    ]
 
 
 def cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dict[str, Any]:
@@ -213,11 +213,7 @@ def cached_token_stats(dataset: "datasets.Dataset", cached: pathlib.Path) -> dic
             stats = compute_token_stats(dataset)
             if not os.access(cached.parent, os.W_OK):
                 return stats
-            # not NamedTemporaryFile, whose files have mode 0600: other users may share the cache
-            with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
-                partial = pathlib.Path(folder) / cached.name
-                partial.write_text(json.dumps(stats), encoding="utf-8")
-                partial.replace(cached)
+            files.write_atomic(cached, json.dumps(stats))
         return json.loads(cached.read_text(encoding="utf-8"))
 
 

@@ -103,7 +103,7 @@ def _resolve_source(source: SourceConfig, columns: RecordColumns, *, field: str)
             if value := getattr(source, name):
                 raise UserError(
                     f"{field.rpartition('.')[0]}.{name} = {value}: only data sets on the hub have "
-                    "one. Remove it."
+                    f"one, not files. Remove {name}."
                 )
         if not hub.is_saved_dataset(path):
             return _resolve_files(path, source, columns, field=field)

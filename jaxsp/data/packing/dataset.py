@@ -185,32 +185,30 @@ def pack_documents(
     streams = []
     space = []
     for number, row_tokens in enumerate(row_lengths):
-        parts = []
-        part_numbers = []
-        rows_per_token = []  # of this length, for each token of the whole mixture
-        for part, weight in enumerate(weights):
+        parts = {}
+        for part in np.unique(part_of_document[length_index == number]).tolist():
             chosen = np.flatnonzero((length_index == number) & (part_of_document == part))
-            if not len(chosen):
-                continue
-            epochs = PackedEpochs(
+            parts[part] = PackedEpochs(
                 lengths[chosen],
                 row_tokens=row_tokens,
                 max_segments=config.data.max_segments_per_row,
                 seed=config.run.seed,
                 documents=chosen,
             )
-            parts.append(epochs)
-            part_numbers.append(part)
-            rows_per_token.append(weight * epochs.count_rows(1) / tokens[part])
-        if parts:
-            stream = RowStream(
-                parts,
-                _to_fractions(rows_per_token),
-                row_tokens=row_tokens,
-                sources=() if source_weights is None else part_numbers,
-            )
-            streams.append(stream)
-            space.append(sum(rows_per_token) * row_tokens)
+        if not parts:
+            continue
+        # number of rows of this length for each token of the whole mixture
+        rows_per_token = [
+            weights[part] * epochs.count_rows(1) / tokens[part] for part, epochs in parts.items()
+        ]
+        stream = RowStream(
+            list(parts.values()),
+            _to_fractions(rows_per_token),
+            row_tokens=row_tokens,
+            sources=() if source_weights is None else list(parts),
+        )
+        streams.append(stream)
+        space.append(sum(rows_per_token) * row_tokens)
     return PackedDataset(
         name=name,
         documents=documents,

@@ -26,11 +26,9 @@ def make_byte_tokenizer() -> "transformers.PreTrainedTokenizerFast":
     import tokenizers
     import transformers
     from tokenizers import decoders, models, pre_tokenizers
-    from transformers import convert_slow_tokenizer
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    vocab = {
-        character: byte for byte, character in convert_slow_tokenizer.bytes_to_unicode().items()
-    }
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
