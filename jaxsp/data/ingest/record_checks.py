@@ -150,8 +150,6 @@ def _parse_ids(value: Any, name: str) -> np.ndarray:
 
 MESSAGE_FIELDS = ("role", "content")
 
-_TEXT_PART = '{"type": "text", "text": ...}'
-
 
 def check_messages(record: Record, source: SourceConfig, has_labels: bool) -> Record:
     name, value = get_field(record, "messages", source)
@@ -192,9 +190,8 @@ def _serialize(content: Record, record: Record, source: SourceConfig) -> Record:
             for tool in value:
                 if not isinstance(tool, dict):
                     raise RecordError(f"{name} contains {type_name(tool)}: each tool is an object")
-        else:
-            # null means that the argument is not given; in a tool's parameters, null is data
-            value = drop_nulls(value)
+        # a null argument is not given; in a tool's parameters, null is data
+        value = drop_nulls(value)
         if value:
             content[field] = value
     try:
@@ -230,10 +227,9 @@ def _check_message(message: Any, place: str, source: SourceConfig) -> Record:
             problem += f". Try {SHAREGPT_MESSAGE_CONFIG}"
         raise RecordError(problem)
     role = message[role_name]
-    if not isinstance(role, str):
-        raise RecordError(f"{place}: {role_name} is {type_name(role)}, not the name of a role")
-    if not role:
-        raise RecordError(f"{place}: {role_name} is '', not the name of a role")
+    if not isinstance(role, str) or not role:
+        shown = "''" if role == "" else type_name(role)
+        raise RecordError(f"{place}: {role_name} is {shown}, not the name of a role")
     checked: Record = {"role": source.roles.get(role, role)}
     calls = message.get("tool_calls")
     if calls is not None and not (
@@ -281,11 +277,8 @@ def _parse_tool_call(call: Record, place: str) -> Record:
         return call
     arguments = parse_if_string(call["arguments"], f"{place}: arguments")
     if not isinstance(arguments, dict):
-        example = '{"city": "Rome"}'
-        raise RecordError(
-            f"{place}: arguments is a string of JSON with {type_name(arguments)}, not with an "
-            f"object such as {example}"
-        )
+        kind = type_name(arguments)
+        raise RecordError(f"{place}: arguments is a string of JSON with {kind}, not with an object")
     return call | {"arguments": arguments}
 
 
@@ -300,6 +293,7 @@ def _join_content(value: Any, place: str) -> str:
         fields = part if isinstance(part, dict) else {}
         if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
             kind = f"of type {fields['type']}" if fields.get("type") else "that is not text"
-            raise RecordError(f"{place} has a part {kind}: each part must be {_TEXT_PART}")
+            example = '{"type": "text", "text": ...}'
+            raise RecordError(f"{place} has a part {kind}: each part must be {example}")
         texts.append(fields["text"])
     return "".join(texts)

@@ -93,7 +93,7 @@ def test_an_epoch_with_rows_of_two_lengths_has_every_token_once_and_each_step_th
         )
 
 
-def test_a_run_with_rows_of_two_lengths_goes_on_where_it_stopped_also_with_other_rows_per_step():
+def test_a_run_with_rows_of_two_lengths_continues_also_with_other_rows_per_step():
     config = test_loader.settings_of(**TWO)
     lengths = [*lengths_of(90, 20), *lengths_of(40, 90)]
     data = data_of([lengths], config)
@@ -185,7 +185,7 @@ LONG = [40, 5, 33, 32, 100]
         ("drop", [5, 32], {"num_dropped": 3, "num_tokens_dropped": 173}),
     ],
 )
-def test_what_becomes_of_long_documents_is_counted(what, lengths, counts):
+def test_long_documents_are_counted_by_their_treatment(what, lengths, counts):
     config = test_loader.settings_of(rows_per_step=2)
     data = data_of([LONG], config, long_documents=what)
     (source,) = data.documents.sources
@@ -270,7 +270,7 @@ def _dealt_unsorted(data, first):
     return work.max(1).sum() / work.mean(1).sum()
 
 
-def test_who_gets_what_is_what_they_get():
+def test_printed_assignments_are_those_of_the_batches():
     config = test_loader.settings_of(rows_per_step=8, rows_per_microbatch=2)
     data = data_of([lengths_of(60, 30)], config)
     feed = data.make_loader(
@@ -311,7 +311,7 @@ def test_eight_devices_with_two_rows_at_once_have_16_rows_in_flight_or_4():
         assert given.tokens_BL.shape[1] == slots
 
 
-def test_every_count_is_said_before_the_first_step():
+def test_every_count_is_printed_before_the_first_step():
     config = test_loader.settings_of(row_tokens=[16, 64], rows_per_step=2)
     data = data_of([[10, 70, 0, 3], [5]], config)
     said = summary.describe_data(data, config, data.make_schedule(config, epochs=1))
@@ -324,7 +324,7 @@ def test_every_count_is_said_before_the_first_step():
     assert summary.num_steps_per_epoch(data, config) == 2
 
 
-def test_what_would_become_of_long_documents_is_no_change_where_there_are_none():
+def test_long_documents_changes_nothing_if_no_document_is_long():
     config = test_loader.settings_of()
     fingerprints = [
         data_of([lengths], config, long_documents=what).fingerprint(
@@ -406,7 +406,7 @@ def test_a_limit_that_leaves_rows_empty_is_printed_with_one_that_fills_them():
     )
 
 
-def test_where_all_documents_fit_into_one_row_its_cap_is_told_too():
+def test_a_limit_is_suggested_if_all_documents_fit_into_one_row():
     config = test_loader.settings_of(row_tokens=4096, max_segments=8)
     data = data_of([[5] * 60], config)
     (said,) = [

@@ -1,4 +1,4 @@
-"""data.eval_fraction: which documents are held out, and that none is both learned and evaluated."""
+"""data.eval_fraction: held-out documents, of which none is trained on."""
 
 import re
 
@@ -34,7 +34,7 @@ def test_the_choice_depends_on_seed_name_and_index_only():
     assert not np.any(chosen & ~choose(fraction=0.3)), "a larger fraction contains the smaller"
 
 
-def test_every_document_is_learned_or_held_out():
+def test_every_document_is_trained_on_or_held_out():
     problems = ["bad" if number % 100 == 5 else None for number in range(1000)]
     lengths = [0 if problem else length for problem, length in zip(problems, LENGTHS, strict=True)]
     lengths[1] = 0
@@ -95,7 +95,7 @@ def test_few_documents_are_divided_exactly(count, fraction, expected):
 
 
 @pytest.mark.parametrize(("count", "fraction"), [(20, 0.9999), (2, 0.9999), (2, 0.6)])
-def test_a_fraction_that_leaves_one_side_empty_is_answered_with_one_that_works(count, fraction):
+def test_a_fraction_that_leaves_no_document_is_refused_with_one_that_works(count, fraction):
     with pytest.raises(
         UserError,
         match=rf"data\.eval_fraction = {fraction:g}: .*data\.train.* {count}\b",

@@ -133,7 +133,7 @@ def test_a_stream_s_steps_follow_each_other_without_a_gap():
 
 
 @pytest.mark.parametrize("many", [{"num_steps": 60}, {"num_steps": None, "end_rows": (301, 33)}])
-def test_a_schedule_goes_on_from_what_was_consumed(many):
+def test_a_schedule_continues_from_the_consumed_rows(many):
     straight = schedule(**many)
     for done in range(len(straight) + 1):
         rest = many if many.get("end_rows") else {"num_steps": 60 - done}

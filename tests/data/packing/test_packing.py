@@ -122,7 +122,7 @@ def test_rows_can_be_read_in_any_order():
         assert segments(jumping.row(int(i))) == straight[i]
 
 
-def test_threads_may_share_it(monkeypatch):
+def test_threads_may_share_packed_epochs(monkeypatch):
     monkeypatch.setattr(packing, "_PLAN_CACHE_SIZE", 1)
     straight = epochs()
     shared = epochs()

@@ -155,7 +155,7 @@ def test_the_same_records_are_tokenized_once(tmp_path, monkeypatch):
         raise RuntimeError("tokenized again")
 
     monkeypatch.setattr(encoding, "encode_texts", encode)
-    monkeypatch.setattr(token_stats, "compute_token_stats", encode)
+    monkeypatch.setattr(record_cache, "compute_token_stats", encode)
     assert (
         tokens("a.txt")
         == tokens("a.txt", num_workers=3)
@@ -255,7 +255,7 @@ def test_the_digest_depends_on_tokens_and_labels_and_not_on_chunks_or_files(tmp_
     )
 
 
-def test_the_lowest_and_the_highest_id_are_known_by_their_records():
+def test_the_lowest_and_the_highest_id_have_the_index_of_their_record():
     features = datasets.Features({"tokens": datasets.LargeList(datasets.Value("int32"))})
     parts = [
         datasets.Dataset.from_dict({"tokens": lists}, features=features)
