@@ -277,8 +277,10 @@ def _parse_tool_call(call: Record, place: str) -> Record:
         return call
     arguments = parse_if_string(call["arguments"], f"{place}: arguments")
     if not isinstance(arguments, dict):
-        kind = type_name(arguments)
-        raise RecordError(f"{place}: arguments is a string of JSON with {kind}, not with an object")
+        raise RecordError(
+            f"{place}: arguments is a string of JSON with {type_name(arguments)}, not with an "
+            'object such as {"city": "Rome"}'
+        )
     return call | {"arguments": arguments}
 
 
