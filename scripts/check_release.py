@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxsp import attention
 from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.ring import Ring
 from jaxsp.model.remat import RematPolicy
@@ -154,7 +155,9 @@ def compile_selfcheck(name: str) -> jax.stages.Compiled:
     bfloat16 = jnp.dtype("bfloat16")
     segments = options.pop("max_segments")
     rows = selfcheck.make_attention_inputs(**HEADS, max_segments=segments, dtype=bfloat16)
-    compute_dtype = bfloat16 if kernel == "cudnn" else jnp.dtype("float32")
+    # The self-check compares a kernel in bfloat16 with the blockwise kernel in float32
+    is_checked = attention.as_kernel(kernel).needs_selfcheck
+    compute_dtype = bfloat16 if is_checked else jnp.dtype("float32")
     return selfcheck.compile_attention(kernel, *absent(rows), dtype=compute_dtype, **options)
 
 

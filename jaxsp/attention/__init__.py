@@ -11,16 +11,16 @@ output 0 and gradient 0. To add a strategy, see `strategy.py`; to add a kernel, 
 """
 
 from jaxsp.attention.api import (
-    CHECKPOINT_NAMES,
     SCOPE,
     Attend,
     as_kernel,
+    describe,
     find_collectives,
     make_attend,
     make_chosen_attend,
 )
-from jaxsp.attention.describe import describe
 from jaxsp.attention.kernels.kernel import Kernel, KernelSettings
+from jaxsp.attention.kernels.residuals import CHECKPOINT_NAMES
 from jaxsp.attention.selection import (
     AttentionChoice,
     StrategyOption,
@@ -28,8 +28,7 @@ from jaxsp.attention.selection import (
     choose_strategy,
     list_options,
 )
-from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.workload import HasHeads, LayerWorkload
+from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy
 
 __all__ = [
     "CHECKPOINT_NAMES",

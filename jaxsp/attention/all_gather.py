@@ -11,23 +11,19 @@ zhuzilin/ring-flash-attention. Differs: packed segments in zigzag, gradients sum
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import zigzag
-from jaxsp.attention.kernels import checkpoint_names, segments
-from jaxsp.attention.kernels.kernel import ChunkKernel, RowKernel
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import ChunkKernel, KernelWorkload, divisors
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.kernels.workload import KernelWorkload
-from jaxsp.attention.ulysses import divisors
-from jaxsp.attention.workload import LayerWorkload
-from jaxsp.attention.zigzag import LocalSegments, PartialAttention, ZigzagGroup, ZigzagStrategy
+from jaxsp.attention.strategy import LayerWorkload
+from jaxsp.attention.zigzag import PartialAttention, ZigzagStrategy
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 
@@ -92,155 +88,103 @@ class AllGather(ZigzagStrategy):
             "reduce-scatter": kv_heads * head_elements * 4,  # gradients are float32
         }
 
-    def bind(self, kernel: ChunkKernel) -> RowKernel:
-        return functools.partial(
-            attend,
-            kernel=kernel,
-            group=self.group,
-            kv_heads_per_gather=self.kv_heads_per_gather,
-        )
+    def forward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
+        """Output and log-sum-exp of this device's queries. Moves: all-gathers of k and v."""
+        B, l, H, _ = q.shape
+        num_gathers = k.shape[2] // self.kv_heads_per_gather
+        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, l // 2)
+        local_segments = self.find_local_segments(starts_BM, lengths_BM, l // 2)
+        q_SB2ChK, k_SB2CgK, v_SB2CgK = (_split_heads(x, num_gathers) for x in (q, k, v))
 
-
-def attend(
-    q_BlHK: Float[Array, "B l H K"],
-    k_BlGK: Float[Array, "B l G K"],
-    v_BlGK: Float[Array, "B l G K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-    kv_heads_per_gather: int,
-) -> Float[Array, "B l H K"]:
-    """Attention when each device holds two chunks of whole rows, and keeps its queries.
-
-    Shapes: inside shard_map over `seq`; the layout is zigzag(group.degree).
-    Moves: forward, k and v are all-gathered; backward, they are again, and their gradients are
-        reduce-scattered: see `AllGather.sent_bytes`.
-    Args: kv_heads_per_gather: K/V heads that are gathered at a time; must divide G.
-    """
-    assert k_BlGK.shape[2] % kv_heads_per_gather == 0
-    return _attend(
-        q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group, kv_heads_per_gather
-    )
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-    kv_heads_per_gather: int,
-) -> Array:
-    return _attend_fwd(q, k, v, starts_BM, lengths_BM, kernel, group, kv_heads_per_gather)[0]
-
-
-def _attend_fwd(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-    kv_heads_per_gather: int,
-) -> tuple[Array, tuple[Array, ...]]:
-    B, l, H, _ = q.shape
-    num_gathers = k.shape[2] // kv_heads_per_gather
-    work = _LocalWork.build(group, starts_BM, lengths_BM, l // 2)
-    q_SB2ChK, k_SB2CgK, v_SB2CgK = (_split_heads(x, num_gathers) for x in (q, k, v))
-
-    def attend_heads(q: Array, kv: list[Array], gathered_kv: list[Array]) -> tuple[Array, Array]:
-        """Output and log-sum-exp of the heads of one gather."""
-        diagonal = zigzag.diagonal_forward(
-            kernel, work.local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv))
-        )
-
-        def attend_chunk(inputs: tuple[Array, OffDiagonalBlock]) -> PartialAttention:
-            q_BChK, block = inputs
-            return zigzag.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
-
-        earlier = jax.lax.map(attend_chunk, (q.swapaxes(0, 1), work.earlier_blocks))
-        earlier = PartialAttention(*(zigzag.flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
-        out, lse = zigzag.merge(diagonal, earlier)
-        return out.astype(q.dtype), lse
-
-    out_SRChK, lse_SRhC = _scan_gathers(group, attend_heads, [q_SB2ChK], [k_SB2CgK, v_SB2CgK])
-    out = _join_heads(out_SRChK.reshape(q_SB2ChK.shape))
-    lse_SB2hC = lse_SRhC.reshape(-1, B, 2, lse_SRhC.shape[2], l // 2)
-    lse = lse_SB2hC.transpose(1, 0, 3, 2, 4).reshape(B, H, l)
-    out = checkpoint_name(out, checkpoint_names.OUT)
-    lse = checkpoint_name(lse, checkpoint_names.LSE)
-    return out, (q, k, v, starts_BM, lengths_BM, out, lse)
-
-
-def _attend_bwd(
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-    kv_heads_per_gather: int,
-    saved: tuple[Array, ...],
-    dout: Array,
-) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, starts_BM, lengths_BM, out, lse = saved
-    B, l, _, _ = q.shape
-    num_gathers = k.shape[2] // kv_heads_per_gather
-    work = _LocalWork.build(group, starts_BM, lengths_BM, l // 2)
-    q_S, k_S, v_S, out_S, dout_S = (_split_heads(x, num_gathers) for x in (q, k, v, out, dout))
-    lse_SB2hC = lse.reshape(B, num_gathers, -1, 2, l // 2).transpose(1, 0, 3, 2, 4)
-
-    def heads_backward(
-        q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], gathered_kv: list[Array]
-    ) -> tuple[Array, ...]:
-        """dq, dk and dv of the heads of one gather."""
-        chunk_inputs = [x.swapaxes(0, 1) for x in (q, out, lse, dout)]
-
-        def chunk_backward(
-            sums: list[Array], inputs: tuple[list[Array], OffDiagonalBlock]
-        ) -> tuple[list[Array], Array]:
-            (q, *forward_results), block = inputs
-            dq, *dkv = zigzag.off_diagonal_backward(
-                kernel, block, q, *gathered_kv, *forward_results
+        def attend_heads(
+            q: Array, kv: list[Array], gathered_kv: list[Array]
+        ) -> tuple[Array, Array]:
+            """Output and log-sum-exp of the heads of one gather."""
+            diagonal = zigzag.diagonal_forward(
+                kernel, local_segments, *(zigzag.flatten_chunks(x) for x in (q, *kv))
             )
-            return [x + y for x, y in zip(sums, dkv, strict=True)], dq
 
-        zeros = [jnp.zeros(x.shape, jnp.float32) for x in gathered_kv]
-        gathered_dkv, dq_2BChK = jax.lax.scan(
-            chunk_backward, zeros, (chunk_inputs, work.earlier_blocks)
-        )
-        scattered = _reduce_scatter_dkv(group, gathered_dkv)
-        # While the gradients travel
-        dq, *dkv = zigzag.diagonal_backward(
-            kernel,
-            work.local_segments,
-            *(zigzag.flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
-        )
-        dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
-        dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+            def attend_chunk(inputs: tuple[Array, OffDiagonalBlock]) -> PartialAttention:
+                q_BChK, block = inputs
+                return zigzag.off_diagonal_forward(kernel, block, q_BChK, *gathered_kv)
 
-    inputs = [q_S, out_S, lse_SB2hC, dout_S]
-    dq, dk, dv = _scan_gathers(group, heads_backward, inputs, [k_S, v_S])
-    return _join_heads(dq), _join_heads(dk), _join_heads(dv), None, None
+            earlier = jax.lax.map(attend_chunk, (q.swapaxes(0, 1), earlier_blocks))
+            earlier = PartialAttention(*(zigzag.flatten_chunks(x.swapaxes(0, 1)) for x in earlier))
+            out, lse = zigzag.merge(diagonal, earlier)
+            return out.astype(q.dtype), lse
 
+        out_SRChK, lse_SRhC = _scan_gathers(self, attend_heads, [q_SB2ChK], [k_SB2CgK, v_SB2CgK])
+        out = _join_heads(out_SRChK.reshape(q_SB2ChK.shape))
+        lse_SB2hC = lse_SRhC.reshape(-1, B, 2, lse_SRhC.shape[2], l // 2)
+        lse = lse_SB2hC.transpose(1, 0, 3, 2, 4).reshape(B, H, l)
+        return out, lse
 
-_attend.defvjp(_attend_fwd, _attend_bwd)
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        out: Float[Array, "B l H K"],
+        lse: Float32[Array, "B H l"],
+        dout: Float[Array, "B l H K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        """dq, dk and dv. Moves: all-gathers of k and v, and reduce-scatters of their gradients."""
+        B, l, _, _ = q.shape
+        num_gathers = k.shape[2] // self.kv_heads_per_gather
+        earlier_blocks = self._find_earlier_blocks(starts_BM, lengths_BM, l // 2)
+        local_segments = self.find_local_segments(starts_BM, lengths_BM, l // 2)
+        q_S, k_S, v_S, out_S, dout_S = (_split_heads(x, num_gathers) for x in (q, k, v, out, dout))
+        lse_SB2hC = lse.reshape(B, num_gathers, -1, 2, l // 2).transpose(1, 0, 3, 2, 4)
 
+        def heads_backward(
+            q: Array, out: Array, lse: Array, dout: Array, kv: list[Array], gathered_kv: list[Array]
+        ) -> tuple[Array, ...]:
+            """dq, dk and dv of the heads of one gather."""
+            chunk_inputs = [x.swapaxes(0, 1) for x in (q, out, lse, dout)]
 
-class _LocalWork(NamedTuple):
-    """Blocks of attention that this device computes for the segments of its rows."""
+            def chunk_backward(
+                sums: list[Array], inputs: tuple[list[Array], OffDiagonalBlock]
+            ) -> tuple[list[Array], Array]:
+                (q, *forward_results), block = inputs
+                dq, *dkv = zigzag.off_diagonal_backward(
+                    kernel, block, q, *gathered_kv, *forward_results
+                )
+                return [x + y for x, y in zip(sums, dkv, strict=True)], dq
 
-    local_segments: LocalSegments
-    earlier_blocks: OffDiagonalBlock
-    """For each of the two chunks, [2, B]: the block over all tokens before it."""
+            zeros = [jnp.zeros(x.shape, jnp.float32) for x in gathered_kv]
+            gathered_dkv, dq_2BChK = jax.lax.scan(
+                chunk_backward, zeros, (chunk_inputs, earlier_blocks)
+            )
+            scattered = _reduce_scatter_dkv(self, gathered_dkv)
+            # While the gradients travel
+            dq, *dkv = zigzag.diagonal_backward(
+                kernel,
+                local_segments,
+                *(zigzag.flatten_chunks(x) for x in (q, *kv, out, lse, dout)),
+            )
+            dq = dq.reshape(q.shape) + dq_2BChK.swapaxes(0, 1)
+            dk, dv = (x.reshape(y.shape) + y for x, y in zip(dkv, scattered, strict=True))
+            return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
-    @classmethod
-    def build(
-        cls, group: ZigzagGroup, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
-    ) -> "_LocalWork":
+        inputs = [q_S, out_S, lse_SB2hC, dout_S]
+        dq, dk, dv = _scan_gathers(self, heads_backward, inputs, [k_S, v_S])
+        return _join_heads(dq), _join_heads(dk), _join_heads(dv)
+
+    def _find_earlier_blocks(
+        self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
+    ) -> OffDiagonalBlock:
+        """For each of this device's two chunks, [2, B]: the block over all tokens before it."""
         blocks = [
             segments.find_off_diagonal_block(
                 starts_BM,
@@ -250,17 +194,13 @@ class _LocalWork(NamedTuple):
                 first_key=jnp.int32(0),
                 num_keys=number * chunk_tokens,
             )
-            for number in group.chunk_numbers(group.index)
+            for number in self.chunk_numbers(self.index)
         ]
-        earlier_blocks = OffDiagonalBlock(*(jnp.stack(x) for x in zip(*blocks, strict=True)))
-        local_segments = zigzag.find_local_segments(
-            group, starts_BM, lengths_BM, chunk_tokens=chunk_tokens
-        )
-        return cls(local_segments, earlier_blocks)
+        return OffDiagonalBlock(*(jnp.stack(x) for x in zip(*blocks, strict=True)))
 
 
 def _scan_gathers(
-    group: ZigzagGroup, compute: Callable[..., Any], inputs: list[Array], kv: list[Array]
+    group: AllGather, compute: Callable[..., Any], inputs: list[Array], kv: list[Array]
 ) -> Any:
     """Results of `compute` for the heads of each gather, while the next gather travels."""
 
@@ -289,11 +229,11 @@ def _join_heads(x_SB2CxK: Array) -> Array:
     return x_SB2CxK.transpose(1, 2, 3, 0, 4, 5).reshape(B, 2 * C, S * x, K)
 
 
-def _all_gather_kv(group: ZigzagGroup, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
+def _all_gather_kv(group: AllGather, kv_B2CgK: list[Array]) -> list[Float[Array, "B L g K"]]:
     """Whole rows, in token order, of all devices' chunks. Keys and values travel in one message, as
-    in `ZigzagGroup.shift`."""
+    in `Ring.shift`."""
     kv_2B2CgK = jnp.stack(kv_B2CgK)
-    if group.degree > 1:
+    if group.seq > 1:
         kv_P2B2CgK = jax.lax.all_gather(
             kv_2B2CgK, axis_name=axes.SEQ, axis_index_groups=group.axis_index_groups
         )
@@ -307,16 +247,16 @@ def _all_gather_kv(group: ZigzagGroup, kv_B2CgK: list[Array]) -> list[Float[Arra
     return rows
 
 
-def _reduce_scatter_dkv(group: ZigzagGroup, dkv_BLgK: list[Array]) -> Float[Array, "2 B 2 C g K"]:
+def _reduce_scatter_dkv(group: AllGather, dkv_BLgK: list[Array]) -> Float[Array, "2 B 2 C g K"]:
     """This device's chunks of the sums of whole rows over all devices."""
     parts = []
     for x_BLgK in dkv_BLgK:
         B, _, g, K = x_BLgK.shape
-        x_NBCgK = x_BLgK.reshape(B, 2 * group.degree, -1, g, K).swapaxes(0, 1)
-        first_chunks = x_NBCgK[: group.degree]
-        last_chunks = x_NBCgK[: group.degree - 1 : -1]
+        x_NBCgK = x_BLgK.reshape(B, 2 * group.seq, -1, g, K).swapaxes(0, 1)
+        first_chunks = x_NBCgK[: group.seq]
+        last_chunks = x_NBCgK[: group.seq - 1 : -1]
         parts.append(jnp.stack([first_chunks, last_chunks], axis=2))
     dkv_P2B2CgK = jnp.stack(parts, axis=1)
-    if group.degree == 1:
+    if group.seq == 1:
         return dkv_P2B2CgK[0]
     return jax.lax.psum_scatter(dkv_P2B2CgK, axes.SEQ, axis_index_groups=group.axis_index_groups)

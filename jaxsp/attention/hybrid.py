@@ -11,12 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxsp.attention.all_gather import AllGather
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, RowKernel
-from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, KernelWorkload, RowKernel
 from jaxsp.attention.ring import Ring
-from jaxsp.attention.strategy import Strategy
+from jaxsp.attention.strategy import LayerWorkload, Strategy
 from jaxsp.attention.ulysses import Ulysses
-from jaxsp.attention.workload import LayerWorkload
 from jaxsp.attention.zigzag import ZigzagStrategy
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import errors
@@ -34,7 +32,6 @@ class Hybrid(Strategy):
 
     name = "hybrid"
     options = frozenset({"ulysses_degree", "outer_strategy"})
-    has_known_buffers = False
 
     seq: int
     inner: Ulysses

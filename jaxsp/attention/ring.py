@@ -14,20 +14,22 @@ gradients of k and v travel in float32.
 """
 
 import dataclasses
-import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention import zigzag
-from jaxsp.attention.kernels import checkpoint_names, segments
-from jaxsp.attention.kernels.kernel import ChunkKernel, RowKernel
+from jaxsp.attention.kernels import segments
+from jaxsp.attention.kernels.kernel import ChunkKernel
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.workload import LayerWorkload
-from jaxsp.attention.zigzag import LocalSegments, PartialAttention, ZigzagGroup, ZigzagStrategy
+from jaxsp.attention.strategy import LayerWorkload
+from jaxsp.attention.zigzag import LocalSegments, PartialAttention, ZigzagStrategy
+from jaxsp.core import axes
+
+_ChunkResults = tuple[PartialAttention, PartialAttention]
+"""Attention of the first and of the last chunk over the keys so far."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,165 +50,130 @@ class Ring(ZigzagStrategy):
         elements_bytes = (hops + 1) * workload.itemsize + (self.seq - 1) * 4
         return {"collective-permute": kv_elements * elements_bytes}
 
-    def bind(self, kernel: ChunkKernel) -> RowKernel:
-        return functools.partial(attend, kernel=kernel, group=self.group)
+    def forward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
+        """Output and log-sum-exp of this device's queries. Moves: k and v to all other devices."""
+        B, l, H, _ = q.shape
+        q_B2CHK, *kv = (zigzag.split_chunks(x) for x in (q, k, v))
+        work = _LocalWork(self, starts_BM, lengths_BM, l // 2)
 
+        def visit(results: _ChunkResults, kv: list[Array], hop: Array | int) -> _ChunkResults:
+            """Adds the attention of both chunks to keys that have traveled this many hops."""
+            step = work.ring_step(hop)
+            part = zigzag.off_diagonal_forward(
+                kernel, step.blocks, step.take_queries(q_B2CHK), *(step.take_keys(x) for x in kv)
+            )
+            last_part, either_part = part.split_chunks()
+            first, last = results
+            first = zigzag.merge(first, zigzag.mask_partial(either_part, step.is_earlier))
+            last = zigzag.merge(last, last_part)
+            last = zigzag.merge(last, zigzag.mask_partial(either_part, ~step.is_earlier))
+            return first, last
 
-def attend(
-    q_BlHK: Float[Array, "B l H K"],
-    k_BlGK: Float[Array, "B l G K"],
-    v_BlGK: Float[Array, "B l G K"],
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-) -> Float[Array, "B l H K"]:
-    """Attention when each device holds two chunks of whole rows, and keeps its queries.
+        def next_step(
+            carry: tuple[_ChunkResults, list[Array]], hop: Array
+        ) -> tuple[tuple[_ChunkResults, list[Array]], None]:
+            results, kv = carry
+            return (visit(results, kv, hop), self.shift(kv)), None
 
-    Shapes: inside shard_map over `seq`; the layout is zigzag(group.degree).
-    Moves: forward, k and v visit all other devices; backward, they do so again, and their gradients
-        travel all the way around: see `Ring.sent_bytes`.
-    """
-    return _attend(q_BlHK, k_BlGK, v_BlGK, starts_BM, lengths_BM, kernel, group)
+        results = work.forward(kernel, q_B2CHK, *kv)
+        if self.seq > 1:
+            hops = jnp.arange(1, self.seq - 1)
+            (results, kv), _ = jax.lax.scan(next_step, (results, self.shift(kv)), hops)
+            results = visit(results, kv, self.seq - 1)
+        out_B2CHK = jnp.stack([part.out_BCHK for part in results], axis=1)
+        out = out_B2CHK.reshape(q.shape).astype(q.dtype)
+        lse = jnp.stack([part.lse_BHC for part in results], axis=2).reshape(B, H, l)
+        return out, lse
 
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        out: Float[Array, "B l H K"],
+        lse: Float32[Array, "B H l"],
+        dout: Float[Array, "B l H K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        """dq, dk and dv.
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-) -> Array:
-    return _attend_fwd(q, k, v, starts_BM, lengths_BM, kernel, group)[0]
+        Moves: k and v to all other devices, and their gradients all the way around.
+        """
+        B, l, H, _ = q.shape
+        arrays = (q, k, v, out, dout)
+        q_B2CHK, *kv, out_B2CHK, dout_B2CHK = map(zigzag.split_chunks, arrays)
+        lse_B2HC = lse.reshape(B, H, 2, l // 2).swapaxes(1, 2)
+        work = _LocalWork(self, starts_BM, lengths_BM, l // 2)
+        forward_results = (out_B2CHK, lse_B2HC, dout_B2CHK)
 
+        def visit(
+            dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int
+        ) -> tuple[Array, list[Array]]:
+            """Adds the gradients of both chunks and of keys that have traveled this many hops."""
+            step = work.ring_step(hop)
+            dq_rows, *dkv_rows = zigzag.off_diagonal_backward(
+                kernel,
+                step.blocks,
+                step.take_queries(q_B2CHK),
+                *(step.take_keys(x) for x in kv),
+                *(step.take_queries(x) for x in forward_results),
+            )
+            dq = dq + step.sum_queries(dq_rows)
+            return dq, [x + step.sum_keys(rows) for x, rows in zip(dkv, dkv_rows, strict=True)]
 
-def _attend_fwd(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    kernel: ChunkKernel,
-    group: ZigzagGroup,
-) -> tuple[Array, tuple[Array, ...]]:
-    B, l, H, _ = q.shape
-    q_B2CHK, *kv = (zigzag.split_chunks(x) for x in (q, k, v))
-    work = _LocalWork(group, starts_BM, lengths_BM, l // 2)
+        def next_step(
+            carry: tuple[Array, list[Array], list[Array]], hop: Array
+        ) -> tuple[tuple, None]:
+            dq, dkv, kv = carry
+            received = self.shift([*dkv, *kv])
+            dq, dkv = visit(dq, received[:2], kv, hop)
+            return (dq, dkv, received[2:]), None
 
-    def visit(results: _ChunkResults, kv: list[Array], hop: Array | int) -> _ChunkResults:
-        """Adds the attention of both chunks to keys that have traveled this many hops."""
-        step = work.ring_step(hop)
-        part = zigzag.off_diagonal_forward(
-            kernel, step.blocks, step.take_queries(q_B2CHK), *(step.take_keys(x) for x in kv)
+        dq, *dkv = work.backward(kernel, q_B2CHK, *kv, *forward_results)
+        # Gradients travel one ring step after their keys, which overlaps the next step's work
+        if self.seq > 1:
+            hops = jnp.arange(1, self.seq - 1)
+            (dq, dkv, kv), _ = jax.lax.scan(next_step, (dq, dkv, self.shift(kv)), hops)
+            dq, dkv = visit(dq, self.shift(dkv), kv, self.seq - 1)
+            dkv = self.shift([x.astype(k.dtype) for x in dkv])  # to their own device
+        dk, dv = dkv
+        return (
+            dq.reshape(q.shape).astype(q.dtype),
+            dk.reshape(k.shape).astype(k.dtype),
+            dv.reshape(v.shape).astype(v.dtype),
         )
-        last_part, either_part = part.split_chunks()
-        first = zigzag.merge(results.first, zigzag.mask_partial(either_part, step.is_earlier))
-        last = zigzag.merge(results.last, last_part)
-        last = zigzag.merge(last, zigzag.mask_partial(either_part, ~step.is_earlier))
-        return _ChunkResults(first, last)
 
-    def next_step(
-        carry: tuple[_ChunkResults, list[Array]], hop: Array
-    ) -> tuple[tuple[_ChunkResults, list[Array]], None]:
-        results, kv = carry
-        return (visit(results, kv, hop), group.shift(kv)), None
+    def shift(self, arrays: list[Array]) -> list[Array]:
+        """The arrays of the previous device.
 
-    diagonal = zigzag.diagonal_forward(
-        kernel, work.local_segments, *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv))
-    )
-    first, last = diagonal.split_chunks()
-    inner = zigzag.off_diagonal_forward(
-        kernel, work.inner_block, q_B2CHK[:, 1], *(x[:, 0] for x in kv)
-    )
-    results = _ChunkResults(first, zigzag.merge(last, inner))
-    if group.degree > 1:
-        hops = jnp.arange(1, group.degree - 1)
-        (results, kv), _ = jax.lax.scan(next_step, (results, group.shift(kv)), hops)
-        results = visit(results, kv, group.degree - 1)
-    out = jnp.stack([part.out_BCHK for part in results], axis=1).reshape(q.shape).astype(q.dtype)
-    lse = jnp.stack([part.lse_BHC for part in results], axis=2).reshape(B, H, l)
-    out = checkpoint_name(out, checkpoint_names.OUT)
-    lse = checkpoint_name(lse, checkpoint_names.LSE)
-    return out, (q, k, v, starts_BM, lengths_BM, out, lse)
-
-
-def _attend_bwd(
-    kernel: ChunkKernel, group: ZigzagGroup, saved: tuple[Array, ...], dout: Array
-) -> tuple[Array, Array, Array, None, None]:
-    q, k, v, starts_BM, lengths_BM, out, lse = saved
-    B, l, H, _ = q.shape
-    q_B2CHK, k_B2CGK, v_B2CGK, out_B2CHK, dout_B2CHK = (
-        zigzag.split_chunks(x) for x in (q, k, v, out, dout)
-    )
-    lse_B2HC = lse.reshape(B, H, 2, l // 2).swapaxes(1, 2)
-    work = _LocalWork(group, starts_BM, lengths_BM, l // 2)
-    forward_results = (out_B2CHK, lse_B2HC, dout_B2CHK)
-
-    def visit(
-        dq: Array, dkv: list[Array], kv: list[Array], hop: Array | int
-    ) -> tuple[Array, list[Array]]:
-        """Adds the gradients of both chunks and of keys that have traveled this many hops."""
-        step = work.ring_step(hop)
-        dq_rows, *dkv_rows = zigzag.off_diagonal_backward(
-            kernel,
-            step.blocks,
-            step.take_queries(q_B2CHK),
-            *(step.take_keys(x) for x in kv),
-            *(step.take_queries(x) for x in forward_results),
-        )
-        dq = dq + step.sum_queries(dq_rows)
-        return dq, [x + step.sum_keys(rows) for x, rows in zip(dkv, dkv_rows, strict=True)]
-
-    def next_step(carry: tuple[Array, list[Array], list[Array]], hop: Array) -> tuple[tuple, None]:
-        dq, dkv, kv = carry
-        received = group.shift([*dkv, *kv])
-        dq, dkv = visit(dq, received[:2], kv, hop)
-        return (dq, dkv, received[2:]), None
-
-    kv = [k_B2CGK, v_B2CGK]
-    diagonal = zigzag.diagonal_backward(
-        kernel,
-        work.local_segments,
-        *(zigzag.flatten_chunks(x) for x in (q_B2CHK, *kv, *forward_results)),
-    )
-    dq, *dkv = (x.reshape(B, 2, *x.shape[1:]) for x in diagonal)
-    dq_last, *dkv_first = zigzag.off_diagonal_backward(
-        kernel,
-        work.inner_block,
-        q_B2CHK[:, 1],
-        *(x[:, 0] for x in kv),
-        *(x[:, 1] for x in forward_results),
-    )
-    dq = dq.at[:, 1].add(dq_last)
-    dkv = [x.at[:, 0].add(first) for x, first in zip(dkv, dkv_first, strict=True)]
-    # Gradients travel one ring step after their keys, so that this overlaps the next step's work
-    if group.degree > 1:
-        hops = jnp.arange(1, group.degree - 1)
-        (dq, dkv, kv), _ = jax.lax.scan(next_step, (dq, dkv, group.shift(kv)), hops)
-        dq, dkv = visit(dq, group.shift(dkv), kv, group.degree - 1)
-        dkv = group.shift([x.astype(k.dtype) for x in dkv])  # to their own device
-    dk, dv = dkv
-    return (
-        dq.reshape(q.shape).astype(q.dtype),
-        dk.reshape(k.shape).astype(k.dtype),
-        dv.reshape(v.shape).astype(v.dtype),
-        None,
-        None,
-    )
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
-class _ChunkResults(NamedTuple):
-    """Attention of the two chunks over the keys so far."""
-
-    first: PartialAttention
-    last: PartialAttention
+        They travel in one message, because XLA overlaps only one with computation (jax 0.12).
+        """
+        pairs = [
+            pair
+            for group in self.axis_index_groups
+            for pair in zip(group, [*group[1:], group[0]], strict=True)
+        ]
+        message_dtype = min((array.dtype for array in arrays), key=lambda dtype: dtype.itemsize)
+        if any(array.dtype != message_dtype for array in arrays):
+            message_dtype = jnp.dtype(f"uint{8 * message_dtype.itemsize}")
+        words = [jax.lax.bitcast_convert_type(array, message_dtype) for array in arrays]
+        ends = np.cumsum([word.size for word in words]).tolist()[:-1]
+        message = jnp.concatenate([word.ravel() for word in words])
+        received = jnp.split(jax.lax.ppermute(message, axes.SEQ, pairs), ends)
+        return [
+            jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
+            for part, word, array in zip(received, words, arrays, strict=True)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,39 +216,70 @@ class _RingStep:
 class _LocalWork:
     """Blocks of attention that this device computes for the segments of its rows."""
 
-    group: ZigzagGroup
+    ring: Ring
     starts_BM: Array
     lengths_BM: Array
     chunk_tokens: int
 
     @property
     def local_segments(self) -> LocalSegments:
-        return zigzag.find_local_segments(
-            self.group, self.starts_BM, self.lengths_BM, chunk_tokens=self.chunk_tokens
+        return self.ring.find_local_segments(self.starts_BM, self.lengths_BM, self.chunk_tokens)
+
+    def forward(
+        self, kernel: ChunkKernel, q_B2CHK: Array, k_B2CGK: Array, v_B2CGK: Array
+    ) -> _ChunkResults:
+        """Attention of this device's queries to its own keys."""
+        inputs = (q_B2CHK, k_B2CGK, v_B2CGK)
+        diagonal = zigzag.diagonal_forward(
+            kernel, self.local_segments, *map(zigzag.flatten_chunks, inputs)
         )
+        first, last = diagonal.split_chunks()
+        inner = zigzag.off_diagonal_forward(
+            kernel, self.inner_block, q_B2CHK[:, 1], k_B2CGK[:, 0], v_B2CGK[:, 0]
+        )
+        return first, zigzag.merge(last, inner)
+
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q_B2CHK: Array,
+        k_B2CGK: Array,
+        v_B2CGK: Array,
+        *forward_results: Array,
+    ) -> tuple[Array, Array, Array]:
+        """dq, dk and dv of the attention of this device's queries to its own keys."""
+        inputs = (q_B2CHK, k_B2CGK, v_B2CGK, *forward_results)
+        diagonal = zigzag.diagonal_backward(
+            kernel, self.local_segments, *map(zigzag.flatten_chunks, inputs)
+        )
+        dq, dk, dv = (x.reshape(-1, 2, *x.shape[1:]) for x in diagonal)
+        dq_last, dk_first, dv_first = zigzag.off_diagonal_backward(
+            kernel,
+            self.inner_block,
+            q_B2CHK[:, 1],
+            k_B2CGK[:, 0],
+            v_B2CGK[:, 0],
+            *(x[:, 1] for x in forward_results),
+        )
+        return dq.at[:, 1].add(dq_last), dk.at[:, 0].add(dk_first), dv.at[:, 0].add(dv_first)
 
     @property
     def inner_block(self) -> OffDiagonalBlock:
         """Queries of this device's last chunk over keys of its first."""
-        first, last = self.group.chunk_numbers(self.group.index)
+        first, last = self.ring.chunk_numbers(self.ring.index)
         return self._block(last, first)
 
     def ring_step(self, hop: Array | int) -> _RingStep:
         """The step in which the keys have traveled `hop` hops to this device."""
-        here = self.group.index
-        there = (here - hop) % self.group.degree
+        here = self.ring.index
+        there = (here - hop) % self.ring.seq
         is_earlier = there < here
-        first, last = self.group.chunk_numbers(here)
-        first_there, last_there = self.group.chunk_numbers(there)
+        first, last = self.ring.chunk_numbers(here)
+        first_there, last_there = self.ring.chunk_numbers(there)
         either_queries = jnp.where(is_earlier, first, last)
         either_keys = jnp.where(is_earlier, first_there, last_there)
         blocks = self._block(last, first_there), self._block(either_queries, either_keys)
-        return _RingStep(
-            is_earlier,
-            OffDiagonalBlock(
-                *(zigzag.flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*blocks, strict=True))
-            ),
-        )
+        return _RingStep(is_earlier, OffDiagonalBlock(*zigzag.stack_chunks(*blocks)))
 
     def _block(self, queries: Array, keys: Array) -> OffDiagonalBlock:
         """The block of two chunks, given by their numbers."""

@@ -5,12 +5,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxsp.attention import registry
-from jaxsp.attention.kernels.devices import min_device_bytes
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings
-from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
-from jaxsp.attention.strategy import Strategy
-from jaxsp.attention.ulysses import Ulysses, divisors
-from jaxsp.attention.workload import HasHeads, LayerWorkload
+from jaxsp.attention.kernels.kernel import (
+    Device,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    UnsupportedReason,
+    divisors,
+    min_device_bytes,
+)
+from jaxsp.attention.strategy import HasHeads, LayerWorkload, Strategy
+from jaxsp.attention.ulysses import Ulysses
 from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core import errors
 from jaxsp.core.errors import UserError
@@ -98,8 +103,8 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
 
     A group of one device shares nothing, whatever is requested, so that a config works on any mesh.
 
-    Raises: UserError for heads that cannot be shared as requested, and for a sliding window that the
-        strategy does not support.
+    Raises: UserError for heads that cannot be shared as requested, and for a sliding window that
+        the strategy does not support.
     """
     seq = config.mesh.seq
     if seq == 1:
@@ -107,9 +112,8 @@ def choose_strategy(config: Config, model: HasHeads) -> Strategy:
     requested = config.attention
     layer = _layer_to_compare(config, model)
     candidates = _without_problems(_candidates(requested, layer, seq=seq), layer)
-    _raise_if_options_unused(requested)
     best = min(candidates, key=lambda c: (sum(c.sent_bytes(layer).values()), -c.all_to_all_size))
-    _raise_if_gather_unused(requested, best)
+    _raise_if_options_unused(requested, best)
     problem = best.find_problem(layer)
     if problem is not None:
         raise UserError(problem)
@@ -163,17 +167,25 @@ def _candidates(
     requested: AttentionConfig, layer: LayerWorkload, *, seq: int
 ) -> Sequence[Strategy]:
     """Strategies to choose from, at least one. Raises: UserError if there is none."""
+    candidates: Sequence[Strategy]
     strategy_class = registry.STRATEGIES.get(requested.strategy)
-    if strategy_class is not None:
-        if layer.has_window and not strategy_class.supports_windows:
-            raise UserError(_describe_window_problem(requested, layer))
-        strategy_class.raise_if_impossible(requested, layer, seq=seq)
-        return strategy_class.candidates(requested, layer, seq=seq)
-    candidates = _auto_candidates(requested, layer, seq=seq)
+    if strategy_class is None:
+        candidates = _auto_candidates(requested, layer, seq=seq)
+    else:
+        candidates = strategy_class.candidates(requested, layer, seq=seq)
     if layer.has_window:
         candidates = [candidate for candidate in candidates if candidate.supports_windows]
-        if not candidates:
-            raise UserError(_describe_window_problem(requested, layer))
+        if not candidates and (strategy_class is None or not strategy_class.supports_windows):
+            names = [name for name, cls in registry.STRATEGIES.items() if cls.supports_windows]
+            raise UserError(
+                f"attention.strategy = {requested.strategy}: must be one that supports sliding "
+                f"windows, because the model's tokens see only the last {layer.window:,}. Use "
+                f"attention.strategy={errors.format_choices(names)} with "
+                f"mesh.seq={errors.format_choices(divisors(layer.num_heads))}."
+            )
+    if strategy_class is not None:
+        strategy_class.raise_if_impossible(requested, layer, seq=seq)
+        return candidates
     whole_rows = [candidate for candidate in candidates if candidate.layout_degree == 1]
     return whole_rows or candidates
 
@@ -198,58 +210,30 @@ def _without_problems(candidates: Sequence[Strategy], layer: LayerWorkload) -> S
     return fitting or candidates
 
 
-def _describe_window_problem(requested: AttentionConfig, layer: LayerWorkload) -> str:
-    names = [name for name, cls in registry.STRATEGIES.items() if cls.supports_windows]
-    return (
-        f"attention.strategy = {requested.strategy}: must be one that supports sliding windows, "
-        f"because the model's tokens see only the last {layer.window:,}. Use "
-        f"attention.strategy={errors.format_choices(names)} with "
-        f"mesh.seq={errors.format_choices(divisors(layer.num_heads))}."
-    )
-
-
-def _raise_if_options_unused(requested: AttentionConfig) -> None:
-    """Raises: UserError for fields that the requested strategy does not use."""
+def _raise_if_options_unused(requested: AttentionConfig, strategy: Strategy) -> None:
+    """Raises: UserError for a field of the config's attention that has no effect."""
     strategy_class = registry.STRATEGIES.get(requested.strategy)
     options = frozenset() if strategy_class is None else strategy_class.options
-    outer = requested.outer_strategy
-    default_outer = AttentionConfig.model_fields["outer_strategy"].default
-    is_outer_used = (
-        strategy_class is None or "outer_strategy" in options or strategy_class.name == outer
-    )
-    if outer != default_outer and not is_outer_used:
-        names = errors.format_choices([*_strategies_with("outer_strategy"), outer])
+    is_used = {
+        "outer_strategy": requested.strategy in ("auto", requested.outer_strategy)
+        or "outer_strategy" in options,
+        "ulysses_degree": "ulysses_degree" in options,
+        "kv_heads_per_gather": "kv_heads_per_gather" in strategy.config_fields,
+    }
+    for option in is_used:
+        value = getattr(requested, option)
+        default = AttentionConfig.model_fields[option].default
+        if is_used[option] or value == default:
+            continue
+        users = [name for name, cls in registry.STRATEGIES.items() if option in cls.options]
+        names = errors.format_choices(users)
+        is_outer = users[0] in registry.OUTER_STRATEGIES and "outer_strategy" in strategy.options
+        field = "outer_strategy" if is_outer else "strategy"
         raise UserError(
-            f"attention.outer_strategy = {outer}: applies only to hybrid attention, and "
-            f"attention.strategy is {requested.strategy}. Use "
-            f"attention.outer_strategy={default_outer}, which changes nothing here, or "
-            f"attention.strategy={names}."
+            f"attention.{option} = {value}: applies only to {names}, and attention.strategy is "
+            f"{requested.strategy} ({strategy.description}). Use attention.{option}="
+            f"{default or 'null'}, or attention.{field}={names}."
         )
-    if requested.ulysses_degree is not None and "ulysses_degree" not in options:
-        names = errors.format_choices(_strategies_with("ulysses_degree"))
-        raise UserError(
-            f"attention.ulysses_degree = {requested.ulysses_degree}: applies only to hybrid "
-            f"attention, and attention.strategy is {requested.strategy}. Use "
-            f"attention.ulysses_degree=null, or attention.strategy={names}."
-        )
-
-
-def _raise_if_gather_unused(requested: AttentionConfig, strategy: Strategy) -> None:
-    """Raises: UserError if the strategy gathers no heads and the config says how many."""
-    number = requested.kv_heads_per_gather
-    if number is None or "kv_heads_per_gather" in strategy.config_fields:
-        return
-    field = "outer_strategy" if "outer_strategy" in strategy.options else "strategy"
-    names = errors.format_choices(_strategies_with("kv_heads_per_gather"))
-    raise UserError(
-        f"attention.kv_heads_per_gather = {number}: applies only to all-gather attention, and this "
-        f"is {strategy.description}. Use attention.kv_heads_per_gather=null, or "
-        f"attention.{field}={names}."
-    )
-
-
-def _strategies_with(option: str) -> list[str]:
-    return [name for name, cls in registry.STRATEGIES.items() if option in cls.options]
 
 
 def _choose_kernel(

@@ -4,18 +4,119 @@ To add a strategy, write a subclass of `Strategy` in a file of its own and add i
 `jaxsp.attention.registry.STRATEGIES`.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, RowKernel
-from jaxsp.attention.kernels.workload import KernelWorkload
-from jaxsp.attention.workload import LayerWorkload
-from jaxsp.config.schema import AttentionConfig
+from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, KernelWorkload, RowKernel
+from jaxsp.config.schema import AttentionConfig, Config
 from jaxsp.core.errors import UserError
+
+
+@runtime_checkable
+class HasHeads(Protocol):
+    """The fields of a model that attention depends on; `model.config.ModelConfig` has them."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def sliding_window(self) -> int | None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerWorkload:
+    """A layer's attention in one microbatch of a sequence-parallel group."""
+
+    num_rows: int
+    """Rows that the group works on together."""
+    tokens_per_device: int
+    """Tokens of a row that one device holds."""
+    row_tokens: int
+    max_segments: int
+    """Maximum number of segments of a row."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """dtype of q, k, v, the output and their gradients."""
+    window: int | None = None
+    """Number of tokens that a token sees, including itself; None: all before it."""
+    remat: str = "save_attention"
+    """Value of memory.remat."""
+    is_deterministic: bool = False
+
+    @classmethod
+    def from_config(
+        cls, config: Config, model: HasHeads, *, remat: str | None = None
+    ) -> "LayerWorkload":
+        """The workload of a config's longest rows.
+
+        Args: remat: replaces memory.remat of the config.
+        """
+        return cls(
+            num_rows=config.batch.rows_per_microbatch,
+            tokens_per_device=config.data.max_row_tokens // config.mesh.seq,
+            row_tokens=config.data.max_row_tokens,
+            max_segments=config.data.max_segments_per_row,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype=config.model.compute_dtype,
+            window=model.sliding_window,
+            remat=config.memory.remat if remat is None else remat,
+            is_deterministic=config.run.deterministic,
+        )
+
+    @property
+    def itemsize(self) -> int:
+        return np.dtype(self.dtype).itemsize
+
+    @property
+    def qkv_bytes(self) -> tuple[int, int]:
+        """Bytes of a device's queries, and of its keys and values together."""
+        head = self.num_rows * self.tokens_per_device * self.head_dim * self.itemsize
+        return self.num_heads * head, 2 * self.num_kv_heads * head
+
+    @property
+    def has_window(self) -> bool:
+        """True if the window hides any token of a row from another."""
+        return self.window is not None and self.window < self.row_tokens
+
+    @property
+    def recomputes_attention(self) -> bool:
+        """True if the backward pass computes attention again."""
+        return self.remat == "full"
+
+    @property
+    def recomputes_projections(self) -> bool:
+        """True if the backward pass computes q, k and v again."""
+        return self.remat != "none"
+
+    def to_kernel_workload(self) -> KernelWorkload:
+        """The workload of a kernel that computes whole rows for all of these heads."""
+        return KernelWorkload(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            row_tokens=self.row_tokens,
+            num_rows=self.num_rows,
+            max_segments=self.max_segments,
+            window=self.window,
+            dtype=self.dtype,
+            whole_row_tokens=self.row_tokens,
+            is_deterministic=self.is_deterministic,
+        )
 
 
 @runtime_checkable
@@ -28,8 +129,6 @@ class Strategy(Protocol):
     """Fields of the config's attention that only strategies with them use."""
     supports_windows: ClassVar[bool] = False
     """True if sliding windows shorter than a row work."""
-    has_known_buffers: ClassVar[bool] = True
-    """True if the number of K/V arrays in memory at a time is fixed; False if XLA decides it."""
 
     seq: int
     """Number of devices in a group."""
@@ -39,7 +138,6 @@ class Strategy(Protocol):
         cls, requested: AttentionConfig, workload: LayerWorkload, *, seq: int
     ) -> Sequence["Strategy"]:
         """Returns the ways in which `seq` devices, at least 2, can share these heads."""
-        ...
 
     @classmethod
     def raise_if_impossible(
@@ -89,17 +187,14 @@ class Strategy(Protocol):
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
         """Returns what the kernel of one device computes at a time."""
-        ...
 
     def sent_bytes(self, workload: LayerWorkload) -> dict[str, int]:
         """Returns the bytes that one device sends to others per layer and microbatch, forward and
         backward, by collective operation."""
-        ...
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
         """Returns the device memory of queries, keys, values, output and their gradients in the
         backward pass."""
-        ...
 
     def communicators(self) -> list[list[int]]:
         """Returns the groups in which the first device communicates, as positions along `seq`."""
@@ -111,7 +206,6 @@ class Strategy(Protocol):
         Outputs and gradients are 0 at padding. If `layout_degree` is more than 1, `kernel` must
         have functions for chunks.
         """
-        ...
 
     def on_one_device(self) -> "Strategy | None":
         """Returns a strategy that computes chunks in the same way on one device, for tests of a
@@ -129,23 +223,20 @@ def mask_padding(
     """
     if kernel.masks_padding:
         return attend
-    return functools.partial(_attend_masked, attend=attend, segment_mask=segment_mask)
 
+    def attend_masked(
+        q_BLhK: Array,
+        k_BLgK: Array,
+        v_BLgK: Array,
+        starts_BM: Array,
+        lengths_BM: Array,
+        **tables: Any,
+    ) -> Array:
+        inside_BL11 = segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
+        q_BLhK, k_BLgK, v_BLgK = (
+            jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK)
+        )
+        out_BLhK = attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **tables)
+        return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))
 
-def _attend_masked(
-    q_BLhK: Array,
-    k_BLgK: Array,
-    v_BLgK: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    *,
-    attend: RowKernel,
-    segment_mask: Callable[..., Array],
-    **tables: Any,
-) -> Array:
-    inside_BL11 = segment_mask(starts_BM, lengths_BM, q_BLhK.shape[1])[..., None, None]
-    q_BLhK, k_BLgK, v_BLgK = (
-        jnp.where(inside_BL11, x, jnp.zeros((), x.dtype)) for x in (q_BLhK, k_BLgK, v_BLgK)
-    )
-    out_BLhK = attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, **tables)
-    return jnp.where(inside_BL11, out_BLhK, jnp.zeros((), out_BLhK.dtype))
+    return attend_masked

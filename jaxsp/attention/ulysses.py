@@ -12,10 +12,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.kernel import Kernel, KernelSettings, RowKernel
-from jaxsp.attention.kernels.workload import KernelWorkload
-from jaxsp.attention.strategy import Strategy, mask_padding
-from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.kernels.kernel import (
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    RowKernel,
+    divisors,
+)
+from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes, errors
 from jaxsp.core.errors import UserError
@@ -92,7 +96,7 @@ class Ulysses(Strategy):
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
         exchanged = self.exchanged(workload)
-        q, kv = qkv_bytes(exchanged)
+        q, kv = exchanged.qkv_bytes
         inputs = 3 * q + kv  # with the output and its gradient
         if settings.head_chunks == 1:
             return inputs + 2 * q + kv
@@ -118,21 +122,10 @@ class Ulysses(Strategy):
         )
 
 
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def kv_repeats(*, num_kv_heads: int, seq: int) -> int:
-    """Number of copies of each K/V head, so that each of `seq` devices gets whole ones for its query
-    heads."""
+    """Number of copies of each K/V head, so that each of `seq` devices gets whole ones for its
+    query heads."""
     return math.lcm(num_kv_heads, seq) // num_kv_heads
-
-
-def qkv_bytes(workload: LayerWorkload) -> tuple[int, int]:
-    """Bytes of a device's queries, and of its keys and values together."""
-    tokens = workload.num_rows * workload.tokens_per_device
-    head = tokens * workload.head_dim * workload.itemsize
-    return workload.num_heads * head, 2 * workload.num_kv_heads * head
 
 
 def attend(

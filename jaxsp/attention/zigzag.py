@@ -1,30 +1,33 @@
 """Zigzag: the shared part of ring and all-gather, which keep two chunks of queries per device.
 
-Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2P - 1 - d. The chunks
-attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk, they
-see one block: the part of the one segment that reaches from there into the chunk. Partial results
-are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp, so its
-partial results are only added.
+Rows are in zigzag (core/layout.py): with P devices, device d has chunks d and 2P - 1 - d. The
+chunks attend to themselves with the kernel's packed causal attention. Of the tokens before a chunk,
+they see one block: the part of the one segment that reaches from there into the chunk. Partial
+results are merged in float32 by their log-sum-exps. The backward pass uses the merged log-sum-exp,
+so its partial results are only added.
 """
 
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from jaxsp.attention.kernels import segments
-from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
+from jaxsp.attention.kernels.kernel import (
+    ChunkKernel,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    RowKernel,
+)
+from jaxsp.attention.kernels.residuals import with_saved_residuals
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.kernels.workload import KernelWorkload
-from jaxsp.attention.strategy import Strategy, mask_padding
-from jaxsp.attention.ulysses import qkv_bytes
-from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.strategy import LayerWorkload, Strategy, mask_padding
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 
@@ -33,65 +36,42 @@ _EMPTY_LSE = -1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ZigzagGroup:
-    """Devices along `seq` that hold different chunks of the same rows, for the same heads."""
-
-    degree: int
-    """Number of devices in the group."""
-    ulysses_degree: int = 1
-    """Number of neighbors that hold the same chunks; distance between two devices of the group."""
-
-    @property
-    def index(self) -> Array:
-        """Position of this device in its group."""
-        if self.degree == 1:
-            return jnp.int32(0)
-        return jax.lax.axis_index(axes.SEQ) // self.ulysses_degree
-
-    @property
-    def axis_index_groups(self) -> list[list[int]]:
-        """All such groups, as positions along `seq`."""
-        return [
-            [outer * self.ulysses_degree + inner for outer in range(self.degree)]
-            for inner in range(self.ulysses_degree)
-        ]
-
-    def shift(self, arrays: list[Array]) -> list[Array]:
-        """The arrays of the previous device.
-
-        They travel in one message, because XLA overlaps only one with computation (jax 0.12).
-        """
-        pairs: list[tuple[int, int]] = []
-        for group in self.axis_index_groups:
-            pairs += zip(group, [*group[1:], group[0]], strict=True)
-        dtypes = {array.dtype for array in arrays}
-        if len(dtypes) == 1:
-            message_dtype = dtypes.pop()
-        else:
-            message_dtype = jnp.dtype(f"uint{8 * min(dtype.itemsize for dtype in dtypes)}")
-        words = [jax.lax.bitcast_convert_type(array, message_dtype) for array in arrays]
-        ends = np.cumsum([word.size for word in words]).tolist()[:-1]
-        message = jnp.concatenate([word.ravel() for word in words])
-        received = jnp.split(jax.lax.ppermute(message, axes.SEQ, pairs), ends)
-        return [
-            jax.lax.bitcast_convert_type(part.reshape(word.shape), array.dtype)
-            for part, word, array in zip(received, words, arrays, strict=True)
-        ]
-
-    def chunk_numbers(self, device: Array) -> tuple[Array, Array]:
-        """Numbers of the two chunks of a device."""
-        return device, 2 * self.degree - 1 - device
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ZigzagStrategy(Strategy, abc.ABC):
     """Base class of strategies whose devices keep their queries."""
 
-    has_known_buffers = False
-
     seq: int
+    """Number of devices in a group: they hold different chunks of the same rows, for the same
+    heads."""
     stride: int = 1
-    """Distance along `seq` between two devices of a group; more than 1 inside a hybrid."""
+    """Distance along `seq` between two devices of a group. In a hybrid, the neighbors between them
+    hold the same chunks for other heads."""
+
+    @abc.abstractmethod
+    def forward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float32[Array, "B H l"]]:
+        """Output and log-sum-exp of this device's queries, inside shard_map."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        kernel: ChunkKernel,
+        q: Float[Array, "B l H K"],
+        k: Float[Array, "B l G K"],
+        v: Float[Array, "B l G K"],
+        out: Float[Array, "B l H K"],
+        lse: Float32[Array, "B H l"],
+        dout: Float[Array, "B l H K"],
+        starts_BM: Int32[Array, "B M"],
+        lengths_BM: Int32[Array, "B M"],
+    ) -> tuple[Float[Array, "B l H K"], Float[Array, "B l G K"], Float[Array, "B l G K"]]:
+        """dq, dk and dv of this device's tokens."""
 
     @classmethod
     def candidates(
@@ -100,19 +80,14 @@ class ZigzagStrategy(Strategy, abc.ABC):
         return [cls(seq=seq)]
 
     @property
-    def group(self) -> ZigzagGroup:
-        return ZigzagGroup(degree=self.seq, ulysses_degree=self.stride)
-
-    @property
     def layout_degree(self) -> int:
         return self.seq
 
     def kernel_workload(self, workload: LayerWorkload) -> KernelWorkload:
-        whole_rows = workload.to_kernel_workload()
         chunks_per_row = 2 * self.seq
         chunk_tokens = workload.row_tokens // chunks_per_row
         return dataclasses.replace(
-            whole_rows,
+            workload.to_kernel_workload(),
             num_rows=2 * workload.num_rows,
             row_tokens=chunk_tokens,
             chunks_per_row=chunks_per_row,
@@ -121,25 +96,62 @@ class ZigzagStrategy(Strategy, abc.ABC):
         )
 
     def backward_bytes(self, workload: LayerWorkload, settings: KernelSettings) -> int:
-        q, kv = qkv_bytes(workload)
+        q, kv = workload.qkv_bytes
         inputs = 3 * q + kv  # with the output and its gradient
         return inputs + 4 * (q + kv)  # float32 sums, and what travels
 
     def communicators(self) -> list[list[int]]:
-        return [list(range(0, self.seq * self.stride, self.stride))]
+        return self.axis_index_groups[:1]
 
     def build(self, kernel: Kernel, settings: KernelSettings, *, window: int | None) -> RowKernel:
         chunk_kernel = kernel.make_chunk_kernel(settings)
         assert chunk_kernel is not None, "selection.raise_if_whole_rows_only refuses it"
-        mask = functools.partial(segment_mask, group=self.group)
-        return mask_padding(kernel, self.bind(chunk_kernel), mask)
-
-    @abc.abstractmethod
-    def bind(self, kernel: ChunkKernel) -> RowKernel:
-        """Returns the strategy's function with this kernel."""
+        attend = with_saved_residuals(
+            functools.partial(self.forward, chunk_kernel),
+            functools.partial(self.backward, chunk_kernel),
+        )
+        return mask_padding(kernel, attend, self.segment_mask)
 
     def on_one_device(self) -> Strategy:
         return type(self)(seq=1)
+
+    @property
+    def index(self) -> Array:
+        """Position of this device in its group."""
+        if self.seq == 1:
+            return jnp.int32(0)
+        return jax.lax.axis_index(axes.SEQ) // self.stride
+
+    @property
+    def axis_index_groups(self) -> list[list[int]]:
+        """All groups, as positions along the mesh's `seq`."""
+        size = self.seq * self.stride
+        return [list(range(first, size, self.stride)) for first in range(self.stride)]
+
+    def chunk_numbers(self, device: Array) -> tuple[Array, Array]:
+        """Numbers of the two chunks of a device."""
+        return device, 2 * self.seq - 1 - device
+
+    def find_local_segments(
+        self, starts_BM: Array, lengths_BM: Array, chunk_tokens: int
+    ) -> "LocalSegments":
+        """Finds the segments of this device's chunks."""
+        chunks = [
+            segments.clip_to_chunk(
+                starts_BM, lengths_BM, first_token=number * chunk_tokens, num_tokens=chunk_tokens
+            )
+            for number in self.chunk_numbers(self.index)
+        ]
+        starts_RM, lengths_RM = stack_chunks(*chunks)
+        mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
+        return LocalSegments(starts_RM, lengths_RM, mask_RC)
+
+    def segment_mask(
+        self, starts_BM: Array, lengths_BM: Array, num_tokens: int
+    ) -> Bool[Array, "B l"]:
+        """True for this device's tokens that belong to a segment."""
+        local = self.find_local_segments(starts_BM, lengths_BM, num_tokens // 2)
+        return local.mask_RC.reshape(len(starts_BM), num_tokens)
 
 
 class PartialAttention(NamedTuple):
@@ -176,29 +188,9 @@ def flatten_chunks(x_B2: Array) -> Array:
     return x_B2.reshape(-1, *x_B2.shape[2:])
 
 
-def find_local_segments(
-    group: ZigzagGroup, starts_BM: Array, lengths_BM: Array, *, chunk_tokens: int
-) -> LocalSegments:
-    """Finds the segments of this device's chunks."""
-    chunks = [
-        segments.clip_to_chunk(
-            starts_BM, lengths_BM, first_token=number * chunk_tokens, num_tokens=chunk_tokens
-        )
-        for number in group.chunk_numbers(group.index)
-    ]
-    starts_RM, lengths_RM = (
-        flatten_chunks(jnp.stack(x, axis=1)) for x in zip(*chunks, strict=True)
-    )
-    mask_RC = segments.segment_mask(starts_RM, lengths_RM, chunk_tokens)
-    return LocalSegments(starts_RM, lengths_RM, mask_RC)
-
-
-def segment_mask(
-    starts_BM: Array, lengths_BM: Array, num_tokens: int, *, group: ZigzagGroup
-) -> Bool[Array, "B l"]:
-    """True for this device's tokens that belong to a segment."""
-    local = find_local_segments(group, starts_BM, lengths_BM, chunk_tokens=num_tokens // 2)
-    return local.mask_RC.reshape(len(starts_BM), num_tokens)
+def stack_chunks(first: Iterable[Array], last: Iterable[Array]) -> list[Array]:
+    """Makes arrays of the first and of the last chunk of each row rows of their own."""
+    return [flatten_chunks(jnp.stack(x, axis=1)) for x in zip(first, last, strict=True)]
 
 
 def diagonal_forward(

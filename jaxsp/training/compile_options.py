@@ -24,6 +24,7 @@ import jaxlib
 from jax.sharding import Mesh
 from jaxlib.mlir import ir
 
+from jaxsp.attention.kernels import cudnn_calls
 from jaxsp.config.schema import Config
 from jaxsp.core.errors import UserError
 from jaxsp.runtime import jax_platform
@@ -206,11 +207,12 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
     """
     module: Any = lowered.compiler_ir()
 
+    def is_backward(target: str) -> bool:
+        return target.startswith(cudnn_calls.CUSTOM_CALL_PREFIX) and target.endswith("Backward")
+
     def update_call(op: Any) -> Any:
         attributes = op.attributes
-        if op.name == "stablehlo.custom_call" and re.match(
-            _BACKWARD_CALL_TARGET, attributes["call_target_name"].value
-        ):
+        if op.name == "stablehlo.custom_call" and is_backward(attributes["call_target_name"].value):
             backend_config = json.loads(attributes["backend_config"].value)
             backend_config["cudnn_fmha_backend_config"]["force_deterministic"] = True
             attributes["backend_config"] = ir.StringAttr.get(json.dumps(backend_config))
@@ -218,10 +220,6 @@ def _make_cudnn_deterministic(lowered: jax.stages.Lowered) -> None:
 
     with module.context:
         module.operation.walk(update_call)
-
-
-_BACKWARD_CALL_TARGET = r"__cudnn\$fmha\w*Backward$"
-"""XLA's names of cuDNN's backward passes of attention."""
 
 
 def _flag_names(flags: str) -> list[str]:

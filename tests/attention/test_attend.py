@@ -1,4 +1,4 @@
-"""What every kind of attention promises: one device's numbers on many, causality, isolation, nothing from padding."""
+"""Properties of every strategy: the numbers of one device, causality, isolation, no padding."""
 
 import functools
 
@@ -17,7 +17,8 @@ from tests import batches, tolerances
 from tests.attention import oracle
 from tests.attention.strategies import make_strategy
 
-L, K = 48, 8
+L = 48
+K = 8
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,18 +28,14 @@ def small_blocks():
         yield
 
 
-RING, GATHER = (
-    make_strategy(seq=4, ulysses_degree=1),
-    make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2),
-)
-HYBRID, HYBRID_GATHER = (
-    make_strategy(seq=4, ulysses_degree=2),
-    make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather"),
-)
+RING = make_strategy(seq=4, ulysses_degree=1)
+GATHER = make_strategy(seq=4, ulysses_degree=1, outer_strategy="all_gather", kv_heads_per_gather=2)
+HYBRID = make_strategy(seq=4, ulysses_degree=2)
+HYBRID_GATHER = make_strategy(seq=4, ulysses_degree=2, outer_strategy="all_gather")
 
 
 def make_attend(devices, kernel="blockwise", window=None):
-    """attend on whole rows: each of so many devices takes its share, by Ulysses, or as a kind says."""
+    """Attention over whole rows. Args: devices: a strategy, or the number of Ulysses' devices."""
     strategy = devices if isinstance(devices, Strategy) else Ulysses(seq=devices)
     if kernel is oracle.attention:
         kernel = functools.partial(kernel, window=window)
@@ -47,7 +44,7 @@ def make_attend(devices, kernel="blockwise", window=None):
 
 
 def arrays(B, H=8, G=4):
-    """q, k, v and a cotangent of the output. Made by numpy, as are the results' comparisons: jax would compile each step."""
+    """q, k, v and a cotangent of the output, made by numpy: JAX would compile each step."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal((B, L, heads, K), np.float32) for heads in (H, G, G, H)]
 
@@ -65,23 +62,20 @@ def compiled(devices, kernel="blockwise", window=None):
     return lambda *inputs: jax.tree.map(np.asarray, results(*inputs))
 
 
-# K/V heads: more than seq, as many, fewer; not divided by it, neither dividing nor divided
-@pytest.mark.parametrize(
-    "window", [None, 15]
-)  # 15: longer than some pieces and than a share, shorter than others
+# K/V heads: more than seq, as many, fewer; not divided by it, neither dividing nor divided.
+# Window of 15: longer than some segments and than a shard, shorter than others
+@pytest.mark.parametrize("window", [None, 15])
 @pytest.mark.parametrize(
     ("seq", "H", "G"), [(2, 8, 4), (4, 8, 4), (8, 8, 4), (2, 6, 3), (6, 12, 4)]
 )
-def test_many_devices_give_what_one_gives(seq, H, G, window):
+def test_many_devices_equal_one(seq, H, G, window):
     starts = np.int32([[0, 10, 24, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
     lengths = np.int32([[10, 14, 20, 0], [40, 0, 0, 0], [0, 0, 0, 0]])
     inputs = [*arrays(3, H, G), starts, lengths]
-    found, right = (
-        compiled(seq, window=window)(*inputs),
-        compiled(1, oracle.attention, window)(*inputs),
-    )
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.ULYSSES, name
+    actual = compiled(seq, window=window)(*inputs)
+    expected = compiled(1, oracle.attention, window)(*inputs)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.ULYSSES, name
 
 
 def test_ulysses_is_two_all_to_alls_and_no_gather():
@@ -96,12 +90,12 @@ def test_ulysses_is_two_all_to_alls_and_no_gather():
 
 
 def test_only_collectives_of_attention_count():
-    share = PartitionSpec(None, axes.SEQ)
+    shard = PartitionSpec(None, axes.SEQ)
     whole = lambda x: jax.lax.all_gather(x, axes.SEQ, axis=1, tiled=True)
     gathered = jax.shard_map(
         whole,
         mesh=batches.mesh(1, 1, 4),
-        in_specs=share,
+        in_specs=shard,
         out_specs=PartitionSpec(),
         check_vma=False,
     )
@@ -114,7 +108,7 @@ PADDED = (
     np.int32([[4, 20, 0], [0, 0, 0], [0, 0, 0]]),
     np.int32([[10, 20, 0], [0, 0, 0], [40, 0, 0]]),
 )
-"""Starts and lengths: padding before, between and after pieces; a row without any."""
+"""Starts and lengths: padding before, between and after segments; a row without segments."""
 
 INSIDE = np.asarray(segments.segment_mask(*map(jnp.asarray, PADDED), L))
 
@@ -148,10 +142,11 @@ nan_at_padding.defvjp(_forward, _backward)
 @pytest.mark.parametrize("seq", [1, 4])
 def test_a_kernel_that_gives_nan_at_padding_changes_nothing(seq):
     inputs = [*arrays(3), *PADDED]
-    found, right = compiled(seq, nan_at_padding)(*inputs), compiled(1, oracle.attention)(*inputs)
-    for name in right:
-        assert batches.difference(found[name], right[name]) < tolerances.ULYSSES, name
-        assert (found[name][~INSIDE] == 0).all(), name
+    actual = compiled(seq, nan_at_padding)(*inputs)
+    expected = compiled(1, oracle.attention)(*inputs)
+    for name in expected:
+        assert batches.difference(actual[name], expected[name]) < tolerances.ULYSSES, name
+        assert (actual[name][~INSIDE] == 0).all(), name
 
 
 WHOLE = [(1, oracle.attention), (1, "blockwise"), (4, "blockwise")]
@@ -162,57 +157,61 @@ EACH = pytest.mark.parametrize(
     ("devices", "kernel"),
     [
         *WHOLE,
-        *((kind, "blockwise") for kind in (RING, HYBRID_GATHER)),
-        *(pytest.param(kind, "blockwise", marks=pytest.mark.slow) for kind in (GATHER, HYBRID)),
+        *((strategy, "blockwise") for strategy in (RING, HYBRID_GATHER)),
+        *(
+            pytest.param(strategy, "blockwise", marks=pytest.mark.slow)
+            for strategy in (GATHER, HYBRID)
+        ),
     ],
     ids=lambda value: getattr(value, "description", None),
 )
-"""A new kind is a row here."""
+"""Strategies and kernels; a new strategy is a row here."""
 
 
 @EACH
 def test_nan_at_padding_changes_nothing(devices, kernel):
     inputs = arrays(3)
     poisoned = [np.where(INSIDE[..., None, None], x, np.float32(np.nan)) for x in inputs]
-    found, right = (
-        compiled(devices, kernel)(*poisoned, *PADDED),
-        compiled(devices, kernel)(*inputs, *PADDED),
-    )
-    for name in right:
-        assert batches.same_bits(found[name], right[name]), name
-        assert (found[name][~INSIDE] == 0).all(), name
+    actual = compiled(devices, kernel)(*poisoned, *PADDED)
+    expected = compiled(devices, kernel)(*inputs, *PADDED)
+    for name in expected:
+        assert batches.same_bits(actual[name], expected[name]), name
+        assert (actual[name][~INSIDE] == 0).all(), name
 
 
 @EACH
 def test_an_output_does_not_depend_on_later_tokens(devices, kernel):
-    """The derivative of outputs up to t towards inputs after t is exactly zero, and towards t it is not."""
+    """Gradients of outputs up to t are exactly zero for inputs after t, and nonzero for input t."""
     q, k, v, dout = arrays(3)
-    starts, lengths = np.zeros((3, 3), np.int32), np.int32([[L, 0, 0]] * 3)
+    starts = np.zeros((3, 3), np.int32)
+    lengths = np.int32([[L, 0, 0]] * 3)
     for t in (0, 7, 8, 11, 12, 30, 46):
         upto = (np.arange(L) <= t)[None, :, None, None]
-        found = compiled(devices, kernel)(q, k, v, dout * upto, starts, lengths)
+        actual = compiled(devices, kernel)(q, k, v, dout * upto, starts, lengths)
         for name in ("dq", "dk", "dv"):
-            assert (found[name][:, t + 1 :] == 0).all(), (name, t)
-            # the first token sees itself alone: its weight is 1 whatever q and k are
-            assert (t == 0 and name != "dv") or (found[name][:, t] != 0).all(), (name, t)
+            assert (actual[name][:, t + 1 :] == 0).all(), (name, t)
+            # The first token attends only to itself, with weight 1 for any q and k
+            assert (t == 0 and name != "dv") or (actual[name][:, t] != 0).all(), (name, t)
 
 
 @WINDOWS
-def test_an_output_depends_on_its_window_alone(devices, kernel):
-    """The derivative of an output is zero towards all but itself and the window - 1 tokens before, and not towards their v."""
+def test_an_output_depends_only_on_its_window(devices, kernel):
+    """Gradients are zero except for the token and the window - 1 before it; dv is nonzero there."""
     window = 13
     q, k, v, dout = arrays(3)
-    starts, lengths = np.zeros((3, 3), np.int32), np.int32([[L, 0, 0]] * 3)
+    starts = np.zeros((3, 3), np.int32)
+    lengths = np.int32([[L, 0, 0]] * 3)
     for t in (0, 12, 13, 30, 47):
-        one = (np.arange(L) == t)[None, :, None, None]
-        found = compiled(devices, kernel, window)(q, k, v, dout * one, starts, lengths)
+        is_t = (np.arange(L) == t)[None, :, None, None]
+        actual = compiled(devices, kernel, window)(q, k, v, dout * is_t, starts, lengths)
         seen = (np.arange(L) <= t) & (np.arange(L) > t - window)
         for name in ("dk", "dv"):
-            assert (found[name][:, ~seen] == 0).all(), (name, t)
-        assert (found["dv"][:, seen] != 0).all(), t
+            assert (actual[name][:, ~seen] == 0).all(), (name, t)
+        assert (actual["dv"][:, seen] != 0).all(), t
 
 
-# Shares of 12 tokens at seq=4: boundaries inside a share and on its edge, a piece over three shares, one that fills a share
+# Shards of 12 tokens at seq=4: boundaries inside and at the edge of a shard, a segment over three
+# shards, and one that fills a shard
 ROWS = np.int32(
     [
         [(0, 7), (7, 5), (12, 33), (45, 3)],
@@ -223,17 +222,18 @@ ROWS = np.int32(
 
 
 @EACH
-def test_a_piece_knows_nothing_of_the_others(devices, kernel):
-    """The derivative of a piece's outputs towards all inputs outside it is exactly zero, and its outputs ignore them."""
-    starts, lengths = ROWS[..., 0], ROWS[..., 1]
+def test_a_segment_does_not_depend_on_the_others(devices, kernel):
+    """Its outputs ignore inputs outside of it, whose gradients are exactly zero."""
+    starts = ROWS[..., 0]
+    lengths = ROWS[..., 1]
     q, k, v, dout = arrays(len(ROWS))
     before = compiled(devices, kernel)(q, k, v, dout, starts, lengths)["out"]
-    piece = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
+    segment = np.asarray(segments.segment_ids(jnp.asarray(starts), jnp.asarray(lengths), L))
     for m in range(ROWS.shape[1]):
-        own = (piece == m)[..., None, None]
+        own = (segment == m)[..., None, None]
         others = [np.where(own, x, -3 * x) for x in (q, k, v)]
-        found = compiled(devices, kernel)(*others, dout * own, starts, lengths)
-        assert batches.same_bits(found["out"][piece == m], before[piece == m]), m
+        actual = compiled(devices, kernel)(*others, dout * own, starts, lengths)
+        assert batches.same_bits(actual["out"][segment == m], before[segment == m]), m
         for name in ("dq", "dk", "dv"):
-            assert (found[name][piece != m] == 0).all(), (name, m)
-            assert (found[name] != 0).any(), (name, m)
+            assert (actual[name][segment != m] == 0).all(), (name, m)
+            assert (actual[name] != 0).any(), (name, m)

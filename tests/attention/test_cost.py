@@ -1,4 +1,4 @@
-"""What each kind of attention is said to send, against the collectives of compiled layers."""
+"""Formulas of the bytes that each strategy sends, against the collectives of compiled layers."""
 
 import jax
 import jax.numpy as jnp
@@ -6,27 +6,34 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxsp import attention
-from jaxsp.attention.workload import LayerWorkload
+from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.core import axes
 from jaxsp.planner.cost import comms
 from tests import batches
 from tests.attention.strategies import make_strategy
 
-B, L, D, K, NUM_LAYERS = 2, 48, 16, 8, 3
+B = 2
+L = 48
+D = 16
+K = 8
+NUM_LAYERS = 3
 
-KEPT = {
+POLICIES = {
     "none": None,
     "save_attention": jax.checkpoint_policies.save_only_these_names(*attention.CHECKPOINT_NAMES),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-"""What the backward pass of a layer keeps, if it does not keep everything."""
+"""Policy of what the backward pass of a layer keeps; None: everything."""
 
 
-def compiled(kind, H, G, remat):
-    """The text of a few layers of projections around attention, scanned, forward and backward: what is in the loops stands for
-    a layer."""
-    attend = attention.make_attend(strategy=kind, kernel="blockwise", window=None)
-    starts, lengths = jnp.zeros((B, 1), jnp.int32), jnp.full((B, 1), L, jnp.int32)
+def compiled(strategy, H, G, remat):
+    """Text of a compiled scan over layers, forward and backward.
+
+    A layer has projections around attention. What is in the loops counts for each layer.
+    """
+    attend = attention.make_attend(strategy=strategy, kernel="blockwise", window=None)
+    starts = jnp.zeros((B, 1), jnp.int32)
+    lengths = jnp.full((B, 1), L, jnp.int32)
 
     def layer(x, weights):
         q, k, v = ((x @ weight).reshape(*x.shape[:2], -1, K) for weight in weights[:3])
@@ -35,15 +42,18 @@ def compiled(kind, H, G, remat):
         ), None
 
     body = (
-        layer if remat == "none" else jax.checkpoint(layer, policy=KEPT[remat], prevent_cse=False)
+        layer
+        if remat == "none"
+        else jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False)
     )
     loss = lambda x, weights: (jax.lax.scan(body, x, weights)[0] ** 2).sum()
-    share, same = PartitionSpec(None, axes.SEQ), PartitionSpec()
+    shard = PartitionSpec(None, axes.SEQ)
+    whole = PartitionSpec()
     gradients = jax.shard_map(
         jax.grad(loss, argnums=(0, 1)),
-        mesh=batches.mesh(1, 1, kind.seq),
-        in_specs=(share, same),
-        out_specs=(share, same),
+        mesh=batches.mesh(1, 1, strategy.seq),
+        in_specs=(shard, whole),
+        out_specs=(shard, whole),
         check_vma=False,
     )
     x = jax.ShapeDtypeStruct((B, L, D), jnp.float32)
@@ -53,10 +63,10 @@ def compiled(kind, H, G, remat):
     return jax.jit(gradients).lower(x, weights).compile().as_text()
 
 
-def layer(kind, H, G, remat):
+def layer(strategy, H, G, remat):
     return LayerWorkload(
         num_rows=B,
-        tokens_per_device=L // kind.seq,
+        tokens_per_device=L // strategy.seq,
         num_heads=H,
         num_kv_heads=G,
         head_dim=K,
@@ -67,7 +77,7 @@ def layer(kind, H, G, remat):
     )
 
 
-KINDS = [
+CASES = [
     (make_strategy(seq=8, ulysses_degree=8), 8, 2),  # K/V heads are repeated
     (make_strategy(seq=6, ulysses_degree=6), 12, 4),  # neither dividing nor divided
     (make_strategy(seq=4, ulysses_degree=1), 6, 3),
@@ -90,21 +100,24 @@ TIERS = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "H", "G", "remat"),
+    ("strategy", "H", "G", "remat"),
     [
-        pytest.param(*one, remat, marks=TIERS.get((one[0].name, remat), pytest.mark.slow))
-        for one in KINDS
-        for remat in KEPT
+        pytest.param(*case, remat, marks=TIERS.get((case[0].name, remat), pytest.mark.slow))
+        for case in CASES
+        for remat in POLICIES
     ],
-    ids=lambda one: getattr(one, "description", None),
+    ids=lambda value: getattr(value, "description", None),
 )
-def test_the_cost_is_what_the_compiled_layers_send(kind, H, G, remat):
-    sent = comms.parse_collectives(compiled(kind, H, G, remat))
-    found = {one: comms.sum_bytes(sent, operation=one) / NUM_LAYERS for one in comms.COLLECTIVES}
-    formula = kind.sent_bytes(layer(kind, H, G, remat))
-    assert {one: size for one, size in found.items() if size} == formula
+def test_the_cost_is_what_the_compiled_layers_send(strategy, H, G, remat):
+    sent = comms.parse_collectives(compiled(strategy, H, G, remat))
+    by_operation = {
+        operation: comms.sum_bytes(sent, operation=operation) / NUM_LAYERS
+        for operation in comms.COLLECTIVES
+    }
+    formula = strategy.sent_bytes(layer(strategy, H, G, remat))
+    assert {operation: size for operation, size in by_operation.items() if size} == formula
 
 
-def test_a_device_alone_sends_nothing():
-    alone = make_strategy(seq=1, ulysses_degree=1)
-    assert alone.sent_bytes(layer(alone, 2, 1, "full")) == {}
+def test_a_single_device_sends_nothing():
+    strategy = make_strategy(seq=1, ulysses_degree=1)
+    assert strategy.sent_bytes(layer(strategy, 2, 1, "full")) == {}

@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp.attention.kernels import cudnn, cudnn_calls, cudnn_limits, cudnn_memory, cudnn_slots
 from jaxsp.attention.kernels.cudnn_memory import CallSplit
-from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.planner.compile import compiled
 
 pytestmark = pytest.mark.e2e

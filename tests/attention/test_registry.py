@@ -14,7 +14,6 @@ from jaxsp.attention import registry
 from jaxsp.attention.kernels import segments
 from jaxsp.attention.kernels.kernel import Kernel
 from jaxsp.attention.strategy import Strategy, mask_padding
-from jaxsp.attention.ulysses import qkv_bytes
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import axes
 from jaxsp.hf import families
@@ -45,10 +44,10 @@ class GatherAll(Strategy):
         return workload.to_kernel_workload()
 
     def sent_bytes(self, workload):
-        return {"all-gather": (self.seq - 1) * sum(qkv_bytes(workload))}
+        return {"all-gather": (self.seq - 1) * sum(workload.qkv_bytes)}
 
     def backward_bytes(self, workload, settings):
-        return 4 * self.seq * sum(qkv_bytes(workload))
+        return 4 * self.seq * sum(workload.qkv_bytes)
 
     def build(self, kernel, settings, *, window):
         rows = kernel.make_row_kernel(settings, window=window)

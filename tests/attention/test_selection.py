@@ -1,4 +1,4 @@
-"""Which kernel a run gets, why, and what is said to whom asks for one that cannot be had."""
+"""Choice of the kernel, its settings, and the errors for kernels that cannot run."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from jaxsp import attention
 from jaxsp.attention.kernels import cudnn_calls
-from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelWorkload
 from jaxsp.config import config_file
 from jaxsp.core.errors import UserError
 from tests.messages import assert_names, numbers
@@ -21,18 +21,18 @@ def cudnn_9_28_0(monkeypatch):
 
 
 def gpu(kind="NVIDIA H100 80GB HBM3", capability="9.0"):
-    """A GPU that is not here, unless a test puts it among jax.local_devices()."""
+    """An absent GPU, unless a test adds it to jax.local_devices()."""
     return types.SimpleNamespace(
         platform="gpu", device_kind=kind, compute_capability=capability, memory_stats=lambda: None
     )
 
 
-H100, A100, V100 = gpu(), gpu("NVIDIA A100-SXM4-80GB", "8.0"), gpu("Tesla V100-SXM2-16GB", "7.0")
-B200, B300, MI300 = (
-    gpu("NVIDIA B200", "10.0"),
-    gpu("NVIDIA B300", "10.3"),
-    gpu("AMD Instinct MI300X", "gfx942"),
-)
+H100 = gpu()
+A100 = gpu("NVIDIA A100-SXM4-80GB", "8.0")
+V100 = gpu("Tesla V100-SXM2-16GB", "7.0")
+B200 = gpu("NVIDIA B200", "10.0")
+B300 = gpu("NVIDIA B300", "10.3")
+MI300 = gpu("AMD Instinct MI300X", "gfx942")
 RTX6000 = gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition", "12.0")
 
 
@@ -44,23 +44,23 @@ def choose(
     device_bytes=None,
     seq=1,
     row_tokens=131072,
-    pieces=64,
+    max_segments=64,
     rows_per_microbatch=1,
     dtype="bfloat16",
     remat="auto",
     deterministic=False,
-    **asked,
+    **attention_fields,
 ):
     config = config_file.parse(
         {
             "run": {"directory": "unused", "steps": 1, "deterministic": deterministic},
             "model": {"config": {}, "compute_dtype": dtype},
             "mesh": {"seq": seq},
-            "attention": asked,
+            "attention": attention_fields,
             "data": {
                 "train": [{"source": "unused", "format": "tokens"}],
                 "row_tokens": row_tokens,
-                "max_segments_per_row": pieces,
+                "max_segments_per_row": max_segments,
             },
             "batch": {"rows_per_step": 1, "rows_per_microbatch": rows_per_microbatch},
             "memory": {"remat": remat},
@@ -90,18 +90,18 @@ def refused(*arguments, **fields):
         (B200, {}),
         *((H100, {"heads": (8, 8, size)}) for size in (64, 96, 128, 192, 256)),
         (H100, {"window": 4096}),
-        (A100, {"window": 4096, "pieces": 1}),
-        (A100, {"pieces": 1}),
+        (A100, {"window": 4096, "max_segments": 1}),
+        (A100, {"max_segments": 1}),
         (H100, {"heads": (28, 4, 128), "seq": 4}),
     ],
 )
-def test_auto_means_cudnn_where_it_runs(device, fields):
+def test_auto_chooses_cudnn_where_it_runs(device, fields):
     choice = choose(device, **fields)
     assert (choice.kernel.name, choice.fallback_reason) == ("cudnn", "")
     assert choose(device, **fields, kernel="cudnn") == choice
 
 
-OBSTACLES = [
+UNSUPPORTED = [
     (jax.devices("cpu")[0], {}, ["NVIDIA", "cpu", "attention.kernel=auto"]),
     (MI300, {}, ["NVIDIA", "AMD Instinct MI300X"]),
     (V100, {}, ["A100", "Tesla V100-SXM2-16GB", "7.0"]),
@@ -115,8 +115,8 @@ OBSTACLES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("device", "fields", "parts"), OBSTACLES)
-def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
+@pytest.mark.parametrize(("device", "fields", "parts"), UNSUPPORTED)
+def test_cudnn_is_refused_where_it_cannot_run_and_auto_gives_the_reason(
     device,
     fields,
     parts,
@@ -127,12 +127,12 @@ def test_cudnn_where_it_cannot_run_is_refused_and_auto_says_why_it_is_not_taken(
     assert choice.kernel.name == "blockwise"
     assert choice.fallback_reason
     assert choice.fallback_reason in problem
-    said = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(said, "8 of 32", "2 of 8", "blockwise")
-    assert choice.fallback_reason in said
+    line = attention.describe(choice, make_model((32, 8, 128)))
+    assert_names(line, "8 of 32", "2 of 8", "blockwise")
+    assert choice.fallback_reason in line
 
 
-def test_every_obstacle_is_named_at_once():
+def test_all_reasons_are_reported_at_once():
     problems = refused(A100, kernel="cudnn", dtype="float32", row_tokens=1000, heads=(8, 8, 100))
     assert len(problems) == 4
 
@@ -141,29 +141,29 @@ def test_every_obstacle_is_named_at_once():
     ("installed", "device", "fields", "parts"),
     [
         ((9, 10, 0), B200, {}, ["9.10.0", "bugs"]),
-        ((9, 10, 1), A100, {"pieces": 1}, ["9.10.1", "bugs"]),
+        ((9, 10, 1), A100, {"max_segments": 1}, ["9.10.1", "bugs"]),
         ((9, 17, 1), H100, {}, ["9.17.1", "packed rows", "9.18.0"]),
         ((9, 18, 0), H100, {}, None),
-        ((9, 17, 1), H100, {"pieces": 1}, None),
+        ((9, 17, 1), H100, {"max_segments": 1}, None),
         ((9, 17, 1), B200, {}, None),
         ((9, 5, 1), B200, {}, ["9.5.1", "packed rows", "9.6.0"]),
         ((9, 14, 0), B200, {"window": 4096}, ["9.14.0", "windows", "bug"]),
-        ((9, 14, 0), A100, {"pieces": 1, "window": 4096}, ["9.14.0", "windows", "bug"]),
+        ((9, 14, 0), A100, {"max_segments": 1, "window": 4096}, ["9.14.0", "windows", "bug"]),
         ((9, 14, 0), B200, {"window": 131072}, None),
         ((9, 14, 1), B200, {"window": 4096}, None),
         ((9, 18, 0), B200, {"deterministic": True}, ["9.18.0", "run.deterministic", "9.18.1"]),
         ((9, 18, 1), B200, {"deterministic": True}, None),
-        ((8, 9, 7), H100, {"pieces": 1}, ["8.9.7", "9.0.0"]),
+        ((8, 9, 7), H100, {"max_segments": 1}, ["8.9.7", "9.0.0"]),
         ((9, 10, 2), B300, {}, ["9.10.2", "9.11.0"]),
         (
             (9, 4, 0),
             H100,
-            {"pieces": 1, "heads": (8, 8, 192)},
+            {"max_segments": 1, "heads": (8, 8, 192)},
             ["9.4.0", "heads of 192", "9.5.0"],
         ),
-        ((9, 1, 1), A100, {"pieces": 1, "window": 4096}, ["9.1.1", "windows", "9.2.0"]),
-        ((9, 1, 1), A100, {"pieces": 1, "window": 131072}, None),  # as long as the rows
-        ((9, 5, 1), H100, {"pieces": 1, "heads": (8, 8, 256), "window": 4096}, None),
+        ((9, 1, 1), A100, {"max_segments": 1, "window": 4096}, ["9.1.1", "windows", "9.2.0"]),
+        ((9, 1, 1), A100, {"max_segments": 1, "window": 131072}, None),  # as long as the rows
+        ((9, 5, 1), H100, {"max_segments": 1, "heads": (8, 8, 256), "window": 4096}, None),
         ((9, 28, 0), B300, {}, None),
         (None, H100, {}, None),
     ],
@@ -212,7 +212,8 @@ def test_heads_that_cannot_be_shared_are_refused():
     assert_names(refused(seq=6, strategy="ulysses")[0], "32", start="mesh.seq = 6: ")
 
 
-# 32 query and 8 K/V heads; as few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads * 128 of a chunk below 2**31
+# 32 query and 8 K/V heads. As few chunks as keep cuDNN's workspace at 6 GiB, and tokens * heads *
+# 128 of a chunk below 2**31
 @pytest.mark.parametrize(
     ("fields", "head_chunks"),
     [
@@ -221,15 +222,18 @@ def test_heads_that_cannot_be_shared_are_refused():
             {"row_tokens": 2**18 - 128},
             32,
         ),  # no call has shorter slots where 512 does not divide the rows
-        ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 parts of 2
-        ({"row_tokens": 2**18, "pieces": 2}, 4),  # 8 heads, 2 slots: 4 GiB
+        ({"row_tokens": 2**20, "seq": 8}, 2),  # 4 query heads share 1 K/V head: 2 chunks of 2
+        ({"row_tokens": 2**18, "max_segments": 2}, 4),  # 8 heads, 2 slots: 4 GiB
         ({"row_tokens": 2**18}, 4),
         ({"row_tokens": 5 * 2**20, "seq": 8}, 4),
-        ({"row_tokens": 5 * 2**20, "seq": 8, "pieces": 1}, 4),  # no more memory than 64 segments
+        (
+            {"row_tokens": 5 * 2**20, "seq": 8, "max_segments": 1},
+            4,
+        ),  # no more memory than 64 segments
         ({"row_tokens": 2**17, "rows_per_microbatch": 2, "seq": 1}, 4),
     ],
 )
-def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chunks):
+def test_heads_are_divided_into_few_chunks_within_the_limits(fields, head_chunks):
     assert choose(**fields).settings.head_chunks == head_chunks
     work = KernelWorkload(
         num_heads=32 // fields.get("seq", 1),
@@ -237,7 +241,7 @@ def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chu
         head_dim=128,
         row_tokens=fields.get("row_tokens", 131072),
         num_rows=fields.get("rows_per_microbatch", 1),
-        max_segments=fields.get("pieces", 64),
+        max_segments=fields.get("max_segments", 64),
         window=None,
         dtype="bfloat16",
     )
@@ -250,9 +254,7 @@ def test_heads_are_taken_in_few_parts_that_stay_below_the_limit(fields, head_chu
     ({"heads": (28, 4, 128), "seq": 4}, "1 or 7"),
     ({"heads": (12, 6, 128)}, "1, 2, 3, 6 or 12"),
 ])  # fmt: skip
-def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_they_do(
-    fields, legal
-):
+def test_head_chunks_that_do_not_divide_the_heads_are_refused_with_the_legal_ones(fields, legal):
     assert_names(
         refused(**fields, head_chunks=5)[0],
         f"Use {legal}",
@@ -263,7 +265,7 @@ def test_a_number_of_parts_that_heads_do_not_divide_into_is_refused_with_those_t
         assert choose(**fields, head_chunks=int(number)).settings.head_chunks == int(number)
 
 
-def test_head_chunks_that_no_kernel_would_take_are_refused():
+def test_head_chunks_are_refused_for_a_kernel_that_does_not_support_them():
     for device, fields, parts in (
         (A100, {}, ["blockwise", "Hopper"]),
         (H100, {"kernel": "blockwise"}, ["blockwise", "attention.head_chunks=null"]),
@@ -272,26 +274,28 @@ def test_head_chunks_that_no_kernel_would_take_are_refused():
         assert_names(problem, "cudnn", *parts, start="attention.head_chunks = 2: ")
 
 
-def test_what_cudnn_takes_beyond_the_compiled_program_is_estimated():
+def test_the_workspace_of_cudnn_is_estimated():
     assert choose(kernel="blockwise").settings.workspace_bytes == 0
-    tokens, heads = 131072, 4
+    tokens = 131072
+    heads = 4
     sums = 4 * 128 + 4  # float32: dq, and dout * out
     shared = 2 * 2 * 128  # bfloat16: dk and dv of each query head
     assert choose(seq=8).settings.workspace_bytes == 4 * tokens * heads * (sums + shared)
     assert choose(seq=8, head_chunks=4).settings.workspace_bytes == 4 * tokens * 1 * sums
-    assert choose(seq=8, pieces=1).settings.workspace_bytes == tokens * heads * (sums + shared)
+    assert choose(seq=8, max_segments=1).settings.workspace_bytes == tokens * heads * (
+        sums + shared
+    )
 
 
 def test_the_statistics_of_the_largest_call_are_counted():
     assert choose(kernel="blockwise").settings.lse_bytes == 0
     a_head = 4 * 131072  # float32
-    assert (
-        choose(seq=8).settings.lse_bytes == 4 * a_head * 4
-    )  # as of 4 whole rows of 4 heads, whatever the number of pieces
-    assert choose(seq=8, pieces=1000).settings.lse_bytes == 4 * a_head * 4
+    # as of 4 whole rows of 4 heads, for any number of segments
+    assert choose(seq=8).settings.lse_bytes == 4 * a_head * 4
+    assert choose(seq=8, max_segments=1000).settings.lse_bytes == 4 * a_head * 4
     assert choose(seq=8, head_chunks=2).settings.lse_bytes == 4 * a_head * 2
-    assert choose(seq=8, pieces=2).settings.lse_bytes == 2 * a_head * 4
-    assert choose(seq=8, pieces=1).settings.lse_bytes == a_head * 4
+    assert choose(seq=8, max_segments=2).settings.lse_bytes == 2 * a_head * 4
+    assert choose(seq=8, max_segments=1).settings.lse_bytes == a_head * 4
     # no call has shorter slots where 512 does not divide the rows
     assert choose(seq=8, row_tokens=131200, head_chunks=1).settings.lse_bytes == 64 * 4 * 131200 * 4
 
@@ -299,13 +303,13 @@ def test_the_statistics_of_the_largest_call_are_counted():
 GIB = 2**30
 
 
-def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does():
+def test_more_segments_than_fit_any_device_are_refused_with_a_number_that_fits():
     fields = {"row_tokens": 2**20 + 128, "seq": 8, "device_bytes": 80 * GIB}
-    a_piece = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
-    most = 80 * GIB // a_piece
+    segment_bytes = (2**20 + 128) * (4 * 128 + 4 + 4)  # of one head
+    most = 80 * GIB // segment_bytes
     suggestion = f"data.max_segments_per_row={most}"
-    problem = refused(**fields, pieces=300)[0]
-    needed = f"{300 * a_piece / GIB:.1f} GiB"
+    problem = refused(**fields, max_segments=300)[0]
+    needed = f"{300 * segment_bytes / GIB:.1f} GiB"
     assert_names(
         problem,
         "1,048,704",
@@ -315,13 +319,13 @@ def test_more_pieces_than_fit_any_device_are_refused_with_the_number_that_does()
         suggestion,
         start="data.max_segments_per_row = 300: ",
     )
-    assert choose(**fields, pieces=most).settings.head_chunks == 4
-    assert_names(refused(**fields, pieces=most + 1)[0], suggestion)
-    # where the rows divide, short pieces have short slots
-    assert choose(**fields | {"row_tokens": 2**20}, pieces=300).kernel.name == "cudnn"
+    assert choose(**fields, max_segments=most).settings.head_chunks == 4
+    assert_names(refused(**fields, max_segments=most + 1)[0], suggestion)
+    # if the rows divide evenly, short segments have short slots
+    assert choose(**fields | {"row_tokens": 2**20}, max_segments=300).kernel.name == "cudnn"
 
 
-def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
+def test_too_few_head_chunks_for_a_device_are_refused_with_enough():
     fields = {"row_tokens": 2**19, "seq": 8, "device_bytes": 3 * GIB}
     problem = refused(**fields, head_chunks=1)[0]
     parts = ["524,288", "64", "4.0 GiB", "3.0", "attention.head_chunks=4"]
@@ -329,19 +333,19 @@ def test_too_few_parts_for_a_device_are_refused_with_enough_of_them():
     assert choose(**fields, head_chunks=4).settings.head_chunks == 4
 
 
-def test_a_row_that_fits_no_device_is_refused_with_the_length_that_does():
+def test_a_row_that_fits_no_device_is_refused_with_a_length_that_fits():
     fields = {"seq": 8, "device_bytes": GIB, "row_tokens": 2**22}
     problem = refused(**fields)[0]
     length = GIB // (4 * 128 + 4 + 4) // 128 * 128
     parts = ["4,194,304", "64", "1.0", f"data.row_tokens={length}", "data.max_segments_per_row=1"]
     assert_names(problem, *parts, start="data.row_tokens = 4194304: ")
     assert (
-        choose(**fields | {"row_tokens": length, "pieces": 1, "head_chunks": 4}).kernel.name
+        choose(**fields | {"row_tokens": length, "max_segments": 1, "head_chunks": 4}).kernel.name
         == "cudnn"
     )
 
 
-def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
+def test_the_memory_of_a_local_device_is_read(monkeypatch):
     here = gpu()
     here.memory_stats = lambda: {"bytes_limit": GIB}
     monkeypatch.setattr(jax, "local_devices", lambda: [here])
@@ -353,7 +357,7 @@ def test_a_device_that_is_here_says_what_memory_it_has(monkeypatch):
 
 PACKED_32K = {"row_tokens": 32768, "deterministic": True, "device_bytes": int(72.8 * GIB)}
 A_HEAD = 2 * 32768 * (2 * 32768 + 4)
-"""Bytes for one head of PACKED_32K: 2 slots; for each query, bfloat16 for each key and a float32."""
+"""Bytes for one head of PACKED_32K: 2 slots; each query has a bfloat16 per key, and a float32."""
 
 
 def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_scores():
@@ -368,7 +372,7 @@ def test_a_deterministic_backward_pass_takes_few_heads_at_a_time_and_counts_its_
         A_HEAD + 2 * 32768 * shared
     )
     assert choose(**PACKED_32K | {"device_bytes": None}) == choice
-    one_document = choose(**PACKED_32K, pieces=1)
+    one_document = choose(**PACKED_32K, max_segments=1)
     assert (one_document.settings.head_chunks, one_document.settings.workspace_bytes) == (
         16,
         2 * (A_HEAD // 2 + 32768 * shared),
@@ -380,7 +384,7 @@ def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     assert usual.settings.head_chunks == 1
     assert usual.settings.workspace_bytes < 8 * GIB
     assert choose(B200, **PACKED_32K) == usual
-    assert choose(A100, **PACKED_32K, pieces=1) == choose(**PACKED_32K, pieces=1)
+    assert choose(A100, **PACKED_32K, max_segments=1) == choose(**PACKED_32K, max_segments=1)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +400,7 @@ def test_only_a_deterministic_backward_pass_outside_blackwell_keeps_scores():
     ],
 )
 def test_the_scores_of_chunks_are_those_of_the_keys_before_them(strategy, rows, keys, heads):
-    choice = choose(seq=8, strategy=strategy, pieces=1, deterministic=True, head_chunks=1)
+    choice = choose(seq=8, strategy=strategy, max_segments=1, deterministic=True, head_chunks=1)
     chunk = 131072 // 16
     scores = 2 * rows * chunk * keys * heads  # bfloat16
     sums = (
@@ -424,8 +428,8 @@ def test_deterministic_rows_too_long_for_any_device_are_refused_with_what_works(
     assert choose(**fields | {"deterministic": False}, kernel="cudnn").kernel.name == "cudnn"
     automatic = choose(**fields)
     assert (automatic.kernel.name, automatic.settings.workspace_bytes) == ("blockwise", 0)
-    said = attention.describe(automatic, make_model((32, 8, 128)))
-    assert_names(said, "blockwise", "256.0 GiB")
+    line = attention.describe(automatic, make_model((32, 8, 128)))
+    assert_names(line, "blockwise", "256.0 GiB")
     assert choose(B200, **fields).kernel.name == "cudnn"
 
 
@@ -433,7 +437,7 @@ def test_deterministic_chunks_too_long_for_any_device_are_refused_with_rows_that
     fields = {
         "seq": 8,
         "strategy": "ring",
-        "pieces": 1,
+        "max_segments": 1,
         "deterministic": True,
         "device_bytes": 2 * GIB,
         "kernel": "cudnn",
@@ -460,47 +464,47 @@ def test_deterministic_attention_of_cudnn_is_refused_on_consumer_blackwell():
     assert choose(RTX6000, row_tokens=8192).kernel.name == "cudnn"
 
 
-def test_the_banner_says_how_heads_go_through_cudnn(monkeypatch):
-    said = attention.describe(choose(seq=8, head_chunks=2), make_model((32, 8, 128)))
-    assert_names(said, "Ulysses of 8", "cuDNN 9.28.0", "2", "4 of 32", "1 of 8")
+def test_the_banner_shows_how_cudnn_computes_the_heads(monkeypatch):
+    line = attention.describe(choose(seq=8, head_chunks=2), make_model((32, 8, 128)))
+    assert_names(line, "Ulysses of 8", "cuDNN 9.28.0", "2", "4 of 32", "1 of 8")
     short = choose(row_tokens=8192)
-    said = attention.describe(short, make_model((32, 8, 128)))
-    assert_names(said, "cuDNN 9.28.0")
+    line = attention.describe(short, make_model((32, 8, 128)))
+    assert_names(line, "cuDNN 9.28.0")
     monkeypatch.setattr(cudnn_calls, "installed_version", lambda: None)
     unknown = attention.describe(short, make_model((32, 8, 128)))
     assert_names(unknown, "cuDNN")
     assert numbers(unknown) == [], "all heads and rows are on each device"
-    assert unknown == said.replace(" 9.28.0", "")
+    assert unknown == line.replace(" 9.28.0", "")
 
 
-def test_the_banner_names_what_packed_statistics_take_where_it_is_much():
+def test_the_banner_shows_the_memory_of_large_log_sum_exps():
     """2 slots of 2,097,152 tokens, 4 heads, float32."""
-    said = attention.describe(
+    line = attention.describe(
         choose(seq=8, row_tokens=2**21, head_chunks=1), make_model((32, 8, 128))
     )
-    assert_names(said, "64 MiB")
+    assert_names(line, "64 MiB")
 
 
 @pytest.mark.parametrize("kernel", ["cudnn", "blockwise"])
-def test_the_banner_names_the_window(kernel):
+def test_the_banner_shows_the_window(kernel):
     choice = choose(kernel=kernel, window=4096)
     assert choice.window == 4096
-    said = attention.describe(choice, make_model((32, 8, 128)))
-    assert_names(said, "4,096")
+    line = attention.describe(choice, make_model((32, 8, 128)))
+    assert_names(line, "4,096")
 
 
-def test_the_banner_says_what_each_kind_sends():
-    """Of 131,072 tokens of 28 heads of 128 and 4 of K and V, each of 8 devices has 16,384."""
+def test_the_banner_shows_what_each_strategy_sends():
+    """131,072 tokens, 16,384 on each of 8 devices; 28 query and 4 K/V heads of size 128."""
     choice = choose(seq=8, heads=(28, 4, 128))
     assert (choice.strategy.all_to_all_size, choice.strategy.layout_degree) == (4, 2)
     held = 16384 * 128 * 2  # bytes of a head
-    in_neighbours = 3 * 2 * (28 + 4) * held * 3 // 4
-    # k and v forward and backward, their gradients once in float32 and home in bfloat16
+    exchanged = 3 * 2 * (28 + 4) * held * 3 // 4
+    # k and v forward and backward, their gradients in float32, and the last hop in bfloat16
     around = 2 * 4 * held * (1 + 1 + 2 + 1)
-    assert choice.sent_bytes == in_neighbours + around
-    said = attention.describe(choice, make_model((28, 4, 128)))
+    assert choice.sent_bytes == exchanged + around
+    line = attention.describe(choice, make_model((28, 4, 128)))
     assert_names(
-        said,
+        line,
         "cuDNN 9.28.0",
         "7 of 28",
         "1 of 4",
@@ -510,29 +514,29 @@ def test_the_banner_says_what_each_kind_sends():
     others = dict(choice.alternatives)
     assert others.keys() == {"Ulysses of 2 x ring of 4", "ring of 8"}
     assert_names(
-        said,
+        line,
         f"{choice.sent_bytes / 1e6:,.1f} MB",
-        *(f"{words}: {size / 1e6:,.1f} MB" for words, size in others.items()),
+        *(f"{description}: {size / 1e6:,.1f} MB" for description, size in others.items()),
     )
 
 
-def test_rows_are_cut_into_chunks_that_cudnn_takes():
+def test_rows_are_cut_into_chunks_that_cudnn_supports():
     choice = choose(seq=8, heads=(7, 7, 128), row_tokens=2**17 - 1024)
     assert_names(choice.fallback_reason, "16", "2048", "data.row_tokens", "130048")
     assert choose(seq=8, heads=(7, 7, 128)).kernel.name == "cudnn"
-    # 24 heads on 18 devices, 6 neighbours: chunks of 6, and of 128 for cuDNN
+    # 24 heads on 18 devices, 6 of them neighbors: chunks of 6, and of 128 for cuDNN
     near = refused(seq=18, heads=(24, 24, 128), row_tokens=2**17, kernel="cudnn")[0]
     assert_names(near, "2304", "131072", "data.row_tokens=129024 or 131328")
     assert (
         choose(seq=18, heads=(24, 24, 128), row_tokens=129024, kernel="cudnn").kernel.name
         == "cudnn"
     )
-    assert choose(A100, seq=8, heads=(7, 7, 128), pieces=1).kernel.name == "cudnn"
+    assert choose(A100, seq=8, heads=(7, 7, 128), max_segments=1).kernel.name == "cudnn"
 
 
-def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
-    """The named rows are some that fit."""
-    fields = {"seq": 8, "strategy": "ring", "pieces": 1}
+def test_errors_for_chunks_give_the_length_of_whole_rows():
+    """The suggested rows fit."""
+    fields = {"seq": 8, "strategy": "ring", "max_segments": 1}
     problem = refused(**fields, row_tokens=2**26, device_bytes=2 * GIB)[0]
     assert_names(problem, "67,108,864", start="data.row_tokens = 67108864: ")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
@@ -540,20 +544,21 @@ def test_what_does_not_fit_in_chunks_is_said_of_whole_rows():
         choose(**fields, row_tokens=longest, device_bytes=2 * GIB, head_chunks=32).kernel.name
         == "cudnn"
     )
-    problem = refused(**fields | {"pieces": 2}, row_tokens=2**28, kernel="cudnn")[0]
+    problem = refused(**fields | {"max_segments": 2}, row_tokens=2**28, kernel="cudnn")[0]
     assert_names(problem, "268,435,456", "16", "2")
     longest = int(re.search(r"Use data.row_tokens=(\d+)", problem)[1])
     assert 2**26 < longest < 2**28
     assert (
-        choose(**fields | {"pieces": 2}, row_tokens=longest, kernel="cudnn").kernel.name == "cudnn"
+        choose(**fields | {"max_segments": 2}, row_tokens=longest, kernel="cudnn").kernel.name
+        == "cudnn"
     )
 
 
 @pytest.mark.parametrize("remat", ["none", "save_attention", "full", "auto"])
-def test_what_is_computed_again_does_not_change_the_kind(remat):
-    """So a run that had to compute more again is still the one that was planned: by `full` it would be 8 x 2."""
-    asked = {"seq": 16, "heads": (40, 10, 128)}
-    assert choose(**asked, remat=remat).strategy == choose(**asked).strategy
+def test_recomputation_does_not_change_the_strategy(remat):
+    """A run that recomputes more keeps the planned strategy. With `full` it would be 8 x 2."""
+    fields = {"seq": 16, "heads": (40, 10, 128)}
+    assert choose(**fields, remat=remat).strategy == choose(**fields).strategy
 
 
 def test_all_row_lengths_use_one_kernel_and_the_longest_is_described():

@@ -1,4 +1,4 @@
-"""Every kind of attention with every number of heads on every number of devices; which kind is chosen, and what it sends."""
+"""Every strategy with many numbers of heads and devices; the chosen strategy, and its traffic."""
 
 import functools
 import itertools
@@ -15,8 +15,8 @@ from jaxsp.attention.all_gather import AllGather
 from jaxsp.attention.hybrid import Hybrid
 from jaxsp.attention.kernels import blockwise_rows
 from jaxsp.attention.ring import Ring
+from jaxsp.attention.strategy import LayerWorkload
 from jaxsp.attention.ulysses import Ulysses
-from jaxsp.attention.workload import LayerWorkload
 from jaxsp.config.schema import AttentionConfig
 from jaxsp.core import layout
 from jaxsp.core.errors import UserError
@@ -25,7 +25,8 @@ from tests import batches, tolerances
 from tests.attention import cudnn_contract, oracle
 from tests.messages import assert_names
 
-L, K = 96, 8
+L = 96
+K = 8
 
 ROWS = [
     [(0, 10), (10, 14), (24, 70)],
@@ -34,7 +35,7 @@ ROWS = [
     [(0, 96)],
     [],
 ]
-"""Start and length of each piece: over many chunks and inside one, gaps between and behind, one that fills its row, none."""
+"""Start and length of each segment: over many chunks and in one, with gaps, a full row, none."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,7 +113,8 @@ def inputs(H, G):
     starts, lengths = np.zeros((2, len(ROWS), 5), np.int32)
     for row, places in enumerate(ROWS):
         for slot, (start, length) in enumerate(places):
-            starts[row, slot], lengths[row, slot] = start, length
+            starts[row, slot] = start
+            lengths[row, slot] = length
     return [
         *(rng.standard_normal((len(ROWS), L, heads, K), np.float32) for heads in (H, G, G, H)),
         starts,
@@ -137,9 +139,10 @@ def expected(H, G):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES]
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in CASES],
 )
-def test_every_strategy_gives_what_one_device_gives(name, record_property):
+def test_every_strategy_equals_one_device(name, record_property):
     strategy, H, G = CASES[name]
     attend = attention.make_attend(strategy=strategy, kernel="blockwise")
     actual = results(batches.attend_on_shards(attend), inputs(H, G))
@@ -233,29 +236,34 @@ PER_GATHER = "attention.kv_heads_per_gather"
         (4, 28, 4, {"kv_heads_per_gather": 2},
          f"{PER_GATHER} = 2: ", ["Ulysses of 4", "attention.strategy=all_gather"]),
         (8, 28, 4, {"strategy": "hybrid", "kv_heads_per_gather": 1},
-         f"{PER_GATHER} = 1: ", ["Ulysses of 4 x ring of 2", "attention.outer_strategy=all_gather"]),
+         f"{PER_GATHER} = 1: ",
+         ["Ulysses of 4 x ring of 2", "attention.outer_strategy=all_gather"]),
         (6, 32, 8, {"strategy": "ulysses", "window": 100},
          "mesh.seq = 6: ", ["32", "mesh.seq=1, 2, 4, 8, 16 or 32"]),
         (8, 28, 4, {"strategy": "ring", "outer_strategy": "all_gather"},
-         "attention.outer_strategy = all_gather: ", ["attention.outer_strategy=ring", "attention.strategy=hybrid"]),
+         "attention.outer_strategy = all_gather: ",
+         ["attention.outer_strategy=ring", "attention.strategy=hybrid"]),
         (8, 28, 4, {"strategy": "hybrid", "ulysses_degree": 8},
          "attention.ulysses_degree = 8: ", ["mesh.seq = 8", "28", "2 or 4", "null"]),
         (8, 7, 7, {"strategy": "hybrid"},
          "attention.strategy = hybrid: ", ["mesh.seq = 8", "7", "attention.strategy=auto"]),
         (8, 28, 4, {"ulysses_degree": 4},
-         "attention.ulysses_degree = 4: ", ["attention.ulysses_degree=null", "attention.strategy=hybrid"]),
+         "attention.ulysses_degree = 4: ",
+         ["attention.ulysses_degree=null", "attention.strategy=hybrid"]),
         (8, 28, 4, {"window": 100},
          "attention.strategy = auto: ", ["100", "mesh.seq=1, 2, 4, 7, 14 or 28"]),
         (4, 28, 4, {"strategy": "all_gather", "window": 100},
          "attention.strategy = all_gather: ", ["100", "attention.strategy=ulysses"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_what_can(seq, H, G, asked, start, parts):
+def test_impossible_strategies_are_refused_with_possible_ones(seq, H, G, asked, start, parts):
     with pytest.raises(UserError) as caught:
         chosen(seq, H, G, **asked)
     assert_names(caught.value, *parts, start=start)
     if "window" in asked:
-        assert "attention.strategy=auto" not in str(caught.value), "auto has no windows either"
+        assert "attention.strategy=auto" not in str(caught.value), (
+            "auto does not support windows either"
+        )
 
 
 def test_ulysses_supports_windows():
@@ -274,12 +282,13 @@ def test_a_kernel_without_chunks_is_refused_if_chunks_are_needed():
     )
 
 
-def test_nothing_is_computed_for_all_turns_before_the_first_layer():
-    """Of what hangs on the pieces alone JAX would make a loop of its own before that over layers: 6 turns of 8 devices."""
+def test_masks_of_all_ring_steps_are_not_hoisted_out_of_the_layer_scan():
+    """JAX would compute what depends only on the segments in a loop of 6 ring steps before it."""
     attend = batches.attend_on_shards(
         attention.make_attend(strategy=Ring(seq=8), kernel="blockwise", window=None)
     )
-    starts, lengths = jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 160, jnp.int32)
+    starts = jnp.zeros((1, 1), jnp.int32)
+    lengths = jnp.full((1, 1), 160, jnp.int32)
 
     def loss(x):
         layer = lambda x, weight: (x + attend(x * weight, x, x, starts, lengths), None)
@@ -291,68 +300,75 @@ def test_nothing_is_computed_for_all_turns_before_the_first_layer():
 
 
 def merge_errors(kernel, degree=8, tokens=512):
-    """Differences in bfloat16 from the reference in float32: of a ring, and of one device's kernel."""
+    """Errors in bfloat16 of a ring and of one device, against the oracle in float32."""
     rng = np.random.default_rng(0)
-    H, G = 4, 2
+    H = 4
+    G = 2
     given = [
         jnp.asarray(rng.standard_normal((2, tokens, heads, 64)), jnp.bfloat16)
         for heads in (H, G, G, H)
     ]
-    starts, lengths = np.int32([[0, 0], [0, 100]]), np.int32([[tokens, 0], [100, tokens - 100]])
+    starts = np.int32([[0, 0], [0, 100]])
+    lengths = np.int32([[tokens, 0], [100, tokens - 100]])
     ring = batches.attend_on_shards(
         attention.make_attend(strategy=Ring(seq=degree), kernel=kernel, window=None)
     )
-    alone = attention.make_attend(kernel=kernel, window=None)
+    single = attention.make_attend(kernel=kernel, window=None)
     exact = attention.make_attend(kernel=oracle.attention, window=None)
     right = results(exact, [*(np.asarray(x, np.float32) for x in given), starts, lengths])
-    return [
-        {
-            name: batches.difference(np.asarray(x, np.float32), right[name])
-            for name, x in found.items()
-        }
-        for found in (results(attend, [*given, starts, lengths]) for attend in (ring, alone))
-    ]
+    errors = []
+    for attend in (ring, single):
+        actual = results(attend, [*given, starts, lengths])
+        errors.append(
+            {
+                name: batches.difference(np.asarray(x, np.float32), right[name])
+                for name, x in actual.items()
+            }
+        )
+    return errors
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("kernel", "more"), [("blockwise", 1), pytest.param("cudnn", 2**0.5, marks=pytest.mark.slow)]
 )
-def test_in_bfloat16_merging_adds_nothing_to_what_one_kernel_rounds(kernel, more, record_property):
-    """cuDNN gives each part in bfloat16, which is rounding once more: its contract rounds nothing else."""
+def test_merging_in_bfloat16_adds_no_error_to_that_of_one_device(kernel, more, record_property):
+    """cuDNN returns each part in bfloat16: one more rounding, the only one in its contract."""
     if kernel == "cudnn":
         cudnn_contract.on_cpu()
-    of_ring, of_one = merge_errors(kernel)
-    record_property("ring of 8, one device", (of_ring, of_one))
-    for name, error in of_one.items():
-        assert of_ring[name] <= 1.02 * more * error, (name, of_ring, of_one)
+    ring_errors, single_errors = merge_errors(kernel)
+    record_property("ring of 8, one device", (ring_errors, single_errors))
+    for name, error in single_errors.items():
+        assert ring_errors[name] <= 1.02 * more * error, (name, ring_errors, single_errors)
 
 
-def busy(rows, *, row_tokens, degree, zigzag):
-    """The scores of the device with most to do, summed over rows, over those of devices with as much to do as each other."""
-    order, slowest, even = layout.token_order(row_tokens, degree if zigzag else 1), 0, 0
+def imbalance(rows, *, row_tokens, degree, zigzag):
+    """Number of scores of the busiest device, summed over rows, relative to the mean."""
+    order = layout.token_order(row_tokens, degree if zigzag else 1)
+    busiest = 0
+    mean = 0
     for lengths in rows:
         scores = np.zeros(row_tokens)
         scores[: sum(lengths)] = np.concatenate([np.arange(1, length + 1) for length in lengths])
-        of_devices = scores[order].reshape(degree, -1).sum(1)
-        slowest, even = slowest + of_devices.max(), even + of_devices.mean()
-    return float(slowest / even)
+        by_device = scores[order].reshape(degree, -1).sum(1)
+        busiest += by_device.max()
+        mean += by_device.mean()
+    return float(busiest / mean)
 
 
-def test_in_zigzag_causal_work_is_even(record_property):
-    """At 8 devices, for one document, and for rows packed of documents of 50 to 65,536 tokens, as many of each magnitude."""
+def test_zigzag_balances_causal_work(record_property):
+    """8 devices: one document, and packed documents of 50 to 65,536 tokens, log-uniform."""
     size = {"row_tokens": 65536, "degree": 8}
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(50), np.log(65536), 1000)).astype(
         np.int64
     )
     plan = packing.plan_rows(lengths, row_tokens=65536, max_segments=64, seed=0)
     mix = [plan.row(number).length for number in range(len(plan))]
-    found = {
-        what: [busy(rows, **size, zigzag=zigzag) for zigzag in (True, False)]
-        for what, rows in (("one", [[65536]]), ("mix", mix))
+    ratios = {
+        name: [imbalance(rows, **size, zigzag=zigzag) for zigzag in (True, False)]
+        for name, rows in (("one", [[65536]]), ("mix", mix))
     }
-    record_property("in zigzag, contiguous", found)
-    assert found["one"] == pytest.approx([1, 15 / 8], rel=1e-4)
-    assert (
-        found["mix"][0] < 0.8 * found["mix"][1]
-    )  # 1.58 and 2.01: a document in one or two chunks cannot be shared by all
+    record_property("zigzag, contiguous", ratios)
+    assert ratios["one"] == pytest.approx([1, 15 / 8], rel=1e-4)
+    # 1.58 and 2.01: a document in one or two chunks cannot be shared by all devices
+    assert ratios["mix"][0] < 0.8 * ratios["mix"][1]

@@ -11,7 +11,7 @@ from jaxsp import attention
 from jaxsp.attention import Attend, KernelSettings
 from jaxsp.attention.hybrid import OUTER_STRATEGIES
 from jaxsp.attention.kernels import blockwise, cudnn, cudnn_limits, cudnn_slots, segments
-from jaxsp.attention.kernels.workload import KernelWorkload
+from jaxsp.attention.kernels.kernel import KernelWorkload
 from tests import batches, tolerances
 from tests.attention import oracle
 

@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from jaxsp.attention.kernels.cudnn import CudnnKernel
-from jaxsp.attention.kernels.workload import UnsupportedReason
+from jaxsp.attention.kernels.kernel import UnsupportedReason
 from jaxsp.checkpoint import reader
 from jaxsp.config import config_file
 from jaxsp.core.batch import NO_LABEL, Batch

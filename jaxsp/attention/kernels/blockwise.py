@@ -29,12 +29,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
-from jaxsp.attention.kernels import blockwise_rows, checkpoint_names, segments
+from jaxsp.attention.kernels import blockwise_rows, segments
 from jaxsp.attention.kernels.blockwise_rows import BlockedRow
 from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
+from jaxsp.attention.kernels.residuals import with_saved_residuals
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
 _FLOAT32 = jnp.dtype("float32")
@@ -59,49 +59,11 @@ def attention(
     Args:
         window: a token attends to itself and the window - 1 tokens before it; None: no limit.
     """
-    L = q_BLhK.shape[1]
-    window = L if window is None else min(window, L)
-    return _attention(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attention(
-    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
-) -> Array:
-    return _attention_fwd(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window)[0]
-
-
-def _attention_fwd(
-    q_BLhK: Array, k_BLgK: Array, v_BLgK: Array, starts_BM: Array, lengths_BM: Array, window: int
-) -> tuple[Array, tuple]:
-    out_BLhK, lse_BhL = forward(
-        q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, window=window, dtype=q_BLhK.dtype
+    options: dict[str, Any] = {"window": window, "dtype": q_BLhK.dtype}
+    attend = with_saved_residuals(
+        functools.partial(forward, **options), functools.partial(backward, **options)
     )
-    out_BLhK = checkpoint_name(out_BLhK, checkpoint_names.OUT)
-    lse_BhL = checkpoint_name(lse_BhL, checkpoint_names.LSE)
-    return out_BLhK, (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL)
-
-
-def _attention_bwd(
-    window: int, residuals: tuple, dout_BLhK: Array
-) -> tuple[Array, Array, Array, None, None]:
-    q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, out_BLhK, lse_BhL = residuals
-    gradients = backward(
-        q_BLhK,
-        k_BLgK,
-        v_BLgK,
-        out_BLhK,
-        lse_BhL,
-        dout_BLhK,
-        starts_BM,
-        lengths_BM,
-        window=window,
-        dtype=q_BLhK.dtype,
-    )
-    return *gradients, None, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
+    return attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM)
 
 
 def forward(
@@ -115,10 +77,7 @@ def forward(
     dtype: jnp.dtype = _FLOAT32,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output, of `dtype`, and log-sum-exp; both 0 at padding."""
-    L = q_BLhK.shape[1]
-    window = L if window is None else window
-    make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
-    segment_BL = segments.segment_ids(starts_BM, lengths_BM, L)
+    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, window)
     return _forward(make_row, q_BLhK, k_BLgK, v_BLgK, segment_BL, dtype=dtype)
 
 
@@ -137,12 +96,19 @@ def backward(
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, of `dtype`. The output and log-sum-exp may include keys that are not in
     `k`."""
-    L = q_BLhK.shape[1]
-    window = L if window is None else window
-    make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
-    segment_BL = segments.segment_ids(starts_BM, lengths_BM, L)
+    make_row, segment_BL = _find_rows(q_BLhK, starts_BM, lengths_BM, window)
     arrays = q_BLhK, k_BLgK, v_BLgK, segment_BL, out_BLhK, lse_BhL, dout_BLhK
     return _backward(make_row, *arrays, dtype=dtype)
+
+
+def _find_rows(
+    q_BLhK: Array, starts_BM: Array, lengths_BM: Array, window: int | None
+) -> tuple[Callable[..., BlockedRow], Int32[Array, "B L"]]:
+    """First and fifth argument of `_forward` and `_backward` for rows of segments."""
+    L = q_BLhK.shape[1]
+    window = L if window is None else min(window, L)
+    make_row = functools.partial(blockwise_rows.make_segment_row, window=window)
+    return make_row, segments.segment_ids(starts_BM, lengths_BM, L)
 
 
 def off_diagonal_forward(

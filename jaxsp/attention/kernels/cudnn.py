@@ -13,11 +13,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxsp.attention.kernels import (
-    checkpoint_names,
     cudnn_calls,
     cudnn_chunked,
     cudnn_limits,
@@ -27,9 +25,17 @@ from jaxsp.attention.kernels import (
 )
 from jaxsp.attention.kernels.cudnn_masks import OffDiagonalCall
 from jaxsp.attention.kernels.cudnn_slots import SegmentTables
-from jaxsp.attention.kernels.kernel import ChunkKernel, Kernel, KernelSettings, RowKernel
+from jaxsp.attention.kernels.kernel import (
+    ChunkKernel,
+    Device,
+    Kernel,
+    KernelSettings,
+    KernelWorkload,
+    RowKernel,
+    UnsupportedReason,
+)
+from jaxsp.attention.kernels.residuals import with_saved_residuals
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
-from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
 from jaxsp.core.errors import UserError
 
 
@@ -57,107 +63,23 @@ def attention(
             `cudnn_limits.legal_head_chunks`.
         capacity_factor: one of `cudnn_slots.CAPACITY_FACTORS`.
         window: a token attends to itself and the window - 1 tokens before it; None: no limit.
-        tables: result of `make_tables` for these segments; None: computed here.
+        tables: result of `cudnn_slots.make_tables` for these segments; None: computed here.
     Raises: nothing. The caller must check `cudnn_limits.unsupported_reasons`.
     Source: for finite padding, NVIDIA/cudnn-frontend issue 624.
     """
     if tables is None:
-        tables = make_tables(
+        tables = cudnn_slots.make_tables(
             starts_BM, lengths_BM, row_tokens=q_BLhK.shape[1], capacity_factor=capacity_factor
         )
-    inputs = (q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, tables)
-    return _attention(*inputs, head_chunks, capacity_factor, window)
-
-
-def make_tables(
-    starts_BM: Int32[Array, "B M"],
-    lengths_BM: Int32[Array, "B M"],
-    *,
-    row_tokens: int,
-    capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
-) -> SegmentTables | None:
-    """Slot tables of packed rows, shared by all layers; None for rows with one slot."""
-    num_rows, max_segments = starts_BM.shape
-    if max_segments == 1:
-        return None
-    calls = cudnn_slots.plan_calls(
-        num_rows=num_rows,
-        row_tokens=row_tokens,
-        max_segments=max_segments,
-        capacity_factor=capacity_factor,
+    options: dict[str, Any] = {
+        "head_chunks": head_chunks,
+        "capacity_factor": capacity_factor,
+        "window": window,
+    }
+    attend = with_saved_residuals(
+        functools.partial(forward, **options), functools.partial(backward, **options)
     )
-    return cudnn_slots.make_tables(calls, starts_BM, lengths_BM, row_tokens=row_tokens)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
-def _attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    tables: SegmentTables | None,
-    head_chunks: int,
-    capacity_factor: int,
-    window: int | None,
-) -> Array:
-    inputs = (q, k, v, starts_BM, lengths_BM, tables)
-    return _attention_fwd(*inputs, head_chunks, capacity_factor, window)[0]
-
-
-def _attention_fwd(
-    q: Array,
-    k: Array,
-    v: Array,
-    starts_BM: Array,
-    lengths_BM: Array,
-    tables: SegmentTables | None,
-    head_chunks: int,
-    capacity_factor: int,
-    window: int | None,
-) -> tuple[Array, tuple[Any, ...]]:
-    out, lse = forward(
-        q,
-        k,
-        v,
-        starts_BM,
-        lengths_BM,
-        head_chunks=head_chunks,
-        capacity_factor=capacity_factor,
-        window=window,
-        tables=tables,
-    )
-    out = checkpoint_name(out, checkpoint_names.OUT)
-    lse = checkpoint_name(lse, checkpoint_names.LSE)
-    return out, (q, k, v, starts_BM, lengths_BM, tables, out, lse)
-
-
-def _attention_bwd(
-    head_chunks: int,
-    capacity_factor: int,
-    window: int | None,
-    residuals: tuple[Any, ...],
-    dout: Array,
-) -> tuple[Array | None, ...]:
-    q, k, v, starts_BM, lengths_BM, tables, out, lse = residuals
-    gradients = backward(
-        q,
-        k,
-        v,
-        out,
-        lse,
-        dout,
-        starts_BM,
-        lengths_BM,
-        head_chunks=head_chunks,
-        capacity_factor=capacity_factor,
-        window=window,
-        tables=tables,
-    )
-    return *gradients, None, None, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
+    return attend(q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM, tables)
 
 
 def forward(
@@ -166,24 +88,15 @@ def forward(
     v: Float[Array, "B L g K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    tables: SegmentTables | None = None,
     *,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
     window: int | None = None,
-    tables: SegmentTables | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float32[Array, "B h L"]]:
     """Output, 0 at padding, and log-sum-exp, undefined at padding. Args: as for `attention`."""
-    if tables is None:
-        tables = make_tables(
-            starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor
-        )
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM,
-        lengths_BM,
-        tables,
-        row_tokens=q.shape[1],
-        capacity_factor=capacity_factor,
-        window=window,
+        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, window=window
     )
     return cudnn_chunked.forward(calls, inside_BL, q, k, v, head_chunks)
 
@@ -197,27 +110,18 @@ def backward(
     dout: Float[Array, "B L h K"],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
+    tables: SegmentTables | None = None,
     *,
     head_chunks: int = 1,
     capacity_factor: int = cudnn_slots.CAPACITY_FACTOR,
     window: int | None = None,
-    tables: SegmentTables | None = None,
 ) -> tuple[Float[Array, "B L h K"], Float[Array, "B L g K"], Float[Array, "B L g K"]]:
     """dq, dk and dv, 0 at padding. `out` and `lse` may include keys that are not in `k`.
 
     Args: as for `attention`.
     """
-    if tables is None:
-        tables = make_tables(
-            starts_BM, lengths_BM, row_tokens=q.shape[1], capacity_factor=capacity_factor
-        )
     calls, inside_BL = cudnn_masks.make_row_calls(
-        starts_BM,
-        lengths_BM,
-        tables,
-        row_tokens=q.shape[1],
-        capacity_factor=capacity_factor,
-        window=window,
+        starts_BM, lengths_BM, tables, q.shape[1], capacity_factor=capacity_factor, window=window
     )
     return cudnn_chunked.backward(calls, inside_BL, q, k, v, out, lse, dout, head_chunks)
 
@@ -280,7 +184,7 @@ class CudnnKernel(Kernel):
     masks_padding = True
     supports_head_chunks = True
     needs_selfcheck = True
-    custom_call_prefix = "__cudnn$fmha"
+    custom_call_prefix = cudnn_calls.CUSTOM_CALL_PREFIX
 
     @property
     def title(self) -> str:
@@ -298,13 +202,13 @@ class CudnnKernel(Kernel):
         )
 
     def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel:
-        with_chunks = functools.partial(functools.partial, head_chunks=settings.head_chunks)
-        with_split = functools.partial(with_chunks, capacity_factor=settings.capacity_factor)
+        chunks: dict[str, Any] = {"head_chunks": settings.head_chunks}
+        split = chunks | {"capacity_factor": settings.capacity_factor}
         return ChunkKernel(
-            forward=with_split(forward),
-            backward=with_split(backward),
-            off_diagonal_forward=with_chunks(off_diagonal_forward),
-            off_diagonal_backward=with_chunks(off_diagonal_backward),
+            forward=functools.partial(forward, **split),
+            backward=functools.partial(backward, **split),
+            off_diagonal_forward=functools.partial(off_diagonal_forward, **chunks),
+            off_diagonal_backward=functools.partial(off_diagonal_backward, **chunks),
         )
 
     def make_tables(
@@ -315,7 +219,7 @@ class CudnnKernel(Kernel):
         *,
         row_tokens: int,
     ) -> SegmentTables | None:
-        return make_tables(
+        return cudnn_slots.make_tables(
             starts_BM,
             lengths_BM,
             row_tokens=row_tokens,

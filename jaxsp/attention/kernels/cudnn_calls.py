@@ -18,6 +18,9 @@ from jaxtyping import Array, Int32
 from jaxsp.attention.kernels.cudnn_slots import CallSlots
 from jaxsp.attention.kernels.segments import OffDiagonalBlock
 
+CUSTOM_CALL_PREFIX = "__cudnn$fmha"
+"""Prefix of the custom call targets of cuDNN's attention in a program."""
+
 TESTED_JAX_VERSIONS = "0.10.1 to 0.12.0"
 """Versions of JAX whose private functions this module can call."""
 
@@ -129,7 +132,8 @@ def read_workspace_bytes(program_text: str) -> int | None:
 
 
 _ATTENTION_CALL_PATTERN = (
-    r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="__cudnn\$fmha'
+    r'^ *(?:ROOT )?\S+ = \((.*?)\) custom-call\(.*custom_call_target="'
+    + re.escape(CUSTOM_CALL_PREFIX)
 )
 """Pattern of a line of a compiled program that calls cuDNN's attention; the group is its
 results."""

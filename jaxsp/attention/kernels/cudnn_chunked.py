@@ -38,7 +38,8 @@ def forward(
         )
         out, lse = calls[0].forward(*inputs)
         for call in calls[1:]:
-            inputs, out, lse = _force_order((inputs, out, lse))
+            # Otherwise XLA may keep the results of several calls in memory at the same time
+            inputs, out, lse = jax.lax.optimization_barrier((inputs, out, lse))
             call_out, call_lse = call.forward(*inputs)
             assert call.inside_BL is not None, "several calls need masks"
             out = jnp.where(call.inside_BL[..., None, None], call_out, out)
@@ -104,7 +105,7 @@ def backward(
             if not is_last:
                 # The inputs include lse. Otherwise XLA expands it for all calls in one operation,
                 # and the softmax statistics of all calls are live at the same time.
-                inputs, results = _force_order((inputs, results))
+                inputs, results = jax.lax.optimization_barrier((inputs, results))
         return results
 
     if head_chunks == 1:
@@ -232,11 +233,3 @@ def _zeros_after(shape: tuple[int, ...], dtype: Any, *, after: Array) -> Array:
     scan."""
     zero, _ = jax.lax.optimization_barrier((jnp.zeros((), dtype), after))
     return jnp.broadcast_to(zero, shape)
-
-
-def _force_order(arrays: Any) -> Any:
-    """Returns the same arrays once all are computed.
-
-    Otherwise XLA may keep the results of several calls in memory at the same time.
-    """
-    return jax.lax.optimization_barrier(arrays)

@@ -3,9 +3,14 @@
 from collections.abc import Iterator, Sequence
 
 from jaxsp.attention.kernels import cudnn_calls, cudnn_memory
-from jaxsp.attention.kernels import devices as kernel_devices
 from jaxsp.attention.kernels.cudnn_memory import MAX_ELEMENTS, ROW_MULTIPLE
-from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
+from jaxsp.attention.kernels.kernel import (
+    Device,
+    KernelWorkload,
+    UnsupportedReason,
+    find_local_devices,
+    lowest_capability,
+)
 from jaxsp.core import errors
 
 BROKEN_VERSIONS = ((9, 10, 0), (9, 10, 1))
@@ -31,7 +36,7 @@ def unsupported_reasons(
     Args: device_bytes: memory of a device; None: unknown.
     """
     device_kinds = errors.format_choices(sorted({device.device_kind for device in devices}))
-    capability = kernel_devices.lowest_capability(devices)
+    capability = lowest_capability(devices)
     if capability == (0, 0):
         reason = f"needs NVIDIA GPUs, and there is {device_kinds}"
         return [UnsupportedReason(reason, _OTHER_KERNEL)]
@@ -116,7 +121,7 @@ def _check_versions(
         )
         return
     # A machine that only compiles for absent GPUs may have another cuDNN than theirs
-    is_local = bool(kernel_devices.find_local_devices(devices))
+    is_local = bool(find_local_devices(devices))
     installed = cudnn_calls.installed_version() if is_local else None
     if installed is None:
         return

@@ -1,7 +1,6 @@
 """Calls of cuDNN's attention by mask: packed slots, whole rows and off-diagonal blocks."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -101,25 +100,25 @@ def make_row_calls(
     starts_BM: Array,
     lengths_BM: Array,
     tables: SegmentTables | None,
-    *,
     row_tokens: int,
+    *,
     capacity_factor: int,
     window: int | None,
-) -> tuple[Sequence[MaskedCall], Bool[Array, "B L"]]:
+) -> tuple[list[MaskedCall], Bool[Array, "B L"]]:
     """The calls that compute rows of segments, and a mask of the tokens that are in a segment."""
-    num_rows, max_segments = starts_BM.shape
-    if tables is None:
+    B, M = starts_BM.shape
+    if M == 1:
         inside_BL = jnp.arange(row_tokens, dtype=jnp.int32)[None] < (starts_BM + lengths_BM)
         return [WholeRowCall(inside_BL, starts_BM[:, 0] == 0, window)], inside_BL
-    packed_calls = cudnn_slots.plan_calls(
-        num_rows=num_rows,
-        row_tokens=row_tokens,
-        max_segments=max_segments,
-        capacity_factor=capacity_factor,
-    )
+    split = {"row_tokens": row_tokens, "capacity_factor": capacity_factor}
+    if tables is None:
+        tables = cudnn_slots.make_tables(starts_BM, lengths_BM, **split)
+    assert tables is not None
     calls: list[MaskedCall] = []
-    for index, packed_call in enumerate(packed_calls):
+    for index, packed_call in enumerate(
+        cudnn_slots.plan_calls(num_rows=B, max_segments=M, **split)
+    ):
         slots = tables.get_slots(index)
-        inside_BL = (slots.slot_N >= 0).reshape(num_rows, row_tokens)
+        inside_BL = (slots.slot_N >= 0).reshape(B, row_tokens)
         calls.append(SlotCall(packed_call, slots, window, inside_BL))
-    return calls, (tables.segment_N >= 0).reshape(num_rows, row_tokens)
+    return calls, (tables.segment_N >= 0).reshape(B, row_tokens)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxsp.attention.kernels import cudnn_slots
-from jaxsp.attention.kernels import devices as kernel_devices
-from jaxsp.attention.kernels.workload import Device, KernelWorkload
+from jaxsp.attention.kernels.kernel import Device, KernelWorkload, divisors, lowest_capability
 
 MAX_ELEMENTS = 2**31 - 1
 """Maximum number of elements of an array in packed calls, whose offsets have 32 bits."""
@@ -32,12 +31,11 @@ def legal_head_chunks(workload: KernelWorkload) -> list[int]:
     """Numbers of equal chunks that the heads can be divided into.
 
     A chunk has whole K/V heads, or query heads that share one. The queries of a chunk are within
-    the limit of packed calls; the list is empty if no number of chunks achieves that.
+    the limit of packed calls; the list is empty if even the most chunks exceed it.
     """
     heads = workload.num_heads
     kv_heads = workload.num_kv_heads
-    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
-    even = [n for n in divisors if kv_heads % n == 0 or n % kv_heads == 0]
+    even = [n for n in divisors(heads) if kv_heads % n == 0 or n % kv_heads == 0]
     if not workload.is_packed:
         return even
     return [n for n in even if workload.num_q_elements(n) <= MAX_ELEMENTS]
@@ -127,13 +125,13 @@ def needs_score_workspace(*, deterministic: bool, devices: Sequence[Device]) -> 
     row length.
 
     A deterministic backward pass does so on every GPU except Blackwell (compute capability 10.x).
-    On Hopper, cuDNN 9.25 also has one with linear memory, but it must be requested by cudnn-frontend
-    (PR 398, July 2026, in 1.27), which is compiled into jaxlib. No jaxlib that jaxsp supports has it:
-    XLA upgraded to 1.26 in September 2026 (openxla/xla PR 48168), and the binaries of jaxlib 0.10.1,
-    0.11.2 and 0.12.0.1 for CUDA 12 never compare cuDNN's version with 9.25.
+    On Hopper, cuDNN 9.25 also has one with linear memory, but it must be requested by
+    cudnn-frontend (PR 398, July 2026, in 1.27), which is compiled into jaxlib. No jaxlib that jaxsp
+    supports has it: XLA upgraded to 1.26 in September 2026 (openxla/xla PR 48168), and the binaries
+    of jaxlib 0.10.1, 0.11.2 and 0.12.0.1 for CUDA 12 never compare cuDNN's version with 9.25.
     Source: use_dp_workspace in NVIDIA/cudnn-frontend, node/scaled_dot_product_flash_attention.h.
     """
-    return deterministic and kernel_devices.lowest_capability(devices)[0] != 10
+    return deterministic and lowest_capability(devices)[0] != 10
 
 
 def with_score_workspace(workload: KernelWorkload, devices: Sequence[Device]) -> KernelWorkload:

@@ -130,14 +130,19 @@ def plan_calls(
 
 
 def make_tables(
-    calls: tuple[PackedCall, ...],
     starts_BM: Int32[Array, "B M"],
     lengths_BM: Int32[Array, "B M"],
     *,
     row_tokens: int,
-) -> SegmentTables:
-    """Assigns the segments of rows to the slots of calls."""
+    capacity_factor: int = CAPACITY_FACTOR,
+) -> SegmentTables | None:
+    """Assigns the segments of rows to the slots of calls; None for rows with one slot."""
     B, M = starts_BM.shape
+    if M == 1:
+        return None
+    calls = plan_calls(
+        num_rows=B, row_tokens=row_tokens, max_segments=M, capacity_factor=capacity_factor
+    )
     segment_BL = segments.segment_ids(starts_BM, lengths_BM, row_tokens)
     row_B1 = jnp.arange(B, dtype=jnp.int32)[:, None]
     segment_BL = jnp.where(segment_BL < 0, -1, segment_BL + row_B1 * M)

@@ -5,12 +5,13 @@ To add a kernel, write a subclass of `Kernel` in a file of its own and add it to
 """
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import Array, Int32
-
-from jaxsp.attention.kernels.workload import Device, KernelWorkload, UnsupportedReason
 
 RowKernel = Callable[..., Array]
 """Attention over rows: `(q, k, v, starts, lengths) -> out`, with an argument `tables` if
@@ -18,6 +19,82 @@ RowKernel = Callable[..., Array]
 
 Shapes: q_BLhK, k_BLgK, v_BLgK, starts_BM, lengths_BM -> out_BLhK; h is a multiple of g.
 """
+
+
+@runtime_checkable
+class Device(Protocol):
+    """A jax.Device, present or absent. NVIDIA's have a `compute_capability`, for example `9.0`."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelWorkload:
+    """Attention that one device computes at a time: whole rows or chunks, for its heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    row_tokens: int
+    num_rows: int
+    max_segments: int
+    """Maximum number of segments of a row. With 1, rows are not packed."""
+    window: int | None
+    """Number of tokens that a token sees, including itself; None: all before it."""
+    dtype: str
+    chunks_per_row: int = 1
+    """Number of chunks that a whole row is cut into. Each chunk counts as a row here."""
+    num_earlier_keys: int = 0
+    """Number of keys before a chunk that are processed at a time."""
+    ulysses_degree: int = 1
+    """Number of devices that hold the same chunks, each for other heads."""
+    whole_row_tokens: int | None = None
+    """Tokens of a whole row, if rows are cut into chunks."""
+    is_deterministic: bool = False
+    """True if gradients must be bitwise equal in every run: run.deterministic."""
+    has_score_workspace: bool = False
+    """True if the backward pass writes the gradients of all scores to memory: see
+    `cudnn_memory.needs_score_workspace`."""
+
+    @property
+    def whole_row_shape(self) -> tuple[int, int]:
+        """Number of whole rows, and tokens of each."""
+        rows_per_whole_row = 2 if self.chunks_per_row > 1 else 1
+        return self.num_rows // rows_per_whole_row, self.whole_row_tokens or self.row_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_rows * self.row_tokens
+
+    @property
+    def is_packed(self) -> bool:
+        return self.max_segments > 1
+
+    @property
+    def has_window(self) -> bool:
+        """True if the window hides any token of a row from another."""
+        return self.window is not None and self.window < self.row_tokens
+
+    def num_q_elements(self, head_chunks: int) -> int:
+        """Number of elements of the queries of one head chunk."""
+        return self.num_tokens * (self.num_heads // head_chunks) * self.head_dim
+
+    def row_multiple(self, chunk_multiple: int) -> int:
+        """Number that the tokens of a whole row must be a multiple of.
+
+        Args: chunk_multiple: number that the tokens of a chunk must be a multiple of.
+        """
+        return self.chunks_per_row * math.lcm(chunk_multiple, self.ulysses_degree)
+
+
+class UnsupportedReason(NamedTuple):
+    """Reason that a kernel cannot run a workload."""
+
+    reason: str
+    """The rest of a sentence that begins with the kernel's title."""
+    suggestion: str
+    """A sentence with a change that would work."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +148,6 @@ class Kernel(Protocol):
 
         Args: window: number of tokens that a token sees, including itself; None: all before it.
         """
-        ...
 
     def make_chunk_kernel(self, settings: KernelSettings) -> ChunkKernel | None:
         """Returns the functions that compute chunks of rows; None if there are none, so that rows
@@ -142,3 +218,28 @@ class FunctionKernel(Kernel):
 
     def make_row_kernel(self, settings: KernelSettings, *, window: int | None) -> RowKernel:
         return self.function
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def find_local_devices(devices: Sequence[Device]) -> list[Any]:
+    """Returns the devices that this process has; none if the program is only compiled for them."""
+    return [device for device in jax.local_devices() if device in devices]
+
+
+def min_device_bytes(devices: Sequence[Device]) -> int | None:
+    """Memory that JAX may use on each of this process's devices: the minimum; None if unknown."""
+    stats = [device.memory_stats() or {} for device in find_local_devices(devices)]
+    limits = [stat["bytes_limit"] for stat in stats if "bytes_limit" in stat]
+    return min(limits, default=None)
+
+
+def lowest_capability(devices: Sequence[Device]) -> tuple[int, int]:
+    """The lowest compute capability of the devices; (0, 0) if one of them has none."""
+    capabilities = []
+    for device in devices:
+        match = re.fullmatch(r"(\d+)\.(\d+)", getattr(device, "compute_capability", ""))
+        capabilities.append((int(match[1]), int(match[2])) if match else (0, 0))
+    return min(capabilities)
