@@ -59,10 +59,7 @@ def benchmark_meshes(
 
     Each runs in a process of its own, so that its peak memory is its own.
 
-    Args:
-        path: config file, changed by `overrides`.
-        model: the heads of the model.
-        print_line: called with a line for each mesh.
+    Args: path: config file, changed by `overrides`.
     Returns: results, the fastest first; those that cannot run last.
     Raises: UserError if no mesh can run.
     """

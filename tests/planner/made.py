@@ -6,6 +6,15 @@ from jaxsp.planner.compile import memory
 from jaxsp.planner.cost import roofline
 from jaxsp.planner.planning import Plan
 
+_ALL_TO_ALL = {
+    "kind": "all-to-all",
+    "axes": ["seq"],
+    "bytes": 2e9,
+    "formula": 2e9,
+    "seconds": 0.25,
+    "waited_s": 0.125,
+}
+
 
 def plan(**changes):
     """A plan of 8 H100s that fits, with `changes`."""
@@ -43,16 +52,7 @@ def plan(**changes):
         "host_memory": {},
         "sent_bytes": 2.0e9,
         "formula_bytes": 2.0e9,
-        "collectives": [
-            {
-                "kind": "all-to-all",
-                "axes": ["seq"],
-                "bytes": 2e9,
-                "formula": 2e9,
-                "seconds": 0.25,
-                "waited_s": 0.125,
-            }
-        ],
+        "collectives": [_ALL_TO_ALL],
         "model_flops": 2e15,
         "hardware_flops": 2.5e15,
         "host_copy_bytes": (0.0, 0.0),

@@ -22,7 +22,8 @@ from jaxsp.planner.compile.hlo import HloModule
 from jaxsp.planner.cost import hlo_cost, timeline
 from jaxsp.planner.cost.comms import Collective
 from jaxsp.planner.cost.hlo_cost import KernelCost
-from jaxsp.planner.cost.timeline import ScheduledTransfer
+from jaxsp.planner.cost.timeline import ScheduledTransfer, Timeline
+from jaxsp.training.program import Program
 
 MATMULS = "matrix products"
 MEMORY_BANDWIDTH = "memory bandwidth"
@@ -87,21 +88,11 @@ def estimate_step(
     call_prefix = step.choice.kernel.custom_call_prefix
     if not call_prefix or program.dtype != jnp.bfloat16:
         return None
-    forward = flops.attention_flops(program.model, segment_lengths) / program.mesh.size
-    # five products where the forward pass has two: the scores again, and two gradients of each
-    backward = 2.5 * forward
-    if not program.remat_policy.is_attention_saved:
-        forward *= 2
+    forward, backward = _attention_flops(program, segment_lengths)
     module = hlo.parse_module(step.dump.hlo_text)
     kernels = hlo_cost.read_kernel_costs(step.dump.hlo_text)
     sends = {
-        collective.begin_line: ScheduledTransfer(
-            stream="collectives",  # a single stream, because they share the links
-            seconds=estimate_collective_s(collective, ceilings=ceilings, node_devices=node_devices)
-            / collective.num_runs,
-            begin_line=collective.begin_line,
-            end_line=collective.end_line,
-        )
+        collective.begin_line: _schedule_collective(collective, ceilings, node_devices)
         for collective in collectives
     }
     copies = {
@@ -111,21 +102,14 @@ def estimate_step(
     }
     on_device = [kernel for kernel in kernels if kernel.begin_line not in copies]
     kernel_s = {kernel.line_number: _estimate_kernel_s(kernel, ceilings) for kernel in on_device}
-    attention_s = _estimate_attention_s(
-        module,
-        call_prefix=call_prefix,
-        forward_s=forward / (ceilings.attention_forward_tflops * _TERA),
-        backward_s=backward / (ceilings.attention_backward_tflops * _TERA),
-    )
+    attention_s = _estimate_attention_s(module, call_prefix, (forward, backward), ceilings)
     simulated = timeline.simulate(module, kernel_s | attention_s, sends | copies)
     transfer_seconds = {
         line: (transfer.seconds * simulated.num_runs[line], simulated.exposed_s[line])
         for line, transfer in (sends | copies).items()
     }
-
-    def sum_kernels(lines: Iterable[int]) -> float:
-        return sum((simulated.kernel_seconds[line] for line in lines), start=0.0)
-
+    matmul_lines = [kernel.line_number for kernel in on_device if kernel.flops]
+    other_lines = [kernel.line_number for kernel in on_device if not kernel.flops]
     collectives_s, exposed_collectives_s = sum_transfers(transfer_seconds, sends)
     copies_s, exposed_copies_s = sum_transfers(transfer_seconds, copies)
     return TimeEstimate(
@@ -135,11 +119,9 @@ def estimate_step(
             _sum_runs(kernels, "bytes_to_host"),
         ),
         seconds={
-            MATMULS: sum_kernels(kernel.line_number for kernel in on_device if kernel.flops),
-            MEMORY_BANDWIDTH: sum_kernels(
-                kernel.line_number for kernel in on_device if not kernel.flops
-            ),
-            ATTENTION: sum_kernels(attention_s),
+            MATMULS: _sum_kernels(simulated, matmul_lines),
+            MEMORY_BANDWIDTH: _sum_kernels(simulated, other_lines),
+            ATTENTION: _sum_kernels(simulated, attention_s),
             EXPOSED_COLLECTIVES: exposed_collectives_s,
             EXPOSED_HOST_COPIES: exposed_copies_s,
             HIDDEN_COLLECTIVES: collectives_s - exposed_collectives_s,
@@ -148,6 +130,16 @@ def estimate_step(
         step_s=simulated.seconds,
         transfer_seconds=transfer_seconds,
     )
+
+
+def _attention_flops(program: Program, segment_lengths: np.ndarray) -> tuple[float, float]:
+    """Operations of attention on a device in a step, forward and backward."""
+    forward = flops.attention_flops(program.model, segment_lengths) / program.mesh.size
+    # five products instead of two: the scores again, and both gradients of both products
+    backward = 2.5 * forward
+    if not program.remat_policy.is_attention_saved:
+        forward *= 2
+    return forward, backward
 
 
 def find_bottleneck(seconds: Mapping[str, float]) -> str:
@@ -165,6 +157,11 @@ def sum_transfers(
     )
 
 
+def _sum_kernels(simulated: Timeline, lines: Iterable[int]) -> float:
+    """Sums the seconds of all runs of the kernels in these lines."""
+    return sum((simulated.kernel_seconds[line] for line in lines), start=0.0)
+
+
 def _sum_runs(kernels: list[KernelCost], field: str) -> float:
     """Sums a field of KernelCost over all runs."""
     return sum((kernel.num_runs * getattr(kernel, field) for kernel in kernels), start=0.0)
@@ -179,24 +176,46 @@ def _estimate_kernel_s(kernel: KernelCost, ceilings: Ceilings) -> float:
 
 
 def _estimate_attention_s(
-    module: HloModule, *, call_prefix: str, forward_s: float, backward_s: float
+    module: HloModule,
+    call_prefix: str,
+    forward_and_backward: tuple[float, float],
+    ceilings: Ceilings,
 ) -> dict[int, float]:
     """Seconds of one run of each cuDNN call, by line number, assuming equal times for all calls of
-    a direction."""
+    a direction.
+
+    Args: forward_and_backward: operations of all calls.
+    """
     runs = hlo.count_runs(
         module,
         lambda line: line.opcode == "custom-call" and call_prefix in line.attributes,
         include_branches=True,
     )
     seconds: dict[int, float] = {}
-    for is_backward, total_s in ((False, forward_s), (True, backward_s)):
+    rates = (ceilings.attention_forward_tflops, ceilings.attention_backward_tflops)
+    for is_backward, operations, rate in zip(
+        (False, True), forward_and_backward, rates, strict=True
+    ):
         calls = {
             line.line_number: num_runs
             for line, num_runs in runs
             if ("Backward" in line.attributes) == is_backward
         }
-        seconds |= {line: total_s / sum(calls.values()) for line in calls}
+        seconds |= {line: operations / (rate * _TERA) / sum(calls.values()) for line in calls}
     return seconds
+
+
+def _schedule_collective(
+    collective: Collective, ceilings: Ceilings, node_devices: int
+) -> ScheduledTransfer:
+    """Schedules a collective on the stream of all collectives, because they share the links."""
+    seconds = estimate_collective_s(collective, ceilings=ceilings, node_devices=node_devices)
+    return ScheduledTransfer(
+        stream="collectives",
+        seconds=seconds / collective.num_runs,
+        begin_line=collective.begin_line,
+        end_line=collective.end_line,
+    )
 
 
 def _schedule_host_copy(kernel: KernelCost, ceilings: Ceilings) -> ScheduledTransfer:

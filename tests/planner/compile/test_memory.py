@@ -114,7 +114,27 @@ def test_an_offloaded_optimizer_is_in_host_memory(offloaded, microbatches):
     breakdown = memory.break_down_peak(step)
     assert breakdown.host[memory.WEIGHTS] == pytest.approx(formula.weights, rel=tolerances.MEMORY)
     assert breakdown.host[memory.OPTIMIZER] == pytest.approx(formula.moments, rel=tolerances.MEMORY)
+    copies = 0
+    gradients = sum(
+        4 * sharding.shard_size(param, 2) for param in jax.tree.leaves(step.program.table)
+    )
+    if offloaded == "state":
+        # the layers' weights in bfloat16; embedding and head are copied as they are needed
+        embeddings = 2 * SIZES["vocab_size"] * SIZES["hidden_size"]
+        copies = (formula.weights - 4 * embeddings / 2) / 2
+        assert gradients * (1 - tolerances.MEMORY) <= breakdown.device[memory.GRADIENTS]
+        assert breakdown.device[memory.GRADIENTS] < 2 * gradients
+    else:
+        assert breakdown.device[memory.GRADIENTS] < 0.5 * gradients
+    slack = tolerances.MEMORY * formula.weights
+    assert breakdown.device[memory.WEIGHTS] == pytest.approx(copies, abs=slack)
     assert breakdown.device[memory.OPTIMIZER] < tolerances.MEMORY * formula.moments
+    # attention outputs and log-sum-exps stay on the device, and no layer input does
+    tokens = step.program.tokens_per_device
+    attention_bytes = 4 * tokens * SIZES["num_attention_heads"] * (2 * 128 + 4)
+    assert breakdown.device[memory.SAVED_ACTIVATIONS] == pytest.approx(
+        attention_bytes, rel=tolerances.MEMORY
+    )
     assert breakdown.host[memory.SAVED_ACTIVATIONS] <= formula.activations * (1 + tolerances.MEMORY)
     assert breakdown.host[memory.GRADIENTS] <= formula.gradients * (1 + tolerances.MEMORY)
     assert (breakdown.host[memory.GRADIENTS] > 0) == (offloaded == "state_and_gradients")
