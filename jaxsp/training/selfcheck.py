@@ -161,7 +161,8 @@ def measure_attention_error(
 
     actual = compute(kernel, dtype, strategy)
     expected = compute(BlockwiseKernel(), jnp.dtype(jnp.float32), None)
-    segment_BL = np.asarray(segments.segment_ids(*slots, _ROW_TOKENS))
+    starts_BM, lengths_BM = slots
+    segment_BL = np.asarray(segments.segment_ids(starts_BM, lengths_BM, _ROW_TOKENS))
     return {name: _largest_error(actual[name], expected[name], segment_BL) for name in expected}
 
 
