@@ -27,18 +27,9 @@ from jaxsp.data.tokenization import tokenizers
 from jaxsp.hf import families, writer
 from jaxsp.run import build, resume, trainer
 from jaxsp.runtime import run_paths
-from tests import batches, messages, tolerances
+from tests import batches, commands, messages, tolerances
 from tests.data.packing import test_dataset
 
-COUNTS = (
-    "step",
-    "epoch",
-    "num_rows",
-    "num_tokens",
-    "num_loss_tokens",
-    "num_tokens_total",
-    "padding_fraction",
-)
 STEPS = 10
 STOPPED = 6
 
@@ -65,12 +56,6 @@ def settings(folder, *words):
     return config_file.parse(fields, words)
 
 
-def write(path, lengths, seed):
-    random = np.random.default_rng(seed)
-    records = [json.dumps({"input_ids": random.integers(0, 257, n).tolist()}) for n in lengths]
-    path.write_text("\n".join(records), encoding="utf-8")
-
-
 def train(chosen):
     console = rich.console.Console(record=True, width=200, quiet=True)
     num_devices = chosen.mesh.data * chosen.mesh.seq
@@ -79,16 +64,17 @@ def train(chosen):
 
 
 def lines(directory, name="metrics.jsonl"):
-    return [json.loads(line) for line in (pathlib.Path(directory) / name).read_text().splitlines()]
+    return commands.read_lines(pathlib.Path(directory) / name)
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """Folder of an uninterrupted run of ten steps, with checkpoints of steps 6, 9 and 10."""
     folder = tmp_path_factory.mktemp("straight")
-    write(folder / "train.jsonl", [*np.random.default_rng(1).integers(1, 60, 60), 300], 0)
-    write(folder / "short.jsonl", [3, 1, 40, 20, 17], 1)
-    write(folder / "long.jsonl", [150], 2)
+    lengths = [*np.random.default_rng(1).integers(1, 60, 60), 300]
+    commands.write_documents(folder / "train.jsonl", lengths)
+    commands.write_documents(folder / "short.jsonl", [3, 1, 40, 20, 17], seed=1)
+    commands.write_documents(folder / "long.jsonl", [150], seed=2)
     train(settings(folder))
     return folder
 
@@ -111,7 +97,9 @@ def stopped(straight, tmp_path):
 def check(found, expected, *, exact):
     """Lines of two runs say the same; those before the stop are the very lines."""
     for line, other in zip(found, expected, strict=True):
-        assert {name: line[name] for name in COUNTS} == {name: other[name] for name in COUNTS}
+        assert {name: line[name] for name in commands.COUNTS} == {
+            name: other[name] for name in commands.COUNTS
+        }
         for name in ("loss", "grad_norm", "learning_rate", "token_accuracy"):
             if exact:
                 assert line[name] == other[name], (name, line["step"])
