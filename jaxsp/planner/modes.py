@@ -166,7 +166,7 @@ def _draw_lengths(
     devices = f"{request.cluster.num_devices} x {request.cluster.device_type}"
     request.draw(
         {
-            f"{plots.format_tokens(row_tokens)} tokens, {plan.remat}": plan
+            f"{row_tokens:,} tokens, {plan.remat}": plan
             for row_tokens, plan in sorted(by_length.items())
         },
         subject=f"{devices}, {report.format_mesh(center.mesh)}",

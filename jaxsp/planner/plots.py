@@ -105,12 +105,3 @@ def _draw_memory(
     # how much plans that do not fit exceed the memory does not matter
     panel.set_xlim(0, min(1.35 * limit, 1.1 * max(limit, *begins)))
     panel.set_xlabel(f"{title}; line: limit")
-
-
-def format_tokens(number: int) -> str:
-    """Formats a number of tokens. Examples: `512`, `131K`, `3.67M`."""
-    if number < 1000:
-        return f"{number:.3g}"
-    if number < 999_500:
-        return f"{number / 1e3:.3g}K"
-    return f"{number / 1e6:.3g}M"

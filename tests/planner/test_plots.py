@@ -67,21 +67,6 @@ def test_host_memory_gets_a_panel_and_a_missing_estimate_none(draw, tmp_path):
     assert b"<svg" in (tmp_path / "a.svg").read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (512, "512"),
-        (131_072, "131K"),
-        (999_424, "999K"),
-        (999_900, "1M"),
-        (3_670_016, "3.67M"),
-        (40_000_000, "40M"),
-    ],
-)
-def test_tokens_are_formatted_in_thousands_and_millions(number, text):
-    assert plots.format_tokens(number) == text
-
-
 def test_a_file_of_another_format_is_refused_before_compiling():
     plots.check_output(pathlib.Path("a.pdf"))
     with pytest.raises(ValueError, match=r"^--plot = a\.jpeg: .*\.png, \.svg or \.pdf"):
