@@ -33,7 +33,7 @@ _BLOCK_ELEMENTS = 4 * 1024 * 1024
 def unpadded_shapes(
     table: layers.Weights, items: Mapping[str, Any]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shapes and dtypes without padding, by path. Args: items: "master", and maybe "opt"."""
+    """Returns shapes and dtypes without padding, by path. Args: items: "master", also "opt"."""
 
     def shapes_like(param: Parameter, weight: Any, tree: Any) -> Any:
         def to_unpadded(x: Any) -> jax.ShapeDtypeStruct:
