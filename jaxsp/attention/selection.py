@@ -40,10 +40,9 @@ class AttentionChoice:
 
 
 class StrategyOption(NamedTuple):
-    """A strategy that a sweep over meshes tries."""
+    """A strategy that a sweep over meshes tries, and its name in tables."""
 
     label: str
-    """Name in tables."""
     config_fields: dict[str, Any]
     """Changed fields of the config's attention."""
 
@@ -142,15 +141,13 @@ def list_options(config: Config, model: HasHeads, *, seq: int) -> list[StrategyO
 
 
 def raise_if_whole_rows_only(kernel: Kernel, strategy: Strategy) -> None:
-    """Raises: UserError if the strategy needs chunks of rows and the kernel has no functions for
-    them."""
+    """Raises: UserError if the strategy needs chunks of rows and the kernel computes none."""
     if strategy.layout_degree == 1 or _has_chunks(kernel):
         return
-    names = [name for name, other in registry.KERNELS.items() if _has_chunks(other)]
+    names = errors.format_choices(k.name for k in registry.KERNELS.values() if _has_chunks(k))
     raise UserError(
         f"attention.kernel = {kernel.name}: computes whole rows only, and {strategy.description} "
-        f"needs chunks of them. Use attention.kernel={errors.format_choices(names)}, or "
-        "attention.strategy=ulysses."
+        f"needs chunks of them. Use attention.kernel={names}, or attention.strategy=ulysses."
     )
 
 
@@ -242,17 +239,14 @@ def _choose_kernel(
     devices: Sequence[Device],
     device_bytes: int | None,
 ) -> tuple[Kernel, str]:
-    """The requested kernel, or the first that supports all workloads, with the reason that it is
-    not the first of all."""
+    """The requested kernel, or the first that supports all workloads, and why not the first."""
 
     def find_reasons(kernel: Kernel) -> list[UnsupportedReason]:
-        for workload in workloads:
-            reasons = kernel.unsupported_reasons(
-                workload, devices=devices, device_bytes=device_bytes
-            )
-            if reasons:
-                return reasons
-        return []
+        reasons = (
+            kernel.unsupported_reasons(workload, devices=devices, device_bytes=device_bytes)
+            for workload in workloads
+        )
+        return next(filter(None, reasons), [])
 
     name = config.attention.kernel
     requested = registry.KERNELS.get(name)
